@@ -1,0 +1,135 @@
+"""Every error that attn-select raises on purpose.
+
+An error says what was seen, what would be accepted and what to do next. Anything
+else that leaves this package is a bug. The command line prints these without a traceback
+and maps them to exit code 2 (``NoBackendError``: 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attn_select.selection import Selection
+
+
+class AttnSelectError(Exception):
+    """Base of all documented errors.
+
+    Attributes:
+        code: stable kebab-case identifier, part of the JSON output.
+        message: what was seen and what is accepted, one sentence.
+        hint: the next step, or None.
+    """
+
+    code = "error"
+
+    def __init__(self, message: str, *, hint: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        if code is not None:
+            self.code = code
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+    def to_dict(self) -> dict[str, str | None]:
+        """Return ``{"code", "message", "hint"}`` for the ``error`` object of ``--json``."""
+        return {"code": self.code, "message": self.message, "hint": self.hint}
+
+
+class ConfigError(AttnSelectError, ValueError):
+    """An attention config, device or option value that is malformed or contradicts itself.
+
+    Attributes:
+        fields: the names of the offending fields, in order.
+    """
+
+    code = "invalid-config"
+
+    def __init__(
+        self, message: str, *, fields: Iterable[str] = (), hint: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, code=code)
+        self.fields = tuple(fields)
+
+
+class UnknownNameError(AttnSelectError, ValueError):
+    """A backend, GPU, model, option or field name that is not known. Lists the nearest valid names."""
+
+    code = "unknown-name"
+
+    def __init__(self, kind: str, name: str, valid: Iterable[str], *, hint: str | None = None) -> None:
+        names = list(valid)
+        near = nearest(name, names)
+        if hint is None:
+            hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
+        super().__init__(f"unknown {kind} {shorten(name)!r}", hint=hint)
+        self.kind = kind
+        self.name = name
+        self.nearest = near
+
+
+class ModelError(AttnSelectError, ValueError):
+    """A ``config.json`` that cannot be read or does not describe attention layers we know."""
+
+    code = "invalid-model"
+
+
+class RulesError(AttnSelectError, ValueError):
+    """A rules file that cannot be read or breaks the rules format.
+
+    Attributes:
+        problems: one ``(file, line or None, message)`` per error found.
+    """
+
+    code = "invalid-rules"
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, problems: Iterable[tuple[str, int | None, str]] = ()
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.problems = tuple(problems)
+
+
+class PluginError(AttnSelectError):
+    """A plugin that registers something that is not a valid backend spec."""
+
+    code = "invalid-plugin"
+
+
+class RuntimeMissingError(AttnSelectError, RuntimeError):
+    """``load()`` of a backend whose facts are registered but whose runtime this release does not bring."""
+
+    code = "runtime-missing"
+
+
+class NoBackendError(AttnSelectError):
+    """No backend can run the layer, or the one that was asked for cannot.
+
+    Attributes:
+        selection: the whole decision, with every candidate's reasons.
+    """
+
+    code = "no-valid-backend"
+
+    def __init__(self, message: str, selection: Selection, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.selection = selection
+
+
+def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
+    """Return up to ``limit`` valid names that look like ``name``, the most similar first."""
+    import difflib  # only needed once something is wrong
+
+    by_folded = {v.casefold().replace("-", "_"): v for v in valid}
+    folded = name[:100].casefold().replace("-", "_")
+    return [by_folded[k] for k in difflib.get_close_matches(folded, by_folded, n=limit, cutoff=0.6)]
+
+
+def shorten(text: object, limit: int = 80) -> str:
+    """Return ``text`` as one printable line of at most ``limit`` characters, for error messages."""
+    line = "".join(c if c.isprintable() else "�" for c in str(text))
+    return line if len(line) <= limit else line[: limit - 1] + "…"

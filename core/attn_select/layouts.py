@@ -1,0 +1,57 @@
+"""KV-cache layouts by name: shapes and sizes, without tensors.
+
+Names and shapes follow vLLM (v1/attention/backends/flash_attn.py, flashinfer.py, mla/, csrc/cache_kernels.cu)
+and FlashMLA's FP8 token format (deepseek-ai/FlashMLA README: 512 e4m3 + 4 float32 scales + 64 bfloat16 = 656 bytes).
+"""
+
+from __future__ import annotations
+
+from attn_select.config import AttentionConfig
+from attn_select.dtypes import BITS
+
+FLASH_ATTN_NHD = "FLASH_ATTN_NHD"
+"""``(2, num_blocks, block_size, num_kv_heads, head_size)``"""
+FLASHINFER_NHD = "FLASHINFER_NHD"
+"""``(num_blocks, 2, block_size, num_kv_heads, head_size)``"""
+FLASHINFER_HND = "FLASHINFER_HND"
+"""``(num_blocks, 2, num_kv_heads, block_size, head_size)``"""
+MLA = "MLA"
+"""``(num_blocks, block_size, kv_lora_rank + qk_rope_head_dim)``"""
+FP8_DS_MLA = "FP8_DS_MLA"
+"""uint8 ``(num_blocks, block_size, 656)``"""
+PAGED_ATTENTION = "PAGED_ATTENTION"
+"""K ``(num_blocks, num_kv_heads, head_size/x, block_size, x)``, V ``(num_blocks, num_kv_heads, head_size, block_size)``,
+``x`` = 16 bytes / element size"""
+
+LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, MLA, FP8_DS_MLA, PAGED_ATTENTION)
+FP8_DS_MLA_BYTES = 656
+
+
+def cache_shape(layout: str, config: AttentionConfig, block_size: int) -> list[int | str]:
+    """Return the cache's shape in elements, with ``"num_blocks"`` where the pool's size goes.
+
+    ``PAGED_ATTENTION`` stores K and V in two tensors of one flat size: the shape of both together is given.
+    """
+    heads, size = config.num_kv_heads, config.head_size
+    if layout == FLASH_ATTN_NHD:
+        return [2, "num_blocks", block_size, heads, size]
+    if layout == FLASHINFER_NHD:
+        return ["num_blocks", 2, block_size, heads, size]
+    if layout == FLASHINFER_HND:
+        return ["num_blocks", 2, heads, block_size, size]
+    if layout == MLA:
+        return ["num_blocks", block_size, size]
+    if layout == FP8_DS_MLA:
+        return ["num_blocks", block_size, FP8_DS_MLA_BYTES]
+    if layout == PAGED_ATTENTION:
+        return [2, "num_blocks", heads, block_size * size]
+    raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
+
+
+def bytes_per_token(layout: str, config: AttentionConfig) -> int:
+    """Return the bytes that one token of one layer takes in the cache (scales held apart not counted)."""
+    if layout == FP8_DS_MLA:
+        return FP8_DS_MLA_BYTES
+    bits = BITS["fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype]
+    elements = config.head_size if layout == MLA else config.num_kv_heads * (config.head_size + config.value_head_size)
+    return elements * bits // 8

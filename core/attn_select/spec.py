@@ -1,0 +1,231 @@
+"""What a plugin registers for one backend: facts as data, importing nothing heavy.
+
+A spec answers every question that can be asked without running a kernel. ``Capabilities`` holds what a
+plain comparison can decide; ``BackendSpec.plan`` decides the rest (which inner path, and why). The gate
+(``attn_select.gate``) compares both with a config and returns every ``Reason`` that speaks against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
+
+if TYPE_CHECKING:
+    from attn_select.device import Device
+    from attn_select.environment import Environment
+
+T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class Fact(Generic[T]):
+    """A value and where it was looked up.
+
+    ``source`` names repository, file and release (``Dao-AILab/flash-attention hopper/flash_api.cpp v2.8.3``),
+    a measurement (``ran on H100, flashinfer 0.6.14``), or is the word ``unverified``.
+    """
+
+    value: T
+    source: str
+
+
+@dataclass(slots=True)
+class Reason:
+    """One thing that speaks against a backend.
+
+    ``code`` is stable kebab-case; ``observed`` and ``supported`` are plain data (str, number, list, None);
+    ``remedy`` is a command-line flag, option or install command that would remove this reason, where one exists.
+    Treat as immutable: selections are cached and shared.
+    """
+
+    code: str
+    message: str
+    observed: Any = None
+    supported: Any = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Accepted head sizes: those listed, or every multiple of ``multiple_of`` in ``minimum..maximum``."""
+
+    values: tuple[int, ...] = ()
+    multiple_of: int = 1
+    minimum: int = 1
+    maximum: int = 2**31 - 1
+
+    def accepts(self, size: int) -> bool:
+        """Whether ``size`` (elements) is accepted."""
+        if self.values:
+            return size in self.values
+        return self.minimum <= size <= self.maximum and size % self.multiple_of == 0
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, self.values))
+        step = f"multiples of {self.multiple_of} " if self.multiple_of > 1 else ""
+        return f"{step}from {self.minimum} to {self.maximum}" if self.maximum < 2**31 - 1 else f"{step}from {self.minimum}"
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeCapabilities:
+    """Accepted compute capabilities: closed ranges of ``(major, minor)``, and whether a CPU will do.
+
+    ``ranges=(((8, 0), (9, 9)),)`` accepts 8.0 up to any 9.x.
+    """
+
+    ranges: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
+    cpu: bool = False
+
+    def accepts(self, capability: tuple[int, int] | None) -> bool:
+        """Whether ``capability`` (None for a CPU) is accepted."""
+        if capability is None:
+            return self.cpu
+        return any(low <= capability <= high for low, high in self.ranges)
+
+    def __str__(self) -> str:
+        parts = []
+        for low, high in self.ranges:
+            if high[0] >= 99:
+                parts.append(f"{low[0]}.{low[1]} and up")
+            elif low[0] == high[0] and low[1] == 0 and high[1] == 9:
+                parts.append(f"{low[0]}.x")
+            elif low == high:
+                parts.append(f"{low[0]}.{low[1]}")
+            else:
+                parts.append(f"{low[0]}.{low[1]} to {high[0]}.{'x' if high[1] == 9 else high[1]}")
+        if self.cpu:
+            parts.append("CPU")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend accepts, one sourced fact per question. A question left out means no (or any size).
+
+    ``block_sizes`` lists kernel block sizes in tokens: an allocator's block size is accepted when it is a
+    multiple of one of them (the runtime splits blocks). The first is not special: plans choose the default.
+    With MLA, ``head_sizes`` speaks of the latent width ``kv_lora_rank + qk_rope_head_dim``.
+    """
+
+    compute_capabilities: Fact[ComputeCapabilities]
+    dtypes: Fact[tuple[str, ...]]
+    kv_cache_dtypes: Fact[tuple[str, ...]]
+    """Stored dtypes beside ``auto``; ``auto`` is accepted when the compute dtype is listed here."""
+    head_sizes: Fact[HeadSizes]
+    block_sizes: Fact[tuple[int, ...]]
+    attn_types: Fact[tuple[str, ...]] = Fact(("decoder",), "default")
+    mla: bool = False
+    """Serves MLA layers, and only those."""
+    sparse: bool = False
+    """Serves sparse MLA layers, and only those."""
+    reads_cache: bool = True
+    """False for dense MLA prefill: it runs on decompressed K and V, so cache dtype and block size do not bind it."""
+    mixed_kv_cache_dtype: Fact[bool] = Fact(False, "default")
+    """Whether an unquantised cache may differ from the compute dtype (float16 cache, bfloat16 query)."""
+    v_head_size_differs: Fact[bool] = Fact(False, "default")
+    sliding_window: Fact[bool] = Fact(False, "default")
+    logits_soft_cap: Fact[bool] = Fact(False, "default")
+    alibi: Fact[bool] = Fact(False, "default")
+    sinks: Fact[bool] = Fact(False, "default")
+    mm_prefix: Fact[bool] = Fact(False, "default")
+    non_causal: Fact[bool] = Fact(False, "default")
+    batch_invariant: Fact[bool] = Fact(False, "default")
+    per_head_quant_scales: Fact[bool] = Fact(False, "default")
+    output_quantizations: Fact[tuple[str, ...]] = Fact((), "default")
+    """Beside ``none``: ``fp8``, ``fp4``."""
+    decode_context_parallel: Fact[bool] = Fact(False, "default")
+    speculative_tokens: Fact[int] = Fact(1024, "default: any uniform query length")
+    """The most draft tokens per request (decode query length is this plus one)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One way to get a kernel: a distribution that must be installed.
+
+    ``version`` is a PEP 440 specifier (``>=0.6.0``) or empty; ``module`` is the top-level import name probed
+    without importing; ``install`` is a command that was seen to work.
+    """
+
+    distribution: str
+    module: str
+    install: str
+    version: str = ""
+
+
+@dataclass(slots=True)
+class BackendPlan:
+    """How a backend would run one phase of a config on a device. Treat as immutable.
+
+    Attributes:
+        path: the inner path, e.g. ``FA3``, ``native fa2``, ``TRT-LLM (XQA)``.
+        because: why this path and not its siblings, one clause.
+        query_dtype: dtype in which the kernel wants Q (``bfloat16``, ``fp8_e4m3``, …).
+        returns_lse: whether the path can return the log-sum-exp (cascade, chunk merging and DCP need it).
+        kv_layouts: names from ``attn_select.layouts`` that the kernel reads, preferred first; empty: no cache is read.
+        kernel_block_sizes: block sizes in tokens the kernel runs, preferred first; the allocator's is a multiple of one.
+        cuda_graph: the level its metadata builder supports.
+        workspace_bytes: scratch device memory that it reserves.
+        block_table_width_multiple: block tables are padded to a multiple of this many columns.
+        provider: ``distribution (module)`` that the kernel comes from, where there is a choice.
+        notes: further facts a user should know, one clause each.
+    """
+
+    path: str
+    because: str
+    query_dtype: str
+    returns_lse: bool
+    kv_layouts: tuple[str, ...]
+    kernel_block_sizes: tuple[int, ...]
+    cuda_graph: CudaGraphLevel
+    workspace_bytes: int = 0
+    block_table_width_multiple: int = 1
+    provider: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class BackendOptions(BaseModel):
+    """Base of a backend's ``[backends.NAME]`` table in a rules file. Subclass it and add fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+PlanFunction = Callable[
+    [AttentionConfig, "Device", "Environment", Any, Phase],
+    "BackendPlan | list[Reason]",
+]
+
+
+def _no_compile_key(config: AttentionConfig) -> object:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSpec:
+    """One backend as its plugin registers it.
+
+    Attributes:
+        name: upper-case, unique, vLLM's name where vLLM has one.
+        summary: one line for ``attn-select backends``.
+        capabilities: per phase served; a phase left out is not served. One object may serve both.
+        plan: called as ``plan(config, device, environment, options, phase)``, also when a capability already speaks
+            against the config, so that every reason is seen at once; not called when the kind of attention (MLA, sparse) or
+            the phase is wrong. It must not raise for any valid config.
+        libraries: groups of alternatives: every group needs one library present, the first preferred.
+        options: the pydantic model of its TOML table.
+        compile_key: groups configs that share one compilation at first call (conformance tests cap their number).
+        load: imports the kernel library and returns the runtime backend class.
+    """
+
+    name: str
+    summary: str
+    capabilities: Mapping[Phase, Capabilities]
+    plan: PlanFunction
+    load: Callable[[], Any]
+    libraries: Sequence[Sequence[Library]] = ()
+    options: type[BackendOptions] = BackendOptions
+    compile_key: Callable[[AttentionConfig], object] = field(default=_no_compile_key)
