@@ -16,6 +16,7 @@ from attn_select.environment import BROKEN, WRONG_VERSION, Environment
 from attn_select.errors import shorten
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Library, Reason
 
+DENIED = "denied-by-rule"
 _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
 
 
@@ -33,22 +34,18 @@ def check(
     """
     capabilities = spec.capabilities.get(phase)
     if capabilities is None:
-        return [_phase_not_served(spec, phase)]
-    return judge(spec, config, device, environment, options, phase, static_reasons(spec, capabilities, config, device, environment))
+        return [phase_not_served(spec, phase)]
+    static = capability_reasons(capabilities, config, device) + library_reasons(spec, environment)
+    return judge(spec, config, device, environment, options, phase, static)
 
 
-def static_reasons(
-    spec: BackendSpec, capabilities: Capabilities, config: AttentionConfig, device: Device, environment: Environment
-) -> list[Reason]:
-    """Return what plain capabilities and missing libraries say against a config; the same for every phase that shares them."""
-    reasons = _capability_reasons(capabilities, config, device)
-    for group in spec.libraries:
-        for library in group:
-            if environment.has(library):
-                break
-        else:
-            reasons.append(_library_reason(group, environment))
-    return reasons
+def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
+    """Return one reason per group of alternative libraries of which none can be used."""
+    return [
+        _library_reason(group, environment)
+        for group in spec.libraries
+        if not any(environment.has(library) for library in group)
+    ]
 
 
 def judge(
@@ -82,7 +79,8 @@ def judge(
 _KIND_CODES = frozenset(("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported"))
 
 
-def _capability_reasons(c: Capabilities, config: AttentionConfig, device: Device) -> list[Reason]:
+def capability_reasons(c: Capabilities, config: AttentionConfig, device: Device) -> list[Reason]:
+    """Return what plain capabilities say against a config; the same for every phase that shares them. Kind reasons come first."""
     reasons: list[Reason] = []
     add = reasons.append
     mla, sparse = config.kv_lora_rank is not None, config.sparse_top_k is not None
@@ -171,7 +169,8 @@ def _no(code: str, what: str, observed: Any) -> Reason:
     return Reason(code, text, observed, False)
 
 
-def _phase_not_served(spec: BackendSpec, phase: Phase) -> Reason:
+def phase_not_served(spec: BackendSpec, phase: Phase) -> Reason:
+    """Return the reason against a phase that the spec has no capabilities for."""
     served = list(spec.capabilities)
     return Reason("phase-not-served", f"serves {', '.join(served)} only", phase, served)
 

@@ -1,0 +1,77 @@
+# Two virtual environments, each made from nothing on first use and kept up to date with the pyproject files:
+# .venv-demo for `make demo`, .venv for everything else. Both hold editable installs.
+
+PYTHON ?= python3
+ARGS ?=
+
+# torch comes first and pinned, so that nothing else pulls in another build. PyPI's build for Linux brings CUDA, several
+# GB; where the CPU is enough: make test TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH := torch==2.13.0
+TORCH_ARGS ?=
+PIP := pip==26.3
+
+TEST_ENV := .venv
+DEMO_ENV := .venv-demo
+PYPROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
+PLUGINS := $(patsubst %/pyproject.toml,./%,$(filter plugins/%,$(PYPROJECTS)))
+EDITABLE := -e . $(addprefix -e ,$(PLUGINS))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test venv format bench-select dist clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, then run one attention layer on this CPU
+	@echo; echo '$$ attn-select explain --model deepseek-v3 --gpu h100 --kv-cache-dtype fp8'
+	@$(DEMO_ENV)/bin/attn-select explain --model deepseek-v3 --gpu h100 --kv-cache-dtype fp8
+	@echo; echo '$$ python -m attn_select_torch.demo --model llama-3-8b'
+	@$(DEMO_ENV)/bin/python -m attn_select_torch.demo --model llama-3-8b
+
+test: venv ## Lint, type-check and test (ARGS="-k name -x" goes to pytest)
+	$(TEST_ENV)/bin/ruff check
+	$(TEST_ENV)/bin/ruff format --check
+	$(TEST_ENV)/bin/mypy
+	$(TEST_ENV)/bin/python -m pytest $(ARGS)
+
+venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all seven projects, editable
+
+format: venv ## Rewrite the sources as `make test` wants them
+	$(TEST_ENV)/bin/ruff check --fix
+	$(TEST_ENV)/bin/ruff format
+
+bench-select: venv ## Measure selection: cold start, cached and uncached select, a matrix
+	$(TEST_ENV)/bin/python tests/bench/bench_select.py $(ARGS)
+
+dist: venv ## Build the wheels and sdists of all seven projects into dist/
+	rm -rf dist
+	@set -e; for project in . $(PLUGINS); do \
+		$(TEST_ENV)/bin/python -m build --no-isolation --outdir dist $$project; \
+	done
+
+clean: ## Remove both environments, dist/ and all caches
+	rm -rf $(TEST_ENV) $(DEMO_ENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find core cli plugins tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch alone has a stamp of its own: a change to a pyproject file installs the rest anew, not torch.
+%/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attn-select needs Python 3.11 or newer; $(PYTHON) is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
+	@echo "Making $* with $$($(PYTHON) --version) and $(TORCH)"
+	@$(PYTHON) -m venv --clear $*
+	@$*/bin/python -m pip install -q $(PIP)
+	@$*/bin/python -m pip install -q $(TORCH) $(TORCH_ARGS)
+	@touch $@
+
+$(DEMO_ENV)/.installed: $(DEMO_ENV)/.torch $(PYPROJECTS)
+	@echo "Installing attn-select and its plugins into $(DEMO_ENV)"
+	@$(DEMO_ENV)/bin/python -m pip install -q --group build
+	@$(DEMO_ENV)/bin/python -m pip install -q --no-build-isolation $(EDITABLE)
+	@touch $@
+
+$(TEST_ENV)/.installed: $(TEST_ENV)/.torch $(PYPROJECTS)
+	@echo "Installing the development tools, attn-select and its plugins into $(TEST_ENV)"
+	@$(TEST_ENV)/bin/python -m pip install -q --group dev
+	@$(TEST_ENV)/bin/python -m pip install -q --no-build-isolation $(EDITABLE)
+	@touch $@

@@ -1,0 +1,1 @@
+"""The command line of attn-select: one file per command, heavy imports inside the bodies."""

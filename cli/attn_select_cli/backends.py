@@ -1,0 +1,151 @@
+"""``attn-select backends``: what is registered, what is missing and how to get it, and one backend's facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from attn_select.environment import Environment
+    from attn_select.registry import Registry
+    from attn_select.spec import BackendSpec
+
+EPILOG = """\b
+Examples:
+  attn-select backends
+  attn-select backends FLASH_ATTN
+  attn-select backends FLASHINFER --json
+"""
+
+
+@click.command("backends", epilog=EPILOG)
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(name: str | None, as_json: bool) -> int:
+    """List all backends and plugins, or show one backend's capabilities with the source of each fact."""
+    from attn_select.environment import Environment
+    from attn_select.errors import UnknownNameError
+    from attn_select.registry import load_plugins
+    from attn_select.rules.lint import known_names
+    from attn_select_cli.output import print_json, print_lines
+
+    registry, environment = load_plugins(), Environment()
+    names = known_names(registry)
+    if name is not None:
+        spelled = name.upper().replace("-", "_")
+        if spelled not in names:
+            raise UnknownNameError("backend", name, names)
+        names = [spelled]
+    if as_json:
+        listed = [backend_dict(n, registry, environment, facts=name is not None) for n in names]
+        print_json({"schema_version": 1, "backends": listed, "plugins": _plugins(registry)})
+    elif name is not None and names[0] in registry.specs:
+        print_lines(_facts_lines(registry.specs[names[0]], registry.owners[names[0]], environment))
+    else:
+        print_lines(_overview_lines(names, registry, environment))
+    return 0
+
+
+def backend_dict(name: str, registry: Registry, environment: Environment, *, facts: bool) -> dict[str, Any]:
+    """Return what ``--json`` says of one backend; with ``facts`` every capability and its source."""
+    from attn_select import catalog
+
+    spec = registry.specs.get(name)
+    if spec is None:
+        owners = registry.conflicts.get(name)
+        state = "duplicate" if owners else "plugin-not-installed"
+        distributions = list(owners) if owners else [catalog.DISTRIBUTIONS[name]]
+        remedy = f"pip uninstall {distributions[-1]}" if owners else catalog.install_command(distributions[0])
+        return {"name": name, "state": state, "distributions": distributions, "missing": [], "remedy": remedy}
+    missing = [group for group in spec.libraries if not any(environment.has(library) for library in group)]
+    result: dict[str, Any] = {
+        "name": name,
+        "state": "libraries-missing" if missing else "ready",
+        "distributions": [registry.owners[name]],
+        "summary": spec.summary,
+        "phases": list(spec.capabilities),
+        "libraries": [
+            [{"distribution": x.distribution, "state": environment.state(x), "version": environment.version(x.distribution)} for x in group]
+            for group in spec.libraries
+        ],
+        "missing": [[library.distribution + library.version for library in group] for group in missing],
+        "remedy": " && ".join(group[0].install for group in missing) or None,
+    }
+    if facts:
+        result["capabilities"] = {phase: _capabilities(spec, phase) for phase in spec.capabilities}
+        result["options"] = spec.options.model_json_schema().get("properties", {})
+    return result
+
+
+def _capabilities(spec: BackendSpec, phase: Any) -> dict[str, Any]:
+    from dataclasses import fields
+
+    from attn_select.spec import Fact
+
+    capabilities = spec.capabilities[phase]
+    result: dict[str, Any] = {}
+    for field in fields(capabilities):
+        value = getattr(capabilities, field.name)
+        if isinstance(value, Fact):
+            plain = value.value if isinstance(value.value, (bool, int)) else _fact_text(value.value)
+            result[field.name] = {"value": plain, "source": value.source}
+        else:
+            result[field.name] = {"value": value, "source": None}
+    return result
+
+
+def _fact_text(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else str(value)
+
+
+def _plugins(registry: Registry) -> list[dict[str, Any]]:
+    return [
+        {"name": p.name, "distribution": p.distribution, "version": p.version, "backends": list(p.backends), "error": p.error}
+        for p in registry.plugins
+    ]
+
+
+def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
+    from attn_select_cli.output import table_lines
+
+    rows = []
+    for name in names:
+        entry = backend_dict(name, registry, environment, facts=False)
+        installed = [
+            f"{library['distribution']} {library['version'] or ''}".strip()
+            for group in entry.get("libraries", [])
+            for library in group
+            if library["state"] == "installed"
+        ]
+        phases = ", ".join(entry.get("phases", [])) or "-"
+        rows.append([name, entry["state"], phases, ", ".join(installed) or "-", entry["remedy"] or ""])
+    lines = table_lines(["backend", "on this machine", "phases", "libraries found", "to get what is missing"], rows)
+    plugins = [[p.name, f"{p.distribution} {p.version}", p.error or ", ".join(p.backends)] for p in registry.plugins]
+    lines += [[], *(table_lines(["plugin", "distribution", "backends, or why it failed"], plugins) if plugins else [[("no plugin is installed", "")]])]
+    return [*lines, [], [("`attn-select backends NAME` shows one backend's capabilities with their sources.", "dim")]]
+
+
+def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> list[Any]:
+    from attn_select_cli.output import table_lines
+
+    lines: list[Any] = [[(spec.name, "title"), (f"  {spec.summary}", "")], [(f"registered by {owner}", "dim")]]
+    for group in spec.libraries:
+        states = [f"{x.distribution}{x.version} ({environment.version(x.distribution) or environment.state(x)})" for x in group]
+        lines.append([("needs ", "dim"), (" or ".join(states), "")])
+    served = list(spec.capabilities)
+    same = len(served) == 2 and spec.capabilities["prefill"] is spec.capabilities["decode"]
+    for title, phase in [(", ".join(served), served[0])] if same else [(p, p) for p in served]:
+        rows = []
+        for field, fact in _capabilities(spec, phase).items():
+            value = fact["value"]
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            if isinstance(value, bool):
+                text = "yes" if value else "no"
+            rows.append([field, text or "none", fact["source"] or ""])
+        lines += [[], [(f"Capabilities in {title}", "title")], *table_lines(["fact", "value", "source"], rows)]
+    options = spec.options.model_json_schema().get("properties", {})
+    if options:
+        rows = [[name, str(o.get("default")), o.get("description", "")] for name, o in options.items()]
+        lines += [[], [(f"Options in [backends.{spec.name}]", "title")], *table_lines(["option", "default", "meaning"], rows)]
+    return lines

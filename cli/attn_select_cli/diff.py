@@ -1,0 +1,140 @@
+"""``attn-select diff``: what changes between two sides, and why."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attn_select_cli.layer_options import report_options
+
+if TYPE_CHECKING:
+    from attn_select.render import Line
+
+EPILOG = """\b
+Examples:
+  attn-select diff --model llama-3-8b --gpu h100 --to '--gpu b200'
+  attn-select diff --model deepseek-v3 --gpu h100 --to '--kv-cache-dtype fp8'
+  attn-select diff --model deepseek-v3 --gpu h100 --to '--rules my_rules.toml'
+  attn-select explain --model deepseek-v3 --gpu h100 --json > golden.json
+  attn-select diff --model deepseek-v3 --gpu h100 --golden golden.json
+
+Exit code: 0 nothing changes, 1 something does, 2 wrong input.
+"""
+
+
+@click.command("diff", epilog=EPILOG)
+@report_options
+@click.option("--to", "to", metavar="OPTIONS", help="The other side: options of explain that replace those given here.")
+@click.option("--golden", type=click.Path(dir_okay=False), help="The first side: a file that `explain --json` wrote earlier.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def command(ctx: click.Context, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
+    """Compare two decisions: another GPU, other rules, another config, or a golden file."""
+    from attn_select_cli.layer_options import build_report
+    from attn_select_cli.output import print_json, print_lines
+
+    if (to is None) == (golden is None):
+        raise click.UsageError("give exactly one of --to OPTIONS and --golden FILE", ctx)
+    report = build_report(options).to_dict()
+    if golden is not None:
+        before, after = _read_golden(golden), report
+    else:
+        before, after = report, build_report({**options, **_other_side(to or "")}).to_dict()
+    changes = compare(before, after)
+    if as_json:
+        print_json({"schema_version": 1, "changes": changes})
+    elif not changes:
+        click.echo("no change")
+    else:
+        print_lines([line for change in changes for line in _change_lines(change)])
+    return 1 if changes else 0
+
+
+def _other_side(text: str) -> dict[str, Any]:
+    """Parse the options of ``--to``: only those given there."""
+    try:
+        arguments = shlex.split(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}", param_hint="--to") from None
+
+    @click.command("--to", add_help_option=False)
+    @report_options
+    def other_side(**options: Any) -> None:
+        """Never run; only its parameters are used."""
+
+    context = other_side.make_context("attn-select diff --to", arguments)
+    given = click.core.ParameterSource.COMMANDLINE
+    return {name: value for name, value in context.params.items() if context.get_parameter_source(name) is given}
+
+
+def _read_golden(path: str) -> dict[str, Any]:
+    from attn_select.errors import ConfigError, shorten
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = json.load(file)
+        if document["schema_version"] != 1:
+            raise ValueError(f"schema_version {document['schema_version']!r}, supported: 1")
+        for layer in document["layers"]:
+            if not isinstance(layer["selected"], dict) or not isinstance(layer["kind"], str):
+                raise TypeError("layers are malformed")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"golden = {shorten(path)!r}: not a file that `attn-select explain --json` wrote ({type(error).__name__}: {shorten(error)})",
+            fields=["golden"],
+        ) from None
+    return dict(document)
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return one entry per layer kind and phase whose backend, path or cache changes, with the reasons."""
+    changes: list[dict[str, Any]] = []
+    old = {layer["kind"]: layer for layer in before["layers"]}
+    new = {layer["kind"]: layer for layer in after["layers"]}
+    for kind in dict.fromkeys((*old, *new)):
+        if kind not in old or kind not in new:
+            sides = {"from": "no such layers" if kind not in old else "present", "to": "no such layers" if kind not in new else "present"}
+            changes.append({"kind": kind, "phase": None, "what": "layer kind", **sides, "why": []})
+            continue
+        a, b = old[kind], new[kind]
+        for phase in dict.fromkeys((*a["selected"], *b["selected"])):
+            names = a["selected"].get(phase), b["selected"].get(phase)
+            if names[0] != names[1]:
+                changes.append({"kind": kind, "phase": phase, "what": "backend", "from": names[0], "to": names[1], "why": _why(a, b, phase)})
+            else:
+                paths = [side["plan"]["phases"].get(phase, {}).get("path") for side in (a, b)]
+                if paths[0] != paths[1]:
+                    because = b["plan"]["phases"].get(phase, {}).get("because")
+                    why = [because] if because else []
+                    changes.append({"kind": kind, "phase": phase, "what": "path", "from": paths[0], "to": paths[1], "why": why})
+        for what in ("block_size", "kv_layout", "cache_dtype", "bytes_per_token"):
+            if a["plan"][what] != b["plan"][what]:
+                changes.append({"kind": kind, "phase": None, "what": what, "from": a["plan"][what], "to": b["plan"][what], "why": []})
+    return changes
+
+
+def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
+    """Say why the old choice is not made any more, and what speaks for the new one."""
+    why: list[str] = []
+    old, new = a["selected"].get(phase), b["selected"].get(phase)
+    now = {candidate["backend"]: candidate["phases"].get(phase) for candidate in b["candidates"]}
+    then = {candidate["backend"]: candidate["phases"].get(phase) for candidate in a["candidates"]}
+    if old is not None and now.get(old):
+        why += [f"{old}: {reason['message']}" for reason in now[old]["reasons"]]
+    if new is not None and then.get(new):
+        why += [f"{new} was not possible before: {reason['message']}" for reason in then[new]["reasons"]]
+    if new is not None and old is not None and now.get(old) and not now[old]["reasons"]:
+        why.append(f"{new} is ranked {now[new]['rank']}, {old} {now[old]['rank'] or 'not at all'}")
+    before = {(rule["name"], rule["file"]) for rule in a["rules"]}
+    why += [f"rule {rule['name']} ({rule['file']}:{rule['line']})" for rule in b["rules"] if (rule["name"], rule["file"]) not in before]
+    return why
+
+
+def _change_lines(change: Mapping[str, Any]) -> list[Line]:
+    where = f"{change['kind']}{', ' + change['phase'] if change['phase'] else ''}: {change['what']}"
+    lines: list[Line] = [[(where, "title"), (f"  {change['from'] or 'none'} -> {change['to'] or 'none'}", "")]]
+    return lines + [[(f"  {reason}", "dim")] for reason in change["why"]]

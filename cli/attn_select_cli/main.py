@@ -1,0 +1,95 @@
+"""Entry point: finds the command, and turns every error into one clear message and the right exit code.
+
+Exit codes: 0 done, 1 the answer is no (no backend, a difference, a lint error), 2 wrong usage or input,
+3 a bug of attn-select or of a plugin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+COMMANDS = ("explain", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when that command (or the list of all) is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"attn_select_cli.{cmd_name}").command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from attn_select.errors import UnknownNameError
+
+            raise UnknownNameError("command", args[0], COMMANDS)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="\b\nExamples:\n  attn-select explain --model llama-3-8b --gpu h100\n  attn-select matrix --model deepseek-v3 --gpu h100 --gpu b200\n  attn-select doctor\n\n"
+    "Shell completion: eval \"$(_ATTN_SELECT_COMPLETE=bash_source attn-select)\" (or zsh_source, fish_source).",
+)
+@click.version_option(None, "-V", "--version", package_name="attn-select", prog_name="attn-select")
+def cli() -> None:
+    """Pick the attention kernel for an LLM layer, and say why."""
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; errors are printed, never raised."""
+    from attn_select.errors import AttnSelectError, NoBackendError
+
+    as_json = "--json" in arguments
+    try:
+        result: Any = cli.main(arguments, prog_name="attn-select", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as request:
+        return request.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return 130
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"`{context.command_path} --help` shows the options" if context is not None else None
+        return _fail(as_json, "usage", error.format_message(), hint, 2)
+    except AttnSelectError as error:
+        return _fail(as_json, error.code, error.message, error.hint, 1 if isinstance(error, NoBackendError) else 2)
+    except BrokenPipeError:
+        # The reader (head, less) went away. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if os.environ.get("ATTN_SELECT_TRACEBACK"):
+            raise
+        hint = "this is a bug: run it again with ATTN_SELECT_TRACEBACK=1 and report what it prints"
+        return _fail(as_json, "internal-error", f"{type(error).__name__}: {error}", hint, 3)
+
+
+def _fail(as_json: bool, code: str, message: str, hint: str | None, exit_code: int) -> int:
+    if as_json:
+        import json
+
+        click.echo(json.dumps({"error": {"code": code, "message": message, "hint": hint}}, indent=2, ensure_ascii=False))
+    else:
+        click.echo(f"error: {message}", err=True)
+        if hint:
+            click.echo(f"  hint: {hint}", err=True)
+    return exit_code

@@ -1,0 +1,73 @@
+"""``attn-select matrix``: models by GPUs, the chosen backend in each cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from attn_select_cli.layer_options import context_options, layer_options
+
+EPILOG = """\b
+Examples:
+  attn-select matrix
+  attn-select matrix --model llama-3-8b --model deepseek-v3 --gpu a100 --gpu h100 --gpu b200
+  attn-select matrix --kv-cache-dtype fp8 --format markdown
+  attn-select matrix --json
+
+A cell names the backend, or prefill / decode where they differ; `none` where no backend is valid.
+Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
+"""
+DEFAULT_MODELS = ("llama-3-8b", "qwen3-32b", "gemma-3-27b", "gpt-oss-120b", "deepseek-v3", "deepseek-v3.2", "bert-base")
+DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
+
+
+@click.command("matrix", epilog=EPILOG)
+@click.option("--model", "-m", "model", multiple=True, metavar="NAME|PATH", help=f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].")
+@click.option("--gpu", "-g", "gpu", multiple=True, metavar="NAME|smNN|N.M|cpu|auto", help=f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].")
+@click.option("--all-models", is_flag=True, help="Every preset.")
+@click.option("--all-gpus", is_flag=True, help="Every known GPU.")
+@click.option("--backend", "-b", multiple=True, metavar="[PHASE=]NAME", help="Choose explicitly, against every rule (repeatable).")
+@layer_options
+@context_options
+@click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+def command(model: tuple[str, ...], gpu: tuple[str, ...], all_models: bool, all_gpus: bool, form: str, as_json: bool, **options: Any) -> int:
+    """Show the chosen backend for each layer kind of several models on several GPUs."""
+    from attn_select import models as presets
+    from attn_select.device import known_gpus
+    from attn_select.errors import AttnSelectError
+    from attn_select_cli.layer_options import build_report
+    from attn_select_cli.output import markdown_table, print_json, print_lines, table_lines
+
+    names = tuple(presets.presets()) if all_models else model or DEFAULT_MODELS
+    gpus = tuple(known_gpus()) if all_gpus else gpu or DEFAULT_GPUS
+    cells: list[dict[str, Any]] = []
+    for name in names:
+        for device in gpus:
+            try:
+                report = build_report({**options, "model": name, "gpu": device})
+            except AttnSelectError as error:
+                error.message = f"{name} on {device}: {error.message}"
+                raise
+            for layer in report.layers:
+                cells.append({"model": name, "gpu": device, "kind": layer.kind, "count": layer.count, "selected": layer.selection.selected})
+    ok = all(None not in cell["selected"].values() for cell in cells)
+    if as_json or form == "json":
+        print_json({"schema_version": 1, "models": list(names), "gpus": list(gpus), "cells": cells})
+        return 0 if ok else 1
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in cells:
+        rows.setdefault((cell["model"], f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = cell_text(cell["selected"])
+    header = ["model", "layers", *gpus]
+    table = [[*key, *(by_gpu.get(g, "-") for g in gpus)] for key, by_gpu in rows.items()]
+    if form == "markdown":
+        click.echo(markdown_table(header, table))
+    else:
+        print_lines(table_lines(header, table))
+    return 0 if ok else 1
+
+
+def cell_text(selected: dict[str, str | None]) -> str:
+    """Return ``NAME``, or ``PREFILL / DECODE`` where they differ; ``none`` for a phase without a backend."""
+    return " / ".join(dict.fromkeys(name or "none" for name in selected.values()))

@@ -1,0 +1,35 @@
+"""``attn-select models``: the presets."""
+
+from __future__ import annotations
+
+import click
+
+EPILOG = """\b
+Examples:
+  attn-select models
+  attn-select models deepseek
+  attn-select models --json
+
+Any other model: give --model the path of its config.json, or of the folder that holds it.
+"""
+
+
+@click.command("models", epilog=EPILOG)
+@click.argument("words", nargs=-1, metavar="[WORD]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--sources", is_flag=True, help="Show where each preset's values come from.")
+def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
+    """List the model presets, those that contain every WORD if any is given."""
+    from attn_select import models
+    from attn_select_cli.output import print_json, print_lines, table_lines
+
+    presets = [p for p in models.presets().values() if all(w.casefold() in f"{p.name} {p.description}".casefold() for w in words)]
+    if as_json:
+        listed = [{"name": p.name, "description": p.description, "source": p.source} for p in presets]
+        print_json({"schema_version": 1, "models": listed})
+    elif not presets:
+        click.echo(f"no preset contains {' and '.join(words)}; --model also takes the path of a config.json")
+    else:
+        header = ["name", "attention", *(["source"] if sources else [])]
+        print_lines(table_lines(header, [[p.name, p.description, *([p.source] if sources else [])] for p in presets]))
+    return 0 if presets else 1

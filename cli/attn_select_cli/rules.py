@@ -1,0 +1,141 @@
+"""``attn-select rules``: show, check, schema, path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from attn_select.rules.layers import RuleSet
+    from attn_select.rules.rule import Rule
+
+EPILOG = """\b
+Examples:
+  attn-select rules path
+  attn-select rules show --rules my_rules.toml
+  attn-select rules check my_rules.toml
+  attn-select rules schema > selector_rules.schema.json
+"""
+
+
+@click.group("rules", epilog=EPILOG)
+def command() -> None:
+    """Show, check and find the rules that rank backends."""
+
+
+@command.command("show", epilog="\b\nExample:\n  attn-select rules show --rules my_rules.toml --json\n")
+@click.option("--rules", multiple=True, metavar="FILE", help="One more rules file, above all others (repeatable).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(rules: tuple[str, ...], as_json: bool) -> int:
+    """Show the effective rules and backend options with their origin."""
+    from attn_select.rules import load_rules
+    from attn_select_cli.output import print_json, print_lines
+
+    rule_set = load_rules(rules)
+    if as_json:
+        print_json({"schema_version": 1, "rules": [_rule_dict(rule) for rule in rule_set.rules], "backends": _options_dict(rule_set)})
+        return 0
+    for rule in rule_set.rules:
+        phase = f", {rule.phase} only" if rule.phase else ""
+        when = " and ".join(map(str, rule.when)) or "always"
+        lines = [
+            [(rule.name, "title"), (f"  {rule.origin}", "dim")],
+            [(f"  when {when}{phase}", "")],
+            [(f"  {rule.effect} {', '.join(rule.backends)}", "")],
+        ]
+        if rule.because:
+            lines.append([(f"  because {rule.because}", "dim")])
+        print_lines([*lines, []])
+    for backend, table in rule_set.options.items():
+        values = [[(f"  {key} = {value!r}", ""), ("  {}:{}".format(*table.origins[key]), "dim")] for key, value in table.values.items()]
+        print_lines([[(f"backends.{backend}", "title")], *values, []])
+    return 0
+
+
+def _rule_dict(rule: Rule) -> dict[str, Any]:
+    when = {condition.field: list(condition.written) for condition in rule.when}
+    return {
+        "name": rule.name,
+        "effect": rule.effect,
+        "backends": list(rule.backends),
+        "phase": rule.phase,
+        "when": when,
+        "because": rule.because,
+        "file": rule.file,
+        "line": rule.line,
+    }
+
+
+def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
+    return {
+        backend: {
+            key: {"value": value, "file": table.origins[key][0], "line": table.origins[key][1]} for key, value in table.values.items()
+        }
+        for backend, table in rule_set.options.items()
+    }
+
+
+@command.command("check", epilog="\b\nExample:\n  attn-select rules check my_rules.toml\n\nExit code: 0 no errors (warnings may be), 1 errors.\n")
+@click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(files: tuple[str, ...], as_json: bool) -> int:
+    """Lint the effective rules together with the given FILEs: errors, unknown names, unreachable rules."""
+    from attn_select.errors import RulesError
+    from attn_select.options import read_options
+    from attn_select.registry import load_plugins
+    from attn_select.rules import load_rules
+    from attn_select.rules.lint import known_names, unknown_names, unreachable
+    from attn_select_cli.output import print_json, print_lines
+
+    found: list[tuple[str, str, int | None, str]] = []
+    rule_set = None
+    try:
+        rule_set = load_rules(files)
+        registry = load_plugins()
+        read_options(rule_set, registry.specs)
+    except RulesError as error:
+        found += [("error", *problem) for problem in error.problems]
+    if rule_set is not None:
+        found += [("error", *problem) for problem in unknown_names(rule_set, known_names(registry))]
+        found += [("warning", rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rule_set.rules for text in rule.warnings]
+        found += [("warning", *problem) for problem in unreachable(rule_set)]
+    errors = sum(severity == "error" for severity, *_ in found)
+    if as_json:
+        problems = [{"severity": s, "file": file, "line": line, "message": text} for s, file, line, text in found]
+        print_json({"schema_version": 1, "errors": errors, "warnings": len(found) - errors, "problems": problems})
+    else:
+        styles = {"error": "rejected", "warning": "warning"}
+        for severity, file, line, text in found:
+            print_lines([[(f"{file}:{line}: " if line else f"{file}: ", ""), (f"{severity}: ", styles[severity]), (text, "")]])
+        read = sum(layer.state == "read" for layer in rule_set.layers) if rule_set else 0
+        checked = f"; {len(rule_set.rules)} rules in {read} files" if rule_set else ""
+        click.echo(f"{errors} errors, {len(found) - errors} warnings{checked}")
+    return 1 if errors else 0
+
+
+@command.command("schema")
+def schema() -> int:
+    """Print a JSON Schema of rules files, for editors (Taplo, Even Better TOML)."""
+    from attn_select.registry import load_plugins
+    from attn_select.rules.schema import rules_schema
+    from attn_select_cli.output import print_json
+
+    print_json(rules_schema(load_plugins()))
+    return 0
+
+
+@command.command("path")
+@click.option("--rules", multiple=True, metavar="FILE", help="One more rules file, above all others (repeatable).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def path(rules: tuple[str, ...], as_json: bool) -> int:
+    """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""
+    from attn_select.rules.layers import inspect_layers
+    from attn_select_cli.output import print_json, print_lines, table_lines
+
+    layers = inspect_layers(rules)
+    if as_json:
+        print_json({"schema_version": 1, "files": [{"kind": x.kind, "path": str(x.path), "state": x.state} for x in layers]})
+    else:
+        print_lines(table_lines(["layer", "state", "path"], [[x.kind, x.state, str(x.path)] for x in layers]))
+    return 0

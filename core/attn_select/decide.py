@@ -1,0 +1,260 @@
+"""The decision: every candidate through the gate, ranked, then one backend or a compatible pair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from attn_select import catalog, gate
+from attn_select.config import PHASES, AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import ConfigError, UnknownNameError, shorten
+from attn_select.options import read_options
+from attn_select.ranking import Ranker, Ranking
+from attn_select.registry import Registry
+from attn_select.rules.layers import RuleSet
+from attn_select.rules.lint import known_names, rule_warnings
+from attn_select.rules.rule import Rule
+from attn_select.selection import Candidate, Selection, Verdict
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An explicit choice of backends. ``default`` applies to the phases that the backend serves, the others to one phase."""
+
+    default: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+
+    def for_phase(self, phase: Phase) -> str | None:
+        """Return the backend named for exactly this phase, or None."""
+        return self.prefill if phase == "prefill" else self.decode
+
+    def __bool__(self) -> bool:
+        return self != Choice()
+
+
+def parse_choice(backend: str | Sequence[str] | Mapping[str, str] | None, known: Sequence[str]) -> Choice:
+    """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping.
+
+    Raises:
+        UnknownNameError: a backend or phase name that is not known.
+        ConfigError: two choices for one phase.
+    """
+    if backend is None:
+        return Choice()
+    if isinstance(backend, Mapping):
+        items: list[tuple[str, str]] = list(backend.items())
+    else:
+        texts = [backend] if isinstance(backend, str) else backend
+        items = [(phase, name) if name else ("", phase) for phase, _, name in (text.partition("=") for text in texts)]
+    chosen: dict[str, str] = {}
+    for phase, name in items:
+        if phase and phase not in PHASES:
+            raise UnknownNameError("phase", phase, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}")
+        spelled = name.strip().upper().replace("-", "_")
+        if spelled not in known:
+            raise UnknownNameError("backend", name, known)
+        if chosen.get(phase, spelled) != spelled:
+            where = phase or "all phases"
+            raise ConfigError(f"backend for {where} is given twice: {chosen[phase]} and {shorten(spelled)}", fields=["backend"])
+        chosen[phase] = spelled
+    return Choice(chosen.get(""), chosen.get("prefill"), chosen.get("decode"))
+
+
+class Decider:
+    """Everything that one device, environment and rule set fix, compiled; ``decide`` does the rest per config.
+
+    Attributes:
+        names: every known backend: registered, doubly registered, and known but not installed.
+    """
+
+    def __init__(self, registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> None:
+        self.registry, self.rules, self.device, self.environment = registry, rules, device, environment
+        self._specs: dict[str, BackendSpec] = dict(registry.specs)
+        self._absent = _absent_backends(registry)
+        self.names = known_names(registry)
+        self._library_reasons = {name: gate.library_reasons(spec, environment) for name, spec in self._specs.items()}
+        self._options: dict[str, BackendOptions] = read_options(rules, self._specs)
+        self._ranker = Ranker(rules.rules, device, environment, list(self._specs))
+        self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
+
+    def decide(self, config: AttentionConfig, choice: Choice, kv_layout: str | None = None) -> Selection:
+        """Decide for one layer; with ``kv_layout`` only plans that read that layout count (pools shared by layer kinds)."""
+        phases = config.phases
+        warnings = list(self._warnings)
+        rankings = self._ranker.rank(config, phases)
+        forced = self._forced(choice, phases, rankings, warnings)
+        verdicts: dict[str, dict[Phase, Verdict]] = {}
+        for name, spec in self._specs.items():
+            verdicts[name] = self._judge(name, spec, config, phases, rankings, forced, kv_layout)
+        for name, reason in self._absent.items():
+            verdicts[name] = {phase: Verdict(None, "rejected", [reason], None) for phase in phases}
+        valid: dict[Phase, list[str]] = {}
+        for phase, ranking in rankings.items():
+            names = [name for name in ranking.order if name in verdicts]
+            for rank, name in enumerate(names, 1):
+                verdicts[name][phase].rank = rank
+            if phase in forced:
+                names = [forced[phase]]
+            elif not ranking.by_rule:
+                warnings.append(f"no priority rule matches this layer in {phase}: backends are taken in the order registered")
+            valid[phase] = [name for name in names if verdicts[name][phase].verdict == "valid"]
+        chosen = self._choose(config, rankings, valid, verdicts, forced, warnings)
+        cache: tuple[str | None, int | None] | None = None
+        for name, phase in ((name, phase) for phase, name in chosen.items() if name is not None):
+            verdicts[name][phase].verdict = "selected"
+        if config.has_cache:
+            plans = [verdicts[name][phase].plan for phase, name in reversed(chosen.items()) if name is not None]
+            cache = shared_cache([plan for plan in plans if plan is not None], config.block_size)
+        return Selection(
+            config=config,
+            device=self.device,
+            environment=self.environment,
+            backends={phase: None if name is None else self._specs[name] for phase, name in chosen.items()},
+            block_size=cache[1] if cache else None,
+            kv_layout=cache[0] if cache else None,
+            candidates=_in_order(verdicts, phases),
+            rules=tuple({rule.name: rule for ranking in rankings.values() for rule in ranking.rules}.values()),
+            warnings=tuple(warnings),
+        )
+
+    def _judge(
+        self,
+        name: str,
+        spec: BackendSpec,
+        config: AttentionConfig,
+        phases: Sequence[Phase],
+        rankings: Mapping[Phase, Ranking],
+        forced: Mapping[Phase, str],
+        kv_layout: str | None,
+    ) -> dict[Phase, Verdict]:
+        verdicts: dict[Phase, Verdict] = {}
+        shared: Capabilities | None = None
+        static: list[Reason] = []
+        for phase in phases:
+            capabilities = spec.capabilities.get(phase)
+            outcome: BackendPlan | list[Reason]
+            if capabilities is None:
+                outcome = [gate.phase_not_served(spec, phase)]
+            else:
+                if capabilities is not shared:
+                    shared = capabilities
+                    static = gate.capability_reasons(capabilities, config, self.device) + self._library_reasons[name]
+                outcome = gate.judge(spec, config, self.device, self.environment, self._options[name], phase, static)
+            if kv_layout is not None and isinstance(outcome, BackendPlan) and kv_layout not in (outcome.kv_layouts or (kv_layout,)):
+                text = f"reads {', '.join(outcome.kv_layouts)}; the pool that it shares is {kv_layout}"
+                outcome = [Reason("kv-layout", text, kv_layout, list(outcome.kv_layouts))]
+            denial = rankings[phase].denied.get(name)
+            if denial is not None and forced.get(phase) != name:
+                outcome = [_denied(name, denial), *(outcome if isinstance(outcome, list) else ())]
+            if isinstance(outcome, list):
+                verdicts[phase] = Verdict(None, "rejected", outcome, None)
+            else:
+                verdicts[phase] = Verdict(None, "valid", [], outcome)
+        return verdicts
+
+    def _forced(
+        self, choice: Choice, phases: Sequence[Phase], rankings: Mapping[Phase, Ranking], warnings: list[str]
+    ) -> dict[Phase, str]:
+        """Return the explicitly chosen backend per phase of this layer."""
+        forced: dict[Phase, str] = {}
+        if not choice:
+            return forced
+        for phase in PHASES:
+            name = choice.for_phase(phase)
+            if phase not in phases:
+                if name is not None:
+                    warnings.append(f"backend {phase}={name} has no effect: this layer has no {phase}")
+                continue
+            if name is None and choice.default is not None:
+                spec = self._specs.get(choice.default)
+                # A backend that serves none of the layer's phases is forced on all of them, to be rejected with its reason.
+                served = [p for p in phases if p in spec.capabilities] if spec else []
+                name = choice.default if phase in (served or phases) else None
+            if name is None:
+                continue
+            forced[phase] = name
+            denial = rankings[phase].denied.get(name)
+            if denial is not None:
+                warnings.append(f"{name} is chosen explicitly for {phase} although rule {denial.name!r} ({denial.origin}) denies it")
+        return forced
+
+    def _choose(
+        self,
+        config: AttentionConfig,
+        rankings: Mapping[Phase, Ranking],
+        valid: Mapping[Phase, list[str]],
+        verdicts: Mapping[str, Mapping[Phase, Verdict]],
+        forced: Mapping[Phase, str],
+        warnings: list[str],
+    ) -> dict[Phase, str | None]:
+        """Return one backend per phase: the first that serves all, else the compatible pair lowest by (decode, prefill) rank."""
+        if len(rankings) == 1 or not (valid["prefill"] and valid["decode"]):
+            return {phase: names[0] if names else None for phase, names in valid.items()}
+        by_phase = any(rule.phase is not None for ranking in rankings.values() for rule in ranking.rules)
+        if not by_phase and not forced:
+            both = next((name for name in valid["decode"] if name in valid["prefill"]), None)
+            if both is not None:
+                return {"prefill": both, "decode": both}
+        for decode in valid["decode"]:
+            for prefill in valid["prefill"]:
+                plans = [verdicts[decode]["decode"].plan, verdicts[prefill]["prefill"].plan]
+                if shared_cache([plan for plan in plans if plan is not None], config.block_size) is not None:
+                    return {"prefill": prefill, "decode": decode}
+        warnings.append(
+            f"no pair of backends shares a KV layout and block size: prefill could use {', '.join(valid['prefill'])}, "
+            f"decode {', '.join(valid['decode'])}"
+        )
+        return {"prefill": None, "decode": None}
+
+
+def shared_cache(plans: Sequence[BackendPlan], block_size: int | None) -> tuple[str | None, int | None] | None:
+    """Return the KV layout and block size (tokens) that all ``plans`` can read, by the first plan's preference.
+
+    Plans without layouts read no cache and do not count; with no other, both are None. ``block_size`` fixes the allocator's size; otherwise it is the first
+    preferred kernel block size that all can split, else the least common multiple of their first choices. None: no common ground.
+    """
+    readers = [plan for plan in plans if plan.kv_layouts]
+    if not readers:
+        return None, None
+    layout = next((name for name in readers[0].kv_layouts if all(name in plan.kv_layouts for plan in readers)), None)
+    if layout is None:
+        return None
+    if block_size is not None:
+        sizes = [block_size]
+    else:
+        sizes = [*readers[0].kernel_block_sizes, math.lcm(*(plan.kernel_block_sizes[0] for plan in readers))]
+    for size in sizes:
+        if all(any(size % kernel == 0 for kernel in plan.kernel_block_sizes) for plan in readers):
+            return layout, size
+    return None
+
+
+def _absent_backends(registry: Registry) -> dict[str, Reason]:
+    absent: dict[str, Reason] = {}
+    for name, owners in registry.conflicts.items():
+        text = f"registered by {' and by '.join(owners)}"
+        absent[name] = Reason("duplicate-backend", text, list(owners), "one owner", f"pip uninstall {owners[-1]}")
+    for name, distribution in catalog.DISTRIBUTIONS.items():
+        if name not in registry.specs and name not in absent:
+            command = catalog.install_command(distribution)
+            absent[name] = Reason("plugin-not-installed", f"plugin {distribution} is not installed", None, distribution, command)
+    return absent
+
+
+def _denied(name: str, rule: Rule) -> Reason:
+    because = f": {rule.because}" if rule.because else ""
+    return Reason(gate.DENIED, f"denied by rule {rule.name!r} ({rule.origin}){because}", rule.name, None, f"--backend {name}")
+
+
+def _in_order(verdicts: Mapping[str, dict[Phase, Verdict]], phases: Sequence[Phase]) -> tuple[Candidate, ...]:
+    """Order candidates by decode rank, then prefill rank, the unranked last as registered."""
+    last = 1 << 30
+
+    def key(item: tuple[str, dict[Phase, Verdict]]) -> list[int]:
+        return [item[1][phase].rank or last for phase in reversed(phases)]
+
+    return tuple(Candidate(name, by_phase) for name, by_phase in sorted(verdicts.items(), key=key))

@@ -1,0 +1,61 @@
+"""One KV layout and block size for all layer kinds that share a cache pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attn_select.selection import Selection
+
+if TYPE_CHECKING:
+    from attn_select.decide import Choice, Decider
+
+
+def share_pool(selections: Sequence[Selection], decider: Decider, choice: Choice) -> tuple[Selection, ...]:
+    """Return the selections, re-decided where kinds of one pool want different layouts or block sizes.
+
+    Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of layout and
+    block size with the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a tie.
+    """
+    result = list(selections)
+    for sort in {(s.config.mla, s.config.sparse) for s in selections if s.kv_layout}:
+        members = [i for i, s in enumerate(selections) if s.kv_layout and (s.config.mla, s.config.sparse) == sort]
+        wishes = {(selections[i].kv_layout, selections[i].block_size) for i in members}
+        if len(wishes) > 1:
+            _agree(result, members, decider, choice)
+    return tuple(result)
+
+
+def _agree(selections: list[Selection], members: list[int], decider: Decider, choice: Choice) -> None:
+    wanted = [selections[i] for i in members]
+    layouts = dict.fromkeys(layout for s in wanted for plan in s.plans.values() for layout in plan.kv_layouts)
+    sizes = dict.fromkeys(s.block_size for s in wanted if s.block_size is not None)
+    best: tuple[int, list[Selection]] | None = None
+    for layout in layouts:
+        for size in sizes:
+            trial = [decider.decide(s.config.model_copy(update={"block_size": size}), choice, layout) for s in wanted]
+            if all(s.ok for s in trial):
+                cost = sum(map(_rank_sum, trial))
+                if best is None or cost < best[0]:
+                    best = cost, trial
+    if best is None:
+        kinds = "; ".join(f"{s.kv_layout} with block size {s.block_size}" for s in wanted)
+        text = f"no KV layout and block size serves all layer kinds of the pool, each keeps its own: {kinds}"
+        for i in members:
+            selections[i] = replace(selections[i], warnings=(*selections[i].warnings, text))
+        return
+    for i, selection in zip(members, best[1], strict=True):
+        before = selections[i]
+        if (before.kv_layout, before.block_size, before.selected) != (selection.kv_layout, selection.block_size, selection.selected):
+            text = (
+                f"shares its pool with other layer kinds: KV layout {selection.kv_layout} and block size {selection.block_size} "
+                f"instead of {before.kv_layout} and {before.block_size}"
+            )
+            selection = replace(selection, warnings=(*selection.warnings, text))
+        selections[i] = selection
+
+
+def _rank_sum(selection: Selection) -> int:
+    verdicts = [v for c in selection.candidates for v in c.phases.values() if v.verdict == "selected"]
+    return sum(v.rank if v.rank is not None else 1000 for v in verdicts)

@@ -1,0 +1,120 @@
+"""Turns rules into a ranking per phase: which backends, in which order, and which are denied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.rules.conditions import Condition
+from attn_select.rules.rule import Rule
+
+
+@dataclass(slots=True)
+class Ranking:
+    """The effective order for one phase.
+
+    Attributes:
+        order: backend names, best first.
+        denied: backend name → the rule that denies it.
+        rules: the rules that took part, in the order they were applied.
+        by_rule: False where no priority rule matched and the registered order was taken.
+    """
+
+    order: list[str]
+    denied: dict[str, Rule]
+    rules: list[Rule]
+    by_rule: bool
+
+
+_Test = tuple[Callable[[AttentionConfig], Any], Callable[[Any], bool]]
+
+
+def _kv_cache_names(config: AttentionConfig) -> tuple[str, ...]:
+    """``auto`` and the dtype that it stands for are the same cache, so a rule may name either."""
+    return ("auto", config.dtype) if config.kv_cache_dtype in ("auto", config.dtype) else (config.kv_cache_dtype,)
+
+
+def _as_names(field: str) -> Callable[[AttentionConfig], tuple[str, ...]]:
+    get = attrgetter(field)
+    return lambda config: (get(config),)
+
+
+_GETTERS: dict[str, Callable[[AttentionConfig], Any]] = {
+    "kv_cache_dtype": _kv_cache_names,
+    **{field: _as_names(field) for field in ("dtype", "attn_type", "output_quantization", "cuda_graph")},
+}
+
+
+class Ranker:
+    """Rules compiled for one device and environment: what depends on neither config nor phase is decided once."""
+
+    def __init__(self, rules: Sequence[Rule], device: Device, environment: Environment, registered: Sequence[str]) -> None:
+        self._registered = list(registered)
+        self._priorities: list[tuple[Rule, list[_Test]]] = []
+        self._effects: list[tuple[Rule, list[_Test]]] = []
+        for rule in rules:
+            tests: list[_Test] = []
+            for condition in rule.when:
+                if condition.scope == "config":
+                    tests.append((_GETTERS.get(condition.field) or attrgetter(condition.field), condition.matches))
+                elif not _holds(condition, device, environment):
+                    break
+            else:
+                (self._priorities if rule.effect == "priority" else self._effects).append((rule, tests))
+        # Priorities: last layer to first, top-down within one. sort() is stable.
+        self._priorities.sort(key=lambda item: -item[0].layer)
+
+    def rank(self, config: AttentionConfig, phases: Sequence[Phase]) -> dict[Phase, Ranking]:
+        """Return the ranking of every phase."""
+        priorities = [rule for rule, tests in self._priorities if _matches(tests, config)]
+        effects = [rule for rule, tests in self._effects if _matches(tests, config)]
+        return {phase: self._rank(phase, priorities, effects) for phase in phases}
+
+    def _rank(self, phase: Phase, priorities: list[Rule], effects: list[Rule]) -> Ranking:
+        applied: list[Rule] = []
+        order = self._registered
+        for rule in priorities:
+            if rule.phase is None or rule.phase == phase:
+                order = list(rule.backends)
+                applied.append(rule)
+                break
+        by_rule = bool(applied)
+        denied: dict[str, Rule] = {}
+        for rule in effects:
+            if rule.phase is not None and rule.phase != phase:
+                continue
+            applied.append(rule)
+            if rule.effect == "deny":
+                denied.update(dict.fromkeys(rule.backends, rule))
+            elif rule.effect == "prefer":
+                order = [*rule.backends, *(name for name in order if name not in rule.backends)]
+            else:
+                avoided = [name for name in order if name in rule.backends]
+                order = [name for name in order if name not in rule.backends] + avoided
+        return Ranking(order, denied, applied, by_rule)
+
+
+def _matches(tests: list[_Test], config: AttentionConfig) -> bool:
+    for get, matches in tests:
+        value = get(config)
+        if value is None or not matches(value):
+            return False
+    return True
+
+
+def _holds(condition: Condition, device: Device, environment: Environment) -> bool:
+    value: Any
+    if condition.field == "gpu":
+        value = device.name
+    elif condition.field == "cuda":
+        value = environment.cuda
+    elif condition.field.startswith("library."):
+        value = environment.version(condition.field.removeprefix("library."))
+    else:
+        value = getattr(device, condition.field)
+    return value is not None and condition.matches(value)

@@ -1,0 +1,204 @@
+"""Text for people: a selection, or a whole report of layer kinds, as lines of styled pieces.
+
+A line is a list of ``(text, style)``; style is "", or one of ``STYLES``. ``plain`` joins them; the command line
+colours them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so both always agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.selection import Candidate, Selection, Verdict
+from attn_select.spec import BackendPlan
+
+Line = list[tuple[str, str]]
+STYLES = {"title": "bold", "selected": "bold green", "valid": "green", "rejected": "red", "dim": "dim", "remedy": "cyan", "warning": "yellow"}
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """Return the lines without styles, trailing white space removed."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def selection_text(selection: Selection) -> str:
+    """Return ``Selection.explain()``."""
+    return plain([*device_lines(selection), [], *layer_lines(selection), *warning_lines(selection.warnings)])
+
+
+def device_lines(selection: Selection) -> list[Line]:
+    """Say which device and which libraries the decision is for."""
+    device, environment = selection.device, selection.environment
+    facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
+    if device.sm_count:
+        facts.append(f"{device.sm_count} SMs")
+    if device.memory_gib:
+        facts.append(f"{device.memory_gib:g} GiB")
+    if device.bandwidth_gbps:
+        facts.append(f"{device.bandwidth_gbps:g} GB/s")
+    name = device.full_name or device.name
+    lines: list[Line] = [[("Device     ", "dim"), (name, "title"), (f" ({', '.join(facts)})" if facts else "", "")]]
+    if environment.assume_installed:
+        text = "not this machine's: every kernel library counts as installed"
+        pins = ", ".join(f"{library} {version}" for library, version in environment.pins.items())
+        lines.append([("Libraries  ", "dim"), (f"{text}; given: {pins}" if pins else f"{text} (--with NAME==VERSION says which)", "")])
+    else:
+        lines.append([("Libraries  ", "dim"), ("as installed on this machine (`attn-select doctor` lists them)", "")])
+    return lines
+
+
+def config_text(config: AttentionConfig) -> str:
+    """Return one line that says what the layer asks for."""
+    if config.mla:
+        parts = [
+            f"{config.num_heads} query heads, MLA latent {config.kv_lora_rank} + {config.qk_rope_head_dim}",
+            f"prefill QK {config.qk_nope_head_dim} + {config.qk_rope_head_dim}, V {config.v_head_dim}",
+        ]
+    else:
+        parts = [f"{config.num_heads} query heads, {config.num_kv_heads} KV heads, head size {config.head_size}"]
+        if config.v_head_size is not None:
+            parts.append(f"V head size {config.v_head_size}")
+    parts.append(config.dtype)
+    if config.has_cache:
+        parts.append(f"KV cache {config.kv_cache_dtype}")
+    if config.attn_type != "decoder":
+        parts.append(config.attn_type)
+    if config.block_size is not None:
+        parts.append(f"block size {config.block_size}")
+    if config.sliding_window is not None:
+        parts.append(f"window {config.sliding_window}")
+    if config.logits_soft_cap is not None:
+        parts.append(f"soft cap {config.logits_soft_cap:g}")
+    if config.sparse_top_k is not None:
+        parts.append(f"sparse top-k {config.sparse_top_k}")
+    flags = ("alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant", "per_head_quant_scales")
+    parts += [flag.replace("_", " ") for flag in flags if getattr(config, flag)]
+    if config.output_quantization != "none":
+        parts.append(f"output {config.output_quantization}")
+    if config.decode_context_parallel_size > 1:
+        parts.append(f"DCP {config.decode_context_parallel_size}")
+    if config.num_speculative_tokens:
+        parts.append(f"{config.num_speculative_tokens} speculative tokens")
+    if config.cuda_graph != "NEVER":
+        parts.append(f"CUDA graphs {config.cuda_graph}")
+    return ", ".join(parts)
+
+
+def layer_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
+    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies."""
+    title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
+    lines: list[Line] = [[(title, "title"), (f"  {config_text(selection.config)}", "")]]
+    lines += _plan_lines(selection, count)
+    lines += _candidate_lines(selection)
+    lines += _rule_lines(selection)
+    lines += _remedy_lines(selection)
+    return lines
+
+
+def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
+    lines: list[Line] = []
+    for phase, name, plan in _merged_plans(selection):
+        if name is None or plan is None:
+            lines.append([(f"  {phase:<17}", ""), ("none", "rejected"), ("  no backend can run this", "")])
+            continue
+        lines.append([(f"  {phase:<17}", ""), (name, "selected"), (f"  {plan.path}: {plan.because}", "")])
+        facts = [f"query {plan.query_dtype}", "returns LSE" if plan.returns_lse else "no LSE", f"CUDA graphs {plan.cuda_graph}"]
+        if plan.workspace_bytes:
+            facts.append(f"workspace {_bytes(plan.workspace_bytes)}")
+        if plan.block_table_width_multiple > 1:
+            facts.append(f"block table width a multiple of {plan.block_table_width_multiple}")
+        if plan.provider:
+            facts.append(f"kernel from {plan.provider}")
+        lines.append([(" " * 19, ""), (", ".join(facts), "dim")])
+        lines += [[(" " * 19, ""), (note, "dim")] for note in plan.notes]
+    if selection.cache_shape is not None and selection.bytes_per_token is not None:
+        shape = ", ".join(map(str, selection.cache_shape))
+        text = f"{selection.kv_layout} ({shape}) {selection.config.cache_dtype}, block size {selection.block_size}, "
+        text += f"{selection.bytes_per_token} bytes per token and layer"
+        if count is not None and count > 1:
+            text += f", {_bytes(selection.bytes_per_token * count)} per token for all {count}"
+        lines.append([("  KV cache         ", ""), (text, "")])
+    return lines
+
+
+def _merged_plans(selection: Selection) -> list[tuple[str, str | None, BackendPlan | None]]:
+    selected, plans = selection.selected, selection.plans
+    rows: list[tuple[str, str | None, BackendPlan | None]] = [(p, selected[p], plans.get(p)) for p in selected]
+    if len(rows) == 2 and rows[0][1:] == rows[1][1:]:
+        return [("prefill + decode", *rows[0][1:])]
+    return rows
+
+
+def _candidate_lines(selection: Selection) -> list[Line]:
+    lines: list[Line] = []
+    phases = list(selection.backends)
+    same = len(phases) == 2 and all(_same(c.phases["prefill"], c.phases["decode"]) for c in selection.candidates)
+    for title, phase in [("prefill and decode", phases[0])] if same else [(p, p) for p in phases]:
+        lines += [[], [(f"  Candidates for {title}", "title")]]
+        ranked = sorted(selection.candidates, key=lambda c: _order(c, phase))
+        for candidate in ranked:
+            lines += _verdict_lines(candidate, phase)
+    return lines
+
+
+def _same(a: Verdict, b: Verdict) -> bool:
+    return a.rank == b.rank and a.verdict == b.verdict and a.reasons == b.reasons and (a.plan is None or a.plan == b.plan)
+
+
+def _order(candidate: Candidate, phase: Phase) -> int:
+    rank = candidate.phases[phase].rank
+    return 1 << 30 if rank is None else rank
+
+
+def _verdict_lines(candidate: Candidate, phase: Phase) -> list[Line]:
+    verdict = candidate.phases[phase]
+    rank = "-" if verdict.rank is None else str(verdict.rank)
+    head: Line = [(f"  {rank:>4}  {candidate.backend:<22}", ""), (f"{verdict.verdict:<9} ", verdict.verdict)]
+    if verdict.plan is not None:
+        note = "" if verdict.rank is not None else " (no rule ranks it, so it is never chosen by itself)"
+        return [[*head, (f"{verdict.plan.path}: {verdict.plan.because}{note}", "")]]
+    lines: list[Line] = []
+    for index, reason in enumerate(verdict.reasons):
+        start: Line = head if index == 0 else [(" " * 40, "")]
+        tail: Line = [("; try ", "dim"), (reason.remedy, "remedy")] if reason.remedy else []
+        lines.append([*start, (reason.message, ""), *tail])
+    return lines
+
+
+def _rule_lines(selection: Selection) -> list[Line]:
+    if not selection.rules:
+        return []
+    lines: list[Line] = [[], [("  Rules applied", "title")]]
+    for rule in selection.rules:
+        phase = f" for {rule.phase}" if rule.phase else ""
+        because = f": {rule.because}" if rule.because else ""
+        lines.append([(f"    {rule.name} ({rule.effect}{phase}){because}", ""), (f"  {rule.origin}", "dim")])
+    return lines
+
+
+def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
+    """Name the near misses: backends ranked above the chosen one (or any, where none is) that a single remedy would admit."""
+    lines: list[Line] = []
+    for phase in selection.backends:
+        ranked = [c for c in selection.candidates if c.phases[phase].rank is not None or selection.backends[phase] is None]
+        for candidate in sorted(ranked, key=lambda c: _order(c, phase)):
+            verdict = candidate.phases[phase]
+            if verdict.verdict == "selected":
+                break
+            if verdict.verdict == "rejected" and len(verdict.reasons) == 1 and verdict.reasons[0].remedy:
+                entry: Line = [("    ", ""), (verdict.reasons[0].remedy, "remedy"), (f"  would admit {candidate.backend} for {phase}", "")]
+                if entry not in lines and len(lines) < most:
+                    lines.append(entry)
+    return [[], [("  Nearest misses", "title")], *lines] if lines else []
+
+
+def warning_lines(warnings: Sequence[str]) -> list[Line]:
+    """Render warnings, one line each."""
+    return [[], *([("warning: ", "warning"), (w, "")] for w in warnings)] if warnings else []
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,191 @@
+"""The outcome of a selection: the whole plan and every candidate's verdict, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attn_select import layouts
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import NoBackendError
+from attn_select.rules.rule import Rule
+from attn_select.spec import BackendPlan, BackendSpec, Reason
+
+VerdictName = Literal["selected", "valid", "rejected"]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was decided about one backend in one phase.
+
+    Attributes:
+        rank: position in the effective priority list, from 1; None where no rule ranks the backend.
+        verdict: ``selected``, ``valid`` (would run) or ``rejected``.
+        reasons: everything that speaks against it; empty unless rejected.
+        plan: how it would run; None where rejected.
+    """
+
+    rank: int | None
+    verdict: VerdictName
+    reasons: list[Reason]
+    plan: BackendPlan | None
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One backend with its verdict per phase of the layer."""
+
+    backend: str
+    phases: dict[Phase, Verdict]
+
+
+@dataclass(slots=True)
+class Selection:
+    """The decision for one attention layer: what runs, how, and why nothing else does. Treat as immutable: it is cached.
+
+    Attributes:
+        config: what was asked for.
+        device: the device it was decided for.
+        environment: the libraries and variables it rests on.
+        backends: the chosen spec per phase that the layer has; None where no backend is valid.
+        block_size: tokens per cache block; None for layers without a cache.
+        kv_layout: name from ``attn_select.layouts``; None for layers without a cache.
+        candidates: every known backend, the ranked ones first in order.
+        rules: the rules that took part, in the order they were applied.
+        warnings: what a user should know, one sentence each.
+    """
+
+    config: AttentionConfig
+    device: Device
+    environment: Environment
+    backends: Mapping[Phase, BackendSpec | None]
+    block_size: int | None
+    kv_layout: str | None
+    candidates: tuple[Candidate, ...]
+    rules: tuple[Rule, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every phase of the layer has a backend."""
+        return None not in self.backends.values()
+
+    @property
+    def selected(self) -> dict[Phase, str | None]:
+        """Backend name (or None) for each phase that the layer has."""
+        return {phase: spec.name if spec else None for phase, spec in self.backends.items()}
+
+    @property
+    def plans(self) -> dict[Phase, BackendPlan]:
+        """The plan of each phase that has a backend."""
+        found: dict[Phase, BackendPlan] = {}
+        for candidate in self.candidates:
+            for phase, verdict in candidate.phases.items():
+                if verdict.verdict == "selected" and verdict.plan is not None:
+                    found[phase] = verdict.plan
+        return {phase: found[phase] for phase in self.backends if phase in found}
+
+    @property
+    def cache_shape(self) -> list[int | str] | None:
+        """Shape in elements of one layer's cache, with ``"num_blocks"`` open; None without a cache."""
+        if self.kv_layout is None or self.block_size is None:
+            return None
+        return layouts.cache_shape(self.kv_layout, self.config, self.block_size)
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Bytes that one token of one layer takes in the cache; None without a cache."""
+        return None if self.kv_layout is None else layouts.bytes_per_token(self.kv_layout, self.config)
+
+    def load(self) -> dict[Phase, Any]:
+        """Import the chosen kernels and return the runtime backend per phase.
+
+        Raises:
+            NoBackendError: a phase has no backend; names every candidate with its reasons.
+            RuntimeMissingError: the backend's plugin brings facts but no runtime.
+        """
+        missing = [phase for phase, spec in self.backends.items() if spec is None]
+        if missing:
+            raise NoBackendError(
+                f"no backend for {' and '.join(missing)}\n{self.explain()}", self, hint="see the reasons and remedies above"
+            )
+        return {phase: spec.load() for phase, spec in self.backends.items() if spec is not None}
+
+    def explain(self) -> str:
+        """Return the decision as text: the plan, every candidate with its reasons, the rules, the nearest remedies."""
+        from attn_select.render import selection_text
+
+        return selection_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the decision as plain data; ``docs/json.md`` documents the fields."""
+        return {
+            "config": self.config.model_dump(),
+            "selected": self.selected,
+            "plan": self._plan_dict(),
+            "candidates": [_candidate_dict(candidate) for candidate in self.candidates],
+            "rules": [
+                {
+                    "name": rule.name,
+                    "effect": rule.effect,
+                    "phase": rule.phase,
+                    "file": rule.file,
+                    "line": rule.line,
+                    "because": rule.because,
+                }
+                for rule in self.rules
+            ],
+        }
+
+    def _plan_dict(self) -> dict[str, Any]:
+        selected, plans = self.selected, self.plans
+        return {
+            "phases": {phase: {"backend": selected[phase], **_backend_plan_dict(plans[phase])} for phase in plans},
+            "block_size": self.block_size,
+            "kv_layout": self.kv_layout,
+            "cache_shape": self.cache_shape,
+            "cache_dtype": self.config.cache_dtype if self.kv_layout else None,
+            "bytes_per_token": self.bytes_per_token,
+        }
+
+
+def _backend_plan_dict(plan: BackendPlan) -> dict[str, Any]:
+    return {
+        "path": plan.path,
+        "because": plan.because,
+        "provider": plan.provider,
+        "query_dtype": plan.query_dtype,
+        "returns_lse": plan.returns_lse,
+        "kv_layouts": list(plan.kv_layouts),
+        "kernel_block_sizes": list(plan.kernel_block_sizes),
+        "block_table_width_multiple": plan.block_table_width_multiple,
+        "cuda_graph": plan.cuda_graph,
+        "workspace_bytes": plan.workspace_bytes,
+        "notes": list(plan.notes),
+    }
+
+
+def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "backend": candidate.backend,
+        "phases": {
+            phase: {
+                "rank": verdict.rank,
+                "verdict": verdict.verdict,
+                "reasons": [
+                    {
+                        "code": reason.code,
+                        "message": reason.message,
+                        "observed": reason.observed,
+                        "supported": reason.supported,
+                        "remedy": reason.remedy,
+                    }
+                    for reason in verdict.reasons
+                ],
+            }
+            for phase, verdict in candidate.phases.items()
+        },
+    }

@@ -1,0 +1,140 @@
+"""``select()``: config + device + rules → gate on every candidate → ``Selection``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attn_select import detection, registry
+from attn_select.config import AttentionConfig
+from attn_select.decide import Choice, Decider, parse_choice
+from attn_select.device import Device, lookup
+from attn_select.environment import Environment
+from attn_select.pool import share_pool
+from attn_select.rules.layers import RuleSet, load_rules
+from attn_select.selection import Selection
+
+RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+BackendArgument = str | Sequence[str] | Mapping[str, str] | None
+
+_MOST_CACHED = 4096
+_recent: dict[int, tuple[Any, ...]] = {}
+_selections: dict[Any, Selection] = {}
+_deciders: dict[Any, Decider] = {}
+
+
+def select(
+    config: AttentionConfig,
+    device: Device | str | None = None,
+    rules: RulesArgument = None,
+    backend: BackendArgument = None,
+    *,
+    environment: Environment | None = None,
+) -> Selection:
+    """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
+
+    Cached: the same config object again costs well under a microsecond. Rules files, plugins and the environment are
+    read once per process; ``clear_cache()`` reads them again.
+
+    Args:
+        config: what the layer asks for.
+        device: a ``Device``, a name (``h100``, ``sm90``, ``9.0``, ``cpu``) or None for this machine's own.
+        rules: one more rules file or several, above all other layers; or a ``RuleSet`` that replaces them all.
+        backend: an explicit choice, ``"FLASHMLA"``, ``"decode=FLASHMLA"``, ``{"decode": "FLASHMLA"}`` or a list of the
+            former. It beats every rule, must pass the gate and is never replaced by another backend.
+        environment: the libraries to judge by; None probes this machine, or for a device that is not this machine's assumes all.
+
+    Returns:
+        A ``Selection``. Check ``ok``: where no backend is valid the phase's entry is None and the reasons are in
+        ``candidates``; ``Selection.load()`` raises ``NoBackendError`` then.
+
+    Raises:
+        ConfigError, UnknownNameError: unknown device or backend name, malformed ``backend``.
+        RulesError: a rules file is missing or broken.
+    """
+    recent = _recent.get(id(config))
+    if (
+        recent is not None
+        and recent[1] is device
+        and recent[2] is rules
+        and recent[3] is backend
+        and recent[4] is environment
+    ):
+        found: Selection = recent[5]
+        return found
+    decider = decider_for(device, rules, environment)
+    choice = parse_choice(backend, decider.names)
+    key = (config, decider, choice)
+    selection = _selections.get(key)
+    if selection is None:
+        if len(_selections) >= _MOST_CACHED:
+            _selections.clear()
+        selection = _selections[key] = decider.decide(config, choice)
+    if len(_recent) >= _MOST_CACHED:
+        _recent.clear()
+    # The tuple keeps the config alive, so its id stays its own. Lists and dicts may change under the same identity.
+    if not isinstance(rules, list) and not isinstance(backend, (list, dict)):
+        _recent[id(config)] = (config, device, rules, backend, environment, selection)
+    return selection
+
+
+def select_model(
+    configs: Sequence[AttentionConfig],
+    device: Device | str | None = None,
+    rules: RulesArgument = None,
+    backend: BackendArgument = None,
+    *,
+    environment: Environment | None = None,
+) -> tuple[Selection, ...]:
+    """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
+
+    Kinds without a cache, and MLA beside other attention, are decided by themselves. Where the kinds' best backends want different
+    layouts or block sizes, the combination with the least sum of ranks wins; where none fits all, each keeps its own and a
+    warning says so. Arguments and errors are those of ``select``.
+    """
+    decider = decider_for(device, rules, environment)
+    choice = parse_choice(backend, decider.names)
+    return share_pool([decider.decide(config, choice) for config in configs], decider, choice)
+
+
+def decider_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Decider:
+    """Return the compiled decision procedure for a device, rules and environment. Cached."""
+    rules_key: Any
+    if rules is None or isinstance(rules, RuleSet):
+        rules_key = None if rules is None else id(rules)
+    else:
+        paths = [rules] if isinstance(rules, (str, os.PathLike)) else rules
+        rules_key = tuple(os.fspath(path) for path in paths)
+    key = (device, rules_key, id(environment) if environment is not None else None)
+    decider = _deciders.get(key)
+    if decider is None:
+        if device is None:
+            found: Device = detection.detect_device().device
+        else:
+            found = lookup(device) if isinstance(device, str) else device
+        used_environment = environment if environment is not None else environment_for(found)
+        used_rules = rules if isinstance(rules, RuleSet) else load_rules(rules_key or ())
+        decider = _deciders[key] = Decider(registry.load_plugins(), used_rules, found, used_environment)
+    return decider
+
+
+def environment_for(device: Device, pins: Mapping[str, str] | None = None) -> Environment:
+    """Return the environment that goes with a device: probed on this machine's own, assumed for one only asked about."""
+    pins = pins or {}
+    cuda = pins.get("cuda")
+    if device.local and not device.is_cpu:
+        cuda = cuda or detection.detect_device().cuda_driver_version
+    return Environment(assume_installed=not device.local, pins=pins, cuda=cuda)
+
+
+def clear_cache() -> None:
+    """Forget every selection, and read plugins, rules files, the device and the environment again at the next call."""
+    _recent.clear()
+    _selections.clear()
+    _deciders.clear()
+    registry.load_plugins.cache_clear()
+    detection.detect_device.cache_clear()
+
+
+__all__ = ["Choice", "clear_cache", "decider_for", "environment_for", "select", "select_model"]

@@ -1,0 +1,164 @@
+"""What lies in the wheels and sdists, and what their metadata say."""
+
+from __future__ import annotations
+
+import configparser
+import email
+import email.message
+import importlib
+import os
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import attn_select
+
+pytestmark = pytest.mark.slow
+
+VERSION = attn_select.__version__
+
+
+def metadata(files: dict[str, bytes], project) -> email.message.Message:
+    return email.message_from_bytes(files[f"{project.normalized}-{VERSION}.dist-info/METADATA"])
+
+
+def test_every_project_is_built(dist, root):
+    pyprojects = {str(file.parent.relative_to(root)) for file in root.glob("plugins/*/pyproject.toml")}
+    assert {project.folder for project in dist.built} == {".", *pyprojects}
+    assert sorted(os.listdir(dist.folder)) == sorted(
+        name
+        for project in dist.built
+        for stem in [f"{project.normalized}-{VERSION}"]
+        for name in (f"{stem}-py3-none-any.whl", f"{stem}.tar.gz")
+    )
+
+
+def test_wheel_holds_the_packages_and_nothing_else(dist, tree, project):
+    expected = {}
+    for package in project.packages:
+        source = tree / project.folder / package
+        for file in source.rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                expected[f"{source.name}/{file.relative_to(source).as_posix()}"] = file.read_bytes()
+    info = f"{project.normalized}-{VERSION}.dist-info"
+    found = {name: content for name, content in dist.built[project].wheel.items() if not name.startswith(f"{info}/")}
+    assert found == expected
+    kinds = {PurePosixPath(name).suffix or PurePosixPath(name).name for name in found}
+    assert kinds <= {".py", ".json", ".toml", ".typed"}
+    assert not [name for name in found if PurePosixPath(name).name.startswith(("test_", "conftest"))]
+    assert {name.removeprefix(f"{info}/") for name in dist.built[project].wheel if name.startswith(f"{info}/")} == {
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "entry_points.txt",
+        "licenses/LICENSE",
+    }
+
+
+def test_packages_are_typed(dist, project):
+    for package in project.packages:
+        assert dist.built[project].wheel[f"{Path(package).name}/py.typed"] == b""
+
+
+def test_sdist_builds_the_same_wheel(dist, project):
+    built = dist.built[project]
+    assert built.wheel_from_sdist == built.wheel
+
+
+def test_sdist_needs_no_symbolic_links(dist, project):
+    assert dist.built[project].sdist_links == ()
+
+
+def test_sdist_holds_what_a_build_needs_and_nothing_else(dist, project):
+    known = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore", "CHANGELOG.md"}
+    folders = tuple(f"{package}/" for package in project.packages)
+    assert [name for name in dist.built[project].sdist if name not in known and not name.startswith(folders)] == []
+
+
+def test_packaged_rules_are_the_root_file(dist, root, project):
+    rules = (root / "selector_rules.toml").read_bytes()
+    if project.folder != ".":
+        assert not [name for name in dist.built[project].wheel if name.endswith("selector_rules.toml")]
+        return
+    built = dist.built[project]
+    assert built.wheel["attn_select/selector_rules.toml"] == rules
+    assert built.sdist["core/attn_select/selector_rules.toml"] == rules
+
+
+def test_rules_in_core_are_a_link_to_the_root_file(root):
+    assert os.readlink(root / "core/attn_select/selector_rules.toml") == "../../selector_rules.toml"
+
+
+def test_license_is_in_every_archive(dist, root, project):
+    text = (root / "LICENSE").read_bytes()
+    assert b"Apache License" in text
+    built = dist.built[project]
+    assert (root / project.folder / "LICENSE").read_bytes() == text
+    assert built.wheel[f"{project.normalized}-{VERSION}.dist-info/licenses/LICENSE"] == text
+    assert built.sdist["LICENSE"] == text
+    assert metadata(built.wheel, project)["License-Expression"] == "Apache-2.0"
+
+
+def test_versions_are_equal(dist, project):
+    assert metadata(dist.built[project].wheel, project)["Version"] == VERSION
+    assert metadata(dist.built[project].wheel, project)["Requires-Python"] == ">=3.11"
+
+
+def test_plugin_needs_core_alone(dist, plugin):
+    requirements = [Requirement(text) for text in metadata(dist.built[plugin].wheel, plugin).get_all("Requires-Dist")]
+    plain = [requirement for requirement in requirements if requirement.marker is None]
+    assert [requirement.name for requirement in plain] == ["attn-select"]
+    assert plain[0].specifier.contains(VERSION)
+    extra = [r.name for r in requirements if r.marker is not None and r.marker.evaluate({"extra": "kernels"})]
+    assert "torch" in extra
+
+
+def test_core_needs_no_plugin_and_no_torch(dist):
+    (core,) = (project for project in dist.built if project.folder == ".")
+    requirements = [Requirement(text) for text in metadata(dist.built[core].wheel, core).get_all("Requires-Dist")]
+    plain = sorted(requirement.name for requirement in requirements if requirement.marker is None)
+    assert plain == ["click", "packaging", "platformdirs", "pluggy", "pydantic", "rich"]
+    every = {r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": "all"})}
+    assert {r.name for r in every} == {project.distribution for project in dist.built if project is not core}
+    assert all(r.specifier.contains(VERSION) for r in every)
+
+
+def test_entry_points(dist, project):
+    parser = configparser.ConfigParser()
+    parser.read_string(dist.built[project].wheel[f"{project.normalized}-{VERSION}.dist-info/entry_points.txt"].decode())
+    found = {section: dict(parser[section]) for section in parser.sections()}
+    if project.folder == ".":
+        assert found == {"console_scripts": {"attn-select": "attn_select_cli.main:main"}}
+    else:
+        assert found == {"attn_select": {Path(project.folder).name: f"{project.packages[0]}.plugin"}}
+
+
+def test_pinned_tools_agree_with_the_build_requirement(root):
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
+    (required,) = map(Requirement, pyproject["build-system"]["requires"])
+    (pinned,) = map(Requirement, pyproject["dependency-groups"]["build"])
+    (version,) = pinned.specifier
+    assert required.name == pinned.name == "hatchling"
+    assert required.specifier.contains(version.version)
+    for file in root.glob("plugins/*/pyproject.toml"):
+        assert tomllib.loads(file.read_text())["build-system"] == pyproject["build-system"]
+
+
+def test_kernels_extra_brings_what_the_backends_ask_for(root, plugin):
+    """Each group of alternatives has one that the extra brings, in a version that the backend accepts."""
+    extras = tomllib.loads((root / plugin.folder / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oldest = {}
+    for requirement in map(Requirement, extras["kernels"]):
+        (bound,) = requirement.specifier
+        assert bound.operator == ">="
+        oldest[requirement.name] = bound.version
+    for spec in importlib.import_module(f"{plugin.packages[0]}.plugin").attn_select_register_backends():
+        for group in spec.libraries:
+            brought = [library for library in group if library.distribution in oldest]
+            assert brought, f"{spec.name}: none of {[library.distribution for library in group]} is in [kernels]"
+            for library in brought:
+                accepted = SpecifierSet(library.version)
+                assert accepted.contains(oldest[library.distribution]), f"{spec.name}: {library}"

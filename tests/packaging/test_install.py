@@ -1,0 +1,88 @@
+"""Each way to install, into environments that hold nothing else, without a network."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import attn_select
+
+pytestmark = pytest.mark.slow
+
+LIST = """
+import importlib.metadata, importlib.resources, json, sys
+found = {}
+for point in importlib.metadata.entry_points(group="attn_select"):
+    module = point.load()
+    backends = sorted(spec.name for spec in module.attn_select_register_backends())
+    found[point.dist.name] = [backends, point.dist.version, module.__file__]
+import attn_select
+rules = (importlib.resources.files("attn_select") / "selector_rules.toml").read_text()
+print(json.dumps({"plugins": found, "core": attn_select.__file__, "rules": rules, "torch": "torch" in sys.modules}))
+"""
+
+
+def listing(environment) -> dict:
+    return json.loads(environment.run("python", "-c", LIST))
+
+
+def test_plugin_installs_by_name_and_registers(dist, plugin, make_environment, root):
+    environment = make_environment()
+    environment.pip("install", "--find-links", dist.folder, plugin.distribution)
+    found = listing(environment)
+    backends, version, file = found["plugins"].pop(plugin.distribution)
+    assert found["plugins"] == {}
+    assert backends == list(plugin.backends)
+    assert version == attn_select.__version__
+    assert file.startswith(str(environment.path))
+    assert found["core"].startswith(str(environment.path))
+    assert found["rules"] == (root / "selector_rules.toml").read_text()
+    assert not found["torch"]
+
+
+def test_extra_all_installs_every_plugin(dist, make_environment):
+    environment = make_environment()
+    environment.pip("install", "--find-links", dist.folder, "attn-select[all]")
+    expected = {project.distribution: list(project.backends) for project in dist.built if project.folder != "."}
+    assert {name: backends for name, (backends, _, _) in listing(environment)["plugins"].items()} == expected
+
+
+def test_clone_installs_in_one_command(tree, make_environment, root):
+    environment = make_environment()
+    environment.pip("install", ".", "./plugins/torch", cwd=tree)
+    found = listing(environment)
+    assert list(found["plugins"]) == ["attn-select-torch"]
+    assert found["core"].startswith(str(environment.path))
+    assert found["rules"] == (root / "selector_rules.toml").read_text()
+    assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
+
+
+def test_clone_installs_editable_in_one_command(tree, make_environment, root):
+    environment = make_environment()
+    environment.pip("install", "-e", ".", "-e", "./plugins/torch", cwd=tree)
+    found = listing(environment)
+    assert found["core"] == str(tree / "core/attn_select/__init__.py")
+    assert found["plugins"]["attn-select-torch"][2] == str(tree / "plugins/torch/attn_select_torch/plugin.py")
+    assert found["rules"] == (root / "selector_rules.toml").read_text()
+    assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
+
+
+def test_clone_installs_into_a_folder(tree, dist, make_environment, tmp_path):
+    environment = make_environment()
+    folder = tmp_path / "site"
+    projects = [f"./{project.folder}" for project in dist.built]
+    environment.pip("install", "--no-deps", "--target", folder, *projects, cwd=tree)
+    script = f"import sys; sys.path.insert(0, {str(folder)!r})\n{LIST}"
+    found = json.loads(environment.run("python", "-c", script))
+    assert set(found["plugins"]) == {project.distribution for project in dist.built if project.folder != "."}
+    assert found["core"] == str(folder / "attn_select/__init__.py")
+
+
+def test_uninstall_leaves_nothing(dist, make_environment):
+    environment = make_environment()
+    before = sorted(environment.path.rglob("*"))
+    environment.pip("install", "--find-links", dist.folder, "--no-compile", "attn-select-torch")
+    assert sorted(environment.path.rglob("*")) != before
+    environment.pip("uninstall", "--yes", "attn-select-torch", "attn-select")
+    assert sorted(environment.path.rglob("*")) == before

@@ -1,0 +1,190 @@
+"""Imports run one way, and selecting a backend imports neither torch nor a kernel library.
+
+Seen in fresh interpreters, then read from the sources, where a branch that no test takes shows as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "core" / "attn_select"
+CLI = ROOT / "cli" / "attn_select_cli"
+PLUGINS = {
+    f"attn_select_{name}": ROOT / "plugins" / name / f"attn_select_{name}"
+    for name in ("cutlass_mla", "flash_attn", "flashinfer", "flashmla", "torch", "triton")
+}
+
+# What selection may load beside the standard library and the project itself. A list of what is allowed, not of what is
+# forbidden, so that a kernel library nobody thought of is found as well.
+LIGHT = {
+    "annotated_types",
+    "attn_select",
+    "packaging",
+    "platformdirs",
+    "pluggy",
+    "pydantic",
+    "pydantic_core",
+    "typing_extensions",
+    "typing_inspection",
+}
+
+LINES_CORE = 3300
+LINES_ALL = 7000
+
+PROBE = """
+import json, sys
+before = set(sys.modules)
+{statements}
+print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})))
+"""
+
+
+def loaded(statements: str) -> set[str]:
+    """Run ``statements`` in a fresh interpreter; return the top-level names of the modules they loaded, the standard
+    library's left out."""
+    command = [sys.executable, "-c", PROBE.format(statements=statements)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    names = set(json.loads(result.stdout.splitlines()[-1])) - sys.stdlib_module_names
+    return {name for name in names if not name.startswith("_sysconfigdata_")}  # the interpreter's own, unlisted
+
+
+def module_name(package: Path, file: Path) -> str:
+    parts = file.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def core_files(tensors: bool) -> list[Path]:
+    """The files of core, with or without the parts that work on tensors (``runtime`` and ``testing``)."""
+    files = sorted(CORE.rglob("*.py"))
+    return [file for file in files if tensors or file.relative_to(CORE).parts[0] not in ("runtime", "testing")]
+
+
+def imports(tree: ast.AST, package: str, top_level: bool) -> Iterator[str]:
+    """Yield the absolute dotted names that a module imports.
+
+    With ``top_level`` only what runs when the module is imported, so no function bodies. ``if TYPE_CHECKING`` never
+    counts. ``package`` is the package that relative imports start from.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if top_level and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for branch in node.orelse:
+                yield from imports(ast.Module([branch], []), package, top_level)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            prefix = ".".join(filter(None, [base if node.level else "", node.module]))
+            yield prefix
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant))
+        yield from imports(node, package, top_level)
+
+
+def read_imports(package: Path, file: Path, top_level: bool) -> set[str]:
+    name = module_name(package, file)
+    here = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    return set(imports(ast.parse(file.read_text(encoding="utf-8")), here, top_level))
+
+
+def top_names(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [module_name(CORE, file) for file in core_files(tensors=False)])
+def test_core_module_is_light(name: str) -> None:
+    found = loaded(f"import {name}")
+    assert "attn_select" in found
+    assert found <= LIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_plugin_registers_without_its_library(plugin: str) -> None:
+    found = loaded(f"from {plugin} import plugin\nassert plugin.attn_select_register_backends()")
+    assert plugin in found
+    assert found <= LIGHT | {plugin}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(CLI.rglob("*.py")), ids=lambda file: str(file.relative_to(CLI.parent)))
+def test_cli_module_is_light(file: Path) -> None:
+    name = module_name(CLI, file)
+    if name.endswith("__main__"):
+        pytest.skip("runs the program when imported")
+    assert loaded(f"import {name}") <= LIGHT | {"attn_select_cli", "click"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h100", "b200", "auto"])
+def test_explain_is_light(gpu: str) -> None:
+    """A whole decision, through a pipe: every plugin's facts, and nobody's library."""
+    found = loaded(
+        "from attn_select_cli.main import main\n"
+        f"sys.argv = ['attn-select', 'explain', '--model', 'deepseek-v3', '--gpu', '{gpu}']\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert stop.code in (None, 0), stop.code"
+    )
+    assert set(PLUGINS) <= found
+    assert found <= LIGHT | {"attn_select_cli", "click", *PLUGINS}
+
+
+def test_core_imports_nobody_above_it() -> None:
+    for file in core_files(tensors=True):
+        found = top_names(read_imports(CORE, file, top_level=False))
+        assert not found & {"attn_select_cli", "click", "rich", *PLUGINS}, file
+
+
+def test_core_knows_no_kernel_library() -> None:
+    allowed = LIGHT | sys.stdlib_module_names
+    for file in core_files(tensors=False):
+        assert top_names(read_imports(CORE, file, top_level=False)) <= allowed, file
+        loaded_at_once = read_imports(CORE, file, top_level=True)
+        assert not [n for n in loaded_at_once if n.startswith(("attn_select.runtime", "attn_select.testing"))], file
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_plugins_do_not_import_each_other(plugin: str) -> None:
+    files = sorted(PLUGINS[plugin].rglob("*.py"))
+    assert files
+    for file in files:
+        found = top_names(read_imports(PLUGINS[plugin], file, top_level=False))
+        assert not found & ({"attn_select_cli", *PLUGINS} - {plugin}), file
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_a_plugin_loads_at_once_is_light(plugin: str) -> None:
+    """Follow the imports that run with ``plugin.py``: none leads to torch or a kernel library."""
+    package = PLUGINS[plugin]
+    files = {module_name(package, file): file for file in package.rglob("*.py")}
+    assert f"{plugin}.plugin" in files
+    pending, seen = {plugin, f"{plugin}.plugin"}, set()
+    while pending:
+        name = pending.pop()
+        seen.add(name)
+        found = read_imports(package, files[name], top_level=True)
+        assert top_names(found) <= LIGHT | {plugin} | sys.stdlib_module_names, name
+        assert not [n for n in found if n.startswith(("attn_select.runtime", "attn_select.testing"))], name
+        parents = {name.rsplit(".", depth)[0] for name in found for depth in range(name.count(".") + 1)}
+        pending |= (parents & files.keys()) - seen
+
+
+def test_core_stays_small() -> None:
+    def lines(tensors: bool) -> int:
+        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in core_files(tensors))
+
+    print(f"core: {lines(False)} lines, with runtime and testing {lines(True)}")
+    assert lines(False) <= LINES_CORE
+    assert lines(True) < LINES_ALL
