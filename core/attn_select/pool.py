@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -30,7 +31,8 @@ def share_pool(selections: Sequence[Selection], decider: Decider, choice: Choice
 def _agree(selections: list[Selection], members: list[int], decider: Decider, choice: Choice) -> None:
     wanted = [selections[i] for i in members]
     layouts = dict.fromkeys(layout for s in wanted for plan in s.plans.values() for layout in plan.kv_layouts)
-    sizes = dict.fromkeys(s.block_size for s in wanted if s.block_size is not None)
+    wishes = [s.block_size for s in wanted if s.block_size is not None]
+    sizes = dict.fromkeys((*wishes, math.lcm(*wishes)))
     best: tuple[int, list[Selection]] | None = None
     for layout in layouts:
         for size in sizes:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import attn_select
+from attn_select import catalog
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +19,7 @@ for point in importlib.metadata.entry_points(group="attn_select"):
     backends = sorted(spec.name for spec in module.attn_select_register_backends())
     found[point.dist.name] = [backends, point.dist.version, module.__file__]
 import attn_select
+from attn_select import catalog
 rules = (importlib.resources.files("attn_select") / "selector_rules.toml").read_text()
 print(json.dumps({"plugins": found, "core": attn_select.__file__, "rules": rules, "torch": "torch" in sys.modules}))
 """
@@ -86,3 +88,20 @@ def test_uninstall_leaves_nothing(dist, make_environment):
     assert sorted(environment.path.rglob("*")) != before
     environment.pip("uninstall", "--yes", "attn-select-torch", "attn-select")
     assert sorted(environment.path.rglob("*")) == before
+
+
+def test_catalog_names_every_backend(dist):
+    backends = {name: project.distribution for project in dist.built for name in project.backends}
+    assert backends == catalog.DISTRIBUTIONS
+
+
+def test_commands_that_remedies_print_install_the_plugins(tree, make_environment):
+    """`explain` prints them, so core is there already."""
+    environment = make_environment()
+    environment.pip("install", ".", cwd=tree)
+    distributions = sorted(set(catalog.DISTRIBUTIONS.values()))
+    for distribution in distributions:
+        program, *arguments = catalog.install_command(distribution).split()
+        assert program == "pip"
+        environment.pip(*arguments, cwd=tree)
+    assert sorted(listing(environment)["plugins"]) == distributions

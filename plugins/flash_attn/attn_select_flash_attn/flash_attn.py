@@ -1,0 +1,260 @@
+"""``FLASH_ATTN``: FlashAttention 2 and 3 for multi-head, grouped-query and multi-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Reason,
+)
+from attn_select_flash_attn.choice import Objection, Pin, ProviderName, refuse
+from attn_select_flash_attn.providers import (
+    HOPPER,
+    LIBRARIES,
+    RAN,
+    SGLANG_FA3,
+    UPSTREAM_FA2,
+    UPSTREAM_FA3,
+    VLLM_FA3,
+    VLLM_PYTHON,
+    Candidate,
+    Kernel,
+    candidates_for,
+)
+
+_VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/flash_attn.py 0.33.0"
+_BOTH = f"{UPSTREAM_FA2}; {UPSTREAM_FA3}"
+
+# A capability is what at least one build takes; `plan` compares the layer with each build.
+CAPABILITIES = Capabilities(
+    compute_capabilities=Fact(
+        ComputeCapabilities((((8, 0), (99, 9)),)),
+        f"{UPSTREAM_FA2} (Ampere GPUs or newer); vLLM 0.33.0 _vllm_fa2_C holds PTX, which ran on H100, 2026-11-21",
+    ),
+    dtypes=Fact(("bfloat16", "float16"), _BOTH),
+    kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), f"{_BOTH}; {RAN} (e4m3; e5m2 rejected)"),
+    head_sizes=Fact(HeadSizes(multiple_of=8, minimum=8, maximum=256), f"{_BOTH}; {RAN} (32 to 256)"),
+    block_sizes=Fact((1,), f"{RAN} (1, 4, 8, 16, 24, 48, 64, 256); FA2 wants multiples of 16 or 256"),
+    attn_types=Fact(("decoder", "encoder", "encoder_only", "encoder_decoder"), f"{_BOTH} (causal; paged or not)"),
+    v_head_size_differs=Fact(True, f"{UPSTREAM_FA3} (FA3 on 9.0)"),
+    sliding_window=Fact(True, _BOTH),
+    logits_soft_cap=Fact(True, _BOTH),
+    alibi=Fact(True, f"{UPSTREAM_FA2} (FA2 only)"),
+    sinks=Fact(True, f"{RAN} (sinks in bfloat16); {VLLM_FA3}; {SGLANG_FA3}"),
+    mm_prefix=Fact(False, f"{VLLM_PYTHON} (mask_mod raises for FA2 and FA3)"),
+    non_causal=Fact(True, f"{_BOTH} (causal=False)"),
+    batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1)"),
+    per_head_quant_scales=Fact(True, f"{UPSTREAM_FA3} (descale is batch x KV heads)"),
+    output_quantizations=Fact((), f"{VLLM_PYTHON} (output_scale is FA4's)"),
+    decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
+)
+
+
+class FlashAttnOptions(BackendOptions):
+    """``[backends.FLASH_ATTN]``."""
+
+    version: Literal["auto", 2, 3] = "auto"
+    """FlashAttention's major version; auto is 3 on Hopper and 2 elsewhere."""
+    provider: ProviderName = "auto"
+    """The distribution to take the kernel from; auto is the first that serves the layer."""
+
+
+LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
+"""K and V may be strided views with a contiguous last dimension (ran on H100, FA3 of vLLM 0.26.0, 2026-11-21; vLLM
+0.33.0 passes HND-ordered views to FA2 and FA3)."""
+
+_ANY_PAGE = (16, 1)
+_PAGES = {1: _ANY_PAGE, 16: (16,), 256: (256,)}
+
+_UNQUANTISED = "--kv-cache-dtype auto"
+_WITH_ALIBI = "FA2: ALiBi slopes need FA2"
+_NARROW_V = "V rows take head_size elements in the cache, the first v_head_size of them used"
+_CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
+_BF16_SINKS = "sinks are passed in bfloat16"
+_SPLIT_BYTES = (
+    "inside CUDA graphs FA3's split-KV partial sums take num_splits x query heads x (V head size + 1) x 4 bytes "
+    "per token (vLLM 0.33 caps num_splits at 32)"
+)
+
+
+def objections(kernel: Kernel, config: AttentionConfig, capability: tuple[int, int] | None) -> list[Objection]:
+    """Return what speaks against one build for a layer on a device of that compute capability; empty: it runs."""
+    found: list[Objection] = []
+    fa3_on_hopper = kernel.version == 3 and capability == HOPPER
+    if config.alibi and kernel.version == 3:
+        found.append(Objection("alibi", "ALiBi slopes", True, "takes none"))
+    size = config.block_size
+    if size is not None and config.has_cache and size % kernel.page_multiple.value:
+        found.append(Objection("block-size", "block size", size, kernel.page_multiple.value))
+    fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    if fp8 and not fa3_on_hopper:
+        accepts = "stores 16-bit KV only (FP8 needs FA3 on compute capability 9.0)"
+        found.append(Objection("kv-cache-dtype", "KV-cache dtype fp8_e4m3", "fp8_e4m3", accepts, _UNQUANTISED))
+    elif fp8 and config.head_size % 16:
+        what, accepts = f"head size {config.head_size}", "takes multiples of 16 with FP8"
+        found.append(Objection("head-size", what, config.head_size, accepts, _UNQUANTISED))
+    if config.sinks and (against := _against_sinks(kernel, config, fa3_on_hopper)) is not None:
+        what = f"attention sinks with {config.num_heads} query heads"
+        found.append(Objection("sinks", what, config.num_heads, against))
+    width = config.v_head_size
+    if width is not None and width != config.head_size:
+        against = "takes V as wide as K (other widths need FA3 on compute capability 9.0)"
+        if fa3_on_hopper:
+            against = _against_v_head_size(config.head_size, width, fp8, config.has_cache)
+        if against is not None:
+            what = f"V head size {width} with head size {config.head_size}"
+            found.append(Objection("v-head-size", what, width, against))
+    return found
+
+
+def _against_sinks(kernel: Kernel, config: AttentionConfig, fa3_on_hopper: bool) -> str | None:
+    most = kernel.sink_heads.value
+    if not most:
+        return "takes none"
+    if not fa3_on_hopper:
+        return "reads them on compute capability 9.0 only"
+    if config.num_heads > most:
+        return f"takes at most {most}"
+    if config.value_head_size != config.head_size and not kernel.sinks_with_other_v_size.value:
+        return f"takes none with V head size {config.value_head_size} beside head size {config.head_size}"
+    return None
+
+
+def _against_v_head_size(head_size: int, v_head_size: int, fp8: bool, cached: bool) -> str | None:
+    """Return what FA3 takes on Hopper instead, or None where the pair fits (hopper/flash_api.cpp 0251105, mha_fwd)."""
+    if v_head_size % (16 if fp8 else 8):
+        return f"takes multiples of {16 if fp8 else 8}"
+    if head_size <= 64:
+        # With FP8 the dispatch takes the 64 x 64 kernel whatever V is.
+        if v_head_size > (64 if fp8 else 512):
+            return f"takes V head sizes up to {64 if fp8 else 512} with head sizes up to 64"
+        if cached and v_head_size > head_size:
+            return "reads V wider than K from no KV layout"
+        return None
+    if 128 < head_size <= 192 and 96 < v_head_size <= 128:
+        return None
+    return "takes V head sizes 104 to 128 with head sizes 136 to 192, and up to 512 with head sizes up to 64"
+
+
+def _across_ranks(config: AttentionConfig) -> list[Reason]:
+    """Return what decode context parallelism rules out.
+
+    A rank holds every n-th token and the kernel counts only those (hopper/flash_api.cpp 617264c refuses a window).
+    """
+    names = []
+    if config.sliding_window is not None:
+        names.append(f"a sliding window of {config.sliding_window}")
+    if config.alibi:
+        names.append("ALiBi")
+    if not names:
+        return []
+    ranks = config.decode_context_parallel_size
+    message = f"{' and '.join(names)} over {ranks} ranks (supported: 1): distance is measured within one rank's share"
+    return [Reason("decode-context-parallel", message, ranks, 1, "--dcp 1")]
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashAttnOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the first installed build that runs the layer, or what each one lacks."""
+    capability = device.compute_capability
+    candidates = candidates_for(capability)
+    left: Sequence[Candidate] = candidates
+    pin = None
+    if options.version != "auto" or options.provider != "auto":
+        pin = Pin("FLASH_ATTN", "version", options.version, options.provider)
+        left = pin.keep(candidates)
+    across = _across_ranks(config) if config.decode_context_parallel_size > 1 else []
+    for candidate in left:
+        if environment.has(candidate.library) and not objections(candidate.kernel, config, capability):
+            return across or _plan(candidate, config, pin)
+
+    def against(kernel: Kernel) -> list[Objection]:
+        return objections(kernel, config, capability)
+
+    return refuse(candidates, environment, against, device.capability_text, pin) + across
+
+
+def _plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> BackendPlan:
+    kernel = candidate.kernel
+    fa3 = kernel.version == 3
+    fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    cached = config.has_cache
+    because = candidate.because
+    if pin is not None:
+        because = f"{candidate.path}: {pin}"
+    elif config.alibi:
+        because = _WITH_ALIBI
+    notes = candidate.notes
+    if config.v_head_size is not None and config.v_head_size < config.head_size and cached:
+        notes = (*notes, _NARROW_V)
+    if fp8 and config.dtype == "float16":
+        notes = (*notes, _CONVERTED)
+    if config.sinks:
+        notes = (*notes, _BF16_SINKS)
+    if fa3 and config.cuda_graph != "NEVER":
+        notes = (*notes, _SPLIT_BYTES)
+    return BackendPlan(
+        candidate.path,
+        because,
+        "fp8_e4m3" if fp8 else config.dtype,
+        True,
+        LAYOUTS if cached else (),
+        _PAGES[kernel.page_multiple.value] if cached else (),
+        # FA2 packs query groups when the longest query is one token: a graph captured so does not replay mixed batches.
+        "ALWAYS" if fa3 else "UNIFORM_BATCH",
+        0,
+        1,
+        candidate.provider,
+        notes,
+    )
+
+
+def compile_key(config: AttentionConfig) -> object:
+    """Group layers that share one compilation at their first call.
+
+    Only FA2 from vLLM's wheel compiles (PTX, above compute capability 8.x): one translation unit per head-size bucket,
+    dtype, causality and paging. On Hopper only layers with ALiBi run it, so the others have no key.
+    """
+    if not config.alibi:
+        return None
+    bucket = next((size for size in (32, 64, 96, 128, 192) if config.head_size <= size), 256)
+    # A window makes the kernel's mask "local", which is among the non-causal ones.
+    causal = config.attn_type == "decoder" and not config.non_causal and config.sliding_window is None
+    return ("FA2", bucket, config.dtype, causal, config.has_cache)
+
+
+def load() -> NoReturn:
+    """Raise: the runtime is not part of this release.
+
+    Raises:
+        RuntimeMissingError: always.
+    """
+    raise RuntimeMissingError(
+        "FLASH_ATTN: this release brings its facts, not its runtime", hint="selection and `attn-select explain` work"
+    )
+
+
+FLASH_ATTN = BackendSpec(
+    name="FLASH_ATTN",
+    summary="FlashAttention 3 on Hopper, 2 on compute capability 8.0 and up",
+    capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
+    plan=plan,
+    load=load,
+    libraries=LIBRARIES,
+    options=FlashAttnOptions,
+    compile_key=compile_key,
+)

@@ -1,0 +1,218 @@
+"""``FLASH_ATTN_MLA``: FlashAttention 3 with a separate latent query for MLA decode, FA2 or FA3 for MLA prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.layouts import MLA
+from attn_select.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Reason,
+)
+from attn_select_flash_attn.choice import Objection, Pin, ProviderName, refuse
+from attn_select_flash_attn.providers import (
+    HOPPER,
+    LIBRARIES,
+    RAN,
+    UPSTREAM_FA2,
+    UPSTREAM_FA3,
+    VLLM_FA3,
+    Candidate,
+    Kernel,
+    candidates_for,
+)
+
+_VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla.py 0.33.0"
+_VLLM_PREFILL = "vllm-project/vllm v1/attention/backends/mla/prefill/flash_attn.py 0.33.0"
+_BOTH = f"{UPSTREAM_FA2}; {UPSTREAM_FA3}"
+
+DECODE = Capabilities(
+    mla=True,
+    compute_capabilities=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (q_v: arch 90); {RAN}"),
+    dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
+    kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
+    # q is the rope part (at most 64), v the latent (256 to 512); `plan` compares both.
+    head_sizes=Fact(HeadSizes(multiple_of=8, minimum=264, maximum=576), f"{UPSTREAM_FA3}; {RAN} (512 + 64)"),
+    block_sizes=Fact((1,), f"{UPSTREAM_FA3} (any page size); {RAN} (64 with q_v, 1 to 256 without)"),
+    sliding_window=Fact(False, "unverified"),
+    logits_soft_cap=Fact(False, "unverified"),
+    alibi=Fact(False, f"{UPSTREAM_FA3} (FA3 has no slopes)"),
+    sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),
+    non_causal=Fact(True, f"{UPSTREAM_FA3} (is_causal)"),
+    batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1)"),
+    decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
+)
+
+PREFILL = Capabilities(
+    mla=True,
+    reads_cache=False,
+    compute_capabilities=Fact(
+        ComputeCapabilities((((8, 0), (99, 9)),)),
+        f"{UPSTREAM_FA2} (Ampere GPUs or newer); vLLM 0.33.0 _vllm_fa2_C holds PTX, which ran on H100, 2026-11-21",
+    ),
+    dtypes=Fact(("bfloat16", "float16"), _BOTH),
+    kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{_VLLM_PREFILL} (K and V are decompressed to the compute dtype)"),
+    head_sizes=Fact(HeadSizes(), f"{_VLLM_PREFILL} (the latent is decompressed before)"),
+    block_sizes=Fact((1,), f"{_VLLM_PREFILL} (the cache is gathered before)"),
+    sliding_window=Fact(False, "unverified"),
+    logits_soft_cap=Fact(False, "unverified"),
+    alibi=Fact(False, "unverified"),
+    sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),
+    non_causal=Fact(True, f"{_BOTH} (is_causal)"),
+    batch_invariant=Fact(True, f"{_VLLM_PREFILL} (num_splits=1)"),
+    per_head_quant_scales=Fact(True, f"{_VLLM_PREFILL} (scales are applied when the cache is gathered)"),
+    decode_context_parallel=Fact(True, f"{_VLLM_PREFILL} (returns the LSE)"),
+)
+
+
+class FlashAttnMLAOptions(BackendOptions):
+    """``[backends.FLASH_ATTN_MLA]``."""
+
+    prefill_version: Literal["auto", 2, 3] = "auto"
+    """FlashAttention's major version in prefill; decode is always 3. auto is 3 on Hopper and 2 elsewhere."""
+    provider: ProviderName = "auto"
+    """The distribution to take the kernel from; auto is the first that serves the layer."""
+
+
+_FA3_ON_HOPPER = tuple(candidate for candidate in candidates_for(HOPPER) if candidate.kernel.version == 3)
+_LAYOUTS = (MLA,)
+_PAGES = (64, 1)  # 64 is what was measured with q_v; any size runs
+_SPLIT_BYTES = (
+    "inside CUDA graphs FA3's split-KV partial sums take num_splits x query heads x (kv_lora_rank + 1) x 4 bytes "
+    "per token (vLLM 0.33 caps num_splits at 32)"
+)
+
+
+def decode_objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
+    """Return what speaks against one FA3 build in decode (hopper/flash_api.cpp 0251105, q_v)."""
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    if rank is None or rope is None:
+        return []
+    found = []
+    if rope > 64 or rope % 8:
+        found.append(Objection("qk-rope-head-dim", f"qk_rope_head_dim {rope}", rope, "takes multiples of 8 up to 64"))
+    if not 256 <= rank <= 512 or rank % 8:
+        found.append(Objection("kv-lora-rank", f"kv_lora_rank {rank}", rank, "takes multiples of 8 from 256 to 512"))
+    return found
+
+
+def prefill_objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
+    """Return what speaks against one build in prefill, where V is padded to the width of K if the kernel wants that."""
+    qk, v = _prefill_sizes(config)
+    found = []
+    if qk > 256 or qk % 8:
+        what = f"QK head size {qk} (qk_nope_head_dim + qk_rope_head_dim)"
+        found.append(Objection("qk-head-size", what, qk, "takes multiples of 8 up to 256"))
+    if v > qk:
+        what = f"v_head_dim {v} with QK head size {qk}"
+        found.append(Objection("v-head-size", what, v, "takes V as wide as QK or narrower"))
+    return found
+
+
+def _prefill_sizes(config: AttentionConfig) -> tuple[int, int]:
+    return (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashAttnMLAOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the first installed build that runs the phase, or what each one lacks."""
+    decode = phase == "decode"
+    # In decode the static facts reject every device but Hopper; its FA3 builds say what else stands in the way.
+    capability = HOPPER if decode else device.compute_capability
+    candidates = _FA3_ON_HOPPER if decode else candidates_for(capability)
+    version = "auto" if decode else options.prefill_version
+    left: Sequence[Candidate] = candidates
+    pin = None
+    if version != "auto" or options.provider != "auto":
+        pin = Pin("FLASH_ATTN_MLA", "prefill_version", version, options.provider)
+        left = pin.keep(candidates)
+    objections = decode_objections if decode else prefill_objections
+    for candidate in left:
+        if environment.has(candidate.library) and not objections(candidate.kernel, config):
+            return _decode_plan(candidate, config, pin) if decode else _prefill_plan(candidate, config, capability, pin)
+
+    def against(kernel: Kernel) -> list[Objection]:
+        return objections(kernel, config)
+
+    return refuse(candidates, environment, against, "9.0" if decode else device.capability_text, pin)
+
+
+def _decode_plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> BackendPlan:
+    notes = candidate.notes
+    if config.cuda_graph != "NEVER":
+        notes = (*notes, _SPLIT_BYTES)
+    return BackendPlan(
+        "FA3 with q_v",
+        "FA3 scores the rope part and the latent apart and reads the latent once" if pin is None else f"FA3: {pin}",
+        config.dtype,
+        True,
+        _LAYOUTS,
+        _PAGES,
+        "UNIFORM_BATCH",
+        0,
+        1,
+        candidate.provider,
+        notes,
+    )
+
+
+def _prefill_plan(
+    candidate: Candidate, config: AttentionConfig, capability: tuple[int, int] | None, pin: Pin | None
+) -> BackendPlan:
+    qk, v = _prefill_sizes(config)
+    notes = candidate.notes
+    if v != qk and not (candidate.kernel.version == 3 and capability == HOPPER and _fa3_takes(qk, v)):
+        notes = (*notes, f"V is padded from {v} to {qk} columns, as wide as QK")
+    return BackendPlan(
+        f"{candidate.path} varlen",
+        candidate.because if pin is None else f"{candidate.path}: {pin}",
+        config.dtype,
+        True,
+        (),
+        (),
+        "UNIFORM_BATCH",
+        0,
+        1,
+        candidate.provider,
+        notes,
+    )
+
+
+def _fa3_takes(qk: int, v: int) -> bool:
+    """Return whether FA3 takes these widths on Hopper without padding (hopper/flash_api.cpp 0251105, mha_fwd)."""
+    return v % 8 == 0 and ((128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512))
+
+
+def load() -> NoReturn:
+    """Raise: the runtime is not part of this release.
+
+    Raises:
+        RuntimeMissingError: always.
+    """
+    raise RuntimeMissingError(
+        "FLASH_ATTN_MLA: this release brings its facts, not its runtime",
+        hint="selection and `attn-select explain` work",
+    )
+
+
+FLASH_ATTN_MLA = BackendSpec(
+    name="FLASH_ATTN_MLA",
+    summary="MLA: FlashAttention 3 in decode on Hopper; FlashAttention 2 or 3 in prefill",
+    capabilities={"prefill": PREFILL, "decode": DECODE},
+    plan=plan,
+    load=load,
+    libraries=LIBRARIES,
+    options=FlashAttnMLAOptions,
+)

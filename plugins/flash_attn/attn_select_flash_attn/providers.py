@@ -1,0 +1,206 @@
+"""The builds of FlashAttention that users have, one table row per distribution and major version.
+
+All come from Dao-AILab/flash-attention, but each distribution builds it for other devices and offers other arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from attn_select.spec import ComputeCapabilities, Fact, Library
+
+# vLLM's and SGLang's wheels hold prebuilt kernels. flash-attn is an sdist that compiles with nvcc and wants torch first.
+# Upstream FA3 is not on PyPI, so its remedy is a wheel that has FA3.
+TORCH = Library("torch", "torch", "pip install torch")
+VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")
+FLASH_ATTN_2 = Library("flash-attn", "flash_attn", "pip install flash-attn --no-build-isolation", ">=2.7")
+FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", "pip install vllm")
+# Looked into: sgl-kernel 0.3.21 (the last of that name) and sglang-kernel 0.4.10.
+SGLANG_KERNEL = Library("sglang-kernel", "sgl_kernel", "pip install sglang-kernel", ">=0.4")
+SGL_KERNEL = Library("sgl-kernel", "sgl_kernel", "pip install sgl-kernel", ">=0.3.21")
+
+LIBRARIES = ((TORCH,), (VLLM, FLASH_ATTN_3, FLASH_ATTN_2, SGLANG_KERNEL, SGL_KERNEL))
+FA3_LIBRARIES = (VLLM, FLASH_ATTN_3, SGLANG_KERNEL, SGL_KERNEL)
+REMEDY_ORDER = (VLLM, SGLANG_KERNEL, FLASH_ATTN_2)
+"""Which missing provider to recommend: prebuilt wheels first."""
+
+HOPPER = (9, 0)
+ANY_HEADS = 2**31 - 1
+
+RAN = "ran on H100, FA3 of vLLM 0.26.0, 2026-11-21"
+UPSTREAM_FA3 = "Dao-AILab/flash-attention hopper/flash_api.cpp 0251105"
+UPSTREAM_FA3_PYTHON = "Dao-AILab/flash-attention hopper/flash_attn_interface.py 0251105"
+UPSTREAM_FA2 = "Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp v2.8.3"
+UPSTREAM_FA2_PYTHON = "Dao-AILab/flash-attention flash_attn/flash_attn_interface.py v2.8.3"
+VLLM_FA3 = "vllm-project/flash-attention hopper/flash_api.cpp 617264c"
+VLLM_PYTHON = "vllm-project/vllm vllm_flash_attn/flash_attn_interface.py 0.33.0"
+SGLANG_PYTHON = "sglang-kernel 0.4.10 sgl_kernel/flash_attn.py"
+SGL_PYTHON = "sgl-kernel 0.3.21 sgl_kernel/flash_attn.py"
+SGLANG_FA3 = "sgl-project/sgl-flash-attn hopper/flash_api.cpp branch sgl-kernel (2026-01-23)"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """FA2 or FA3 as one distribution brings it.
+
+    Attributes:
+        version: FlashAttention's major version, 2 or 3.
+        library: the distribution.
+        module: where the functions are imported from.
+        compute_capabilities: devices for which the build holds code (or PTX).
+        page_multiple: a page (kernel block) is a multiple of this many tokens.
+        sink_heads: the most query heads with attention sinks, 0 for none; sinks work on 9.0 only.
+        sinks_with_other_v_size: whether sinks go together with a V head size of its own.
+        out: whether it writes into the caller's output tensor.
+        seqused_k: whether it takes the lengths of paged sequences as they are (else their prefix sum).
+    """
+
+    version: int
+    library: Library
+    module: str
+    compute_capabilities: Fact[ComputeCapabilities]
+    page_multiple: Fact[int]
+    sink_heads: Fact[int]
+    sinks_with_other_v_size: Fact[bool]
+    out: Fact[bool]
+    seqused_k: Fact[bool]
+
+    @property
+    def label(self) -> str:
+        """``FA3 of vllm``."""
+        return f"FA{self.version} of {self.library.distribution}"
+
+
+_SM90A = ComputeCapabilities(((HOPPER, HOPPER),))
+_SM8X_AND_90A = ComputeCapabilities((((8, 0), (8, 9)), (HOPPER, HOPPER)))
+_NO_SINKS_IN_FA2 = Fact(0, VLLM_PYTHON)
+
+# In order of preference within one major version. Among FA3 a package of its own comes before an engine's copy. Among
+# FA2 vLLM's comes first: upstream's wants pages of 256 tokens, which would force that size on all that share the pool.
+KERNELS = (
+    Kernel(
+        version=3,
+        library=FLASH_ATTN_3,
+        module="flash_attn_interface",
+        compute_capabilities=Fact(_SM90A, "Dao-AILab/flash-attention README.md 0251105 (H100, H800)"),
+        page_multiple=Fact(1, f"{UPSTREAM_FA3_PYTHON} (page_block_size can be arbitrary)"),
+        sink_heads=Fact(0, UPSTREAM_FA3_PYTHON),
+        sinks_with_other_v_size=Fact(False, UPSTREAM_FA3_PYTHON),
+        out=Fact(False, UPSTREAM_FA3_PYTHON),
+        # flash_attn_varlen_func does not page here; flash_attn_with_kvcache does, and takes cu_seqlens_q for prefill.
+        seqused_k=Fact(True, f"{UPSTREAM_FA3_PYTHON} (cache_seqlens)"),
+    ),
+    Kernel(
+        version=3,
+        library=VLLM,
+        module="vllm.vllm_flash_attn.flash_attn_interface",
+        compute_capabilities=Fact(_SM90A, "vLLM 0.33.0 _vllm_fa3_C: code for sm_90a only"),
+        page_multiple=Fact(1, f"{RAN} (1, 4, 8, 16, 24, 48, 64, 256)"),
+        sink_heads=Fact(64, f"{VLLM_FA3}; vLLM 0.33.0 _vllm_fa3_C checks it"),
+        sinks_with_other_v_size=Fact(False, f"{VLLM_FA3}; vLLM 0.33.0 _vllm_fa3_C checks it"),
+        out=Fact(True, VLLM_PYTHON),
+        seqused_k=Fact(True, RAN),
+    ),
+    Kernel(
+        version=3,
+        library=SGLANG_KERNEL,
+        module="sgl_kernel.flash_attn",
+        compute_capabilities=Fact(_SM8X_AND_90A, f"{SGLANG_PYTHON} is_fa3_supported; flash_ops: sm_80, sm_86, sm_90a"),
+        page_multiple=Fact(1, "sgl-project/sglang srt/layers/attention/flashattention_backend.py 0.5.23 (page_size 1)"),
+        sink_heads=Fact(ANY_HEADS, SGLANG_FA3),
+        sinks_with_other_v_size=Fact(True, SGLANG_FA3),
+        out=Fact(True, SGLANG_PYTHON),
+        seqused_k=Fact(True, f"{SGLANG_PYTHON} (cache_seqlens)"),
+    ),
+    Kernel(
+        version=3,
+        library=SGL_KERNEL,
+        module="sgl_kernel.flash_attn",
+        compute_capabilities=Fact(_SM8X_AND_90A, f"{SGL_PYTHON} is_fa3_supported; flash_ops: sm_80, sm_86, sm_90a"),
+        page_multiple=Fact(1, "sgl-project/sglang srt/layers/attention/flashattention_backend.py 0.5.23 (page_size 1)"),
+        sink_heads=Fact(ANY_HEADS, SGLANG_FA3),
+        sinks_with_other_v_size=Fact(True, SGLANG_FA3),
+        out=Fact(False, SGL_PYTHON),
+        seqused_k=Fact(True, f"{SGL_PYTHON} (cache_seqlens)"),
+    ),
+    Kernel(
+        version=2,
+        library=VLLM,
+        module="vllm.vllm_flash_attn.flash_attn_interface",
+        compute_capabilities=Fact(
+            ComputeCapabilities((((8, 0), (99, 9)),)),
+            "vllm-project/flash-attention CMakeLists.txt 617264c (8.0+PTX); vLLM 0.33.0 _vllm_fa2_C: sm_80, PTX",
+        ),
+        page_multiple=Fact(
+            16, "vllm-project/flash-attention csrc/flash_attn/flash_api.cpp 617264c; vLLM 0.33.0 _vllm_fa2_C checks it"
+        ),
+        sink_heads=_NO_SINKS_IN_FA2,
+        sinks_with_other_v_size=Fact(False, VLLM_PYTHON),
+        out=Fact(True, VLLM_PYTHON),
+        seqused_k=Fact(True, VLLM_PYTHON),
+    ),
+    Kernel(
+        version=2,
+        library=FLASH_ATTN_2,
+        module="flash_attn",
+        compute_capabilities=Fact(
+            ComputeCapabilities((((8, 0), (9, 9)), ((10, 0), (10, 9)), ((12, 0), (12, 9)))),
+            "Dao-AILab/flash-attention setup.py v2.8.3 (sm_80, sm_90; with CUDA 12.8 sm_100, sm_120; no PTX)",
+        ),
+        page_multiple=Fact(256, UPSTREAM_FA2),
+        sink_heads=Fact(0, UPSTREAM_FA2_PYTHON),
+        sinks_with_other_v_size=Fact(False, UPSTREAM_FA2_PYTHON),
+        out=Fact(False, UPSTREAM_FA2_PYTHON),
+        seqused_k=Fact(False, UPSTREAM_FA2_PYTHON),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel on one device: what a plan says about it before it knows the layer."""
+
+    kernel: Kernel
+    library: Library
+    path: str
+    because: str
+    provider: str
+    notes: tuple[str, ...]
+
+
+_OWN_OUTPUT = "writes an output of its own, which is copied into the caller's"
+_FROM_PTX = "the driver compiles vLLM's FA2 from PTX at the first call (50 to 115 s per kernel on an H100)"
+_NO_FA4 = "vLLM's FA4 for 10.x is not covered"
+
+
+@cache
+def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
+    """Return the kernels that a device of this compute capability can run, preferred first.
+
+    Without any (CPU, below 8.0) it is FA2's, so that a layer's other obstacles can still be named.
+    """
+    if capability is None or capability < (8, 0):
+        return tuple(_candidate(kernel, capability) for kernel in KERNELS if kernel.version == 2)
+    fitting = [kernel for kernel in KERNELS if kernel.compute_capabilities.value.accepts(capability)]
+    # Stable: the table's order holds within a version. Off Hopper FA2 is the tuned one.
+    fitting.sort(key=lambda kernel: kernel.version, reverse=capability == HOPPER)
+    return tuple(_candidate(kernel, capability) for kernel in fitting)
+
+
+def _candidate(kernel: Kernel, capability: tuple[int, int] | None) -> Candidate:
+    path, text = f"FA{kernel.version}", "cpu" if capability is None else "{}.{}".format(*capability)
+    because = f"{path}: compute capability {text}"
+    if kernel.version == 2 and capability == HOPPER:
+        because = "FA2: no installed package has FA3"
+    elif kernel.version == 3 and capability != HOPPER:
+        because = f"FA3: no installed FA2 serves this layer, and {kernel.library.distribution} builds FA3 for {text}"
+    notes = []
+    if not kernel.out.value:
+        notes.append(_OWN_OUTPUT)
+    if kernel.version == 2 and kernel.library is VLLM and capability is not None and capability >= HOPPER:
+        notes.append(_FROM_PTX)
+    if capability is not None and capability[0] == 10:
+        notes.append(_NO_FA4)
+    provider = f"{kernel.library.distribution} ({kernel.module})"
+    return Candidate(kernel, kernel.library, path, because, provider, tuple(notes))

@@ -1,0 +1,111 @@
+"""Made-up backends and rules, so that decisions are tested apart from the real facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select.config import PHASES, AttentionConfig
+from attn_select.decide import Decider
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.registry import Plugin, Registry
+from attn_select.rules.layers import RuleSet
+from attn_select.rules.rule import parse_rule
+from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Reason
+
+HOPPER = Device("h100", (9, 0), full_name="NVIDIA H100", sm_count=132, memory_gib=80, bandwidth_gbps=3350)
+
+MakeSpec = Callable[..., BackendSpec]
+MakeDecider = Callable[..., Decider]
+
+
+@pytest.fixture
+def make_spec() -> MakeSpec:
+    """Return a factory: ``make_spec("A", phases=…, layouts=…, blocks=…, path=…, reasons=…, **capabilities)``."""
+
+    def make(
+        name: str,
+        phases: Sequence[str] = PHASES,
+        layouts: Sequence[str] = ("FLASH_ATTN_NHD",),
+        blocks: Sequence[int] = (16,),
+        reasons: Callable[[AttentionConfig], list[Reason]] = lambda config: [],
+        level: str = "ALWAYS",
+        options: Any = None,
+        plan: Any = None,
+        libraries: Any = (),
+        **capabilities: Any,
+    ) -> BackendSpec:
+        facts: dict[str, Any] = {
+            "compute_capabilities": ComputeCapabilities((((8, 0), (9, 9)),)),
+            "dtypes": ("bfloat16", "float16"),
+            "kv_cache_dtypes": ("bfloat16", "float16"),
+            "head_sizes": HeadSizes(),
+            "block_sizes": tuple(blocks),
+        }
+        plain = {key: capabilities.pop(key) for key in ("mla", "sparse", "reads_cache") if key in capabilities}
+        facts |= capabilities
+        served = Capabilities(**{key: Fact(value, "test") for key, value in facts.items()}, **plain)
+
+        def default_plan(config: AttentionConfig, *_: Any) -> Any:
+            found = reasons(config)
+            return found or BackendPlan("path", "only one", config.dtype, True, tuple(layouts), tuple(blocks), level)  # type: ignore[arg-type]
+
+        extra = {} if options is None else {"options": options}
+        return BackendSpec(
+            name=name,
+            summary=name.lower(),
+            capabilities={phase: served for phase in phases},  # type: ignore[misc]
+            plan=plan or default_plan,
+            load=lambda: name,
+            libraries=libraries,
+            **extra,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_decider() -> MakeDecider:
+    """Return a factory: ``make_decider(specs, rules, device=…, environment=…)``; rules are tables, each layer 1 unless told."""
+
+    def make(
+        specs: Sequence[BackendSpec],
+        rules: Sequence[dict[str, Any]] = (),
+        device: Device = HOPPER,
+        environment: Environment | None = None,
+        conflicts: dict[str, tuple[str, ...]] | None = None,
+    ) -> Decider:
+        registry = Registry(
+            specs={spec.name: spec for spec in specs},
+            owners={spec.name: "test" for spec in specs},
+            conflicts=conflicts or {},
+            plugins=[Plugin("test", "test", "1", tuple(spec.name for spec in specs))],
+        )
+        parsed = [parse_rule(table, file="rules.toml", line=n, layer=1) for n, table in enumerate(rules, 1)]
+        rule_set = RuleSet(rules=parsed)
+        return Decider(registry, rule_set, device, environment or Environment(assume_installed=True))
+
+    return make
+
+
+@pytest.fixture
+def gqa() -> AttentionConfig:
+    """A plain GQA decoder layer."""
+    return AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+
+
+@pytest.fixture
+def mla() -> AttentionConfig:
+    """DeepSeek-V3's MLA layer."""
+    return AttentionConfig(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
+@pytest.fixture
+def no_rules_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,32 @@
+"""The documentation says what the program does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("console_blocks", Path(__file__).with_name("console_blocks.py"))
+assert _spec is not None
+assert _spec.loader is not None
+console_blocks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(console_blocks)
+
+
+@pytest.mark.parametrize("path", console_blocks.documents(), ids=lambda p: p.name)
+def test_shown_output_is_what_the_commands_print(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert console_blocks.rewritten(text) == text, "run `make docs` to write the present output into the documents"
+
+
+def test_readme_shows_real_output() -> None:
+    assert "$ attn-select explain" in (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("path", console_blocks.documents(), ids=lambda p: p.name)
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text("utf-8")):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
