@@ -128,16 +128,25 @@ def _merge(judged: Sequence[tuple[Kernel, Sequence[Objection]]]) -> list[Reason]
     reasons = []
     for code, pairs in by_code.items():
         first = pairs[0][1]
+        accepted: dict[Any, list[Kernel]] = {}
+        for kernel, objection in pairs:
+            accepted.setdefault(objection.accepts, []).append(kernel)
         if code == "block-size":
-            multiples = sorted({objection.accepts for _, objection in pairs})
-            reason = block_size_reason(first.observed, multiples)
-            reason.message += ": " + "; ".join(f"{k.label} takes multiples of {o.accepts}" for k, o in pairs)
+            reason = block_size_reason(first.observed, sorted(accepted))
+            says = [f"{_labels(kernels, judged)} multiples of {pages}" for pages, kernels in accepted.items()]
+            reason.message += f"; {', '.join(says)}"
         else:
-            accepted: dict[str, list[str]] = {}
-            for kernel, objection in pairs:
-                accepted.setdefault(objection.accepts, []).append(kernel.label)
-            says = {", ".join(labels): accepts for accepts, labels in accepted.items()}
-            message = f"{first.what}: " + "; ".join(f"{labels} {accepts}" for labels, accepts in says.items())
-            reason = Reason(code, message, first.observed, list(accepted), first.remedy)
+            says = [f"{_labels(kernels, judged)} {accepts}" for accepts, kernels in accepted.items()]
+            reason = Reason(code, f"{first.what}: {'; '.join(says)}", first.observed, list(accepted), first.remedy)
         reasons.append(reason)
     return reasons
+
+
+def _labels(kernels: Sequence[Kernel], judged: Sequence[tuple[Kernel, object]]) -> str:
+    """Return ``FA3`` where these are all of that version, else ``FA3 of vllm and sglang-kernel``."""
+    texts = []
+    for version in sorted({kernel.version for kernel in kernels}, reverse=True):
+        names = [kernel.library.distribution for kernel in kernels if kernel.version == version]
+        every = sum(kernel.version == version for kernel, _ in judged)
+        texts.append(f"FA{version}" if len(names) == every > 1 else f"FA{version} of {' and '.join(names)}")
+    return ", ".join(texts)

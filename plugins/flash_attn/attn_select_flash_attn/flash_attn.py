@@ -108,7 +108,7 @@ def objections(kernel: Kernel, config: AttentionConfig, capability: tuple[int, i
         found.append(Objection("head-size", what, config.head_size, accepts, _UNQUANTISED))
     if config.sinks and (against := _against_sinks(kernel, config, fa3_on_hopper)) is not None:
         what = f"attention sinks with {config.num_heads} query heads"
-        found.append(Objection("sinks", what, config.num_heads, against))
+        found.append(Objection("sinks", what, True, against))
     width = config.v_head_size
     if width is not None and width != config.head_size:
         against = "takes V as wide as K (other widths need FA3 on compute capability 9.0)"

@@ -10,7 +10,7 @@ from functools import cache
 
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
-# vLLM's and SGLang's wheels hold prebuilt kernels. flash-attn is an sdist that compiles with nvcc and wants torch first.
+# vLLM's and SGLang's wheels hold prebuilt kernels. flash-attn is an sdist that compiles with nvcc and needs torch.
 # Upstream FA3 is not on PyPI, so its remedy is a wheel that has FA3.
 TORCH = Library("torch", "torch", "pip install torch")
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")

@@ -1,0 +1,167 @@
+"""The other commands: matrix, diff, backends, rules, models, gpus, doctor, help."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from attn_select import __version__
+from attn_select.rules.layers import packaged_rules_path
+
+COMMANDS = ("explain", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
+
+
+def test_version_and_help(run: Any) -> None:
+    assert __version__ in run("--version").out
+    overview = run("--help").out
+    for command in COMMANDS:
+        assert command in overview
+        text = run(command, "--help")
+        assert text.code == 0
+        assert "Example" in text.out
+    assert "did you mean explain?" in run("explian").err
+
+
+def test_matrix_shows_the_decisions_of_explain(run: Any) -> None:
+    arguments = ("matrix", "--model", "llama-3-8b", "--model", "deepseek-v3", "--gpu", "h100", "--gpu", "t4")
+    cells = {(c["model"], c["gpu"]): c["selected"] for c in run(*arguments, "--json").json["cells"]}
+    assert len(cells) == 4
+    for (model, gpu), selected in cells.items():
+        assert run("explain", "--model", model, "--gpu", gpu, "--json").json["layers"][0]["selected"] == selected
+    text = run(*arguments)
+    assert text.code == 0
+    lines = text.out.splitlines()
+    column = lines[0].index("h100")
+    assert all(line[column - 2 : column] == "  " for line in lines if len(line) > column)
+    markdown = run(*arguments, "--format", "markdown").out
+    assert markdown.startswith("| model ")
+    assert len({line.count("|") for line in markdown.splitlines()}) == 1
+
+
+def test_matrix_is_exit_1_where_a_cell_has_no_backend(run: Any) -> None:
+    result = run("matrix", "--model", "llama-3-8b", "--gpu", "h100", "--backend", "FLASHMLA")
+    assert result.code == 1
+    assert "none" in result.out
+
+
+def test_diff_between_gpus_says_what_and_why(run: Any) -> None:
+    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu t4")
+    assert result.code == 1
+    assert "FLASH_ATTN -> TRITON_ATTN" in result.out
+    assert "compute capability 7.5" in result.out
+    assert run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu h200").code == 0
+
+
+def test_diff_between_rules(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('version = 1\n[[rules]]\nname = "x"\nprefer = ["TRITON_ATTN"]\n')
+    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--rules mine.toml", "--json")
+    assert result.code == 1
+    change = result.json["changes"][0]
+    assert (change["from"], change["to"]) == ("FLASH_ATTN", "TRITON_ATTN")
+    assert any("rule x (mine.toml:2)" in why for why in change["why"])
+
+
+def test_diff_against_a_golden_file(run: Any, tmp_path: Path) -> None:
+    golden = tmp_path / "golden.json"
+    golden.write_text(run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--json").out)
+    assert run("diff", "--model", "deepseek-v3", "--gpu", "h100", "--golden", str(golden)).out == "no change\n"
+    assert run("diff", "--model", "deepseek-v3", "--gpu", "b200", "--golden", str(golden)).code == 1
+    golden.write_text("[]")
+    result = run("diff", "--model", "deepseek-v3", "--golden", str(golden))
+    assert result.code == 2
+    assert "golden.json" in result.err
+    assert run("diff", "--model", "deepseek-v3").code == 2
+
+
+def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None:
+    listed = run("backends", "--json").json
+    names = [b["name"] for b in listed["backends"]]
+    assert len(names) == 14
+    overview = run("backends").out
+    assert all(name in overview for name in names)
+    for name in names:
+        result = run("backends", name.lower().replace("_", "-"), "--json")
+        assert result.code == 0
+        for capabilities in result.json["backends"][0]["capabilities"].values():
+            assert all(f["source"] for k, f in capabilities.items() if k not in ("mla", "sparse", "reads_cache"))
+        assert "Capabilities" in run("backends", name).out
+    assert run("backends", "FLASH_ATEN").code == 2
+
+
+def test_rules_show_and_path(run: Any) -> None:
+    shown = run("rules", "show", "--json").json
+    assert [r["name"] for r in shown["rules"]] == [r["name"] for r in tomllib.loads(packaged_rules_path().read_text())["rules"]]
+    assert all(rule["line"] > 0 for rule in shown["rules"])
+    assert "cpu" in run("rules", "show").out
+    assert {f["kind"]: f["state"] for f in run("rules", "path", "--json").json["files"]} == {
+        "packaged": "read",
+        "user": "not found",
+        "working directory": "not found",
+    }
+
+
+def test_rules_check(run: Any, tmp_path: Path) -> None:
+    assert run("rules", "check").code == 0
+    bad = tmp_path / "bad.toml"
+    bad.write_text(
+        'version = 1\n[[rules]]\nname = "a"\npriority = ["FLASH_ATEN"]\n\n'
+        '[[rules]]\nname = "b"\nwhen = { mla = true }\npriority = ["TRITON_MLA"]\n\n[backends.FLASHINFER]\nuse_trtlm = true\n'
+    )
+    result = run("rules", "check", str(bad))
+    assert result.code == 1
+    assert f"{bad}:2: error: rule 'a': unknown backend 'FLASH_ATEN'; did you mean FLASH_ATTN" in result.out
+    assert f"{bad}:6: warning: rule 'b' is never reached" in result.out
+    bad.write_text('version = 1\n[backends.FLASHINFER]\nuse_trtlm = true\n')
+    result = run("rules", "check", str(bad))
+    assert result.code == 1
+    assert "use_trtllm" in result.out
+    bad.write_text("version = 1\n[[rules]\n")
+    assert run("rules", "check", str(bad)).code == 1
+
+
+def test_the_rules_schema_accepts_the_packaged_rules_and_rejects_nonsense(run: Any) -> None:
+    schema = run("rules", "schema").json
+    jsonschema.Draft202012Validator.check_schema(schema)
+    rules = tomllib.loads(packaged_rules_path().read_text())
+    jsonschema.validate(rules, schema)
+    for broken in ({"version": 2}, {"version": 1, "rule": []}, {"version": 1, "rules": [{"name": "x", "when": {"mlaa": True}}]}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema)
+
+
+def test_models_and_gpus(run: Any) -> None:
+    models = run("models", "--json").json["models"]
+    assert {"llama-3-8b", "deepseek-v3", "whisper-large-v3", "bert-base"} <= {m["name"] for m in models}
+    assert all(m["source"] for m in models)
+    assert "deepseek-v3.2" in run("models", "deepseek").out
+    assert run("models", "no-such-thing").code == 1
+    gpus = run("gpus", "--json").json["gpus"]
+    assert {"t4", "a100", "h20", "h100", "l40s", "rtx4090", "rtx5090", "b200", "b300"} <= {g["name"] for g in gpus}
+    assert "b200" in run("gpus", "10.0").out
+
+
+def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
+    result = run("doctor", "--no-import", "--json")
+    found = json.loads(result.out)
+    assert found["attn_select"] == __version__
+    assert found["variables_without_effect"]["VLLM_ATTENTION_BACKEND"]["value"] == "FLASHINFER"
+    assert len(found["plugins"]) == 6
+    assert "flashinfer-python" in found["libraries"]
+    text = run("doctor", "--no-import").out
+    assert "VLLM_ATTENTION_BACKEND" in text
+    assert "--backend NAME" in text
+
+
+def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_select_cli.doctor import import_error
+
+    (tmp_path / "broken_kernels.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert import_error("broken_kernels") == "ImportError: libcudart.so.12: cannot open shared object file"
+    assert import_error("json") is None

@@ -1,0 +1,159 @@
+"""``attn-select explain`` on real models, GPUs and facts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "explain.schema.json").read_text())
+
+# Model, GPU, more options → backend per layer kind (prefill, decode), in the order of the model's kinds.
+DECISIONS = [
+    ("deepseek-v3", "h100", ["--kv-cache-dtype", "fp8"], [("FLASH_ATTN_MLA", "FLASHMLA")]),
+    ("deepseek-v3", "h100", [], [("FLASH_ATTN_MLA", "FLASH_ATTN_MLA")]),
+    ("deepseek-v3", "b200", [], [("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
+    ("deepseek-v3", "rtx5090", [], [("FLASH_ATTN_MLA", "TRITON_MLA")]),
+    ("deepseek-v3", "cpu", [], [("TORCH_MLA", "TORCH_MLA")]),
+    ("deepseek-v3.2", "h100", ["--kv-cache-dtype", "fp8"], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
+    ("deepseek-v3.2", "b200", ["--kv-cache-dtype", "fp8"], [("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE")]),
+    ("deepseek-v3.2", "b200", [], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
+    ("llama-3-8b", "b200", [], [("FLASHINFER", "FLASHINFER")]),
+    ("llama-3-8b", "h100", [], [("FLASH_ATTN", "FLASH_ATTN")]),
+    ("llama-3-8b", "a100", [], [("FLASH_ATTN", "FLASH_ATTN")]),
+    ("llama-3-8b", "t4", [], [("TRITON_ATTN", "TRITON_ATTN")]),
+    ("gpt-oss-120b", "rtx5090", [], [("TRITON_ATTN", "TRITON_ATTN")] * 2),
+    ("gpt-oss-120b", "h100", [], [("FLASH_ATTN", "FLASH_ATTN")] * 2),
+    ("gemma-3-27b", "a100", [], [("TRITON_ATTN", "TRITON_ATTN")] * 2),
+    ("gemma-2-27b", "a100", [], [("FLASH_ATTN", "FLASH_ATTN")] * 2),
+    ("bert-base", "t4", [], [("TRITON_ATTN",)]),
+    ("phi-3-mini", "a100", [], [("FLASH_ATTN", "FLASH_ATTN")]),
+    ("whisper-large-v3", "a100", [], [("FLASH_ATTN",), ("FLASH_ATTN", "FLASH_ATTN"), ("FLASH_ATTN", "FLASH_ATTN")]),
+    ("bloom", "h100", [], [("FLASH_ATTN", "FLASH_ATTN")]),
+]
+
+
+@pytest.mark.parametrize(("model", "gpu", "more", "expected"), DECISIONS, ids=lambda v: v if isinstance(v, str) else None)
+def test_decisions_for_well_known_models(run: Any, model: str, gpu: str, more: list[str], expected: list[tuple[str, ...]]) -> None:
+    result = run("explain", "--model", model, "--gpu", gpu, *more, "--with", "torch==2.13.0", "--json")
+    assert result.code == 0
+    jsonschema.validate(result.json, SCHEMA)
+    assert [tuple(layer["selected"].values()) for layer in result.json["layers"]] == expected
+
+
+def test_text_and_json_say_the_same(run: Any) -> None:
+    arguments = ("explain", "--model", "gpt-oss-120b", "--gpu", "h100")
+    text, data = run(*arguments), run(*arguments, "--json")
+    for layer in data.json["layers"]:
+        assert f"{layer['kind']} × {layer['count']}" in text.out
+        for candidate in layer["candidates"]:
+            assert candidate["backend"] in text.out
+            for phase in candidate["phases"].values():
+                assert all(reason["message"] in text.out for reason in phase["reasons"])
+        assert all(f":{rule['line']}" in text.out and (rule["because"] or "") in text.out for rule in layer["rules"])
+
+
+def test_the_explicit_choice_that_cannot_run_is_exit_1_with_its_reasons(run: Any) -> None:
+    result = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "CUTLASS_MLA")
+    assert result.code == 1
+    assert "CUTLASS_MLA" in result.out
+    assert "compute capability 9.0 (supported: 10" in result.out
+    data = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "CUTLASS_MLA", "--json").json
+    assert data["layers"][0]["selected"] == {"prefill": "FLASH_ATTN_MLA", "decode": None}
+
+
+def test_rules_choose_the_phase_that_the_explicit_choice_leaves_open(run: Any) -> None:
+    result = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "decode=FLASHMLA", "--json")
+    assert result.code == 0
+    assert result.json["layers"][0]["selected"] == {"prefill": "FLASH_ATTN_MLA", "decode": "FLASHMLA"}
+    assert result.json["layers"][0]["plan"]["block_size"] == 64
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = run("explain", "--model", "llama-3-8b", "--with", "torch==2.13.0", "--json")
+    assert result.code == 0
+    assert result.json["device"]["name"] == "cpu"
+    assert any("CPU" in warning for warning in result.json["warnings"])
+    assert result.json["layers"][0]["selected"] == {"prefill": "TORCH_SDPA", "decode": "TORCH_SDPA"}
+
+
+def test_a_layer_given_by_flags(run: Any) -> None:
+    result = run("explain", "--num-heads", "64", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "sm90", "--tensor-parallel", "8", "--json")
+    assert result.code == 0
+    assert result.json["model"] is None
+    assert result.json["layers"][0]["config"]["num_heads"] == 8
+    assert result.json["layers"][0]["config"]["num_kv_heads"] == 1
+
+
+def test_mla_by_flags_takes_deepseeks_dims(run: Any) -> None:
+    result = run("explain", "--mla", "--num-heads", "128", "--gpu", "h100", "--json")
+    config = result.json["layers"][0]["config"]
+    assert (config["head_size"], config["qk_nope_head_dim"], config["v_head_dim"]) == (576, 128, 128)
+
+
+def test_flags_override_the_model(run: Any) -> None:
+    result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--dtype", "float16", "--block-size", "32", "--json")
+    assert result.json["layers"][0]["config"]["dtype"] == "float16"
+    assert result.json["layers"][0]["plan"]["block_size"] == 32
+
+
+def test_a_rules_file_changes_the_decision_and_is_named(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('version = 1\n\n[[rules]]\nname = "x"\nprefer = ["TRITON_ATTN"]\nbecause = "we like it"\n')
+    result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--rules", "mine.toml")
+    assert result.code == 0
+    assert "TRITON_ATTN            selected" in result.out
+    assert "mine.toml:3" in result.out
+    assert "we like it" in result.out
+
+
+BAD = [
+    (["--model", "lama-3-8b"], "llama-3-8b"),
+    (["--model", "llama-3-8b", "--gpu", "h1000"], "h100"),
+    (["--model", "llama-3-8b", "--gpu", "sm44"], "no CUDA GPU has compute capability 4.4"),
+    (["--model", "llama-3-8b", "--backend", "FLASH_ATEN"], "FLASH_ATTN"),
+    (["--model", "llama-3-8b", "--backend", "decod=FLASH_ATTN"], "decode"),
+    (["--model", "llama-3-8b", "--kv-cache-dtype", "int3"], "kv_cache_dtype = 'int3'"),
+    (["--model", "llama-3-8b", "--block-size", "0"], "block_size = 0"),
+    (["--model", "llama-3-8b", "--block-size", "x"], "'x' is not a valid integer"),
+    (["--model", "llama-3-8b", "--tensor-parallel", "3"], "3"),
+    (["--model", "llama-3-8b", "--tensor-parallel", "0"], "0"),
+    (["--model", "llama-3-8b", "--with", "torch"], "NAME==VERSION"),
+    (["--model", "llama-3-8b", "--with", "torch==x.y"], "NAME==VERSION"),
+    (["--model", "llama-3-8b", "--rules", "nowhere.toml"], "nowhere.toml"),
+    (["--model", "./nowhere/config.json"], "nowhere"),
+    (["--num-heads", "32"], "head"),
+    ([], "--model"),
+    (["--num-heads", "32", "--num-kv-heads", "5", "--head-size", "64"], "num_kv_heads 5 must divide num_heads 32"),
+    (["--num-heads", "32", "--head-size", "64", "--sparse-top-k", "64"], "sparse_top_k"),
+    (["--nonsense"], "--nonsense"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else None)
+def test_bad_input_is_one_clear_message_and_exit_2(run: Any, arguments: list[str], said: str) -> None:
+    result = run("explain", *arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert said in result.err
+    assert "Traceback" not in result.err
+    as_json = run("explain", *arguments, "--json")
+    assert as_json.code == 2
+    jsonschema.validate(as_json.json, SCHEMA)
+    assert as_json.json["error"]["message"]
+
+
+def test_an_internal_bug_is_exit_3(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_select import models
+
+    def broken(name: str) -> Any:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr(models, "load", broken)
+    result = run("explain", "--model", "llama-3-8b")
+    assert result.code == 3
+    assert "ZeroDivisionError: boom" in result.err
+    assert "ATTN_SELECT_TRACEBACK" in result.err
