@@ -8,7 +8,8 @@ ARGS ?=
 # GB; where the CPU is enough: make test TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH := torch==2.13.0
 TORCH_ARGS ?=
-PIP := pip==26.3
+# A pip that knows --group; numpy keeps torch from warning at import.
+FIRST := pip==26.3 numpy==2.4.6
 
 TEST_ENV := .venv
 DEMO_ENV := .venv-demo
@@ -60,7 +61,7 @@ clean: ## Remove both environments, dist/ and all caches
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attn-select needs Python 3.11 or newer; $(PYTHON) is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "Making $* with $$($(PYTHON) --version) and $(TORCH)"
 	@$(PYTHON) -m venv --clear $*
-	@$*/bin/python -m pip install -q $(PIP)
+	@$*/bin/python -m pip install -q $(FIRST)
 	@$*/bin/python -m pip install -q $(TORCH) $(TORCH_ARGS)
 	@touch $@
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from attn_select import dtypes
-from attn_select.errors import ConfigError, UnknownNameError, shorten
+from attn_select.errors import ConfigError, UnknownNameError, show
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
 CudaGraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
 CUDA_GRAPH_LEVELS: tuple[CudaGraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
+MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""The fields that make a layer multi-head latent attention; set together."""
 
 
 def _canonical(value: object) -> object:
     return dtypes.canonical(value) if isinstance(value, str) else value
 
 
-Positive = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+_MAX = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=_MAX)]
+HeadSize = Annotated[int, Field(ge=1, le=8192)]
 DType = Annotated[Literal["bfloat16", "float16", "float32"], BeforeValidator(_canonical)]
 KVCacheDType = Annotated[
     Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4"],
@@ -34,21 +39,24 @@ class AttentionConfig(BaseModel):
     Heads are those of one tensor-parallel rank; sizes are in elements, ``sliding_window`` and
     ``block_size`` in tokens. With MLA (``kv_lora_rank`` set) ``head_size`` is
     ``kv_lora_rank + qk_rope_head_dim``, the width of the latent cache, and ``num_kv_heads`` is 1, as in
-    vLLM; both are filled in when left out. dtypes are strings (``attn_select.dtypes``).
+    vLLM; both are filled in when left out. dtypes are strings (``attn_select.dtypes``). Types are strict:
+    ``"32"``, ``32.0`` and ``True`` are no head counts.
 
     Raises:
-        ConfigError: a value is out of range or two fields contradict each other; it names them.
+        ConfigError: a value is out of range or two fields contradict each other; it names them. (``model_validate``
+            raises pydantic's ``ValidationError`` with the same text.)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # No use_attribute_docstrings: pydantic would read and parse this file at every start.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     num_heads: Positive
     """Query heads per rank."""
-    num_kv_heads: Positive
+    num_kv_heads: Positive = 0
     """KV heads per rank; divides ``num_heads``. Left out: ``num_heads``, with MLA 1."""
-    head_size: Annotated[int, Field(ge=1, le=8192, strict=True)]
-    """Width of one query and key head; with MLA the latent width."""
-    v_head_size: Annotated[int, Field(ge=1, le=8192, strict=True)] | None = None
+    head_size: HeadSize = 0
+    """Width of one query and key head. Required, except with MLA, where it is the latent width."""
+    v_head_size: HeadSize | None = None
     """Width of one value head where it differs from ``head_size``; not with MLA."""
     dtype: DType = "bfloat16"
     """Compute dtype of query and output."""
@@ -85,7 +93,7 @@ class AttentionConfig(BaseModel):
     """Quantise the output inside the kernel."""
     decode_context_parallel_size: Positive = 1
     """Ranks that share one request's KV cache in decode (DCP)."""
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
     """Draft tokens per request and step: decode queries are this plus one long."""
     cuda_graph: CudaGraphLevel = "NEVER"
     """The least CUDA-graph level that the engine needs; NEVER asks for none."""
@@ -94,9 +102,12 @@ class AttentionConfig(BaseModel):
 
         def __init__(self, **data: Any) -> None:
             try:
-                super().__init__(**data)
+                super().__init__(**_filled_in(data))
             except ValidationError as error:
-                raise _config_error(error, set(type(self).model_fields)) from None
+                raise _config_error(error, list(type(self).model_fields)) from None
+            if found := list(_contradictions(self)):
+                named = dict.fromkeys(field for fields, _ in found for field in fields)
+                raise ConfigError("; ".join(text for _, text in found), fields=named)
 
     @property
     def mla(self) -> bool:
@@ -128,77 +139,80 @@ class AttentionConfig(BaseModel):
         """Width of one value head: ``v_head_size`` or ``head_size``."""
         return self.v_head_size or self.head_size
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            rank, rope = data.get("kv_lora_rank"), data.get("qk_rope_head_dim")
-            if isinstance(rank, int) and isinstance(rope, int):
-                data.setdefault("head_size", rank + rope)
-            data.setdefault("num_kv_heads", data.get("num_heads") if rank is None else 1)
-        return data
 
-    @model_validator(mode="after")
-    def _check(self) -> AttentionConfig:
-        mla_dims = (self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
-        if any(d is not None for d in mla_dims):
-            if self.kv_lora_rank is None or self.qk_rope_head_dim is None or None in mla_dims:
-                raise ValueError(
-                    "MLA needs all four of kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim; "
-                    f"got {mla_dims}"
-                )
-            latent = self.kv_lora_rank + self.qk_rope_head_dim
-            if self.head_size != latent:
-                raise ValueError(
-                    f"head_size {self.head_size} with MLA must be kv_lora_rank + qk_rope_head_dim = {latent} "
-                    "(leave it out to have it filled in)"
-                )
-            if self.num_kv_heads != 1:
-                raise ValueError(f"num_kv_heads {self.num_kv_heads} with MLA must be 1: all heads share the latent")
-            if self.v_head_size is not None:
-                raise ValueError("v_head_size does not go with MLA: use v_head_dim")
-            if self.attn_type != "decoder":
-                raise ValueError(f"attn_type {self.attn_type!r} with MLA must be 'decoder'")
-        elif self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads} "
-                "(both are per tensor-parallel rank)"
-            )
-        if self.sparse_top_k is not None and self.kv_lora_rank is None:
-            raise ValueError("sparse_top_k needs the MLA dims (kv_lora_rank and its three companions)")
-        if self.kv_cache_dtype == "fp8_ds_mla" and self.sparse_top_k is None:
-            raise ValueError("kv_cache_dtype 'fp8_ds_mla' is the format of sparse MLA: it needs sparse_top_k")
-        if not self.has_cache:
-            if self.kv_cache_dtype not in ("auto", self.dtype):
-                raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} with attn_type {self.attn_type!r}: no KV cache")
-            for field in ("non_causal", "mm_prefix", "num_speculative_tokens"):
-                if getattr(self, field):
-                    raise ValueError(f"{field} with attn_type {self.attn_type!r}: only decoder layers take it")
-            if self.decode_context_parallel_size > 1:
-                raise ValueError(f"decode_context_parallel_size with attn_type {self.attn_type!r}: there is no decode")
-        if self.per_head_quant_scales and not dtypes.is_quantized(self.kv_cache_dtype):
-            raise ValueError(f"per_head_quant_scales needs an FP8 kv_cache_dtype, got {self.kv_cache_dtype!r}")
-        return self
+def _filled_in(data: dict[str, Any]) -> dict[str, Any]:
+    """Add the head counts and sizes that follow from others, where those are sound."""
+    heads, rank, rope = data.get("num_heads"), data.get("kv_lora_rank"), data.get("qk_rope_head_dim")
+    if "num_kv_heads" not in data and isinstance(heads, int) and 1 <= heads <= _MAX:
+        data["num_kv_heads"] = int(heads) if rank is None else 1
+    if "head_size" not in data and isinstance(rank, int) and isinstance(rope, int) and 1 <= rank + rope <= 8192:
+        data["head_size"] = rank + rope
+    return data
 
 
-def _config_error(error: ValidationError, fields: set[str]) -> ConfigError:
+def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield ``(fields, message)`` for all that cannot be true at once. What a kernel merely lacks is for the gate to say."""
+    missing = [name for name in MLA_DIMS if getattr(c, name) is None]
+    if c.kv_lora_rank is not None and c.qk_rope_head_dim is not None and not missing:
+        yield from _mla_contradictions(c, c.kv_lora_rank + c.qk_rope_head_dim)
+    elif len(missing) < len(MLA_DIMS):
+        given = ", ".join(f"{name} = {getattr(c, name)}" for name in MLA_DIMS if name not in missing)
+        yield tuple(missing), f"{' and '.join(missing)} missing: MLA needs all four of {', '.join(MLA_DIMS)} (got {given})"
+    else:
+        if not c.head_size:
+            yield ("head_size",), "head_size is required (an integer from 1 to 8192; with MLA it follows from the MLA dims)"
+        if c.num_heads % c.num_kv_heads:
+            text = f"num_kv_heads = {c.num_kv_heads} must divide num_heads = {c.num_heads} (both are per tensor-parallel rank)"
+            yield ("num_kv_heads", "num_heads"), text
+        if c.sparse_top_k is not None:
+            text = f"sparse_top_k = {c.sparse_top_k} is for sparse MLA: it needs {', '.join(MLA_DIMS)}"
+            yield ("sparse_top_k", *MLA_DIMS), text
+    if c.kv_cache_dtype == "fp8_ds_mla" and c.sparse_top_k is None:
+        yield ("kv_cache_dtype", "sparse_top_k"), "kv_cache_dtype = 'fp8_ds_mla' is sparse MLA's token format: it needs sparse_top_k"
+    if not c.has_cache:
+        yield from _encoder_contradictions(c)
+    if c.per_head_quant_scales and not dtypes.is_quantized(c.kv_cache_dtype):
+        text = f"per_head_quant_scales needs a quantised kv_cache_dtype (fp8_e4m3, fp8_e5m2), got {c.kv_cache_dtype!r}"
+        yield ("per_head_quant_scales", "kv_cache_dtype"), text
+
+
+def _mla_contradictions(c: AttentionConfig, latent: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    if c.head_size != latent:
+        rule = f"with MLA it is kv_lora_rank + qk_rope_head_dim = {latent} (from 1 to 8192; leave head_size out to have it filled in)"
+        yield ("head_size", "kv_lora_rank", "qk_rope_head_dim"), f"head_size = {c.head_size or latent}: {rule}"
+    if c.num_kv_heads != 1:
+        yield ("num_kv_heads",), f"num_kv_heads = {c.num_kv_heads}: with MLA it is 1, since all heads share the latent (or leave it out)"
+    if c.v_head_size is not None:
+        yield ("v_head_size",), f"v_head_size = {c.v_head_size} does not go with MLA: v_head_dim = {c.v_head_dim} says it"
+    if c.attn_type != "decoder":
+        yield ("attn_type",), f"attn_type = {c.attn_type!r}: with MLA it is 'decoder'"
+
+
+def _encoder_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    where = f"with attn_type = {c.attn_type!r}"
+    if c.kv_cache_dtype not in ("auto", c.dtype):
+        text = f"kv_cache_dtype = {c.kv_cache_dtype!r} {where}: encoders keep no KV cache (accepted: 'auto')"
+        yield ("kv_cache_dtype", "attn_type"), text
+    for field, least in (("non_causal", False), ("mm_prefix", False), ("num_speculative_tokens", 0), ("decode_context_parallel_size", 1)):
+        if (value := getattr(c, field)) != least:
+            why = "encoders attend in both directions anyway" if least is False else "encoders have no decode"
+            yield (field, "attn_type"), f"{field} = {value} {where}: {why} (accepted: {least})"
+
+
+def _config_error(error: ValidationError, fields: list[str]) -> ConfigError:
     """Turn pydantic's errors into one ``ConfigError`` that names field, value and what is accepted."""
     parts: list[str] = []
     named: list[str] = []
     hint = None
     for item in error.errors(include_url=False):
-        field = str(item["loc"][0]) if item["loc"] else ""
+        field = str(item["loc"][0])
         if item["type"] == "extra_forbidden":
-            unknown = UnknownNameError("field", field, sorted(fields))
+            unknown = UnknownNameError("field", field, fields)
             parts.append(unknown.message)
             hint = unknown.hint
         elif item["type"] == "missing":
-            parts.append(f"{field} is required")
-        elif not field:
-            parts.append(item["msg"].removeprefix("Value error, "))
-            field = parts[-1].split(" ", 1)[0]
+            parts.append(f"{field} is required (an integer from 1)")
         else:
-            accepted = item["msg"][:1].lower() + item["msg"][1:]
-            parts.append(f"{field} = {shorten(repr(item['input']))}: {accepted}")
+            parts.append(f"{field} = {show(item['input'])}: {item['msg'][:1].lower()}{item['msg'][1:]}")
         named.append(field)
-    return ConfigError("; ".join(parts), fields=named, hint=hint)
+    return ConfigError("; ".join(parts), fields=dict.fromkeys(named), hint=hint)

@@ -11,21 +11,22 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final, Literal
 
-from attn_select.errors import ConfigError, shorten
+from attn_select.errors import ConfigError, show
 
 if TYPE_CHECKING:
     from attn_select.spec import Library
 
-LibraryState = str
-INSTALLED = "installed"
-ASSUMED = "assumed"
-MISSING = "missing"
-WRONG_VERSION = "wrong-version"
-BROKEN = "broken"
+LibraryState = Literal["installed", "assumed", "missing", "wrong-version", "broken"]
+INSTALLED: Final = "installed"
+ASSUMED: Final = "assumed"
+MISSING: Final = "missing"
+WRONG_VERSION: Final = "wrong-version"
+BROKEN: Final = "broken"
 
 
 def canonical_distribution(name: str) -> str:
@@ -33,25 +34,30 @@ def canonical_distribution(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-def parse_pins(pins: tuple[str, ...] | list[str]) -> dict[str, str]:
-    """Parse ``--with NAME==VERSION`` values.
+def parse_pins(pins: Iterable[str]) -> dict[str, str]:
+    """Parse ``--with NAME==VERSION`` values into versions by canonical distribution name.
 
     Raises:
-        ConfigError: a value that is not ``NAME==VERSION`` with a PEP 440 version.
+        ConfigError: a value that is not ``NAME==VERSION`` with a PEP 440 version, or two versions of one distribution.
     """
     from packaging.version import InvalidVersion, Version
 
-    result = {}
+    result: dict[str, str] = {}
     for pin in pins:
-        name, equals, version = pin.partition("==")
+        name, equals, text = pin.partition("==")
         try:
-            if not equals or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name.strip()):
+            if not equals or not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", name.strip()):
                 raise InvalidVersion
-            result[canonical_distribution(name)] = str(Version(version.strip()))
+            version = str(Version(text))
         except InvalidVersion:
             raise ConfigError(
-                f"with = {shorten(pin)!r}: expected NAME==VERSION", fields=["with"], hint="e.g. --with flashinfer-python==0.6.14"
+                f"with = {show(pin)}: expected NAME==VERSION, one version and no range",
+                fields=["with"],
+                hint="e.g. --with flashinfer-python==0.6.14",
             ) from None
+        name = canonical_distribution(name)
+        if result.setdefault(name, version) != version:
+            raise ConfigError(f"with: {name} is given twice, as {result[name]} and as {version}", fields=["with"])
     return result
 
 
@@ -61,17 +67,20 @@ class Environment:
 
     Attributes:
         assume_installed: True for a device that is only asked about.
-        pins: versions given by ``--with``, by canonical distribution name; they beat what is installed.
+        pins: versions given by ``--with``, by distribution name; they beat what is installed.
         variables: the process's environment variables.
-        cuda: CUDA version of the installed torch (``13.0``), None where unknown.
+        cuda: the CUDA version to judge by (``13.0``), None where unknown.
     """
 
     assume_installed: bool = False
     pins: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=lambda: os.environ)
     cuda: str | None = None
-    _versions: dict[str, str | None] = field(default_factory=dict)
-    _states: dict[Any, LibraryState] = field(default_factory=dict)
+    _versions: dict[str, str | None] = field(default_factory=dict, repr=False)
+    _states: dict[Library, LibraryState] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.pins = {canonical_distribution(name): version for name, version in self.pins.items()}
 
     def version(self, distribution: str) -> str | None:
         """Return the known version of a distribution: pinned, else installed (local only), else None."""
@@ -87,19 +96,22 @@ class Environment:
         return found
 
     def state(self, library: Library) -> LibraryState:
-        """Return ``installed``, ``assumed``, ``missing``, ``wrong-version`` or ``broken`` (metadata without a module)."""
+        """Return how a library stands here. Probed once, without importing it.
+
+        ``installed``, ``assumed`` (asked about or pinned), ``missing``, ``wrong-version`` (an unknown version counts, where
+        the library names the versions that it needs) or ``broken`` (metadata without the module).
+        """
         try:
             return self._states[library]
         except KeyError:
-            pass
-        state = self._states[library] = self._probe(library)
-        return state
+            state = self._states[library] = self._probe(library)
+            return state
 
     def has(self, library: Library) -> bool:
         """Whether ``library`` can be used: installed in an accepted version, or assumed to be."""
         return self.state(library) in (INSTALLED, ASSUMED)
 
-    def first(self, libraries: tuple[Library, ...]) -> Library | None:
+    def first(self, libraries: Iterable[Library]) -> Library | None:
         """Return the first usable one of several alternatives, or None."""
         for library in libraries:
             if self.has(library):
@@ -108,33 +120,65 @@ class Environment:
 
     def _probe(self, library: Library) -> LibraryState:
         version = self.version(library.distribution)
-        if version is None:
-            if self.assume_installed:
-                return ASSUMED
-            # Built from source into a folder, or vendored: a module without metadata is usable as it is.
-            return INSTALLED if not library.version and has_module(library.module) else MISSING
-        if library.version:
-            from packaging.specifiers import SpecifierSet
-
-            if not SpecifierSet(library.version).contains(version, prereleases=True):
-                return WRONG_VERSION
-        if self.assume_installed or canonical_distribution(library.distribution) in self.pins:
+        if version is None and self.assume_installed:
             return ASSUMED
-        return INSTALLED if has_module(library.module) else BROKEN
+        pinned = canonical_distribution(library.distribution) in self.pins
+        if not (self.assume_installed or pinned) and not has_module(library.module):
+            return MISSING if version is None else BROKEN
+        # A module without metadata (built from source into a folder, or vendored) is usable as it is, at no known version.
+        if library.version and (version is None or not version_matches(version, library.version)):
+            return WRONG_VERSION
+        return ASSUMED if self.assume_installed or pinned else INSTALLED
+
+
+def version_matches(version: str, specifier: str) -> bool:
+    """Whether ``version`` lies in the PEP 440 range ``specifier``, pre-releases included. What is neither never matches."""
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return SpecifierSet(specifier).contains(Version(version), prereleases=True)
+    except (InvalidSpecifier, InvalidVersion):
+        return False
 
 
 def installed_version(distribution: str) -> str | None:
     """Return the installed version of a distribution, None where it is not installed or its metadata is broken."""
     try:
-        return importlib.metadata.version(distribution)
-    except (importlib.metadata.PackageNotFoundError, ValueError, TypeError, KeyError):
+        return name_and_version(importlib.metadata.distribution(distribution))[1]
+    except (importlib.metadata.PackageNotFoundError, ValueError):
         return None
 
 
-def has_module(top_level: str) -> bool:
-    """Whether a top-level module can be found, without importing it. A bare folder does not count."""
+def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str | None, str | None]:
+    """Return a distribution's name and version as its metadata has them, None for what that lacks.
+
+    Reads the two lines directly: importlib.metadata would load the email parser, and parse the whole description for each.
+    """
+    found: dict[str, str] = {}
     try:
-        spec = importlib.util.find_spec(top_level)
-    except (ImportError, ValueError, AttributeError):
+        # The last one is an egg-info that is a file, not a folder.
+        text = next(filter(None, map(distribution.read_text, ("METADATA", "PKG-INFO", ""))), "")
+    except (OSError, ValueError):  # unreadable, or not UTF-8
+        text = ""
+    for line in text.splitlines():
+        if not line:
+            break  # the description follows
+        key, _, value = line.partition(":")
+        found.setdefault(key.lower(), value.strip())
+    return found.get("name") or None, found.get("version") or None
+
+
+def has_module(top_level: str) -> bool:
+    """Whether a top-level module can be found, without importing anything. A bare folder does not count.
+
+    A dotted name is cut at its first dot: looking for the rest would import the parent.
+    """
+    name = top_level.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, AttributeError):  # a broken finder
         return False
+    except ValueError:  # no name, or a module made by hand and put into sys.modules
+        return sys.modules.get(name) is not None
     return spec is not None and spec.loader is not None and not isinstance(spec.loader, importlib.machinery.NamespaceLoader)

@@ -7,7 +7,7 @@ and maps them to exit code 2 (``NoBackendError``: 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -130,6 +130,19 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
 
 
 def shorten(text: object, limit: int = 80) -> str:
-    """Return ``text`` as one printable line of at most ``limit`` characters, for error messages."""
-    line = "".join(c if c.isprintable() else "�" for c in str(text))
+    """Return ``str(text)`` as one printable line of at most ``limit`` characters, for error messages."""
+    return _one_line(str, text, limit)
+
+
+def show(value: object, limit: int = 80) -> str:
+    """Return ``repr(value)`` as one printable line of at most ``limit`` characters, for error messages."""
+    return _one_line(repr, value, limit)
+
+
+def _one_line(convert: Callable[[object], str], value: object, limit: int) -> str:
+    try:
+        text = convert(value)
+    except Exception:  # integers of 5,000 digits, values nested a thousand deep, a stranger's own __repr__
+        return f"<{type(value).__name__} that cannot be shown>"
+    line = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text[: limit + 1])
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from attn_select.errors import RulesError, UnknownNameError, shorten
+from attn_select.errors import RulesError, UnknownNameError, show
 from attn_select.rules.layers import RuleSet
 from attn_select.spec import BackendOptions, BackendSpec
 
@@ -21,22 +21,30 @@ def read_options(rules: RuleSet, specs: Mapping[str, BackendSpec]) -> dict[str, 
     problems: list[tuple[str, int | None, str]] = []
     for name, spec in specs.items():
         table = rules.options.get(name)
+        if table is None:  # the defaults, without building a validator for them
+            options[name] = spec.options.model_construct()
+            continue
         try:
-            options[name] = spec.options(**(table.values if table else {}))
+            options[name] = spec.options(**table.values)
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 key = str(item["loc"][0]) if item["loc"] else ""
-                file, line = table.origins.get(key, ("", None)) if table else ("", None)
-                problems.append((file, line, _message(name, spec, key, item["type"], item["msg"], item["input"])))
+                text = _message(spec, key, item["type"], item["msg"], item["input"])
+                problems.append((*table.origins.get(key, table.origin), f"backends.{name}{text}"))
+        except Exception as error:  # a validator of the plugin's that breaks on what a user wrote
+            text = f": the plugin's options model raised {type(error).__name__}: {show(error)}"
+            problems.append((*table.origin, f"backends.{name}{text}"))
     if problems:
-        lines = [f"{file}:{line}: {text}" if line else text for file, line, text in problems]
-        raise RulesError("\n  ".join(lines), problems=problems, hint="`attn-select backends NAME` lists a backend's options")
+        lines = [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
+        hint = "`attn-select backends NAME` lists a backend's options"
+        raise RulesError("\n  ".join(lines), problems=problems, hint=hint)
     return options
 
 
-def _message(backend: str, spec: BackendSpec, key: str, kind: str, text: str, value: object) -> str:
+def _message(spec: BackendSpec, key: str, kind: str, text: str, value: object) -> str:
     if kind == "extra_forbidden":
         valid = list(spec.options.model_fields)
-        hint = UnknownNameError("option", key, valid).hint if valid else "it has no options"
-        return f"backends.{backend}: unknown option {shorten(repr(key))}; {hint}"
-    return f"backends.{backend}.{key} = {shorten(repr(value))}: {text[:1].lower()}{text[1:]}"
+        return f": unknown option {show(key)}; {UnknownNameError('option', key, valid).hint if valid else 'it has no options'}"
+    text = text.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    text = f"{text[:1].lower()}{text[1:]}"
+    return f".{key} = {show(value)}: {text}" if key else f": {text}"

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pluggy
 
 from attn_select import hookspecs
-from attn_select.config import PHASES
-from attn_select.environment import canonical_distribution
-from attn_select.errors import PluginError, shorten
-from attn_select.spec import BackendOptions, BackendSpec, Capabilities, Library
+from attn_select.environment import canonical_distribution, name_and_version
+from attn_select.errors import PluginError, shorten, show
+from attn_select.spec import BackendSpec
+from attn_select.spec_check import problems_of
 
 
 @dataclass(slots=True)
@@ -60,37 +59,63 @@ class Registry:
     @property
     def warnings(self) -> list[str]:
         """One line per failed plugin and per conflicting backend name."""
-        failed = [f"plugin {p.name} ({p.distribution} {p.version}) is not usable: {p.error}" for p in self.plugins if p.error]
-        doubled = [
-            f"backend {name} is registered by {' and by '.join(owners)}: uninstall one of them; until then it is not usable"
-            for name, owners in self.conflicts.items()
+        lines = [
+            f"plugin {plugin.name} ({plugin.distribution} {plugin.version}) is not usable: {plugin.error}"
+            for plugin in self.plugins
+            if plugin.error
         ]
-        return failed + doubled
+        for name, owners in self.conflicts.items():
+            lines.append(f"backend {name} is registered by {' and by '.join(owners)}: not usable until one owner is left")
+        return lines
 
 
 @functools.cache
 def load_plugins() -> Registry:
     """Load every installed plugin, in sorted order of entry-point name and distribution. Cached."""
-    return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP))
+    try:
+        return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP))
+    except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
+        return _search_each_distribution()
+
+
+def _search_each_distribution() -> Registry:
+    found: list[importlib.metadata.EntryPoint] = []
+    failed: list[Plugin] = []
+    seen: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        name, version = name_and_version(distribution)
+        if name is None or canonical_distribution(name) in seen:
+            continue
+        seen.add(canonical_distribution(name))
+        try:
+            found += distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
+        except Exception as error:
+            text = f"its entry_points.txt cannot be read: {type(error).__name__}: {shorten(error, 300)}"
+            failed.append(Plugin("?", canonical_distribution(name), version or "?", error=text))
+    registry = build_registry(found)
+    registry.plugins += failed
+    return registry
 
 
 def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
-    """Load the given entry points. Never raises: what fails is in ``Registry.plugins`` with its error."""
+    """Load the given entry points. What fails is in ``Registry.plugins`` with its error; only KeyboardInterrupt gets out."""
     registry = Registry()
     taken: dict[str, str] = {}
-    for entry_point in sorted(entry_points, key=lambda e: (e.name, _distribution(e)[0], e.value)):
-        distribution, version = _distribution(entry_point)
-        plugin = Plugin(entry_point.name, distribution, version)
+    named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in entry_points]
+    for name, distribution, version, entry_point in sorted(named, key=lambda item: (*item[:2], item[3].value)):
+        plugin = Plugin(name, distribution, version)
         registry.plugins.append(plugin)
-        if entry_point.name in taken:
-            plugin.error = f"the plugin name {entry_point.name!r} is already taken by {taken[entry_point.name]}"
+        if name in taken:
+            plugin.error = f"the plugin name {name!r} is already taken by {taken[name]}"
             continue
-        taken[entry_point.name] = distribution
+        taken[name] = distribution
         try:
             specs = _register(entry_point)
+        except KeyboardInterrupt:
+            raise
         except PluginError as error:
             plugin.error = error.message
-        except (Exception, SystemExit) as error:  # whatever a stranger's module raises on import
+        except BaseException as error:  # whatever a stranger's module raises on import, SystemExit included
             plugin.error = f"{type(error).__name__}: {shorten(error, 300)}"
         else:
             plugin.backends = tuple(spec.name for spec in specs)
@@ -111,64 +136,26 @@ def _add(registry: Registry, spec: BackendSpec, owner: str) -> None:
 
 
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
-    dist = entry_point.dist
-    if dist is None:
-        return "?", "?"
-    try:
-        return canonical_distribution(dist.name), dist.version
-    except (KeyError, TypeError, AttributeError):  # a distribution with broken metadata
-        return "?", "?"
+    name, version = name_and_version(entry_point.dist) if entry_point.dist is not None else (None, None)
+    return canonical_distribution(name) if name else "?", version or "?"
 
 
 def _register(entry_point: importlib.metadata.EntryPoint) -> list[BackendSpec]:
-    manager = pluggy.PluginManager("attn_select")
+    manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(entry_point.load(), name=entry_point.name)
-    try:
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise PluginError(shorten(error, 300)) from None
+    manager.check_pending()
     results: list[Any] = manager.hook.attn_select_register_backends()
     if not results:
         raise PluginError(f"{entry_point.value} has no @hookimpl attn_select_register_backends that returns backends")
-    specs: list[BackendSpec] = []
+    specs: dict[str, BackendSpec] = {}
     for result in results:
         if not isinstance(result, (list, tuple)):
-            raise PluginError(f"attn_select_register_backends returned {shorten(repr(result))} instead of a list of BackendSpec")
+            raise PluginError(f"attn_select_register_backends returned {show(result)} instead of a list of BackendSpec")
         for spec in result:
-            _check_spec(spec)
-            if spec.name in (s.name for s in specs):
+            if problems := problems_of(spec):
+                raise PluginError("; ".join(problems))
+            if spec.name in specs:
                 raise PluginError(f"backend {spec.name} is registered twice by the same plugin")
-            specs.append(spec)
-    return specs
-
-
-def _check_spec(spec: object) -> None:
-    if not isinstance(spec, BackendSpec):
-        raise PluginError(f"registered {shorten(repr(spec))}, which is not a BackendSpec")
-    problems = []
-    if not isinstance(spec.name, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]{0,63}", spec.name):
-        problems.append(f"name {shorten(repr(spec.name))} (accepted: A-Z, 0-9 and _, starting with a letter)")
-    if not isinstance(spec.capabilities, Mapping) or not spec.capabilities:
-        problems.append("capabilities (accepted: a mapping of phase to Capabilities)")
-    else:
-        for phase, capabilities in spec.capabilities.items():
-            if phase not in PHASES:
-                problems.append(f"phase {shorten(repr(phase))} (accepted: {', '.join(PHASES)})")
-            elif not isinstance(capabilities, Capabilities):
-                problems.append(f"capabilities[{phase!r}] {shorten(repr(capabilities))} (accepted: Capabilities)")
-    for attribute in ("plan", "load", "compile_key"):
-        if not callable(getattr(spec, attribute)):
-            problems.append(f"{attribute} {shorten(repr(getattr(spec, attribute)))} (accepted: a callable)")
-    if not (isinstance(spec.options, type) and issubclass(spec.options, BackendOptions)):
-        problems.append(f"options {shorten(repr(spec.options))} (accepted: a subclass of BackendOptions)")
-    if not all(isinstance(library, Library) for group in _groups(spec.libraries) for library in group):
-        problems.append("libraries (accepted: a list of lists of Library)")
-    if problems:
-        raise PluginError(f"backend {shorten(repr(spec.name))}: invalid {'; '.join(problems)}")
-
-
-def _groups(libraries: object) -> list[Any]:
-    if not isinstance(libraries, (list, tuple)):
-        return [[libraries]]
-    return [group if isinstance(group, (list, tuple)) and group else [None] for group in libraries]
+            specs[spec.name] = spec
+    return list(specs.values())

@@ -3,6 +3,9 @@
 A spec answers every question that can be asked without running a kernel. ``Capabilities`` holds what a
 plain comparison can decide; ``BackendSpec.plan`` decides the rest (which inner path, and why). The gate
 (``attn_select.gate``) compares both with a config and returns every ``Reason`` that speaks against it.
+
+Specs are shared and cached: treat everything here as immutable. Only what serves as a key is frozen, because a frozen
+class takes twice as long to define and every start of the command line pays for it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Fact(Generic[T]):
     """A value and where it was looked up.
 
@@ -49,7 +52,7 @@ class Reason:
     remedy: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HeadSizes:
     """Accepted head sizes: those listed, or every multiple of ``multiple_of`` in ``minimum..maximum``."""
 
@@ -71,7 +74,7 @@ class HeadSizes:
         return f"{step}from {self.minimum} to {self.maximum}" if self.maximum < 2**31 - 1 else f"{step}from {self.minimum}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ComputeCapabilities:
     """Accepted compute capabilities: closed ranges of ``(major, minor)``, and whether a CPU will do.
 
@@ -103,7 +106,7 @@ class ComputeCapabilities:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Capabilities:
     """What a backend accepts, one sourced fact per question. A question left out means no (or any size).
 
@@ -189,9 +192,13 @@ class BackendPlan:
 
 
 class BackendOptions(BaseModel):
-    """Base of a backend's ``[backends.NAME]`` table in a rules file. Subclass it and add fields."""
+    """Base of a backend's ``[backends.NAME]`` table in a rules file. Subclass it and add fields with defaults.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    Describe each with ``Field(description=…)``: ``attn-select backends NAME`` shows it.
+    """
+
+    # The validator is built at first use: most starts read no options table.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 PlanFunction = Callable[
@@ -204,7 +211,7 @@ def _no_compile_key(config: AttentionConfig) -> object:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class BackendSpec:
     """One backend as its plugin registers it.
 

@@ -7,45 +7,59 @@ so one pass over strings, comments and brackets finds them all.
 from __future__ import annotations
 
 import re
+import tomllib
+from typing import Any, NamedTuple
 
+# Possessive throughout (`*+`): valid text needs no second try, and a second try over a long string would be slow.
+# Up to two quotes may stand before the closing three of a multi-line string.
 _TOKEN = re.compile(
-    r'"""(?:[^\\]|\\.)*?"{3,5}'  # multi-line basic string
-    r"|'''.*?'{3,5}"  # multi-line literal string
-    r'|"(?:[^"\\\n]|\\.)*"'  # basic string
-    r"|'[^'\n]*'"  # literal string
-    r"|#[^\n]*"  # comment
-    r"|[\[\]{}\n]",
+    r'"""(?:[^"\\]|\\.|"{1,2}(?!"))*+"{3,5}'  # multi-line basic string
+    r"|'''(?:[^']|'{1,2}(?!'))*+'{3,5}"  # multi-line literal string
+    r'|"(?:[^"\\\n]|\\.)*+"'  # basic string
+    r"|'[^'\n]*+'"  # literal string
+    r"|#[^\n]*+"  # comment
+    r"|[\[\]{}]",
     re.DOTALL,
 )
+_BARE_HEADER = re.compile(r"\[(\[)?[ \t]*([A-Za-z0-9_.-]+)[ \t]*\]")
 
 
-def header_lines(text: str) -> list[tuple[int, str]]:
-    """Return ``(line number from 1, header with its brackets)`` for every table header of valid TOML text.
+class Header(NamedTuple):
+    """One ``[table]`` or ``[[array of tables]]`` header: its line from 1, its key, and which of the two it is."""
 
-    The header's inner text is returned without white space and quotes: ``[[ "rules" ]]`` gives ``[[rules]]``.
-    """
-    headers: list[tuple[int, str]] = []
-    line, depth, line_start = 1, 0, 0
-    skip_to = 0
-    for token in _TOKEN.finditer(text):
-        kind = token.group()
-        if token.start() < skip_to:
-            pass  # inside a header already taken whole
-        elif kind == "[" and depth == 0 and not text[line_start : token.start()].strip():
-            end = text.find("\n", token.start())
-            end = len(text) if end < 0 else end
-            headers.append((line, _normalise(text[token.start() : end])))
-            skip_to = end
+    line: int
+    key: tuple[str, ...]
+    is_array: bool
+
+
+def header_lines(text: str) -> list[Header]:
+    """Return every header of ``text``, which must be valid TOML, in order."""
+    headers: list[Header] = []
+    depth = position = counted = 0
+    line = 1
+    while token := _TOKEN.search(text, position):
+        start, position = token.span()
+        kind = text[start]
+        if kind == "[" and depth == 0 and not text[text.rfind("\n", 0, start) + 1 : start].strip(" \t"):
+            line += text.count("\n", counted, start)
+            counted = start
+            end = text.find("\n", start)
+            position = len(text) if end < 0 else end
+            headers.append(_header(line, text[start:position]))
         elif kind in "[{":
             depth += 1
         elif kind in "]}":
             depth -= 1
-        if "\n" in kind:
-            line += kind.count("\n")
-            line_start = token.end()
     return headers
 
 
-def _normalise(header: str) -> str:
-    inner = re.match(r"""\[\[?(?:\s|[^\]"'#]|"[^"]*"|'[^']*')*\]?\]""", header)
-    return re.sub(r"""[\s"']""", "", inner.group() if inner else header)
+def _header(line: int, text: str) -> Header:
+    if (bare := _BARE_HEADER.match(text)) is not None:
+        return Header(line, tuple(bare[2].split(".")), bare[1] is not None)
+    # Quoted, spaced or escaped keys are tomllib's business: a header alone is a document of one empty table.
+    node: Any = tomllib.loads(text)
+    key: list[str] = []
+    while isinstance(node, dict) and node:
+        ((part, node),) = node.items()
+        key.append(part)
+    return Header(line, tuple(key), isinstance(node, list))

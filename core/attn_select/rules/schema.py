@@ -7,30 +7,47 @@ from typing import Any
 from attn_select.config import PHASES
 from attn_select.registry import Registry
 from attn_select.rules import conditions
-from attn_select.rules.layers import VERSION
+from attn_select.rules.document import VERSION
 from attn_select.rules.lint import known_names
-from attn_select.rules.rule import EFFECTS
+from attn_select.rules.rule import EFFECTS, Effect
 
-_COMPARED = {"type": "string", "description": 'a comparison such as "<=16", or several: ">=64,<=128"'}
+_EFFECTS: dict[Effect, str] = {
+    "priority": "the order; the first matching priority rule wins, last file first",
+    "prefer": "put in front of the order, inserting missing names",
+    "avoid": "moved to the end of the order",
+    "deny": "rejected, whatever prefers them",
+}
 
 
 def rules_schema(registry: Registry) -> dict[str, Any]:
     """Return the schema, with the backend names and options of the plugins in ``registry``."""
-    names = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"enum": known_names(registry)}}
+    known = known_names(registry)
+    names = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"enum": known}}
+    properties: dict[str, Any] = {
+        "name": _text("unique in the file; a later file's rule of this name replaces it", minLength=1),
+        "phase": {"enum": list(PHASES), "description": "leave out for both phases"},
+        "when": _when(),
+        **{effect: {**names, "description": text} for effect, text in _EFFECTS.items()},
+        "because": _text("shown by `attn-select explain`"),
+        "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},
+    }
     rule = {
         "type": "object",
         "required": ["name"],
         "additionalProperties": False,
-        "properties": {
-            "name": {"type": "string", "minLength": 1, "description": "unique in the file; a later file's rule of this name replaces it"},
-            "phase": {"enum": list(PHASES), "description": "leave out for both phases"},
-            "when": _when(),
-            **{effect: {**names, "description": text} for effect, text in _EFFECT_TEXTS.items()},
-            "because": {"type": "string", "description": "shown by `attn-select explain`"},
-            "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},
-        },
+        "properties": properties,
+        "if": {"required": ["enabled"], "properties": {"enabled": {"const": False}}},
+        "else": {"oneOf": [{"required": [effect]} for effect in EFFECTS]},
     }
-    options = {name: spec.options.model_json_schema() for name, spec in registry.specs.items()}
+    options: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
+    for name, spec in registry.specs.items():
+        try:
+            options[name] = spec.options.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
+        except Exception:  # a type of the plugin's that has no JSON Schema: every table passes
+            options[name] = {"type": "object"}
+        inner = options[name].pop("$defs", {})
+        definitions |= {f"{name}.{model}": definition for model, definition in inner.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "attn-select rules",
@@ -40,42 +57,35 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         "properties": {
             "version": {"const": VERSION},
             "rules": {"type": "array", "items": rule},
-            "backends": {"type": "object", "properties": options, "propertyNames": {"enum": known_names(registry)}},
+            "backends": {"type": "object", "properties": options, "propertyNames": {"enum": known}},
         },
+        "$defs": definitions,
     }
-
-
-_EFFECT_TEXTS = dict(
-    zip(
-        EFFECTS,
-        (
-            "the order; the first matching priority rule wins, last file first",
-            "put in front of the order, inserting missing names",
-            "moved to the end of the order",
-            "rejected, whatever prefers them",
-        ),
-        strict=True,
-    )
-)
 
 
 def _when() -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for field in conditions.FIELDS:
         if field == "library":
-            versions = _any_of({"type": "string", "description": 'a PEP 440 range such as "<0.6.3"'})
+            versions = _one_or_more(_text('a PEP 440 range such as "<0.6.3"'))
             properties[field] = {"type": "object", "additionalProperties": versions}
         elif conditions.is_boolean(field):
-            properties[field] = _any_of({"type": "boolean"})
+            properties[field] = _one_or_more({"type": "boolean"})
         elif conditions.is_number(field):
-            properties[field] = _any_of({"type": "number"}, _COMPARED)
+            compared = _text('a comparison such as "<=16", or several: ">=64,<=128"')
+            properties[field] = _one_or_more({"anyOf": [{"type": "number"}, compared]})
         elif names := conditions.accepted_names(field):
-            properties[field] = _any_of({"enum": list(names)}, {"type": "string", "pattern": r"[*?\[]"})
+            pattern = {"type": "string", "pattern": r"[*?\[]"}
+            properties[field] = _one_or_more({"anyOf": [{"enum": list(names)}, pattern]})
         else:
-            properties[field] = _any_of({"type": "string"})
-    return {"type": "object", "additionalProperties": False, "properties": properties, "description": "all must match; a list means any"}
+            properties[field] = _one_or_more({"type": "string"})
+    description = "all must match; a list means any of its values"
+    return {"type": "object", "additionalProperties": False, "properties": properties, "description": description}
 
 
-def _any_of(*schemas: dict[str, Any]) -> dict[str, Any]:
-    one = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
-    return {"anyOf": [one, {"type": "array", "minItems": 1, "items": one}]}
+def _text(description: str, **more: Any) -> dict[str, Any]:
+    return {"type": "string", **more, "description": description}
+
+
+def _one_or_more(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "array", "minItems": 1, "items": schema}]}

@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from attn_select.environment import Environment
+from attn_select.environment import WRONG_VERSION, Environment
 from attn_select.gate import block_size_reason
-from attn_select.spec import Reason
+from attn_select.spec import Library, Reason
 from attn_select_flash_attn.providers import REMEDY_ORDER, Candidate, Kernel
 
 ProviderName = Literal["auto", "vllm", "flash-attn-3", "flash-attn", "sglang-kernel", "sgl-kernel"]
 
 
-class Objection(NamedTuple):
-    """One thing that speaks against one kernel.
+Objection = tuple[str, Any]
+"""One thing that speaks against one kernel: the code of the reason it becomes, and what the kernel takes instead, in a
+few words (for ``block-size`` the page multiple in tokens)."""
+Judged = Sequence[tuple[Kernel, Sequence[Objection]]]
 
-    Attributes:
-        code: the code of the reason it becomes.
-        what: the name of the value, for the message.
-        observed: the value seen.
-        accepts: what this kernel takes instead, one clause; a page multiple in tokens for ``block-size``.
-        remedy: what would remove it without another kernel.
-    """
 
-    code: str
+class Subject(NamedTuple):
+    """What an objection is about: the value by name and as data, and what would remove it in every kernel."""
+
     what: str
     observed: Any
-    accepts: Any
     remedy: str | None = None
-
-
-ObjectTo = Callable[[Kernel], Sequence[Objection]]
 
 
 class Pin(NamedTuple):
@@ -64,38 +57,44 @@ class Pin(NamedTuple):
         return f'backends.{self.backend}.{option} = "auto"'
 
 
-def first_serving(candidates: Sequence[Candidate], environment: Environment, objections: ObjectTo) -> Candidate | None:
-    """Return the first installed candidate that nothing speaks against."""
-    for candidate in candidates:
-        if environment.has(candidate.library) and not objections(candidate.kernel):
-            return candidate
-    return None
-
-
 def refuse(
-    candidates: Sequence[Candidate], environment: Environment, objections: ObjectTo, device: str, pin: Pin | None
+    judged: Judged,
+    candidates: Sequence[Candidate],
+    environment: Environment,
+    objections: Callable[[Kernel], Sequence[Objection]],
+    describe: Callable[[str], Subject],
+    device: str,
+    pin: Pin | None,
 ) -> list[Reason]:
     """Return every reason why no candidate serves the layer; at least one.
 
-    ``candidates`` are all that the device can run, ``device`` is its capability as text, ``pin`` what the options fix.
+    Args:
+        judged: the installed candidates that the options leave, each with what speaks against it.
+        candidates: all that the device can run.
+        environment: says which of them are installed.
+        objections: what speaks against any kernel.
+        describe: what an objection's code is about.
+        device: the compute capability as text.
+        pin: what the options fix, if anything.
     """
-    left = candidates if pin is None else pin.keep(candidates)
-    present = [c for c in left if environment.has(c.library)]
     reasons: list[Reason] = []
-    if not left and pin is not None:
-        reasons.append(_no_such_kernel(candidates, device, pin))
-    elif not present:
-        reasons.append(_not_installed(left, environment, device, pin))
-    # With nothing installed the layer may have obstacles of its own in every kernel: they are named too.
-    judged = [(c.kernel, objections(c.kernel)) for c in present or left]
+    serving: list[Candidate] = []
+    if len(judged) < len(candidates):
+        tried = {id(kernel) for kernel, _ in judged}
+        serving = [c for c in candidates if id(c.kernel) not in tried and not objections(c.kernel)]
+    if not judged:
+        left = candidates if pin is None else pin.keep(candidates)
+        if left or pin is None:
+            reasons.append(_not_installed(left, environment, device, pin))
+        else:
+            reasons.append(_no_such_kernel(candidates, device, pin))
+        # The layer may have obstacles of its own in every kernel: they are named too.
+        judged = [(c.kernel, objections(c.kernel)) for c in left]
     if all(found for _, found in judged):
-        reasons += _merge(judged)
-    if pin is not None and first_serving(candidates, environment, objections) is not None:
+        reasons += _merge(judged, describe)
+    if serving and (remedy := _remedy(serving, environment, pin)) is not None:
         for reason in reasons:
-            reason.remedy = pin.loosened()
-    elif (install := _remedy(left, environment, objections)) is not None:
-        for reason in reasons:
-            reason.remedy = reason.remedy or install
+            reason.remedy = remedy if pin is not None else reason.remedy or remedy
     return reasons
 
 
@@ -106,43 +105,58 @@ def _no_such_kernel(candidates: Sequence[Candidate], device: str, pin: Pin) -> R
 
 
 def _not_installed(left: Sequence[Candidate], environment: Environment, device: str, pin: Pin | None) -> Reason:
-    states = {c.library.distribution: environment.state(c.library) for c in left}
-    listing = ", ".join(f"{name} {state}" for name, state in states.items())
+    libraries = dict.fromkeys(c.library for c in left)
+    states = {library.distribution: environment.state(library) for library in libraries}
+    listing = "; ".join(_standing(library, environment) for library in libraries)
     why = f" ({pin})" if pin else ""
     paths = " or ".join(sorted({c.path for c in left}))
-    message = f"no installed package has {paths} for compute capability {device}{why}: {listing}"
-    return Reason("library-missing", message, states, list(states), None)
+    message = f"no usable package has {paths} for compute capability {device}{why}: {listing}"
+    code = "library-version" if WRONG_VERSION in states.values() else "library-missing"
+    return Reason(code, message, states, list(states))
 
 
-def _remedy(left: Sequence[Candidate], environment: Environment, objections: ObjectTo) -> str | None:
-    serving = [c.library for c in left if not environment.has(c.library) and not objections(c.kernel)]
-    return next((library.install for library in (*REMEDY_ORDER, *serving) if library in serving), None)
+def _standing(library: Library, environment: Environment) -> str:
+    name = library.distribution
+    if environment.state(library) == WRONG_VERSION:
+        return f"{name} {environment.version(name) or 'of unknown version'} (needs {library.version})"
+    return f"{name} is {environment.state(library)}"
 
 
-def _merge(judged: Sequence[tuple[Kernel, Sequence[Objection]]]) -> list[Reason]:
-    """Return one reason per code, which says what each kernel takes."""
-    by_code: dict[str, list[tuple[Kernel, Objection]]] = {}
+def _remedy(serving: Sequence[Candidate], environment: Environment, pin: Pin | None) -> str | None:
+    """Return how to get at one of the candidates that would serve: loosen the pin, or install it."""
+    if pin is not None and any(environment.has(c.library) for c in serving):
+        return pin.loosened()
+    libraries = [c.library for c in (serving if pin is None else pin.keep(serving))]
+    return next((library.install for library in (*REMEDY_ORDER, *libraries) if library in libraries), None)
+
+
+def _merge(judged: Judged, describe: Callable[[str], Subject]) -> list[Reason]:
+    """Return one reason per code, which says what each kernel takes.
+
+    Where one kernel lacks a part of what another lacks, the rest of the other is no news and is left out.
+    """
+    sets = {frozenset([code for code, _ in found]) for _, found in judged}
+    decisive = {code for codes in sets if not any(other < codes for other in sets) for code in codes}
+    by_code: dict[str, dict[Any, list[Kernel]]] = {}
     for kernel, found in judged:
-        for objection in found:
-            by_code.setdefault(objection.code, []).append((kernel, objection))
+        for code, accepts in found:
+            if code in decisive:
+                by_code.setdefault(code, {}).setdefault(accepts, []).append(kernel)
     reasons = []
-    for code, pairs in by_code.items():
-        first = pairs[0][1]
-        accepted: dict[Any, list[Kernel]] = {}
-        for kernel, objection in pairs:
-            accepted.setdefault(objection.accepts, []).append(kernel)
+    for code, accepted in by_code.items():
+        what, observed, remedy = describe(code)
         if code == "block-size":
-            reason = block_size_reason(first.observed, sorted(accepted))
-            says = [f"{_labels(kernels, judged)} multiples of {pages}" for pages, kernels in accepted.items()]
-            reason.message += f"; {', '.join(says)}"
+            reason = block_size_reason(observed, sorted(accepted))
+            says = [f"{_labels(kernels, judged)}: multiples of {pages}" for pages, kernels in accepted.items()]
+            reason.message = f"{what} ({'; '.join(says)})"
         else:
-            says = [f"{_labels(kernels, judged)} {accepts}" for accepts, kernels in accepted.items()]
-            reason = Reason(code, f"{first.what}: {'; '.join(says)}", first.observed, list(accepted), first.remedy)
+            says = [f"{_labels(kernels, judged)}: {accepts}" for accepts, kernels in accepted.items()]
+            reason = Reason(code, f"{what} ({'; '.join(says)})", observed, list(accepted), remedy)
         reasons.append(reason)
     return reasons
 
 
-def _labels(kernels: Sequence[Kernel], judged: Sequence[tuple[Kernel, object]]) -> str:
+def _labels(kernels: Sequence[Kernel], judged: Judged) -> str:
     """Return ``FA3`` where these are all of that version, else ``FA3 of vllm and sglang-kernel``."""
     texts = []
     for version in sorted({kernel.version for kernel in kernels}, reverse=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
+from pydantic import Field
+
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
@@ -20,7 +22,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flash_attn.choice import Objection, Pin, ProviderName, refuse
+from attn_select_flash_attn.choice import Objection, Pin, ProviderName, Subject, refuse
 from attn_select_flash_attn.providers import (
     HOPPER,
     LIBRARIES,
@@ -66,10 +68,12 @@ CAPABILITIES = Capabilities(
 class FlashAttnOptions(BackendOptions):
     """``[backends.FLASH_ATTN]``."""
 
-    version: Literal["auto", 2, 3] = "auto"
-    """FlashAttention's major version; auto is 3 on Hopper and 2 elsewhere."""
-    provider: ProviderName = "auto"
-    """The distribution to take the kernel from; auto is the first that serves the layer."""
+    version: Literal["auto", 2, 3] = Field(
+        "auto", description="FlashAttention's major version; auto is 3 on Hopper and 2 elsewhere"
+    )
+    provider: ProviderName = Field(
+        "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
+    )
 
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
@@ -95,58 +99,68 @@ def objections(kernel: Kernel, config: AttentionConfig, capability: tuple[int, i
     found: list[Objection] = []
     fa3_on_hopper = kernel.version == 3 and capability == HOPPER
     if config.alibi and kernel.version == 3:
-        found.append(Objection("alibi", "ALiBi slopes", True, "takes none"))
+        found.append(("alibi", "none"))
     size = config.block_size
-    if size is not None and config.has_cache and size % kernel.page_multiple.value:
-        found.append(Objection("block-size", "block size", size, kernel.page_multiple.value))
+    if size is not None and size % kernel.page_multiple.value and config.has_cache:
+        found.append(("block-size", kernel.page_multiple.value))
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     if fp8 and not fa3_on_hopper:
-        accepts = "stores 16-bit KV only (FP8 needs FA3 on compute capability 9.0)"
-        found.append(Objection("kv-cache-dtype", "KV-cache dtype fp8_e4m3", "fp8_e4m3", accepts, _UNQUANTISED))
+        found.append(("kv-cache-dtype", "16-bit KV only, FP8 needs FA3 on compute capability 9.0"))
     elif fp8 and config.head_size % 16:
-        what, accepts = f"head size {config.head_size}", "takes multiples of 16 with FP8"
-        found.append(Objection("head-size", what, config.head_size, accepts, _UNQUANTISED))
+        found.append(("head-size", "multiples of 16 with FP8"))
     if config.sinks and (against := _against_sinks(kernel, config, fa3_on_hopper)) is not None:
-        what = f"attention sinks with {config.num_heads} query heads"
-        found.append(Objection("sinks", what, True, against))
+        found.append(("sinks", against))
     width = config.v_head_size
     if width is not None and width != config.head_size:
-        against = "takes V as wide as K (other widths need FA3 on compute capability 9.0)"
+        against = "V as wide as K, other widths need FA3 on compute capability 9.0"
         if fa3_on_hopper:
             against = _against_v_head_size(config.head_size, width, fp8, config.has_cache)
         if against is not None:
-            what = f"V head size {width} with head size {config.head_size}"
-            found.append(Objection("v-head-size", what, width, against))
+            found.append(("v-head-size", against))
     return found
+
+
+def _describe(code: str, config: AttentionConfig) -> Subject:
+    if code == "alibi":
+        return Subject("ALiBi slopes", True)
+    if code == "block-size":
+        return Subject(f"block size {config.block_size}", config.block_size)
+    if code == "kv-cache-dtype":
+        return Subject(f"KV-cache dtype {config.kv_cache_dtype}", config.kv_cache_dtype, _UNQUANTISED)
+    if code == "head-size":
+        return Subject(f"head size {config.head_size}", config.head_size, _UNQUANTISED)
+    if code == "sinks":
+        return Subject(f"attention sinks with {config.num_heads} query heads", True)
+    return Subject(f"V head size {config.v_head_size} with head size {config.head_size}", config.v_head_size)
 
 
 def _against_sinks(kernel: Kernel, config: AttentionConfig, fa3_on_hopper: bool) -> str | None:
     most = kernel.sink_heads.value
     if not most:
-        return "takes none"
+        return "none"
     if not fa3_on_hopper:
-        return "reads them on compute capability 9.0 only"
+        return "on compute capability 9.0 only"
     if config.num_heads > most:
-        return f"takes at most {most}"
+        return f"at most {most}"
     if config.value_head_size != config.head_size and not kernel.sinks_with_other_v_size.value:
-        return f"takes none with V head size {config.value_head_size} beside head size {config.head_size}"
+        return f"none with V head size {config.value_head_size} beside head size {config.head_size}"
     return None
 
 
 def _against_v_head_size(head_size: int, v_head_size: int, fp8: bool, cached: bool) -> str | None:
     """Return what FA3 takes on Hopper instead, or None where the pair fits (hopper/flash_api.cpp 0251105, mha_fwd)."""
     if v_head_size % (16 if fp8 else 8):
-        return f"takes multiples of {16 if fp8 else 8}"
+        return f"multiples of {16 if fp8 else 8}"
     if head_size <= 64:
         # With FP8 the dispatch takes the 64 x 64 kernel whatever V is.
         if v_head_size > (64 if fp8 else 512):
-            return f"takes V head sizes up to {64 if fp8 else 512} with head sizes up to 64"
+            return f"V head sizes up to {64 if fp8 else 512} with head sizes up to 64"
         if cached and v_head_size > head_size:
-            return "reads V wider than K from no KV layout"
+            return "V no wider than K in a paged cache"
         return None
     if 128 < head_size <= 192 and 96 < v_head_size <= 128:
         return None
-    return "takes V head sizes 104 to 128 with head sizes 136 to 192, and up to 512 with head sizes up to 64"
+    return "V 104 to 128 with head sizes 136 to 192, V up to 512 with head sizes up to 64"
 
 
 def _across_ranks(config: AttentionConfig) -> list[Reason]:
@@ -178,14 +192,22 @@ def plan(
         pin = Pin("FLASH_ATTN", "version", options.version, options.provider)
         left = pin.keep(candidates)
     across = _across_ranks(config) if config.decode_context_parallel_size > 1 else []
+    judged = []
     for candidate in left:
-        if environment.has(candidate.library) and not objections(candidate.kernel, config, capability):
-            return across or _plan(candidate, config, pin)
-
-    def against(kernel: Kernel) -> list[Objection]:
-        return objections(kernel, config, capability)
-
-    return refuse(candidates, environment, against, device.capability_text, pin) + across
+        if environment.has(candidate.library):
+            found = objections(candidate.kernel, config, capability)
+            if not found:
+                return across or _plan(candidate, config, pin)
+            judged.append((candidate.kernel, found))
+    return across + refuse(
+        judged,
+        candidates,
+        environment,
+        lambda kernel: objections(kernel, config, capability),
+        lambda code: _describe(code, config),
+        device.capability_text,
+        pin,
+    )
 
 
 def _plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> BackendPlan:

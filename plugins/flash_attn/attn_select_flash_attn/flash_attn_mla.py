@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
+from pydantic import Field
+
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
@@ -20,7 +22,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flash_attn.choice import Objection, Pin, ProviderName, refuse
+from attn_select_flash_attn.choice import Objection, Pin, ProviderName, Subject, refuse
 from attn_select_flash_attn.providers import (
     HOPPER,
     LIBRARIES,
@@ -79,10 +81,13 @@ PREFILL = Capabilities(
 class FlashAttnMLAOptions(BackendOptions):
     """``[backends.FLASH_ATTN_MLA]``."""
 
-    prefill_version: Literal["auto", 2, 3] = "auto"
-    """FlashAttention's major version in prefill; decode is always 3. auto is 3 on Hopper and 2 elsewhere."""
-    provider: ProviderName = "auto"
-    """The distribution to take the kernel from; auto is the first that serves the layer."""
+    prefill_version: Literal["auto", 2, 3] = Field(
+        "auto",
+        description="FlashAttention's major version in prefill (decode: 3); auto is 3 on Hopper, else 2",
+    )
+    provider: ProviderName = Field(
+        "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
+    )
 
 
 _FA3_ON_HOPPER = tuple(candidate for candidate in candidates_for(HOPPER) if candidate.kernel.version == 3)
@@ -96,28 +101,35 @@ _SPLIT_BYTES = (
 
 def decode_objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
     """Return what speaks against one FA3 build in decode (hopper/flash_api.cpp 0251105, q_v)."""
-    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-    if rank is None or rope is None:
-        return []
-    found = []
+    rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
+    found: list[Objection] = []
     if rope > 64 or rope % 8:
-        found.append(Objection("qk-rope-head-dim", f"qk_rope_head_dim {rope}", rope, "takes multiples of 8 up to 64"))
+        found.append(("qk-rope-head-dim", "multiples of 8 up to 64"))
     if not 256 <= rank <= 512 or rank % 8:
-        found.append(Objection("kv-lora-rank", f"kv_lora_rank {rank}", rank, "takes multiples of 8 from 256 to 512"))
+        found.append(("kv-lora-rank", "multiples of 8 from 256 to 512"))
     return found
 
 
 def prefill_objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
     """Return what speaks against one build in prefill, where V is padded to the width of K if the kernel wants that."""
     qk, v = _prefill_sizes(config)
-    found = []
+    found: list[Objection] = []
     if qk > 256 or qk % 8:
-        what = f"QK head size {qk} (qk_nope_head_dim + qk_rope_head_dim)"
-        found.append(Objection("qk-head-size", what, qk, "takes multiples of 8 up to 256"))
+        found.append(("qk-head-size", "multiples of 8 up to 256"))
     if v > qk:
-        what = f"v_head_dim {v} with QK head size {qk}"
-        found.append(Objection("v-head-size", what, v, "takes V as wide as QK or narrower"))
+        found.append(("v-head-size", "V as wide as QK or narrower"))
     return found
+
+
+def _describe(code: str, config: AttentionConfig) -> Subject:
+    qk, v = _prefill_sizes(config)
+    if code == "qk-rope-head-dim":
+        return Subject(f"qk_rope_head_dim {config.qk_rope_head_dim}", config.qk_rope_head_dim)
+    if code == "kv-lora-rank":
+        return Subject(f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank)
+    if code == "qk-head-size":
+        return Subject(f"QK head size {qk} (qk_nope_head_dim + qk_rope_head_dim)", qk)
+    return Subject(f"v_head_dim {v} with QK head size {qk}", v)
 
 
 def _prefill_sizes(config: AttentionConfig) -> tuple[int, int]:
@@ -139,14 +151,26 @@ def plan(
         pin = Pin("FLASH_ATTN_MLA", "prefill_version", version, options.provider)
         left = pin.keep(candidates)
     objections = decode_objections if decode else prefill_objections
+    judged = []
     for candidate in left:
-        if environment.has(candidate.library) and not objections(candidate.kernel, config):
-            return _decode_plan(candidate, config, pin) if decode else _prefill_plan(candidate, config, capability, pin)
-
-    def against(kernel: Kernel) -> list[Objection]:
-        return objections(kernel, config)
-
-    return refuse(candidates, environment, against, "9.0" if decode else device.capability_text, pin)
+        if environment.has(candidate.library):
+            found = objections(candidate.kernel, config)
+            if not found:
+                return (
+                    _decode_plan(candidate, config, pin)
+                    if decode
+                    else _prefill_plan(candidate, config, capability, pin)
+                )
+            judged.append((candidate.kernel, found))
+    return refuse(
+        judged,
+        candidates,
+        environment,
+        lambda kernel: objections(kernel, config),
+        lambda code: _describe(code, config),
+        "9.0" if decode else device.capability_text,
+        pin,
+    )
 
 
 def _decode_plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> BackendPlan:

@@ -178,10 +178,10 @@ _NO_FA4 = "vLLM's FA4 for 10.x is not covered"
 def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
     """Return the kernels that a device of this compute capability can run, preferred first.
 
-    Without any (CPU, below 8.0) it is FA2's, so that a layer's other obstacles can still be named.
+    For a device that runs none (CPU, below 8.0) it is all, so that a layer's other obstacles can still be named.
     """
     if capability is None or capability < (8, 0):
-        return tuple(_candidate(kernel, capability) for kernel in KERNELS if kernel.version == 2)
+        return tuple(_candidate(kernel, capability) for kernel in KERNELS)
     fitting = [kernel for kernel in KERNELS if kernel.compute_capabilities.value.accepts(capability)]
     # Stable: the table's order holds within a version. Off Hopper FA2 is the tuned one.
     fitting.sort(key=lambda kernel: kernel.version, reverse=capability == HOPPER)

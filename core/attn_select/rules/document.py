@@ -1,0 +1,139 @@
+"""One rules file: bytes → rules and option tables, every problem collected with its line."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_select.errors import UnknownNameError, shorten, show
+from attn_select.rules.lines import header_lines
+from attn_select.rules.rule import Rule, RuleError, parse_rule
+
+VERSION = 1
+MAX_BYTES = 1 << 20
+MAX_RULES = 1000
+MAX_DOTS = 200
+"""Dots in one line: tomllib's time for a dotted key grows with the square of its parts, 5 s for 16,000."""
+MAX_DEPTH = 8
+MOST_PROBLEMS = 100
+_KEYS = ("version", "rules", "backends")
+
+Problem = tuple[str, int | None, str]
+"""File, line from 1 (None where it concerns the file as a whole), message."""
+Report = Callable[[str, int | None], None]
+
+
+@dataclass(slots=True)
+class Options:
+    """One ``[backends.NAME]`` table of a file."""
+
+    values: dict[str, Any]
+    file: str
+    line: int | None
+
+
+@dataclass(slots=True)
+class Document:
+    """What one file says; empty where it could not be understood."""
+
+    rules: list[Rule] = field(default_factory=list)
+    options: dict[str, Options] = field(default_factory=dict)
+
+
+def read_document(content: bytes, file: str, layer: int, problems: list[Problem]) -> Document:
+    """Read one file and append what is wrong with it to ``problems``. Never raises."""
+
+    def report(text: str, line: int | None) -> None:
+        problems.append((file, line, text))
+
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        report(f"is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8", error.object.count(b"\n", 0, error.start) + 1)
+        return Document()
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MAX_DOTS:
+            report(f"more than {MAX_DOTS} dots in one line: a key this deep is not read", number)
+            return Document()
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        report("is nested too deeply to be read", None)
+        return Document()
+    except ValueError as error:  # TOMLDecodeError, or an integer of too many digits
+        place = re.search(r" \(at line (\d+), column \d+\)$", str(error))
+        report(f"is not valid TOML: {shorten(error, 200)}", int(place[1]) if place else None)
+        return Document()
+    version = table.get("version")
+    if type(version) is not int or version != VERSION:
+        seen = "is missing" if version is None else f"= {show(version)} is not supported"
+        report(f"version {seen}: expected version = {VERSION} at the top of the file", None)
+        return Document()
+    headers = header_lines(text)
+    lines: dict[tuple[str, ...], int] = {}
+    for header in headers:  # the first header of a table, or of one in it
+        lines.setdefault(header.key[:1], header.line)
+        lines.setdefault(header.key[:2], header.line)
+    for key in [key for key in table if key not in _KEYS][:MOST_PROBLEMS]:
+        report(f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}", lines.get((key,)))
+    rule_lines = [header.line for header in headers if header.is_array and header.key == ("rules",)]
+    tables = table.get("rules", [])
+    if isinstance(tables, list) and len(tables) == len(rule_lines):
+        rules = _rules(tables, rule_lines, file, layer, report)
+    else:
+        report("rules must be written as [[rules]] tables", lines.get(("rules",)))
+        rules = []
+    return Document(rules, _options(table.get("backends", {}), lines, file, report))
+
+
+def _rules(tables: list[Any], lines: list[int], file: str, layer: int, report: Report) -> list[Rule]:
+    if len(tables) > MAX_RULES:
+        report(f"has {len(tables)} rules; at most {MAX_RULES} are read", None)
+        return []
+    rules: dict[str, Rule] = {}
+    errors = 0
+    for table, line in zip(tables, lines, strict=True):
+        try:
+            rule = parse_rule(table, file=file, line=line, layer=layer)
+            if rule.name in rules:
+                raise RuleError(f"rule {rule.name!r} is already defined at line {rules[rule.name].line} of this file")
+        except RuleError as error:
+            report(str(error), line)
+            if (errors := errors + 1) >= MOST_PROBLEMS:
+                break
+        else:
+            rules[rule.name] = rule
+    return list(rules.values())
+
+
+def _options(tables: object, lines: dict[tuple[str, ...], int], file: str, report: Report) -> dict[str, Options]:
+    if not isinstance(tables, dict):
+        report("backends must be written as [backends.NAME] tables", lines.get(("backends",)))
+        return {}
+    options: dict[str, Options] = {}
+    for backend, values in tables.items():
+        line = lines.get(("backends", backend)) or lines.get(("backends",))
+        if not isinstance(values, dict):
+            report(f"backends.{shorten(backend)} = {show(values)}: expected a table of options", line)
+        elif wrong := [key for key, value in values.items() if not _is_plain(value)]:
+            accepted = f"strings, numbers, booleans, and arrays and tables of them up to {MAX_DEPTH} deep"
+            key = f"backends.{shorten(backend)}.{shorten(wrong[0])}"
+            report(f"{key} = {show(values[wrong[0]])}: expected {accepted}", line)
+        else:
+            options[backend] = Options(values, file, line)
+    return options
+
+
+def _is_plain(value: object, depth: int = 1) -> bool:
+    """Whether JSON can say it: no dates, no infinities, no integers that take more than 64 bits."""
+    if isinstance(value, (list, dict)):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth < MAX_DEPTH and all(_is_plain(item, depth + 1) for item in inner)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str) or (isinstance(value, int) and -(2**63) <= value < 2**63)

@@ -1,0 +1,119 @@
+"""Checks what a plugin registered, so that no later step meets a spec of the wrong shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, get_args
+
+from attn_select import dtypes
+from attn_select.config import PHASES, AttentionType
+from attn_select.errors import show, shorten
+from attn_select.spec import BackendOptions, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Library
+
+_VERSIONS = r"(?:\s*(?:~=|===?|!=|<=?|>=?)\s*[A-Za-z0-9.!+*_-]+\s*(?:,(?!$)|$))*"
+
+
+def problems_of(spec: object) -> list[str]:
+    """Return all that keeps ``spec`` from being a usable ``BackendSpec``: what was seen and what is accepted."""
+    if not isinstance(spec, BackendSpec):
+        return [f"registered {show(spec)} (accepted: BackendSpec)"]
+    problems = [*_spec_problems(spec)]
+    return [f"backend {show(spec.name)}: {problem}" for problem in problems]
+
+
+def _spec_problems(spec: BackendSpec) -> Iterator[str]:
+    if not isinstance(spec.name, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]{0,63}", spec.name):
+        yield "name (accepted: A-Z, 0-9 and _, starting with a letter)"
+    if not isinstance(spec.summary, str):
+        yield f"summary = {show(spec.summary)} (accepted: a string)"
+    if not isinstance(spec.capabilities, Mapping) or not spec.capabilities:
+        yield f"capabilities = {show(spec.capabilities)} (accepted: a mapping of phase to Capabilities)"
+    else:
+        for phase, capabilities in spec.capabilities.items():
+            if phase not in PHASES:
+                yield f"phase {show(phase)} (accepted: {', '.join(PHASES)})"
+            elif not isinstance(capabilities, Capabilities):
+                yield f"capabilities[{phase!r}] = {show(capabilities)} (accepted: Capabilities)"
+            else:
+                yield from (f"capabilities[{phase!r}].{problem}" for problem in _fact_problems(capabilities))
+    for attribute in ("plan", "load", "compile_key"):
+        if not callable(getattr(spec, attribute)):
+            yield f"{attribute} = {show(getattr(spec, attribute))} (accepted: a callable)"
+    yield from _library_problems(spec.libraries)
+    if not (isinstance(spec.options, type) and issubclass(spec.options, BackendOptions)):
+        yield f"options = {show(spec.options)} (accepted: a subclass of BackendOptions)"
+    elif required := [name for name, item in spec.options.model_fields.items() if item.is_required()]:
+        yield f"options without a default: {', '.join(required)} (accepted: a default for every option)"
+
+
+def _names(valid: tuple[str, ...], least: int = 0) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and len(value) >= least and all(name in valid for name in value)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "compute_capabilities": (lambda value: isinstance(value, ComputeCapabilities), "ComputeCapabilities"),
+    "head_sizes": (lambda value: isinstance(value, HeadSizes), "HeadSizes"),
+    "dtypes": (_names(dtypes.DTYPES, 1), f"a tuple of {', '.join(dtypes.DTYPES)}"),
+    "kv_cache_dtypes": (_names(dtypes.KV_CACHE_DTYPES), f"a tuple of {', '.join(dtypes.KV_CACHE_DTYPES)}"),
+    "block_sizes": (
+        lambda value: isinstance(value, tuple) and all(_is_count(size, 1) for size in value),
+        "a tuple of integers from 1",
+    ),
+    "attn_types": (_names(get_args(AttentionType), 1), f"a tuple of {', '.join(get_args(AttentionType))}"),
+    "output_quantizations": (_names(dtypes.OUTPUT_QUANTIZATIONS), f"a tuple of {', '.join(dtypes.OUTPUT_QUANTIZATIONS)}"),
+    "speculative_tokens": (_is_count, "an integer from 0"),
+}
+
+
+def _fact_problems(capabilities: Capabilities) -> Iterator[str]:
+    for item in fields(capabilities):
+        fact = getattr(capabilities, item.name)
+        if item.name in ("mla", "sparse", "reads_cache"):
+            if not isinstance(fact, bool):
+                yield f"{item.name} = {show(fact)} (accepted: a bool)"
+            continue
+        accepts, accepted = _FACTS.get(item.name, (_is_bool, "a bool"))
+        if not isinstance(fact, Fact) or not isinstance(fact.source, str):
+            yield f"{item.name} = {show(fact)} (accepted: a Fact with its source)"
+        elif not accepts(fact.value):
+            yield f"{item.name} = {show(fact.value)} (accepted: {accepted})"
+        elif item.name == "block_sizes" and capabilities.reads_cache and not fact.value:
+            yield "block_sizes = () (accepted: at least one, unless reads_cache is False)"
+        elif item.name in ("compute_capabilities", "head_sizes"):
+            try:  # ranges and sizes of the wrong shape show when they are asked
+                str(fact.value)
+                fact.value.accepts((9, 0) if item.name == "compute_capabilities" else 128)
+            except (TypeError, ValueError, ZeroDivisionError) as error:
+                yield f"{item.name} = {show(fact.value)}: {shorten(error)}"
+
+
+def _library_problems(groups: object) -> Iterator[str]:
+    wrong = "(accepted: a list of lists of Library, none of them empty)"
+    if not isinstance(groups, (list, tuple)):
+        yield f"libraries = {show(groups)} {wrong}"
+        return
+    for group in groups:
+        if not isinstance(group, (list, tuple)) or not group:
+            yield f"libraries has {show(group)} {wrong}"
+            continue
+        for library in group:
+            if not isinstance(library, Library):
+                yield f"libraries has {show(library)} {wrong}"
+                continue
+            texts = (library.distribution, library.module, library.install, library.version)
+            if not all(isinstance(text, str) for text in texts) or not library.distribution.strip():
+                yield f"{show(library)} (accepted: strings, with a distribution)"
+            elif not library.module.isidentifier():
+                yield f"module {show(library.module)} of {library.distribution} (accepted: a top-level import name)"
+            elif not re.fullmatch(_VERSIONS, library.version):
+                yield f"version {show(library.version)} of {library.distribution} (accepted: a PEP 440 range)"

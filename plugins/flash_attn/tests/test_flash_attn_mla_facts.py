@@ -1,0 +1,148 @@
+"""FLASH_ATTN_MLA through the gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_select import gate
+from attn_select.config import AttentionConfig
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.layouts import MLA
+from attn_select.spec import BackendPlan, Reason
+from attn_select_flash_attn.flash_attn_mla import FLASH_ATTN_MLA
+
+
+def gpu(major: int, minor: int = 0) -> Device:
+    return Device(f"sm{major}{minor}", (major, minor))
+
+
+def mla(**fields: Any) -> AttentionConfig:
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return AttentionConfig(**{"num_heads": 16, **dims, **fields})
+
+
+def ask(
+    config: AttentionConfig,
+    device: Device,
+    environment: Environment | None = None,
+    *,
+    phase: Any = "decode",
+    **options: Any,
+) -> BackendPlan | list[Reason]:
+    environment = environment or Environment(assume_installed=True)
+    return gate.check(FLASH_ATTN_MLA, config, device, environment, FLASH_ATTN_MLA.options(**options), phase)
+
+
+def plan_of(*args: Any, **kwargs: Any) -> BackendPlan:
+    outcome = ask(*args, **kwargs)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome
+
+
+def reasons_of(*args: Any, **kwargs: Any) -> dict[str, Reason]:
+    outcome = ask(*args, **kwargs)
+    assert isinstance(outcome, list), outcome
+    assert len({reason.code for reason in outcome}) == len(outcome)
+    return {reason.code: reason for reason in outcome}
+
+
+def test_mla_decode_on_hopper() -> None:
+    plan = plan_of(mla(), gpu(9))
+    assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == ("FA3 with q_v", (MLA,), (64, 1))
+    assert (plan.cuda_graph, plan.returns_lse, plan.query_dtype) == ("UNIFORM_BATCH", True, "bfloat16")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+def test_mla_decode_elsewhere(capability: tuple[int, int]) -> None:
+    assert set(reasons_of(mla(), gpu(*capability))) == {"compute-capability"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
+        ({"qk_rope_head_dim": 72}, "qk-rope-head-dim"),
+        ({"qk_rope_head_dim": 20, "kv_lora_rank": 500}, "qk-rope-head-dim"),
+        ({"kv_lora_rank": 248, "qk_rope_head_dim": 64}, "kv-lora-rank"),
+        ({"kv_lora_rank": 520, "qk_rope_head_dim": 32}, "kv-lora-rank"),
+        ({"sinks": True}, "sinks"),
+        ({"alibi": True}, "alibi"),
+        ({"sliding_window": 64}, "sliding-window"),
+        ({"sparse_top_k": 2048}, "sparse-unsupported"),
+    ],
+)
+def test_mla_decode_rejects(fields: dict[str, Any], code: str) -> None:
+    assert code in reasons_of(mla(**fields), gpu(9))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+        {"block_size": 1},
+        {"dtype": "float16"},
+        {"num_heads": 128},
+        {"num_speculative_tokens": 2},
+        {"batch_invariant": True},
+        {"decode_context_parallel_size": 8},
+        {"non_causal": True},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_mla_decode_accepts(fields: dict[str, Any]) -> None:
+    assert isinstance(ask(mla(**fields), gpu(9)), BackendPlan)
+
+
+def test_mla_decode_needs_fa3(installed: Any) -> None:
+    environment = installed(flash_attn="2.8.3")
+    reason = reasons_of(mla(), gpu(9), environment)["library-missing"]
+    assert "FA3" in reason.message
+    assert reason.remedy == "pip install vllm"
+    assert plan_of(mla(), gpu(9), environment, phase="prefill").path == "FA2 varlen"
+
+
+@pytest.mark.parametrize(
+    ("capability", "path", "padded"), [((8, 0), "FA2", True), ((9, 0), "FA3", False), ((12, 0), "FA2", True)]
+)
+def test_mla_prefill(capability: tuple[int, int], path: str, padded: bool) -> None:
+    plan = plan_of(mla(), gpu(*capability), phase="prefill")
+    assert plan.path == f"{path} varlen"
+    assert (plan.kv_layouts, plan.kernel_block_sizes) == ((), ())
+    assert any("from 128 to 192" in note for note in plan.notes) is padded
+
+
+@pytest.mark.parametrize(
+    ("dims", "outcome"),
+    [
+        ((64, 32, 64), "V is padded from 64 to 96 columns, as wide as QK"),
+        ((192, 64, 256), None),
+        ((64, 64, 128), None),
+        ((192, 72, 128), "qk-head-size"),
+        ((100, 64, 128), "qk-head-size"),
+        ((128, 64, 200), "v-head-size"),
+    ],
+)
+def test_mla_prefill_dims(dims: tuple[int, int, int], outcome: str | None) -> None:
+    config = mla(qk_nope_head_dim=dims[0], qk_rope_head_dim=dims[1], v_head_dim=dims[2])
+    found = ask(config, gpu(9), Environment(assume_installed=True), phase="prefill")
+    if isinstance(found, BackendPlan):
+        assert [note for note in found.notes if "padded" in note] == ([outcome] if outcome else [])
+    else:
+        assert [reason.code for reason in found] == [outcome]
+
+
+def test_mla_prefill_does_not_read_the_cache() -> None:
+    config = mla(kv_cache_dtype="fp8", block_size=3)
+    assert isinstance(ask(config, gpu(8), phase="prefill"), BackendPlan)
+    assert "kv-cache-dtype" in reasons_of(config, gpu(9))
+
+
+def test_mla_prefill_version_pin() -> None:
+    pin = {"prefill_version": 2}
+    assert plan_of(mla(), gpu(9), phase="prefill", **pin).path == "FA2 varlen"
+    assert plan_of(mla(), gpu(9), **pin).path == "FA3 with q_v"
+    reason = reasons_of(mla(), gpu(12), phase="prefill", prefill_version=3)["pinned-kernel"]
+    assert reason.remedy == 'backends.FLASH_ATTN_MLA.prefill_version = "auto"'

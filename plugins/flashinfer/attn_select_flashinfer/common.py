@@ -1,0 +1,92 @@
+"""What the three backends share: the libraries, the releases that matter, sources, sizes, and what ``load`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NoReturn
+
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.spec import Fact, Library
+
+RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
+DECODE = "flashinfer-ai/flashinfer flashinfer/decode.py 0.6.14"
+PREFILL = "flashinfer-ai/flashinfer flashinfer/prefill.py 0.6.14"
+LAUNCHER = "flashinfer-ai/flashinfer csrc/trtllm_fmha_kernel_launcher.cu v0.6.14"
+GEN_KERNELS = "flashinfer-ai/flashinfer include/flashinfer/trtllm/fmha v0.6.14"
+JIT_ATTENTION = "flashinfer-ai/flashinfer flashinfer/jit/attention/modules.py 0.6.14"
+JIT_XQA = "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14"
+MLA_CORE = "flashinfer-ai/flashinfer flashinfer/mla/_core.py 0.6.14"
+VLLM = "vllm-project/vllm v1/attention/backends/flashinfer.py 0.33.0"
+VLLM_UTILS = "vllm-project/vllm utils/flashinfer.py 0.33.0"
+
+TORCH = Library("torch", "torch", "pip install torch")
+# 0.6.14 is the release that these facts were read in and run with; its MLA entry is the first with kv_scale_format,
+# cum_seq_lens_q, ckv_scale and kpe_scale.
+FLASHINFER_PYTHON = Library("flashinfer-python", "flashinfer", "pip install --upgrade flashinfer-python", ">=0.6.14")
+LIBRARIES = ((TORCH,), (FLASHINFER_PYTHON,))
+
+Release = tuple[int, ...]
+
+# What later releases added or repaired. An unknown version counts as the newest: it is what the install command brings.
+NEWEST: Release = (0, 7, 2)
+HEAD_512_BELOW_SM100 = Fact((0, 6, 15), "flashinfer-ai/flashinfer #3739: head size 512 with 16-bit KV on 8.x and 9.x")
+HEAD_512_FP8_BELOW_SM100 = Fact((0, 7, 2), "flashinfer-ai/flashinfer flashinfer/jit/attention/modules.py 0.7.2.post1")
+FP8_WINDOW_FA3 = Fact((0, 6, 15), "flashinfer-ai/flashinfer #3682: before, FP8 fa3 prefill with a window hangs (#3578)")
+XQA_DRAFT_WINDOW = Fact(
+    (0, 6, 16), f"flashinfer-ai/flashinfer #4137: one window per draft token; {RAN}: relative error 0.85 without"
+)
+XQA_DRAFT_MASK_FP8 = Fact(
+    (0, 6, 16), f"flashinfer-ai/flashinfer #4199: full draft mask with FP8 KV on 9.x; {RAN}: relative error 0.22 without"
+)
+
+MIB = 1 << 20
+INT_WORKSPACE = 8 * MIB
+"""Device bytes that every native wrapper allocates for its schedule (FlashInfer decode.py, prefill.py, mla/_core.py 0.6.14)."""
+
+TRTLLM_GEN_CAPABILITIES = ((10, 0), (10, 3))
+"""Compute capabilities with trtllm-gen kernels (``kSM_100``, ``kSM_103`` in include/flashinfer/trtllm/fmha/fmhaRunner.cuh v0.6.14)."""
+
+
+def release(environment: Environment) -> Release:
+    """Return the release of flashinfer-python, the newest one looked into where the version is unknown."""
+    version = environment.version("flashinfer-python")
+    return NEWEST if version is None else _numbers(version)
+
+
+@lru_cache(maxsize=64)
+def _numbers(version: str) -> Release:
+    numbers: list[int] = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)
+
+
+def upgrade(needed: Fact[Release]) -> str:
+    """Return the command that brings ``needed`` or newer."""
+    return f"pip install 'flashinfer-python>={'.'.join(map(str, needed.value))}'"
+
+
+def pages(sizes: Sequence[int], block_size: int | None) -> tuple[int, ...]:
+    """Return ``sizes`` (tokens), preferred first, or those that divide the allocator's block size, the largest first."""
+    if block_size is None:
+        return tuple(sizes)
+    return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))
+
+
+def runtime_missing(backend: str) -> Callable[[], NoReturn]:
+    """Return the ``load`` of a backend whose facts come in an earlier release than its runtime."""
+
+    def load() -> NoReturn:
+        raise RuntimeMissingError(
+            f"{backend} cannot run yet: attn-select-flashinfer 0.1 registers its facts only",
+            hint="selection and `attn-select explain` work; its runtime comes in a later release",
+        )
+
+    return load

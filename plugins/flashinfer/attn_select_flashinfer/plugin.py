@@ -1,0 +1,16 @@
+"""The entry point: registers the three backends, imports no kernel library."""
+
+from __future__ import annotations
+
+from attn_select.hookspecs import hookimpl
+from attn_select.spec import BackendSpec
+
+from attn_select_flashinfer.mha import FLASHINFER
+from attn_select_flashinfer.mla import FLASHINFER_MLA
+from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE
+
+
+@hookimpl
+def attn_select_register_backends() -> list[BackendSpec]:
+    """Return the specs of ``FLASHINFER``, ``FLASHINFER_MLA`` and ``FLASHINFER_MLA_SPARSE``."""
+    return [FLASHINFER, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE]

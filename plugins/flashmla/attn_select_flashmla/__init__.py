@@ -1,0 +1,1 @@
+"""FlashMLA for attn-select: ``FLASHMLA`` and ``FLASHMLA_SPARSE``."""

@@ -1,0 +1,148 @@
+"""``FLASHMLA``: FlashMLA's dense decoding on Hopper."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from pydantic import Field
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.layouts import MLA
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select_flashmla.providers import (
+    LIBRARIES,
+    RAN,
+    SM90,
+    UPSTREAM,
+    VLLM_FP8,
+    Kernel,
+    Objection,
+    ProviderName,
+    Subject,
+    pinned,
+    refuse,
+)
+
+_DENSE = f"{UPSTREAM}/dense_decode.h"
+_VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashmla.py 0.33.0"
+
+DECODE = Capabilities(
+    mla=True,
+    # vLLM's backend declares 10.x too and then asserts Hopper.
+    compute_capabilities=Fact(SM90, f"{_DENSE} (is_sm90a); {VLLM_FP8} (major 9, minor 0); {RAN}"),
+    dtypes=Fact(("bfloat16", "float16"), _DENSE),
+    kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), f"{_DENSE}; {VLLM_FP8}; {RAN}"),
+    # Upstream takes 512 as well, with a latent of 512 and no rope part, which is not MLA's shape here.
+    head_sizes=Fact(HeadSizes(values=(576,)), f"{_DENSE} (576 or 512, V 512); {VLLM_FP8} (576, V 512); {RAN}"),
+    block_sizes=Fact((64,), f"{_DENSE} (page_block_size 64); {VLLM_FP8} (64); {RAN}"),
+    sliding_window=Fact(False, _DENSE),
+    logits_soft_cap=Fact(False, _DENSE),
+    alibi=Fact(False, _DENSE),
+    sinks=Fact(False, f"{UPSTREAM} and flash_mla/flash_mla_interface.py (attn_sink must be None when dense)"),
+    non_causal=Fact(True, f"{_DENSE} (is_causal)"),
+    # The scheduler splits by the lengths of the whole batch, and the number of its parts is checked.
+    batch_invariant=Fact(False, _DENSE),
+    per_head_quant_scales=Fact(True, f"{VLLM_FP8} (one scale; there is one KV head)"),
+    decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
+)
+
+
+class FlashMLAOptions(BackendOptions):
+    """``[backends.FLASHMLA]``."""
+
+    provider: ProviderName = Field(
+        "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
+    )
+
+
+_LAYOUTS = (MLA,)
+_BLOCKS = (64,)
+_SPLITS = (
+    "split-KV partial sums take (batch + SM parts) x query heads x query length x (kv_lora_rank + 1) x 4 bytes per call"
+)
+_CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
+_PIN = "FlashMLA's dense decode, from the provider that the options name"
+
+
+def objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
+    """Return what speaks against one build; empty: it runs."""
+    found: list[Objection] = []
+    if config.kv_lora_rank != 512:
+        found.append(("kv-lora-rank", "512"))
+    if config.kv_cache_dtype == "fp8_e4m3" and not kernel.dense_fp8.value:
+        found.append(("kv-cache-dtype", "16-bit KV only in dense decode"))
+    return found
+
+
+def _describe(code: str, config: AttentionConfig) -> Subject:
+    if code == "kv-lora-rank":
+        return Subject(f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank)
+    return Subject(f"KV-cache dtype {config.kv_cache_dtype}", config.kv_cache_dtype, "--kv-cache-dtype auto")
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashMLAOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the first installed build that runs the layer, or what each one lacks."""
+    judged = []
+    for kernel in pinned(options.provider):
+        if environment.has(kernel.library):
+            found = objections(kernel, config)
+            if not found:
+                return _plan(kernel, config, options)
+            judged.append((kernel, found))
+    return refuse(
+        judged,
+        "FLASHMLA",
+        options.provider,
+        environment,
+        lambda kernel: objections(kernel, config),
+        lambda code: _describe(code, config),
+    )
+
+
+def _plan(kernel: Kernel, config: AttentionConfig, options: FlashMLAOptions) -> BackendPlan:
+    fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    notes = kernel.notes
+    if fp8 and config.dtype == "float16":
+        notes = (*notes, _CONVERTED)
+    if config.cuda_graph != "NEVER":
+        notes = (*notes, _SPLITS)
+    return BackendPlan(
+        "dense FP8" if fp8 else "dense",
+        "Hopper's dense decode" if options.provider == "auto" else _PIN,
+        "fp8_e4m3" if fp8 else config.dtype,
+        True,
+        _LAYOUTS,
+        _BLOCKS,
+        "UNIFORM_BATCH",
+        0,
+        1,
+        kernel.provider,
+        notes,
+    )
+
+
+def load() -> NoReturn:
+    """Raise: the runtime is not part of this release.
+
+    Raises:
+        RuntimeMissingError: always.
+    """
+    raise RuntimeMissingError(
+        "FLASHMLA: this release brings its facts, not its runtime", hint="selection and `attn-select explain` work"
+    )
+
+
+FLASHMLA = BackendSpec(
+    name="FLASHMLA",
+    summary="FlashMLA's dense MLA decode on Hopper, 16-bit or FP8 cache",
+    capabilities={"decode": DECODE},
+    plan=plan,
+    load=load,
+    libraries=LIBRARIES,
+    options=FlashMLAOptions,
+)

@@ -1,0 +1,317 @@
+"""FLASHMLA and FLASHMLA_SPARSE through the gate: what they take, which build serves, and why not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from attn_select import gate
+from attn_select.config import AttentionConfig
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
+from attn_select_flashmla.plugin import attn_select_register_backends
+from attn_select_flashmla.providers import KERNELS, LIBRARIES
+
+SPECS = {spec.name: spec for spec in attn_select_register_backends()}
+DENSE, SPARSE = SPECS["FLASHMLA"], SPECS["FLASHMLA_SPARSE"]
+DISTRIBUTIONS = [kernel.library.distribution for kernel in KERNELS]
+
+
+def gpu(major: int, minor: int = 0) -> Device:
+    return Device(f"sm{major}{minor}", (major, minor))
+
+
+def layer(**fields: Any) -> AttentionConfig:
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return AttentionConfig(**{"num_heads": 64, **dims, **fields})
+
+
+def sparse(**fields: Any) -> AttentionConfig:
+    return layer(**{"sparse_top_k": 2048, **fields})
+
+
+def ask(
+    config: AttentionConfig,
+    device: Device,
+    environment: Environment | None = None,
+    phase: Any = "decode",
+    **options: Any,
+) -> BackendPlan | list[Reason]:
+    environment = environment or Environment(assume_installed=True)
+    spec = SPARSE if config.sparse else DENSE
+    return gate.check(spec, config, device, environment, spec.options(**options), phase)
+
+
+def plan_of(*args: Any, **kwargs: Any) -> BackendPlan:
+    outcome = ask(*args, **kwargs)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome
+
+
+def reasons_of(*args: Any, **kwargs: Any) -> dict[str, Reason]:
+    outcome = ask(*args, **kwargs)
+    assert isinstance(outcome, list), outcome
+    assert len({reason.code for reason in outcome}) == len(outcome)
+    return {reason.code: reason for reason in outcome}
+
+
+def facts(value: Any) -> Iterator[Fact[Any]]:
+    for field in dataclasses.fields(value):
+        if isinstance(found := getattr(value, field.name), Fact):
+            yield found
+
+
+# --- Facts -------------------------------------------------------------------------------------
+
+
+def test_registers_both_backends() -> None:
+    assert {name: set(spec.capabilities) for name, spec in SPECS.items()} == {
+        "FLASHMLA": {"decode"},
+        "FLASHMLA_SPARSE": {"prefill", "decode"},
+    }
+
+
+def test_every_fact_has_a_source() -> None:
+    holders = [*KERNELS, *(c for spec in SPECS.values() for c in spec.capabilities.values())]
+    sources = [fact.source for holder in holders for fact in facts(holder)]
+    assert len(sources) > 60
+    assert all(sources)
+
+
+def test_kernels_come_from_declared_libraries() -> None:
+    assert tuple(kernel.library for kernel in KERNELS) == LIBRARIES[1]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_load_says_that_the_runtime_is_missing(spec: BackendSpec) -> None:
+    with pytest.raises(RuntimeMissingError, match=rf"^{spec.name}: .*runtime"):
+        spec.load()
+
+
+# --- Dense -------------------------------------------------------------------------------------
+
+
+def test_dense_decode_on_hopper() -> None:
+    plan = plan_of(layer(), gpu(9))
+    assert (plan.path, plan.query_dtype, plan.returns_lse) == ("dense", "bfloat16", True)
+    assert (plan.kv_layouts, plan.kernel_block_sizes, plan.cuda_graph) == ((MLA,), (64,), "UNIFORM_BATCH")
+
+
+def test_dense_serves_decode_only() -> None:
+    assert set(reasons_of(layer(), gpu(9), phase="prefill")) == {"phase-not-served"}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (10, 3), (12, 0)])
+def test_dense_is_hopper_only(capability: tuple[int, int]) -> None:
+    reason = reasons_of(layer(), gpu(*capability))["compute-capability"]
+    assert reason.observed == f"{capability[0]}.{capability[1]}"
+    assert reason.supported == "9.0"
+
+
+def test_dense_fp8_quantises_the_query() -> None:
+    plan = plan_of(layer(kv_cache_dtype="fp8", per_head_quant_scales=True), gpu(9))
+    assert (plan.path, plan.query_dtype, plan.kv_layouts) == ("dense FP8", "fp8_e4m3", (MLA,))
+    assert any("float16" in note for note in plan_of(layer(kv_cache_dtype="fp8", dtype="float16"), gpu(9)).notes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "float16"},
+        {"num_heads": 1},
+        {"num_heads": 128},
+        {"block_size": 128},
+        {"num_speculative_tokens": 3},
+        {"decode_context_parallel_size": 8},
+        {"non_causal": True},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_dense_accepts(fields: dict[str, Any]) -> None:
+    assert isinstance(ask(layer(**fields), gpu(9)), BackendPlan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"block_size": 16}, "block-size"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv-cache-dtype"),
+        ({"qk_rope_head_dim": 32}, "head-size"),
+        ({"kv_lora_rank": 448, "qk_rope_head_dim": 128}, "kv-lora-rank"),
+        ({"sinks": True}, "sinks"),
+        ({"sliding_window": 512}, "sliding-window"),
+        ({"logits_soft_cap": 30.0}, "logits-soft-cap"),
+        ({"batch_invariant": True}, "batch-invariant"),
+        ({"cuda_graph": "ALWAYS"}, "cuda-graph-level"),
+    ],
+)
+def test_dense_rejects(fields: dict[str, Any], code: str) -> None:
+    assert code in reasons_of(layer(**fields), gpu(9))
+
+
+def test_dense_serves_no_sparse_and_no_plain_layers() -> None:
+    for config, code in ((sparse(), "sparse-unsupported"), (AttentionConfig(num_heads=8, head_size=128), "mla-only")):
+        outcome = gate.check(DENSE, config, gpu(9), Environment(assume_installed=True), DENSE.options(), "decode")
+        assert isinstance(outcome, list)
+        assert code in {reason.code for reason in outcome}
+
+
+# --- Sparse ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_sparse_bf16(capability: tuple[int, int], phase: str) -> None:
+    plan = plan_of(sparse(), gpu(*capability), phase=phase)
+    assert (plan.path, plan.query_dtype, plan.kv_layouts) == ("sparse bf16", "bfloat16", (MLA,))
+    assert plan.kernel_block_sizes == (64, 1)
+    assert not plan.notes
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (11, 0), (12, 0)])
+def test_sparse_elsewhere(capability: tuple[int, int]) -> None:
+    assert set(reasons_of(sparse(), gpu(*capability))) == {"compute-capability"}
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    ("heads", "phase", "path"),
+    [
+        (128, "decode", "sparse FP8"),
+        (16, "decode", "sparse FP8"),
+        (128, "prefill", "sparse bf16 over dequantised KV"),
+        (16, "prefill", "sparse FP8"),
+    ],
+)
+def test_sparse_fp8(dtype: str, heads: int, phase: str, path: str) -> None:
+    plan = plan_of(sparse(num_heads=heads, kv_cache_dtype=dtype), gpu(9), phase=phase)
+    assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == (path, (FP8_DS_MLA,), (64,))
+    assert plan.query_dtype == "bfloat16"
+    assert any("fp8_ds_mla" in note for note in plan.notes) is (dtype == "fp8")
+    assert any("dequantises" in note for note in plan.notes) is ("dequantised" in path)
+
+
+def test_sparse_fp8_wants_pages_of_64() -> None:
+    assert isinstance(ask(sparse(block_size=1), gpu(9)), BackendPlan)
+    assert isinstance(ask(sparse(block_size=128, kv_cache_dtype="fp8_ds_mla"), gpu(9)), BackendPlan)
+    reason = reasons_of(sparse(block_size=16, kv_cache_dtype="fp8_ds_mla"), gpu(9))["block-size"]
+    assert (reason.observed, reason.remedy) == (16, "--block-size 64")
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(16, 64), (64, None), (72, 128), (128, None)])
+def test_sparse_pads_heads(heads: int, padded: int | None) -> None:
+    notes = [note for note in plan_of(sparse(num_heads=heads), gpu(9)).notes if "padded" in note]
+    assert notes == ([f"query heads are padded from {heads} to {padded}"] if padded else [])
+
+
+def test_sparse_takes_128_heads_over_all_ranks() -> None:
+    reason = reasons_of(sparse(num_heads=160), gpu(9))["num-heads"]
+    assert (reason.observed, "160" in reason.message) == (160, True)
+    assert isinstance(ask(sparse(num_heads=16, decode_context_parallel_size=8), gpu(9)), BackendPlan)
+    reason = reasons_of(sparse(num_heads=64, decode_context_parallel_size=4), gpu(9))["num-heads"]
+    assert (reason.observed, "64 from each of 4 ranks" in reason.message) == (256, True)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "dtype", "multiple"),
+    [(2048, "auto", None), (192, "auto", 128), (192, "fp8_ds_mla", None), (100, "fp8_ds_mla", 64)],
+)
+def test_sparse_pads_indices(top_k: int, dtype: str, multiple: int | None) -> None:
+    notes = [
+        note for note in plan_of(sparse(sparse_top_k=top_k, kv_cache_dtype=dtype), gpu(9)).notes if "top-k" in note
+    ]
+    assert [note.rsplit(" ", 1)[-1] for note in notes] == ([str(multiple)] if multiple else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"dtype": "float16"}, "dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv-cache-dtype"),
+        ({"kv_lora_rank": 448, "qk_rope_head_dim": 64}, "head-size"),
+        ({"kv_lora_rank": 448, "qk_rope_head_dim": 128}, "kv-lora-rank"),
+        ({"batch_invariant": True}, "batch-invariant"),
+        ({"logits_soft_cap": 30.0}, "logits-soft-cap"),
+    ],
+)
+def test_sparse_rejects(fields: dict[str, Any], code: str) -> None:
+    assert code in reasons_of(sparse(**fields), gpu(9))
+
+
+# --- Providers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_each_build_serves_dense_decode(installed: Any, distribution: str) -> None:
+    versions = {"vllm": "0.33.0", "sgl_kernel": "0.3.21", "sglang_kernel": "0.4.10"}
+    name = distribution.replace("-", "_")
+    plan = plan_of(layer(), gpu(9), installed(**{name: versions.get(name, "1.0.0")}))
+    assert plan.provider is not None
+    assert plan.provider.startswith(f"{distribution} (")
+
+
+def test_upstream_has_no_dense_fp8(installed: Any) -> None:
+    environment = installed(flash_mla="1.0.0+9241ae3")
+    plan = plan_of(layer(), gpu(9), environment)
+    assert any("2026-09-30" in note for note in plan.notes)
+    reason = reasons_of(layer(kv_cache_dtype="fp8"), gpu(9), environment)["kv-cache-dtype"]
+    assert "FlashMLA of flash-mla" in reason.message
+    assert reason.remedy == "--kv-cache-dtype auto"
+
+
+def test_sinks_choose_a_build_that_has_them(installed: Any) -> None:
+    assert plan_of(sparse(sinks=True), gpu(9)).provider == "vllm (vllm.third_party.flashmla)"
+    reason = reasons_of(sparse(sinks=True), gpu(9), installed(sgl_kernel="0.3.21"))["sinks"]
+    assert reason.remedy == "pip install vllm"
+
+
+def test_code_for_sm100a_does_not_run_on_10_3(installed: Any) -> None:
+    environment = installed(sgl_kernel="0.3.21")
+    assert isinstance(ask(sparse(), gpu(10), environment), BackendPlan)
+    reason = reasons_of(sparse(), gpu(10, 3), environment)["compute-capability"]
+    assert (reason.observed, reason.remedy) == ("10.3", "pip install vllm")
+
+
+def test_nothing_installed(installed: Any) -> None:
+    reasons = reasons_of(layer(kv_lora_rank=448, qk_rope_head_dim=128), gpu(9), installed())
+    assert set(reasons) == {"library-missing", "kv-lora-rank"}
+    assert reasons["library-missing"].remedy == "pip install vllm"
+
+
+def test_old_releases_do_not_count() -> None:
+    pins = {"vllm": "0.8.0"}
+    environment = Environment(assume_installed=True, pins=pins)
+    assert plan_of(layer(), gpu(9), environment).provider == "sgl-flash-mla (flash_mla, use_legacy=True)"
+    reason = reasons_of(layer(), gpu(9), environment, provider="vllm")["library-version"]
+    assert "vllm 0.8.0 (needs >=0.26)" in reason.message
+    assert reason.remedy == 'backends.FLASHMLA.provider = "auto"'
+
+
+def test_pinned_provider(installed: Any) -> None:
+    assert plan_of(layer(), gpu(9), provider="sgl-kernel").provider == "sgl-kernel (sgl_kernel.flash_mla)"
+    environment = installed(vllm="0.33.0")
+    reason = reasons_of(sparse(), gpu(9), environment, provider="flash-mla")["library-missing"]
+    assert 'backends.FLASHMLA_SPARSE.provider = "flash-mla"' in reason.message
+    assert reason.remedy == 'backends.FLASHMLA_SPARSE.provider = "auto"'
+
+
+@pytest.mark.parametrize("options", [{"provider": "pip"}, {"version": 3}])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_bad_options(spec: BackendSpec, options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        spec.options(**options)
+
+
+def test_sglangs_module_does_not_pass_for_upstreams(installed: Any) -> None:
+    environment = installed(sgl_flash_mla="1.0.0")
+    assert plan_of(layer(), gpu(9), environment).provider == "sgl-flash-mla (flash_mla, use_legacy=True)"
+    reason = reasons_of(layer(), gpu(9), environment, provider="flash-mla")["library-version"]
+    assert "flash-mla of unknown version" in reason.message

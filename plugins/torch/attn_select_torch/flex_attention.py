@@ -1,0 +1,197 @@
+"""``FLEX_ATTENTION``: torch's FlexAttention, compiled, with a block mask over the paged cache."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import NoReturn
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.dtypes import BITS
+from attn_select.environment import Environment
+from attn_select.layouts import FLASH_ATTN_NHD
+from attn_select.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Library,
+    Reason,
+)
+from attn_select_torch.common import RAN_ON_CPU, no_runtime
+from attn_select_torch.toolchain import compiler_reason
+
+TORCH = Library("torch", "torch", "pip install torch", ">=2.9")
+"""2.9 has ``AuxRequest``, by which the log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has none)."""
+TRITON = Library("triton", "triton", "pip install triton")
+"""On a GPU inductor generates Triton; PyPI's torch for Linux brings it."""
+
+_FLEX = "pytorch/pytorch torch/nn/attention/flex_attention.py v2.13.0"
+_LOWERING = "pytorch/pytorch torch/_inductor/kernel/flex v2.13.0"
+_RAN_ON_H100 = "ran on H100, torch 2.11.0, 2026-11-21"
+_MASK_MOD = f"{_FLEX}: mask_mod decides each pair of positions; paged mask {_RAN_ON_H100}"
+_NO_SCORE_MOD = "own masks: this backend brings a mask_mod and no score_mod"
+
+CAPABILITIES = Capabilities(
+    compute_capabilities=Fact(
+        ComputeCapabilities((((7, 0), (12, 9)),), cpu=True),
+        "pytorch/pytorch torch/_dynamo/device_interface.py v2.13.0 is_triton_capable (7.0 and up); "
+        f"{_LOWERING}/flex_cpu.py, {RAN_ON_CPU}",
+    ),
+    dtypes=Fact(("bfloat16", "float16", "float32"), f"{_LOWERING}/flex_cpu.py; {RAN_ON_CPU}; {_RAN_ON_H100}"),
+    kv_cache_dtypes=Fact(("bfloat16", "float16", "float32"), f"{_LOWERING}/flex_cpu.py; FP8 scales: {_NO_SCORE_MOD}"),
+    head_sizes=Fact(HeadSizes(), f"{RAN_ON_CPU} (1, 12, 64, 80, 192, 512); GPUs: see the plan"),
+    block_sizes=Fact((16,), f"{_RAN_ON_H100} (BLOCK_M and BLOCK_N 16: tl.dot takes no less)"),
+    attn_types=Fact(("decoder", "encoder", "encoder_only"), f"{_MASK_MOD}; an encoder is the case without a cache"),
+    mixed_kv_cache_dtype=Fact(
+        True, f"{_LOWERING}/templates/common.py.jinja (k and v are cast to q's dtype); GPUs only"
+    ),
+    v_head_size_differs=Fact(True, f"{_RAN_ON_H100}; {RAN_ON_CPU} (192 and 128, 12 and 20)"),
+    sliding_window=Fact(True, _MASK_MOD),
+    logits_soft_cap=Fact(False, _NO_SCORE_MOD),
+    alibi=Fact(False, _NO_SCORE_MOD),
+    sinks=Fact(False, _NO_SCORE_MOD),
+    mm_prefix=Fact(True, _MASK_MOD),
+    non_causal=Fact(True, _MASK_MOD),
+    batch_invariant=Fact(True, f"{_RAN_ON_H100}: bitwise equal with fixed tiles (FORCE_USE_FLEX_ATTENTION); GPUs only"),
+    output_quantizations=Fact((), f"{_FLEX}: no output scale"),
+    decode_context_parallel=Fact(True, f"{_RAN_ON_H100}: AuxRequest(lse=True); GPUs only"),
+)
+
+_WHY_CPU = "inductor's C++ template"
+_WHY_GPU = "inductor's Triton template"
+_CPU_COMPILES = "compiles C++ at the first call of each shape class, for a CPU with AVX2"
+_GPU_COMPILES = "compiles at the first call of each head count, head size, dtype and kind of mask"
+_PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
+_FIXED_TILES = "batch invariance: tiles of 16 by 16, keys in a request's own order"
+
+LEAST_HEAD_SIZE = 16
+TILE = 16
+"""Queries and keys of the smallest tile."""
+
+
+@lru_cache(maxsize=1)
+def _cpu_has_template() -> bool:
+    """Whether inductor's C++ template exists for this CPU (flex_cpu.py v2.13.0 check_cpu_supported)."""
+    import platform  # only the CPU asks
+
+    return sys.platform != "darwin" and platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _cpu_reasons(config: AttentionConfig, environment: Environment, device: Device) -> list[Reason]:
+    found: list[Reason] = []
+    if device.local and not environment.assume_installed and not _cpu_has_template():
+        message = "inductor's C++ template needs x86-64 with AVX2, and not macOS"
+        found.append(Reason("cpu-architecture", message, None, "x86-64"))
+    if config.has_cache and config.cache_dtype in BITS and config.cache_dtype != config.dtype:
+        message = f"KV-cache dtype {config.cache_dtype} beside dtype {config.dtype} on a CPU (supported: auto)"
+        found.append(Reason("kv-cache-dtype", message, config.kv_cache_dtype, ["auto"], "--kv-cache-dtype auto"))
+    if config.batch_invariant:
+        # torch/_inductor/codegen/cpp_flex_attention_template.py v2.13.0: need_pack.
+        message = "no batch invariance on a CPU: the C++ template packs or not by the number of tokens in the batch"
+        found.append(Reason("batch-invariant", message, True, False))
+    if config.decode_context_parallel_size > 1:
+        ranks = config.decode_context_parallel_size
+        message = f"decode context parallel size {ranks} on a CPU (supported: 1): the C++ template returns no LSE"
+        found.append(Reason("decode-context-parallel", message, ranks, 1, "--dcp 1"))
+    return found
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: tuple[int, int]) -> list[Reason]:
+    found: list[Reason] = []
+    if not environment.has(TRITON):
+        message = "triton is not installed, which inductor compiles with on a GPU"
+        states = {"triton": environment.state(TRITON)}
+        found.append(Reason("library-missing", message, states, ["triton"], TRITON.install))
+    old = capability < (8, 0)
+    if old and config.dtype == "bfloat16":
+        # torch/_inductor/compile_fx.py v2.13.0 _check_triton_bf16_support: such graphs are skipped.
+        message = "dtype bfloat16 below compute capability 8.0, where inductor has none (supported: float16, float32)"
+        found.append(Reason("dtype", message, "bfloat16", ["float16", "float32"], "--dtype float16"))
+    k_size, v_size = config.head_size, config.value_head_size
+    least = LEAST_HEAD_SIZE
+    if k_size < least:
+        message = f"head size {k_size} on a GPU (supported: {least} and up)"
+        found.append(Reason("head-size", message, k_size, f"{least} and up"))
+    if v_size < least and config.v_head_size is not None:
+        message = f"V head size {v_size} on a GPU (supported: {least} and up)"
+        found.append(Reason("v-head-size", message, v_size, f"{least} and up"))
+    # A tile each of Q, K and V, head sizes padded to powers of 2, must fit a block's shared memory: 64 KiB on 7.5,
+    # 99 KiB on 8.6, 8.9 and 12.x, more elsewhere (CUDA C++ Programming Guide, specifications per compute capability).
+    room = (64 if old else 99) * 1024
+    need = TILE * (2 * _padded(k_size) + _padded(v_size)) * BITS[config.dtype] // 8
+    if need > room:
+        sizes = f"head size {k_size}" if k_size == v_size else f"head sizes {k_size} and {v_size}"
+        message = f"{sizes} in {config.dtype}: tiles of {need} bytes (supported: {room} bytes of shared memory)"
+        found.append(Reason("head-size", message, k_size, f"{room} bytes of shared memory"))
+    return found
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the plan, or what the templates cannot do on this device."""
+    capability = device.compute_capability
+    if capability is None:
+        reasons = _cpu_reasons(config, environment, device)
+    else:
+        reasons = _gpu_reasons(config, environment, capability)
+    if (missing := compiler_reason(device, environment)) is not None:
+        reasons.append(missing)
+    if reasons:
+        return reasons
+    cached = config.has_cache
+    said = (_CPU_COMPILES,) if capability is None else (_GPU_COMPILES,)
+    if config.batch_invariant:
+        said = (*said, _FIXED_TILES)
+    if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
+        said = (*said, _PADDED_V)
+    # One token dimension over all blocks is a view of this layout alone.
+    layouts = (FLASH_ATTN_NHD,) if cached else ()
+    pages = (TILE,) if cached else ()
+    if capability is None:
+        return BackendPlan("C++", _WHY_CPU, config.dtype, False, layouts, pages, "NEVER", 0, 1, None, said)
+    # Graph replay with another block table and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads
+    # persistent tensors, and the block lists are built without the host.
+    return BackendPlan("Triton", _WHY_GPU, config.dtype, True, layouts, pages, "ALWAYS", 0, 1, None, said)
+
+
+def compile_key(config: AttentionConfig) -> object:
+    """Group layers that share one compilation: head counts and sizes are static (flex_attention.py v2.13.0)."""
+    causal = config.attn_type == "decoder" and not config.non_causal
+    return (
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_size,
+        config.value_head_size,
+        config.dtype,
+        config.cache_dtype,
+        config.block_size,
+        causal,
+        config.sliding_window is not None,
+        config.mm_prefix,
+    )
+
+
+def load() -> NoReturn:
+    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
+    no_runtime("FLEX_ATTENTION")
+
+
+FLEX_ATTENTION = BackendSpec(
+    name="FLEX_ATTENTION",
+    summary="torch's compiled FlexAttention with a block mask over the paged cache",
+    capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
+    plan=plan,
+    load=load,
+    libraries=((TORCH,),),
+    compile_key=compile_key,
+)

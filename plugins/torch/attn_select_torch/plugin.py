@@ -1,0 +1,15 @@
+"""The entry point: registers the three backends, imports no torch."""
+
+from __future__ import annotations
+
+from attn_select.hookspecs import hookimpl
+from attn_select.spec import BackendSpec
+from attn_select_torch.flex_attention import FLEX_ATTENTION
+from attn_select_torch.torch_mla import TORCH_MLA
+from attn_select_torch.torch_sdpa import TORCH_SDPA
+
+
+@hookimpl
+def attn_select_register_backends() -> list[BackendSpec]:
+    """Return the specs of ``TORCH_SDPA``, ``FLEX_ATTENTION`` and ``TORCH_MLA``."""
+    return [TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA]

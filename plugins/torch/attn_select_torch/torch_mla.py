@@ -1,0 +1,80 @@
+"""``TORCH_MLA``: dense multi-head latent attention (arXiv 2405.04434) in torch operators."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.layouts import MLA
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select_torch.common import (
+    ANY_BLOCK,
+    DTYPES,
+    EVERY_DEVICE,
+    KV_CACHE_DTYPES,
+    MASKED,
+    OWN,
+    PER_REQUEST,
+    TORCH,
+    no_runtime,
+    notes,
+)
+
+
+def _capabilities(reads_cache: bool) -> Capabilities:
+    return Capabilities(
+        compute_capabilities=EVERY_DEVICE,
+        dtypes=DTYPES,
+        kv_cache_dtypes=KV_CACHE_DTYPES,
+        head_sizes=Fact(HeadSizes(), f"{OWN}: matmul takes any width"),
+        block_sizes=Fact((1,), f"{OWN}: blocks are gathered by index"),
+        mla=True,
+        reads_cache=reads_cache,
+        mixed_kv_cache_dtype=Fact(True, f"{OWN}: the gather converts to the compute dtype"),
+        sliding_window=Fact(True, MASKED),
+        logits_soft_cap=Fact(True, f"{OWN}: matmul, tanh, softmax, matmul"),
+        alibi=Fact(True, MASKED),
+        sinks=Fact(True, f"{OWN}: one more column of scores, its value zero"),
+        mm_prefix=Fact(True, MASKED),
+        non_causal=Fact(True, MASKED),
+        batch_invariant=Fact(True, PER_REQUEST),
+        per_head_quant_scales=Fact(True, f"{OWN}: the latent is one KV head, so both kinds of scale are one number"),
+        output_quantizations=Fact((), "pytorch/pytorch torch/nn/functional.py v2.13.0: no output scale"),
+        decode_context_parallel=Fact(True, f"{OWN}: the scores are there to take the log-sum-exp of"),
+    )
+
+
+PREFILL = _capabilities(reads_cache=False)
+DECODE = _capabilities(reads_cache=True)
+
+_PREFILL = "decompressed keys and values: least arithmetic per new token"
+_DECODE = "absorbed projections over the latent: least memory traffic per cached token"
+_GATHER = "copies the latents it reads out of the cache at each call; nothing is reserved"
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the plan; plain capabilities say everything that speaks against it."""
+    said = notes(config, device)
+    if phase == "prefill":
+        return BackendPlan("multi-head", _PREFILL, config.dtype, True, (), (), "NEVER", 0, 1, None, said)
+    # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
+    return BackendPlan("latent", _DECODE, config.dtype, True, (MLA,), ANY_BLOCK, "NEVER", 0, 1, None, (*said, _GATHER))
+
+
+def load() -> NoReturn:
+    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
+    no_runtime("TORCH_MLA")
+
+
+TORCH_MLA = BackendSpec(
+    name="TORCH_MLA",
+    summary="dense MLA in torch operators on the gathered latents, CPU and every GPU",
+    capabilities={"prefill": PREFILL, "decode": DECODE},
+    plan=plan,
+    load=load,
+    libraries=((TORCH,),),
+)

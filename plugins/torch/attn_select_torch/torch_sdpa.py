@@ -1,0 +1,93 @@
+"""``TORCH_SDPA``: torch's ``scaled_dot_product_attention`` on keys and values gathered from the paged cache."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select_torch.common import (
+    ANY_BLOCK,
+    DTYPES,
+    EVERY_DEVICE,
+    KV_CACHE_DTYPES,
+    MASKED,
+    OWN,
+    PER_REQUEST,
+    RAN_ON_CPU,
+    TORCH,
+    no_runtime,
+    notes,
+)
+
+CAPABILITIES = Capabilities(
+    compute_capabilities=EVERY_DEVICE,
+    dtypes=DTYPES,
+    kv_cache_dtypes=KV_CACHE_DTYPES,
+    head_sizes=Fact(HeadSizes(), f"{RAN_ON_CPU} (1, 7, 64, 80, 513)"),
+    block_sizes=Fact((1,), f"{OWN}: blocks are gathered by index"),
+    attn_types=Fact(("decoder", "encoder", "encoder_only", "encoder_decoder"), f"{OWN}: masks and lengths are free"),
+    mixed_kv_cache_dtype=Fact(True, f"{OWN}: the gather converts to the compute dtype"),
+    v_head_size_differs=Fact(True, f"{RAN_ON_CPU} (80 and 48, 513 and 512)"),
+    sliding_window=Fact(True, MASKED),
+    logits_soft_cap=Fact(True, f"{OWN}: matmul, tanh, softmax, matmul"),
+    alibi=Fact(True, MASKED),
+    sinks=Fact(True, f"{OWN}: one more column of scores, its value zero"),
+    mm_prefix=Fact(True, MASKED),
+    non_causal=Fact(True, MASKED),
+    batch_invariant=Fact(True, PER_REQUEST),
+    per_head_quant_scales=Fact(True, f"{OWN}: the gathered blocks are multiplied by any broadcastable scale"),
+    output_quantizations=Fact((), "pytorch/pytorch torch/nn/functional.py v2.13.0: no output scale"),
+    decode_context_parallel=Fact(True, f"{OWN}: the scores are there to take the log-sum-exp of, positions are free"),
+)
+
+LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
+"""Gathered through strides. The classic layout splits the head dimension of K, which a gather would have to undo."""
+
+_SDPA = "scaled_dot_product_attention"
+_EXPLICIT = "matmul and softmax"
+_PLAIN = "torch's fused kernels take the whole layer"
+_MASKED = "windows, slopes, image ranges and sinks go in as an additive mask"
+_SOFT_CAP = "scaled_dot_product_attention has no soft cap"
+_LSE = "scaled_dot_product_attention returns no log-sum-exp, which decode context parallelism merges"
+_GATHER = "copies the keys and values it reads out of the cache at each call; nothing is reserved"
+_PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the plan; plain capabilities say everything that speaks against it."""
+    path, because = _SDPA, _PLAIN
+    if config.logits_soft_cap is not None:
+        path, because = _EXPLICIT, _SOFT_CAP
+    elif config.decode_context_parallel_size > 1:
+        path, because = _EXPLICIT, _LSE
+    elif config.sliding_window is not None or config.alibi or config.sinks or config.mm_prefix:
+        because = _MASKED
+    said = notes(config, device)
+    if not config.has_cache:
+        return BackendPlan(path, because, config.dtype, True, (), (), "NEVER", 0, 1, None, said)
+    said = (*said, _GATHER)
+    if config.v_head_size is not None and config.v_head_size != config.head_size:
+        said = (*said, _PADDED_V)
+    # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
+    return BackendPlan(path, because, config.dtype, True, LAYOUTS, ANY_BLOCK, "NEVER", 0, 1, None, said)
+
+
+def load() -> NoReturn:
+    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
+    no_runtime("TORCH_SDPA")
+
+
+TORCH_SDPA = BackendSpec(
+    name="TORCH_SDPA",
+    summary="scaled_dot_product_attention on the gathered cache: every layer but MLA, CPU and every GPU",
+    capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
+    plan=plan,
+    load=load,
+    libraries=((TORCH,),),
+)

@@ -1,0 +1,1 @@
+"""Triton attention kernels for attn-select: ``TRITON_ATTN``, ``TRITON_MLA`` and ``PAGED_ATTENTION``."""

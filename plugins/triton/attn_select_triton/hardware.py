@@ -1,0 +1,111 @@
+"""What Triton can compile for which GPU, and what the three backends have in common."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NoReturn
+
+from attn_select.config import AttentionConfig
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.spec import ComputeCapabilities, Fact, HeadSizes, Library, Reason
+from attn_select_triton.toolchain import compiler_reason
+
+COMPILED = "compiled ahead of time, triton 3.6.0"
+"""``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""
+
+TORCH = Library("torch", "torch", "pip install torch", ">=2.5")
+TRITON = Library("triton", "triton", "pip install triton", ">=3.6")
+"""3.6 is the first release that compiled for 10.3 and 12.1 (3.5.1: ptxas knows neither); 3.3.1 fails on ``tl.dot`` of
+float16 for 7.5."""
+LIBRARIES = ((TORCH,), (TRITON,))
+
+OWN = "own kernel"
+TURING_AND_UP: Fact[ComputeCapabilities] = Fact(
+    ComputeCapabilities((((7, 5), (12, 9)),)),
+    f"{COMPILED} for 7.5, 8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 12.0 and 12.1; triton 3.7.0 for 11.0",
+)
+DTYPES = Fact(("bfloat16", "float16", "float32"), f"{COMPILED}: tl.dot of each, from 7.5 on")
+KV_CACHE_DTYPES = Fact(
+    ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
+    f"{COMPILED}: fp8e5 from 7.5 on, fp8e4nv from 8.9 on; {OWN}: casts to the query's dtype as it loads",
+)
+PREFILL_HEAD_SIZES = HeadSizes(multiple_of=8, minimum=32, maximum=256)
+"""Of QK and of V, each by itself: own prefill and decode kernels; rows are padded to a power of two under a mask."""
+
+ANY_STRIDE = f"{OWN}: reads the cache by strides, one page-table entry per tile of 16 tokens or more"
+MASK = f"{OWN}: a term of the mask or the score, chosen at compilation"
+
+E4M3_FROM = (8, 9)
+THOR = (11, 0)
+THOR_TRITON = (3, 7)
+_NO_MMA = "below compute capability 8.0 Triton compiles tl.dot to scalar FMAs: no tensor cores"
+
+
+@lru_cache(maxsize=64)
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, empty where it starts with none."""
+    parts = version.split(".", 2)[:2]
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
+
+
+def device_reasons(
+    config: AttentionConfig, device: Device, environment: Environment, reads_cache: bool = True
+) -> list[Reason]:
+    """Return what Triton cannot compile for this device, or on this machine."""
+    found: list[Reason] = []
+    capability = device.compute_capability
+    if capability is None:
+        return found  # the capabilities already say that a CPU will not do
+    if reads_cache and config.kv_cache_dtype == "fp8_e4m3" and capability < E4M3_FROM:
+        message = (
+            f"KV-cache dtype fp8_e4m3 on compute capability {device.capability_text} "
+            "(supported: auto, fp8_e5m2; e4m3 from 8.9 on)"
+        )
+        found.append(
+            Reason("kv-cache-dtype", message, "fp8_e4m3", ["auto", "fp8_e5m2"], "--kv-cache-dtype auto"),
+        )
+    if capability == THOR:
+        version = environment.version("triton")
+        if version is not None and () < _release(version) < THOR_TRITON:
+            message = f"triton {version} has no code for compute capability 11.0 (needs >=3.7)"
+            install = "pip install 'triton>=3.7'"
+            found.append(Reason("library-version", message, {"triton": version}, ["triton>=3.7"], install))
+    if (missing := compiler_reason(device, environment)) is not None:
+        found.append(missing)
+    return found
+
+
+def notes(device: Device) -> tuple[str, ...]:
+    """Return what a user should know about Triton on this device, one clause each."""
+    capability = device.compute_capability
+    return (_NO_MMA,) if capability is not None and capability < (8, 0) else ()
+
+
+PROGRAMS_PER_SM = 4
+"""Programs that split-KV decode aims at per SM: it splits only while the unsplit grid is smaller than that."""
+MOST_SMS = 192
+"""Taken where a device's count is unknown: a full GB202, the largest single die in a product line (NVIDIA RTX Blackwell
+architecture whitepaper)."""
+
+
+def split_workspace(device: Device, rows: int, width: int) -> int:
+    """Return the bytes that split-KV decode reserves for partial results.
+
+    With G programs unsplit and a target T = ``PROGRAMS_PER_SM`` x SMs, it takes ceil(T / G) splits where G < T, hence
+    fewer than T + G < 2 T programs. Each writes, in float32, ``rows`` accumulators of ``width`` elements with their
+    maximum and sum. The kernel's choice of splits keeps to this bound.
+    """
+    return 2 * PROGRAMS_PER_SM * (device.sm_count or MOST_SMS) * rows * (width + 2) * 4
+
+
+def no_runtime(name: str) -> NoReturn:
+    """Raise: the runtime of backend ``name`` is not part of this release.
+
+    Raises:
+        RuntimeMissingError: always.
+    """
+    raise RuntimeMissingError(
+        f"{name}: this release brings its facts, not its runtime", hint="selection and `attn-select explain` work"
+    )

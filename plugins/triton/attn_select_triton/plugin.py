@@ -1,0 +1,15 @@
+"""The entry point: registers the three backends, imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from attn_select.hookspecs import hookimpl
+from attn_select.spec import BackendSpec
+from attn_select_triton.paged_attention import PAGED_ATTENTION
+from attn_select_triton.triton_attn import TRITON_ATTN
+from attn_select_triton.triton_mla import TRITON_MLA
+
+
+@hookimpl
+def attn_select_register_backends() -> list[BackendSpec]:
+    """Return the specs of ``TRITON_ATTN``, ``TRITON_MLA`` and ``PAGED_ATTENTION``."""
+    return [TRITON_ATTN, TRITON_MLA, PAGED_ATTENTION]
