@@ -151,24 +151,26 @@ def _filled_in(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield ``(fields, message)`` for all that cannot be true at once. What a kernel merely lacks is for the gate to say."""
-    missing = [name for name in MLA_DIMS if getattr(c, name) is None]
-    if c.kv_lora_rank is not None and c.qk_rope_head_dim is not None and not missing:
-        yield from _mla_contradictions(c, c.kv_lora_rank + c.qk_rope_head_dim)
-    elif len(missing) < len(MLA_DIMS):
-        given = ", ".join(f"{name} = {getattr(c, name)}" for name in MLA_DIMS if name not in missing)
-        yield tuple(missing), f"{' and '.join(missing)} missing: MLA needs all four of {', '.join(MLA_DIMS)} (got {given})"
+    """Yield ``(fields, message)`` for all that cannot be true at once. What kernels lack is for the gate to say."""
+    dims = {name: getattr(c, name) for name in MLA_DIMS}
+    missing = tuple(name for name, value in dims.items() if value is None)
+    if not missing:
+        yield from _mla_contradictions(c)
+    elif len(missing) < len(dims):
+        given = ", ".join(f"{name} = {value}" for name, value in dims.items() if value is not None)
+        yield missing, f"{' and '.join(missing)} missing beside {given}: MLA needs all four of {', '.join(dims)}"
     else:
         if not c.head_size:
-            yield ("head_size",), "head_size is required (an integer from 1 to 8192; with MLA it follows from the MLA dims)"
+            yield ("head_size",), "head_size is required (from 1 to 8192; with MLA it follows from the MLA dims)"
         if c.num_heads % c.num_kv_heads:
-            text = f"num_kv_heads = {c.num_kv_heads} must divide num_heads = {c.num_heads} (both are per tensor-parallel rank)"
+            text = f"num_kv_heads = {c.num_kv_heads} must divide num_heads = {c.num_heads} (both are per rank)"
             yield ("num_kv_heads", "num_heads"), text
         if c.sparse_top_k is not None:
-            text = f"sparse_top_k = {c.sparse_top_k} is for sparse MLA: it needs {', '.join(MLA_DIMS)}"
-            yield ("sparse_top_k", *MLA_DIMS), text
+            text = f"sparse_top_k = {c.sparse_top_k} is for sparse MLA: it needs {', '.join(dims)}"
+            yield ("sparse_top_k", *dims), text
     if c.kv_cache_dtype == "fp8_ds_mla" and c.sparse_top_k is None:
-        yield ("kv_cache_dtype", "sparse_top_k"), "kv_cache_dtype = 'fp8_ds_mla' is sparse MLA's token format: it needs sparse_top_k"
+        text = "kv_cache_dtype = 'fp8_ds_mla' is sparse MLA's token format: it needs sparse_top_k"
+        yield ("kv_cache_dtype", "sparse_top_k"), text
     if not c.has_cache:
         yield from _encoder_contradictions(c)
     if c.per_head_quant_scales and not dtypes.is_quantized(c.kv_cache_dtype):
@@ -176,16 +178,27 @@ def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]
         yield ("per_head_quant_scales", "kv_cache_dtype"), text
 
 
-def _mla_contradictions(c: AttentionConfig, latent: int) -> Iterator[tuple[tuple[str, ...], str]]:
+def _mla_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    latent = (c.kv_lora_rank or 0) + (c.qk_rope_head_dim or 0)
     if c.head_size != latent:
-        rule = f"with MLA it is kv_lora_rank + qk_rope_head_dim = {latent} (from 1 to 8192; leave head_size out to have it filled in)"
-        yield ("head_size", "kv_lora_rank", "qk_rope_head_dim"), f"head_size = {c.head_size or latent}: {rule}"
+        text = f"head_size = {c.head_size or latent}: with MLA it is kv_lora_rank + qk_rope_head_dim = {latent}"
+        yield ("head_size", "kv_lora_rank", "qk_rope_head_dim"), f"{text} (from 1 to 8192; may be left out)"
     if c.num_kv_heads != 1:
-        yield ("num_kv_heads",), f"num_kv_heads = {c.num_kv_heads}: with MLA it is 1, since all heads share the latent (or leave it out)"
+        text = f"num_kv_heads = {c.num_kv_heads}: with MLA it is 1, all heads share the latent (or leave it out)"
+        yield ("num_kv_heads",), text
     if c.v_head_size is not None:
-        yield ("v_head_size",), f"v_head_size = {c.v_head_size} does not go with MLA: v_head_dim = {c.v_head_dim} says it"
+        text = f"v_head_size = {c.v_head_size} does not go with MLA: v_head_dim = {c.v_head_dim} says it"
+        yield ("v_head_size",), text
     if c.attn_type != "decoder":
         yield ("attn_type",), f"attn_type = {c.attn_type!r}: with MLA it is 'decoder'"
+
+
+_NOT_IN_ENCODERS = {
+    "non_causal": (False, "encoders attend in both directions anyway"),
+    "mm_prefix": (False, "encoders attend in both directions anyway"),
+    "num_speculative_tokens": (0, "encoders have no decode"),
+    "decode_context_parallel_size": (1, "encoders have no decode"),
+}
 
 
 def _encoder_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -193,10 +206,9 @@ def _encoder_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...
     if c.kv_cache_dtype not in ("auto", c.dtype):
         text = f"kv_cache_dtype = {c.kv_cache_dtype!r} {where}: encoders keep no KV cache (accepted: 'auto')"
         yield ("kv_cache_dtype", "attn_type"), text
-    for field, least in (("non_causal", False), ("mm_prefix", False), ("num_speculative_tokens", 0), ("decode_context_parallel_size", 1)):
-        if (value := getattr(c, field)) != least:
-            why = "encoders attend in both directions anyway" if least is False else "encoders have no decode"
-            yield (field, "attn_type"), f"{field} = {value} {where}: {why} (accepted: {least})"
+    for field, (accepted, why) in _NOT_IN_ENCODERS.items():
+        if (value := getattr(c, field)) != accepted:
+            yield (field, "attn_type"), f"{field} = {value} {where}: {why} (accepted: {accepted})"
 
 
 def _config_error(error: ValidationError, fields: list[str]) -> ConfigError:

@@ -98,8 +98,8 @@ class Environment:
     def state(self, library: Library) -> LibraryState:
         """Return how a library stands here. Probed once, without importing it.
 
-        ``installed``, ``assumed`` (asked about or pinned), ``missing``, ``wrong-version`` (an unknown version counts, where
-        the library names the versions that it needs) or ``broken`` (metadata without the module).
+        ``installed``, ``assumed`` (asked about or pinned), ``missing``, ``wrong-version`` (also where the version is
+        unknown and ``library`` names the versions it needs) or ``broken`` (metadata without the module).
         """
         try:
             return self._states[library]
@@ -125,14 +125,14 @@ class Environment:
         pinned = canonical_distribution(library.distribution) in self.pins
         if not (self.assume_installed or pinned) and not has_module(library.module):
             return MISSING if version is None else BROKEN
-        # A module without metadata (built from source into a folder, or vendored) is usable as it is, at no known version.
+        # A module without metadata (built into a folder, or vendored) is usable as it is, at no known version.
         if library.version and (version is None or not version_matches(version, library.version)):
             return WRONG_VERSION
         return ASSUMED if self.assume_installed or pinned else INSTALLED
 
 
 def version_matches(version: str, specifier: str) -> bool:
-    """Whether ``version`` lies in the PEP 440 range ``specifier``, pre-releases included. What is neither never matches."""
+    """Whether ``version`` lies in the PEP 440 range ``specifier``, pre-releases included. False if malformed."""
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
     from packaging.version import InvalidVersion, Version
 
@@ -153,7 +153,7 @@ def installed_version(distribution: str) -> str | None:
 def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str | None, str | None]:
     """Return a distribution's name and version as its metadata has them, None for what that lacks.
 
-    Reads the two lines directly: importlib.metadata would load the email parser, and parse the whole description for each.
+    Reads the two lines directly: importlib.metadata would load the email parser and parse the whole description.
     """
     found: dict[str, str] = {}
     try:
@@ -181,4 +181,6 @@ def has_module(top_level: str) -> bool:
         return False
     except ValueError:  # no name, or a module made by hand and put into sys.modules
         return sys.modules.get(name) is not None
-    return spec is not None and spec.loader is not None and not isinstance(spec.loader, importlib.machinery.NamespaceLoader)
+    if spec is None or spec.loader is None:
+        return False
+    return not isinstance(spec.loader, importlib.machinery.NamespaceLoader)

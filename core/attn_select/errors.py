@@ -144,5 +144,5 @@ def _one_line(convert: Callable[[object], str], value: object, limit: int) -> st
         text = convert(value)
     except Exception:  # integers of 5,000 digits, values nested a thousand deep, a stranger's own __repr__
         return f"<{type(value).__name__} that cannot be shown>"
-    line = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text[: limit + 1])
+    line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text[: limit + 1])
     return line if len(line) <= limit else line[: limit - 1] + "…"

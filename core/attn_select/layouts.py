@@ -53,5 +53,6 @@ def bytes_per_token(layout: str, config: AttentionConfig) -> int:
     if layout == FP8_DS_MLA:
         return FP8_DS_MLA_BYTES
     bits = BITS["fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype]
-    elements = config.head_size if layout == MLA else config.num_kv_heads * (config.head_size + config.value_head_size)
+    # K and V are two halves of one tensor, so a narrower V is padded to the width of K.
+    elements = config.head_size if layout == MLA else 2 * config.num_kv_heads * config.head_size
     return elements * bits // 8

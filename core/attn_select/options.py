@@ -44,7 +44,8 @@ def read_options(rules: RuleSet, specs: Mapping[str, BackendSpec]) -> dict[str, 
 def _message(spec: BackendSpec, key: str, kind: str, text: str, value: object) -> str:
     if kind == "extra_forbidden":
         valid = list(spec.options.model_fields)
-        return f": unknown option {show(key)}; {UnknownNameError('option', key, valid).hint if valid else 'it has no options'}"
+        hint = UnknownNameError("option", key, valid).hint if valid else "it has no options"
+        return f": unknown option {show(key)}; {hint}"
     text = text.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     text = f"{text[:1].lower()}{text[1:]}"
     return f".{key} = {show(value)}: {text}" if key else f": {text}"

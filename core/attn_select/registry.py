@@ -65,7 +65,7 @@ class Registry:
             if plugin.error
         ]
         for name, owners in self.conflicts.items():
-            lines.append(f"backend {name} is registered by {' and by '.join(owners)}: not usable until one owner is left")
+            lines.append(f"backend {name} is registered by {' and by '.join(owners)}: usable once one owner is left")
         return lines
 
 
@@ -98,7 +98,7 @@ def _search_each_distribution() -> Registry:
 
 
 def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
-    """Load the given entry points. What fails is in ``Registry.plugins`` with its error; only KeyboardInterrupt gets out."""
+    """Load the given entry points. Raises nothing but KeyboardInterrupt: what fails is in ``Registry.plugins``."""
     registry = Registry()
     taken: dict[str, str] = {}
     named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in entry_points]

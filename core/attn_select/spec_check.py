@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from attn_select import dtypes
 from attn_select.config import PHASES, AttentionType
-from attn_select.errors import show, shorten
+from attn_select.errors import shorten, show
 from attn_select.spec import BackendOptions, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Library
 
 _VERSIONS = r"(?:\s*(?:~=|===?|!=|<=?|>=?)\s*[A-Za-z0-9.!+*_-]+\s*(?:,(?!$)|$))*"
@@ -70,7 +70,10 @@ _FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a tuple of integers from 1",
     ),
     "attn_types": (_names(get_args(AttentionType), 1), f"a tuple of {', '.join(get_args(AttentionType))}"),
-    "output_quantizations": (_names(dtypes.OUTPUT_QUANTIZATIONS), f"a tuple of {', '.join(dtypes.OUTPUT_QUANTIZATIONS)}"),
+    "output_quantizations": (
+        _names(dtypes.OUTPUT_QUANTIZATIONS),
+        f"a tuple of {', '.join(dtypes.OUTPUT_QUANTIZATIONS)}",
+    ),
     "speculative_tokens": (_is_count, "an integer from 0"),
 }
 

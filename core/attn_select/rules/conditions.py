@@ -10,23 +10,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from attn_select import config as config_module
-from attn_select import dtypes
+from attn_select import config, dtypes
 from attn_select.errors import UnknownNameError, show
 from attn_select.rules import predicates
 from attn_select.rules.predicates import ConditionError, Predicate
 
-_DEVICE = {"gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps"}
-_BOOLEANS = ("mla", "sparse", *config_fields(bool))
-_INTEGERS = (*config_fields(int), "sm_count")
-_FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps")
 _NAMES: dict[str, tuple[str, ...]] = {
     "dtype": dtypes.DTYPES,
     "kv_cache_dtype": dtypes.KV_CACHE_DTYPES,
-    "attn_type": get_args(config_module.AttentionType),
+    "attn_type": get_args(config.AttentionType),
     "output_quantization": dtypes.OUTPUT_QUANTIZATIONS,
-    "cuda_graph": config_module.CUDA_GRAPH_LEVELS,
+    "cuda_graph": config.CUDA_GRAPH_LEVELS,
 }
+_CONFIG = config.AttentionConfig.model_fields
+_BOOLEANS = ("mla", "sparse", *(name for name, item in _CONFIG.items() if item.annotation is bool))
+_FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps")
+_INTEGERS = (*(name for name in _CONFIG if name not in {*_BOOLEANS, *_FLOATS, *_NAMES}), "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps")
 
 FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "compute_capability", "cuda", "library")
@@ -42,10 +41,10 @@ class Condition:
     Attributes:
         field: ``num_heads``, ``compute_capability``, ``library.flashinfer-python``, …
         written: the values as written in the file.
-        matches: called with the field's value, which is never None. Fields that take names get a tuple: all the names that
-            the value goes by (``kv_cache_dtype`` ``auto`` is also the dtype that it stands for).
-        points: values that, together with another condition's, tell the two apart wherever they differ; empty where such
-            values cannot be listed (patterns of GPU names, versions).
+        matches: called with the field's value, which is never None. Fields that take names get a tuple: all the names
+            that the value goes by (``kv_cache_dtype`` ``auto`` is also the dtype that it stands for).
+        points: values that, together with another condition's, tell the two apart wherever they differ; empty where
+            such values cannot be listed (patterns of GPU names, versions).
     """
 
     field: str

@@ -14,9 +14,9 @@ from attn_select.rules.lines import header_lines
 from attn_select.rules.rule import Rule, RuleError, parse_rule
 
 VERSION = 1
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
 MAX_RULES = 1000
-MAX_DOTS = 200
+MAX_DOTS = 100
 """Dots in one line: tomllib's time for a dotted key grows with the square of its parts, 5 s for 16,000."""
 MAX_DEPTH = 8
 MOST_PROBLEMS = 100

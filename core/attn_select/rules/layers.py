@@ -1,4 +1,4 @@
-"""Finds, reads and merges rules files: packaged, the user's, the working directory's, the environment's, ``--rules``."""
+"""Finds, reads and merges rules files, from the packaged ones to those of ``--rules``."""
 
 from __future__ import annotations
 

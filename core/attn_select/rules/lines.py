@@ -45,7 +45,7 @@ def header_lines(text: str) -> list[Header]:
             counted = start
             end = text.find("\n", start)
             position = len(text) if end < 0 else end
-            headers.append(_header(line, text[start:position]))
+            headers.append(_header(line, text[start:position].rstrip("\r")))
         elif kind in "[{":
             depth += 1
         elif kind in "]}":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attn_select.config import PHASES, Phase
-from attn_select.errors import UnknownNameError, show, shorten
+from attn_select.errors import UnknownNameError, shorten, show
 from attn_select.rules.conditions import Condition, compile_when
 from attn_select.rules.predicates import ConditionError
 
@@ -122,4 +122,4 @@ def _backends(effect: str, value: object) -> tuple[str, ...]:
 
 def _is_name(value: object) -> bool:
     """Names are shown as they are, so nothing that moves a terminal's cursor may stand in one."""
-    return isinstance(value, str) and value.isprintable() and 0 < len(value.strip()) and len(value) <= _LONGEST_NAME
+    return isinstance(value, str) and value.isprintable() and len(value.strip()) > 0 and len(value) <= _LONGEST_NAME

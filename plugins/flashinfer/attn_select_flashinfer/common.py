@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from attn_select.environment import Environment
 from attn_select.errors import RuntimeMissingError
-from attn_select.spec import Fact, Library
+from attn_select.spec import Fact, Library, Reason
 
 RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
 DECODE = "flashinfer-ai/flashinfer flashinfer/decode.py 0.6.14"
@@ -31,22 +31,29 @@ Release = tuple[int, ...]
 
 # What later releases added or repaired. An unknown version counts as the newest: it is what the install command brings.
 NEWEST: Release = (0, 7, 2)
-HEAD_512_BELOW_SM100 = Fact((0, 6, 15), "flashinfer-ai/flashinfer #3739: head size 512 with 16-bit KV on 8.x and 9.x")
-HEAD_512_FP8_BELOW_SM100 = Fact((0, 7, 2), "flashinfer-ai/flashinfer flashinfer/jit/attention/modules.py 0.7.2.post1")
-FP8_WINDOW_FA3 = Fact((0, 6, 15), "flashinfer-ai/flashinfer #3682: before, FP8 fa3 prefill with a window hangs (#3578)")
-XQA_DRAFT_WINDOW = Fact(
+HEAD_512_BELOW_SM100: Fact[Release] = Fact(
+    (0, 6, 15), "flashinfer-ai/flashinfer #3739: head size 512 with 16-bit KV on 8.x and 9.x"
+)
+HEAD_512_FP8_BELOW_SM100: Fact[Release] = Fact(
+    (0, 7, 2), "flashinfer-ai/flashinfer flashinfer/jit/attention/modules.py 0.7.2.post1"
+)
+FP8_WINDOW_FA3: Fact[Release] = Fact(
+    (0, 6, 15), "flashinfer-ai/flashinfer #3682: before, FP8 fa3 prefill with a window hangs (#3578)"
+)
+XQA_DRAFT_WINDOW: Fact[Release] = Fact(
     (0, 6, 16), f"flashinfer-ai/flashinfer #4137: one window per draft token; {RAN}: relative error 0.85 without"
 )
-XQA_DRAFT_MASK_FP8 = Fact(
-    (0, 6, 16), f"flashinfer-ai/flashinfer #4199: full draft mask with FP8 KV on 9.x; {RAN}: relative error 0.22 without"
+XQA_DRAFT_MASK_FP8: Fact[Release] = Fact(
+    (0, 6, 16),
+    f"flashinfer-ai/flashinfer #4199: full draft mask with FP8 KV on 9.x; {RAN}: relative error 0.22 without",
 )
 
 MIB = 1 << 20
 INT_WORKSPACE = 8 * MIB
-"""Device bytes that every native wrapper allocates for its schedule (FlashInfer decode.py, prefill.py, mla/_core.py 0.6.14)."""
+"""Device bytes that every native wrapper allocates for its schedule (decode.py, prefill.py, mla/_core.py 0.6.14)."""
 
 TRTLLM_GEN_CAPABILITIES = ((10, 0), (10, 3))
-"""Compute capabilities with trtllm-gen kernels (``kSM_100``, ``kSM_103`` in include/flashinfer/trtllm/fmha/fmhaRunner.cuh v0.6.14)."""
+"""Compute capabilities with trtllm-gen kernels (include/flashinfer/trtllm/fmha/fmhaRunner.cuh v0.6.14)."""
 
 
 def release(environment: Environment) -> Release:
@@ -74,10 +81,34 @@ def upgrade(needed: Fact[Release]) -> str:
 
 
 def pages(sizes: Sequence[int], block_size: int | None) -> tuple[int, ...]:
-    """Return ``sizes`` (tokens), preferred first, or those that divide the allocator's block size, the largest first."""
+    """Return ``sizes`` (tokens), preferred first, or those that divide the allocator's block size, largest first."""
     if block_size is None:
         return tuple(sizes)
     return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))
+
+
+def merge_refusals(refused: Sequence[Sequence[Reason]]) -> list[Reason]:
+    """Return what to say when every kernel refused: one reason per code, each kernel's own.
+
+    A kernel whose codes include another kernel's and more is left out: removing the other's reasons would be enough.
+    """
+    codes = [{reason.code for reason in reasons} for reasons in refused]
+    merged: dict[str, Reason] = {}
+    for reasons, own in zip(refused, codes, strict=True):
+        if not any(other < own for other in codes):
+            for reason in reasons:
+                merged.setdefault(reason.code, reason)
+    return list(merged.values())
+
+
+def padded_heads(heads: int) -> int:
+    """Return the query heads that FlashInfer's Blackwell MLA kernels work on for ``heads`` (1 to 128).
+
+    They are 8, 16, 32, 64 or 128. trtllm-gen takes whole groups of 8, 16 or 64 heads
+    (include/flashinfer/trtllm/fmha/fmhaKernels.cuh v0.6.14; others came with 0.6.17, flashinfer-ai/flashinfer #4178);
+    for sparse MLA on 12.x see csrc/sparse_mla_sm120_prefill.cu v0.6.14.
+    """
+    return next(tile for tile in (8, 16, 32, 64, 128) if heads <= tile)
 
 
 def runtime_missing(backend: str) -> Callable[[], NoReturn]:

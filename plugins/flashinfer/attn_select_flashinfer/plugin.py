@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attn_select.hookspecs import hookimpl
 from attn_select.spec import BackendSpec
-
 from attn_select_flashinfer.mha import FLASHINFER
 from attn_select_flashinfer.mla import FLASHINFER_MLA
 from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE

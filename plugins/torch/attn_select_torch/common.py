@@ -20,8 +20,8 @@ EVERY_DEVICE: Fact[ComputeCapabilities] = Fact(
     "pytorch/test-infra tools/pkg-helpers/pytorch_pkg_helpers/cuda.py get_cuda_arch_list: CUDA 12.6 wheels from 5.0, "
     "CUDA 13.0 wheels 7.5 to 12.0",
 )
-DTYPES = Fact(("bfloat16", "float16", "float32"), RAN_ON_CPU)
-KV_CACHE_DTYPES = Fact(
+DTYPES: Fact[tuple[str, ...]] = Fact(("bfloat16", "float16", "float32"), RAN_ON_CPU)
+KV_CACHE_DTYPES: Fact[tuple[str, ...]] = Fact(
     ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
     f"{OWN}: the gather converts to the compute dtype; {RAN_ON_CPU}; pytorch/pytorch c10/util/Float8_e4m3fn.h and "
     "Float8_e5m2.h (conversion in software, so on any GPU)",

@@ -44,7 +44,7 @@ CAPABILITIES = Capabilities(
     ),
     dtypes=Fact(("bfloat16", "float16", "float32"), f"{_LOWERING}/flex_cpu.py; {RAN_ON_CPU}; {_RAN_ON_H100}"),
     kv_cache_dtypes=Fact(("bfloat16", "float16", "float32"), f"{_LOWERING}/flex_cpu.py; FP8 scales: {_NO_SCORE_MOD}"),
-    head_sizes=Fact(HeadSizes(), f"{RAN_ON_CPU} (1, 12, 64, 80, 192, 512); GPUs: see the plan"),
+    head_sizes=Fact(HeadSizes(), f"{RAN_ON_CPU} (1 to 512); {_RAN_ON_H100} (16 to 2048)"),
     block_sizes=Fact((16,), f"{_RAN_ON_H100} (BLOCK_M and BLOCK_N 16: tl.dot takes no less)"),
     attn_types=Fact(("decoder", "encoder", "encoder_only"), f"{_MASK_MOD}; an encoder is the case without a cache"),
     mixed_kv_cache_dtype=Fact(
@@ -72,6 +72,10 @@ _FIXED_TILES = "batch invariance: tiles of 16 by 16, keys in a request's own ord
 LEAST_HEAD_SIZE = 16
 TILE = 16
 """Queries and keys of the smallest tile."""
+_SHARED_KIB = {(7, 0): 96, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+"""Shared memory of one block (CUDA C++ Programming Guide 13.0, technical specifications per compute capability); 64 KiB
+on 7.5, 99 KiB on 8.6, 8.9 and 12.x. The smallest tiles of Q, K and V must fit, head sizes padded to powers of two: 2048
+in bfloat16 and 512 in float32 ran on H100, torch 2.11.0, 2026-11-21 (BLOCK_M and BLOCK_N 16, num_stages 1)."""
 
 
 @lru_cache(maxsize=1)
@@ -124,9 +128,7 @@ def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: 
     if v_size < least and config.v_head_size is not None:
         message = f"V head size {v_size} on a GPU (supported: {least} and up)"
         found.append(Reason("v-head-size", message, v_size, f"{least} and up"))
-    # A tile each of Q, K and V, head sizes padded to powers of 2, must fit a block's shared memory: 64 KiB on 7.5,
-    # 99 KiB on 8.6, 8.9 and 12.x, more elsewhere (CUDA C++ Programming Guide, specifications per compute capability).
-    room = (64 if old else 99) * 1024
+    room = _SHARED_KIB.get(capability, 64 if old else 99) * 1024
     need = TILE * (2 * _padded(k_size) + _padded(v_size)) * BITS[config.dtype] // 8
     if need > room:
         sizes = f"head size {k_size}" if k_size == v_size else f"head sizes {k_size} and {v_size}"
@@ -149,7 +151,7 @@ def plan(
     if reasons:
         return reasons
     cached = config.has_cache
-    said = (_CPU_COMPILES,) if capability is None else (_GPU_COMPILES,)
+    said: tuple[str, ...] = (_CPU_COMPILES,) if capability is None else (_GPU_COMPILES,)
     if config.batch_invariant:
         said = (*said, _FIXED_TILES)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:

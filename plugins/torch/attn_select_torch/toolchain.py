@@ -25,12 +25,11 @@ def compiler_reason(device: Device, environment: Environment) -> Reason | None:
     if environment.assume_installed or not device.local:
         return None
     variables = environment.variables
-    if device.compute_capability is None:
-        variable, names = "CXX", ("g++",)
-    else:
-        variable, names = "CC", ("gcc", "clang")
-    chosen = variables.get(variable)
-    wanted = (chosen.split(" ", 1)[0],) if chosen else names
+    on_cpu = device.compute_capability is None
+    variable = "CXX" if on_cpu else "CC"
+    wanted: tuple[str, ...] = ("g++",) if on_cpu else ("gcc", "clang")
+    if chosen := variables.get(variable):
+        wanted = (chosen.split(" ", 1)[0],)
     if _found(wanted, variables.get("PATH")):
         return None
     message = f"no {' or '.join(wanted)} on PATH to compile with (or name one in {variable})"

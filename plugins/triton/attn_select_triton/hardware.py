@@ -26,8 +26,11 @@ TURING_AND_UP: Fact[ComputeCapabilities] = Fact(
     ComputeCapabilities((((7, 5), (12, 9)),)),
     f"{COMPILED} for 7.5, 8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 12.0 and 12.1; triton 3.7.0 for 11.0",
 )
-DTYPES = Fact(("bfloat16", "float16", "float32"), f"{COMPILED}: tl.dot of each, from 7.5 on")
-KV_CACHE_DTYPES = Fact(
+DTYPES: Fact[tuple[str, ...]] = Fact(
+    ("bfloat16", "float16", "float32"),
+    f"{COMPILED}: tl.dot of each from 7.5 on (below 8.0 bfloat16 becomes float32 FMAs and integer rounding)",
+)
+KV_CACHE_DTYPES: Fact[tuple[str, ...]] = Fact(
     ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
     f"{COMPILED}: fp8e5 from 7.5 on, fp8e4nv from 8.9 on; {OWN}: casts to the query's dtype as it loads",
 )
@@ -40,6 +43,7 @@ MASK = f"{OWN}: a term of the mask or the score, chosen at compilation"
 E4M3_FROM = (8, 9)
 THOR = (11, 0)
 THOR_TRITON = (3, 7)
+_EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"
 _NO_MMA = "below compute capability 8.0 Triton compiles tl.dot to scalar FMAs: no tensor cores"
 
 
@@ -77,27 +81,27 @@ def device_reasons(
     return found
 
 
-def notes(device: Device) -> tuple[str, ...]:
+def notes(config: AttentionConfig, device: Device) -> tuple[str, ...]:
     """Return what a user should know about Triton on this device, one clause each."""
     capability = device.compute_capability
-    return (_NO_MMA,) if capability is not None and capability < (8, 0) else ()
+    if capability is None or capability >= (8, 0):
+        return ()
+    return (_NO_MMA, _EMULATED_BF16) if config.dtype == "bfloat16" else (_NO_MMA,)
 
 
-PROGRAMS_PER_SM = 4
-"""Programs that split-KV decode aims at per SM: it splits only while the unsplit grid is smaller than that."""
 MOST_SMS = 192
 """Taken where a device's count is unknown: a full GB202, the largest single die in a product line (NVIDIA RTX Blackwell
 architecture whitepaper)."""
 
 
-def split_workspace(device: Device, rows: int, width: int) -> int:
+def split_workspace(device: Device, programs_per_sm: int, rows: int, width: int) -> int:
     """Return the bytes that split-KV decode reserves for partial results.
 
-    With G programs unsplit and a target T = ``PROGRAMS_PER_SM`` x SMs, it takes ceil(T / G) splits where G < T, hence
+    With G programs unsplit and a target T = ``programs_per_sm`` x SMs, it takes ceil(T / G) splits where G < T, hence
     fewer than T + G < 2 T programs. Each writes, in float32, ``rows`` accumulators of ``width`` elements with their
     maximum and sum. The kernel's choice of splits keeps to this bound.
     """
-    return 2 * PROGRAMS_PER_SM * (device.sm_count or MOST_SMS) * rows * (width + 2) * 4
+    return 2 * programs_per_sm * (device.sm_count or MOST_SMS) * rows * (width + 2) * 4
 
 
 def no_runtime(name: str) -> NoReturn:

@@ -22,12 +22,13 @@ from attn_select_triton.hardware import (
 )
 
 _V1 = "vllm-project/vllm csrc/attention/paged_attention_v1.cu 03f8611"
+_RULE = "vllm-project/vllm vllm/attention/ops/paged_attn.py 002a0ba"
 _KERNELS = f"{OWN}, as {_V1}"
 PARTITION_SIZE = 512
-"""Tokens that one program of version 2 reads (vllm-project/vllm vllm/attention/ops/paged_attn.py 002a0ba)."""
+"""Tokens that one program of version 2 reads (``_RULE``)."""
 V1_MOST_TOKENS = 8192
 V1_LEAST_ROWS = 512
-"""Version 1 above one partition needs more than this many sequences x query heads (same file)."""
+"""Version 1 above one partition needs more than this many sequences x query heads (``_RULE``)."""
 
 CAPABILITIES = Capabilities(
     compute_capabilities=TURING_AND_UP,
@@ -42,9 +43,7 @@ CAPABILITIES = Capabilities(
     sinks=Fact(False, _KERNELS),
     mm_prefix=Fact(False, _KERNELS),
     non_causal=Fact(False, _KERNELS),
-    batch_invariant=Fact(
-        False, "vllm-project/vllm vllm/attention/ops/paged_attn.py 002a0ba: the batch chooses v1 or v2"
-    ),
+    batch_invariant=Fact(False, f"{_RULE}: the batch chooses v1 or v2"),
     per_head_quant_scales=Fact(False, _KERNELS),
     output_quantizations=Fact((), _KERNELS),
     decode_context_parallel=Fact(False, f"{_KERNELS}: returns no log-sum-exp"),
@@ -80,7 +79,7 @@ def plan(
         reasons.append(Reason("head-size", message, config.head_size, f"multiples of {x}", remedy))
     if reasons:
         return reasons
-    said = notes(device)
+    said = notes(config, device)
     if phase == "prefill":
         return BackendPlan("prefill", _PREFILL, config.dtype, False, LAYOUTS, BLOCK_SIZES, "ALWAYS", 0, 1, None, said)
     row = config.head_size * BITS[config.dtype] // 8 + 8

@@ -24,8 +24,9 @@ def compiler_reason(device: Device, environment: Environment) -> Reason | None:
     if environment.assume_installed or not device.local:
         return None
     variables = environment.variables
-    chosen = variables.get("CC")
-    wanted = (chosen.split(" ", 1)[0],) if chosen else ("gcc", "clang")
+    wanted: tuple[str, ...] = ("gcc", "clang")
+    if chosen := variables.get("CC"):
+        wanted = (chosen.split(" ", 1)[0],)
     if _found(wanted, variables.get("PATH")):
         return None
     message = f"no {' or '.join(wanted)} on PATH for Triton to build its driver with (or name one in CC)"

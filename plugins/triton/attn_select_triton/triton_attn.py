@@ -1,4 +1,4 @@
-"""``TRITON_ATTN``: prefill over the paged cache and split-KV decode for multi-head, grouped- and multi-query attention."""
+"""``TRITON_ATTN``: prefill over the paged cache and split-KV decode, every kind of attention but MLA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAPABILITIES = Capabilities(
     compute_capabilities=TURING_AND_UP,
     dtypes=DTYPES,
     kv_cache_dtypes=KV_CACHE_DTYPES,
-    head_sizes=Fact(PREFILL_HEAD_SIZES, f"{OWN}: rows of 16 bytes, padded to a power of two under a mask"),
+    head_sizes=Fact(PREFILL_HEAD_SIZES, f"{OWN}: rows padded to a power of two under a mask"),
     block_sizes=Fact((16,), ANY_STRIDE),
     attn_types=Fact(("decoder", "encoder", "encoder_only", "encoder_decoder"), f"{OWN}: with a block table or without"),
     mixed_kv_cache_dtype=Fact(True, f"{OWN}: casts K and V to the query's dtype as it loads"),
@@ -50,6 +50,8 @@ LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 BLOCK_SIZES = (16,)
 TILE_ROWS = 128
 """The most query rows (queries x heads of a group) that one program holds."""
+PROGRAMS_PER_SM = 4
+"""Programs that split-KV decode aims at per SM: it splits only while the unsplit grid is smaller than that."""
 
 _PREFILL = "tiles of queries over the paged cache"
 _NO_CACHE = "tiles of queries over K and V as they come, no cache"
@@ -81,7 +83,7 @@ def plan(
         reasons.append(_v_reason(width))
     if reasons:
         return reasons
-    said = notes(device)
+    said = notes(config, device)
     if not cached:
         return BackendPlan("prefill", _NO_CACHE, config.dtype, True, (), (), "ALWAYS", 0, 1, None, said)
     if width is not None and width != config.head_size:
@@ -92,7 +94,7 @@ def plan(
         said = (*said, _FIXED_GROWS)
         path, because, workspace = "fixed-split decode", _FIXED, 0
     else:
-        workspace = split_workspace(device, tile_rows(config), config.value_head_size)
+        workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
         path, because = "split-KV decode", _DECODE
     return BackendPlan(path, because, config.dtype, True, LAYOUTS, BLOCK_SIZES, "ALWAYS", workspace, 1, None, said)
 

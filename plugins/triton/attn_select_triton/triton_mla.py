@@ -1,4 +1,4 @@
-"""``TRITON_MLA``: dense multi-head latent attention (arXiv 2405.04434), decode over the latent, prefill decompressed."""
+"""``TRITON_MLA``: dense multi-head latent attention (arXiv 2405.04434): prefill decompressed, decode on the latent."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 MOST_HEADS = 128
 HEAD_TILE = 64
 """The most query rows (heads x draft tokens) that one decode program holds."""
+PROGRAMS_PER_SM = 1
+"""A tile of 64 rows and 576 columns leaves an SM's registers and shared memory no room for a second."""
 
 
 def _capabilities(reads_cache: bool) -> Capabilities:
@@ -37,9 +39,7 @@ def _capabilities(reads_cache: bool) -> Capabilities:
         compute_capabilities=TURING_AND_UP,
         dtypes=Fact(("bfloat16", "float16"), f"{COMPILED}: tl.dot of each, from 7.5 on; {OWN}: no float32 latent"),
         kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"), KV_CACHE_DTYPES.source),
-        head_sizes=Fact(
-            HeadSizes(multiple_of=16, minimum=32, maximum=640), f"{OWN}: latent and rope part by themselves"
-        ),
+        head_sizes=Fact(HeadSizes(multiple_of=16, minimum=32, maximum=640), f"{OWN}: rank and rope part by themselves"),
         block_sizes=Fact((16,), ANY_STRIDE),
         mla=True,
         reads_cache=reads_cache,
@@ -94,7 +94,7 @@ def plan(
     reasons = device_reasons(config, device, environment, decode) + _dim_reasons(config, phase)
     if reasons:
         return reasons
-    said = notes(device)
+    said = notes(config, device)
     # Chunked prefill loops on host lengths, so mixed batches are not captured.
     if not decode:
         return BackendPlan("prefill", _PREFILL, config.dtype, True, (), (), "UNIFORM_BATCH", 0, 1, None, said)
@@ -103,7 +103,8 @@ def plan(
         path, because, workspace = "fixed-split decode", _FIXED, 0
     else:
         rows = config.num_heads * (1 + config.num_speculative_tokens)
-        workspace = split_workspace(device, min(HEAD_TILE, -(-rows // 16) * 16), config.kv_lora_rank or 0)
+        rows = min(HEAD_TILE, -(-rows // 16) * 16)
+        workspace = split_workspace(device, PROGRAMS_PER_SM, rows, config.kv_lora_rank or 0)
         path, because = "split-KV decode", _DECODE
     return BackendPlan(
         path, because, config.dtype, True, (MLA,), BLOCK_SIZES, "UNIFORM_BATCH", workspace, 1, None, said

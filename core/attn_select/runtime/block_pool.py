@@ -1,0 +1,157 @@
+"""Hands out cache blocks to requests, shares prefixes by reference count, and refuses every misuse by name.
+
+Block ids are plain Python integers; nothing here touches a tensor. Every operation either happens whole or leaves the pool as it was.
+With ``block_size = 1`` a block is a token slot, which is what ``attn_select.runtime.token_pool`` builds on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from attn_select.errors import AttnSelectError
+
+RequestId = Hashable
+
+
+class PoolError(AttnSelectError, RuntimeError):
+    """A misuse of a pool: names the request and what the pool holds. The pool is unchanged.
+
+    Attributes:
+        request: the request that the call was about.
+    """
+
+    code = "pool-misuse"
+
+    def __init__(self, message: str, request: RequestId, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.request = request
+
+
+class OutOfBlocksError(PoolError):
+    """The pool has fewer free blocks than a request needs. Free or preempt another request, then ask again."""
+
+    code = "out-of-blocks"
+
+
+class BlockPool:
+    """A fixed number of cache blocks with reference counts.
+
+    Args:
+        num_blocks: blocks in the pool, ids ``0 .. num_blocks - 1``.
+        block_size: tokens per block.
+
+    Raises:
+        ValueError: either is not positive.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks = {num_blocks} and block_size = {block_size} must both be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # A stack: the block freed last is handed out first, while its lines may still be in cache.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+        self._blocks: dict[RequestId, list[int]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def blocks(self, request: RequestId) -> tuple[int, ...]:
+        """Return the block ids of a request, in the order of its tokens.
+
+        Raises:
+            PoolError: the request holds nothing: it was never allocated, or already freed.
+        """
+        return tuple(self._held(request, "blocks"))
+
+    def allocate(self, request: RequestId, num_tokens: int) -> tuple[int, ...]:
+        """Give a request, new or known, room for ``num_tokens`` tokens in all. Returns the block ids added.
+
+        Raises:
+            ValueError: ``num_tokens`` is negative.
+            OutOfBlocksError: too few blocks are free; the request keeps what it had.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens = {num_tokens} for request {request!r} must not be negative")
+        held = self._blocks.get(request, [])
+        missing = self.blocks_for(num_tokens) - len(held)
+        if missing > len(self._free):
+            raise OutOfBlocksError(
+                f"request {request!r} needs {missing} more blocks for {num_tokens} tokens; {len(self._free)} of {self.num_blocks} are free",
+                request,
+                hint="free or preempt another request, or allocate a larger pool",
+            )
+        added = [self._free.pop() for _ in range(missing)]
+        for block in added:
+            self._references[block] = 1
+        self._blocks[request] = held + added
+        return tuple(added)
+
+    def share_prefix(self, source: RequestId, request: RequestId, num_tokens: int) -> tuple[int, ...]:
+        """Start a new request on the first ``num_tokens`` tokens of another one's cache. Returns the shared block ids.
+
+        Only whole blocks can be shared, since the requests write different tokens behind the prefix.
+
+        Raises:
+            ValueError: ``num_tokens`` is not a positive multiple of the block size.
+            PoolError: ``source`` holds fewer tokens, or ``request`` already holds blocks.
+        """
+        if num_tokens < 1 or num_tokens % self.block_size:
+            raise ValueError(f"num_tokens = {num_tokens} to share must be a positive multiple of the block size {self.block_size}")
+        shared = self._held(source, "share_prefix")[: num_tokens // self.block_size]
+        if len(shared) * self.block_size < num_tokens:
+            capacity = len(shared) * self.block_size
+            raise PoolError(f"request {source!r} holds {capacity} tokens, fewer than the {num_tokens} to share with {request!r}", source)
+        if request in self._blocks:
+            raise PoolError(f"request {request!r} already holds {len(self._blocks[request])} blocks: share a prefix before it allocates", request)
+        for block in shared:
+            self._references[block] += 1
+        self._blocks[request] = list(shared)
+        return tuple(shared)
+
+    def free(self, request: RequestId) -> tuple[int, ...]:
+        """Let go of all blocks of a request. Returns the ids that nobody holds any more.
+
+        Raises:
+            PoolError: the request holds nothing (a double free).
+        """
+        held = self._held(request, "free")
+        released = []
+        for block in held:
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                released.append(block)
+        del self._blocks[request]
+        self._free += reversed(released)
+        return tuple(released)
+
+    def reference_count(self, block: int) -> int:
+        """Return how many requests hold a block.
+
+        Raises:
+            ValueError: no such block.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"block {block} is not in the pool (0 to {self.num_blocks - 1})")
+        return self._references[block]
+
+    def requests(self) -> Sequence[RequestId]:
+        """Return the requests that hold blocks, in the order in which they came."""
+        return tuple(self._blocks)
+
+    def _held(self, request: RequestId, call: str) -> list[int]:
+        try:
+            return self._blocks[request]
+        except KeyError:
+            raise PoolError(
+                f"{call}: request {request!r} holds no blocks: it was never allocated or is already freed",
+                request,
+                hint=f"requests that hold blocks: {', '.join(map(repr, list(self._blocks)[:8])) or 'none'}",
+            ) from None

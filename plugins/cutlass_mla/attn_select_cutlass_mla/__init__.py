@@ -1,0 +1,1 @@
+"""CUTLASS MLA decode on Blackwell for attn-select: ``CUTLASS_MLA``."""

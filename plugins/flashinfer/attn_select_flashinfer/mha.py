@@ -1,0 +1,227 @@
+"""``FLASHINFER``: FlashInfer's native and TRT-LLM kernels for multi-head, grouped-query and multi-query attention."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.gate import block_size_reason
+from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Reason,
+)
+from attn_select_flashinfer.common import (
+    DECODE,
+    INT_WORKSPACE,
+    JIT_ATTENTION,
+    LAUNCHER,
+    LIBRARIES,
+    MIB,
+    PREFILL,
+    RAN,
+    VLLM,
+    pages,
+    release,
+    runtime_missing,
+)
+from attn_select_flashinfer.native import NATIVE_PAGES, Native, PrefillKernel, Wish, choose
+from attn_select_flashinfer.trtllm import GEN_PAGES, XQA_PAGES, Case, UseTrtllm, decide, fp8_query, kernel_for
+
+CAPABILITIES = Capabilities(
+    compute_capabilities=Fact(
+        ComputeCapabilities((((8, 0), (12, 1)),)),
+        f"{VLLM} supports_compute_capability; 7.5 is left out: prefill fails there (flashinfer-ai/flashinfer #3620)",
+    ),
+    dtypes=Fact(("bfloat16", "float16"), f"{JIT_ATTENTION}; {RAN}"),
+    kv_cache_dtypes=Fact(
+        ("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "nvfp4"),
+        f"{RAN} (e4m3, e5m2 and nvfp4 through fa2, e4m3 through fa3 and XQA); {LAUNCHER} (e4m3, nvfp4)",
+    ),
+    head_sizes=Fact(
+        HeadSizes((64, 128, 256, 512)),
+        f"flashinfer include/flashinfer/utils.cuh v0.6.14 DISPATCH_HEAD_DIM; {RAN} (80, 96 and 192 raise)",
+    ),
+    block_sizes=Fact((16, 32, 64, 1), f"{RAN} (native: any page size)"),
+    attn_types=Fact(("decoder",), f"{VLLM} FlashInferImpl.__init__"),
+    sliding_window=Fact(True, f"{RAN} (fa2, XQA); {PREFILL}"),
+    logits_soft_cap=Fact(True, f"{RAN} (fa2); native kernels only"),
+    alibi=Fact(
+        False, f"{DECODE}: pos_encoding_mode ALIBI computes its own slopes and takes none; {VLLM} stores them unread"
+    ),
+    sinks=Fact(True, f"{RAN} (XQA; BatchAttentionWithAttentionSinkWrapper on fa2 and fa3)"),
+    mm_prefix=Fact(False, f"{VLLM}: not declared; fa2 would need a custom mask packed for every step"),
+    non_causal=Fact(True, f"{RAN} (fa3, sink wrapper, XQA with a full mask); {VLLM} supports_non_causal"),
+    batch_invariant=Fact(
+        True,
+        f"{RAN} (fa2 decode with disable_split_kv: bitwise equal); fa3 prefill splits no KV "
+        "(flashinfer include/flashinfer/attention/hopper v0.6.14); fa2 prefill: flashinfer-ai/flashinfer #2424",
+    ),
+    per_head_quant_scales=Fact(True, f"{RAN} (fa3 with an FP8 query: prefill and decode)"),
+    output_quantizations=Fact(("fp8", "fp4"), f"{DECODE} and {PREFILL} out_dtype; {RAN} (XQA to FP8)"),
+    decode_context_parallel=Fact(True, f"{RAN} (native kernels return the LSE, base 2); {LAUNCHER} (trtllm-gen too)"),
+    speculative_tokens=Fact(1024, f"{RAN} (XQA with a draft mask); native: drafts go through the prefill wrapper"),
+)
+
+Bytes = Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)]
+
+
+class FlashInferOptions(BackendOptions):
+    """``[backends.FLASHINFER]``."""
+
+    use_trtllm: UseTrtllm = "auto"
+    """TRT-LLM kernels (trtllm-gen, XQA) in every phase, in none, or where they are preferred."""
+    prefill_kernel: PrefillKernel = "auto"
+    """The kernel of native prefill; auto is fa3 on Hopper where it can, else fa2."""
+    native_workspace_bytes: Bytes | None = None
+    """Scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers, as in vLLM."""
+    trtllm_workspace_bytes: Bytes = 394 * MIB
+    """The zeroed buffer of the TRT-LLM kernels, which hold semaphores in its first 8 MiB."""
+
+
+_HND = (FLASHINFER_HND,)
+_NHD_HND = (FLASHINFER_NHD, FLASHINFER_HND)
+_PAGES_256_SM100 = (32, 64)
+
+_GEN_PREFILL = "decided per step: a batch that is not causal runs natively"
+_SHARED = "the zeroed TRT-LLM buffer is shared by both phases and apart from native scratch"
+_XQA_NOTES = (
+    "XQA's zeroed buffer is apart from native scratch and holds its semaphores",
+    "with 16-bit KV on an H100, native fa2 is 2 to 5 % faster (use_trtllm = false)",
+)
+_XQA_NOTES_SM12X = _XQA_NOTES[:1]
+_GEN_NOTES = {"prefill": (_GEN_PREFILL, _SHARED), "decode": (_SHARED,)}
+_NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases share the rest"
+_DRAFTS = "queries of more than one token go through the prefill wrapper"
+_NO_SPLIT = "splits no KV (disable_split_kv)"
+_FP4_OUT = "the kernel writes FP8 with an nvfp4 cache, which is converted"
+
+_UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
+_SINGLE_TOKEN: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashInferOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Plan one phase: native or TRT-LLM, which kernel, and why; or every reason why neither runs."""
+    capability = device.compute_capability
+    if capability is None or capability < (8, 0):
+        seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
+        return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+    installed = release(environment)
+    case = Case(config, phase, kernel_for(capability, phase), capability, options.use_trtllm, installed)
+    reasons: list[Reason] = []
+    sm100 = capability[0] == 10
+    size = config.block_size
+    if sm100 and config.head_size == 256 and size is not None and size % 16 == 0 and size % 32:
+        # Reported in flashinfer-ai/flashinfer #1993, avoided in vLLM since #27994.
+        reasons.append(_page_16_head_256(size))
+    use_trtllm, because, refusals = decide(case)
+    if refusals:
+        return reasons + refusals
+    if use_trtllm:
+        return reasons or _trtllm_plan(case, because, options)
+    chosen = choose(config, Wish(capability, phase, options.prefill_kernel, installed))
+    if type(chosen) is list:
+        return reasons + chosen
+    assert isinstance(chosen, Native)
+    return reasons or _native_plan(config, phase, chosen, because, options, sm100)
+
+
+def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:
+    config, phase = case.config, case.phase
+    layouts: tuple[str, ...]
+    sizes: tuple[int, ...]
+    notes: tuple[str, ...]
+    wants_fp8 = fp8_query(config, case.kernel)
+    if case.kernel == "xqa":
+        path, layouts, sizes, lse = "TRT-LLM (XQA)", _NHD_HND, XQA_PAGES, False
+        notes = _XQA_NOTES if case.capability[0] == 9 and config.kv_cache_dtype != "fp8_e4m3" else _XQA_NOTES_SM12X
+    else:
+        path, layouts, lse, notes = "TRT-LLM (trtllm-gen)", _HND, True, _GEN_NOTES[phase]
+        sizes = _PAGES_256_SM100 if config.head_size == 256 else GEN_PAGES
+        if config.kv_cache_dtype == "nvfp4" and config.output_quantization == "none":
+            notes = (*notes, _FP4_OUT)
+    return BackendPlan(
+        path=path,
+        because=because,
+        query_dtype="fp8_e4m3" if wants_fp8 else config.dtype,
+        returns_lse=lse,
+        kv_layouts=layouts,
+        kernel_block_sizes=pages(sizes, config.block_size),
+        cuda_graph=_SINGLE_TOKEN if config.decode_context_parallel_size > 1 and phase == "decode" else _UNIFORM_BATCH,
+        workspace_bytes=options.trtllm_workspace_bytes,
+        notes=notes,
+    )
+
+
+def _native_plan(
+    config: AttentionConfig, phase: Phase, chosen: Native, because: str, options: FlashInferOptions, sm100: bool
+) -> BackendPlan:
+    scratch = options.native_workspace_bytes or (2048 * MIB if config.batch_invariant else 394 * MIB)
+    notes: tuple[str, ...] = (_NATIVE_SCRATCH,)
+    if phase == "decode":
+        if config.num_speculative_tokens:
+            notes = (*notes, _DRAFTS)
+        if config.batch_invariant:
+            notes = (*notes, _NO_SPLIT)
+    if sm100 and config.head_size == 256 and (config.block_size is None or config.block_size % 16 == 0):
+        sizes: tuple[int, ...] = _PAGES_256_SM100
+    else:
+        sizes = NATIVE_PAGES if config.block_size is None else (config.block_size, *NATIVE_PAGES)
+    kernel = f"native {chosen.kernel} (sink wrapper)" if chosen.sinks else f"native {chosen.kernel}"
+    return BackendPlan(
+        path=kernel,
+        because=f"{because}; {chosen.because}",
+        query_dtype=chosen.query_dtype,
+        returns_lse=True,
+        kv_layouts=_HND if sm100 else _NHD_HND,
+        kernel_block_sizes=tuple(dict.fromkeys(pages(sizes, config.block_size))),
+        cuda_graph=_SINGLE_TOKEN if phase == "decode" else _UNIFORM_BATCH,
+        workspace_bytes=scratch + INT_WORKSPACE,
+        notes=notes,
+    )
+
+
+def _page_16_head_256(size: int) -> Reason:
+    reason = block_size_reason(size, _PAGES_256_SM100)
+    reason.message += " with head size 256 on compute capability 10.x"
+    return reason
+
+
+def compile_key(config: AttentionConfig) -> object:
+    """Return what FlashInfer compiles one module for: dtypes, head size and variants; for XQA group and page too."""
+    return (
+        config.dtype,
+        config.kv_cache_dtype,
+        config.head_size,
+        config.sliding_window is not None,
+        config.logits_soft_cap is not None,
+        config.sinks,
+        config.num_heads // config.num_kv_heads,
+        config.block_size,
+        config.num_speculative_tokens,
+        config.output_quantization,
+    )
+
+
+FLASHINFER = BackendSpec(
+    name="FLASHINFER",
+    summary="FlashInfer: native fa2 and fa3, and TRT-LLM kernels (trtllm-gen on 10.x, XQA on 9.x and 12.x)",
+    capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
+    plan=plan,
+    load=runtime_missing("FLASHINFER"),
+    libraries=LIBRARIES,
+    options=FlashInferOptions,
+    compile_key=compile_key,
+)

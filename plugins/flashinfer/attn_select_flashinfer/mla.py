@@ -1,0 +1,175 @@
+"""``FLASHINFER_MLA``: dense multi-head latent attention, decode on the latent cache, prefill on full K and V."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.layouts import MLA
+from attn_select.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Reason,
+)
+from attn_select_flashinfer.common import LIBRARIES, MIB, MLA_CORE, PREFILL, RAN, merge_refusals, pages, runtime_missing
+from attn_select_flashinfer.mla_decode import FA2, KERNELS, DecodeKernel, MLAKernel, candidates
+from attn_select_flashinfer.mla_prefill import PrefillKernel, plan_prefill
+
+_VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
+_CAPABILITIES = Fact(
+    ComputeCapabilities((((8, 0), (12, 1)),)),
+    f"{RAN} (fa2 and fa3); {MLA_CORE} (trtllm-gen on 10.x, XQA on 12.x); vLLM 0.33.0 offers it on 10.x only",
+)
+_NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
+
+DECODE = Capabilities(
+    mla=True,
+    compute_capabilities=_CAPABILITIES,
+    dtypes=Fact(("bfloat16", "float16"), f"{MLA_CORE}; {RAN} (bfloat16)"),
+    kv_cache_dtypes=Fact(
+        ("bfloat16", "float16", "fp8_e4m3"), f"{MLA_CORE}; {RAN} (FP8 through fa3: relative error 3.6e-3)"
+    ),
+    head_sizes=Fact(HeadSizes((576, 320)), f"{MLA_CORE} supported_mla_head_dimensions"),
+    block_sizes=Fact((64, 32, 16, 1), f"{RAN} (wrapper: any page size); {MLA_CORE}"),
+    sliding_window=_NO_VARIANTS,
+    logits_soft_cap=_NO_VARIANTS,
+    alibi=_NO_VARIANTS,
+    mm_prefix=_NO_VARIANTS,
+    sinks=Fact(True, f"{MLA_CORE} (trtllm-gen)"),
+    non_causal=Fact(True, f"{MLA_CORE} (wrapper: causal=False); {_VLLM_MLA} (one row per query token)"),
+    batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107; vllm-project/vllm #28967"),
+    per_head_quant_scales=Fact(False, f"{MLA_CORE}: scales are scalars"),
+    output_quantizations=Fact((), f"{MLA_CORE}: out is 16-bit outside the cutlass back end"),
+    decode_context_parallel=Fact(True, f"{RAN} (wrapper returns the LSE); {MLA_CORE} (trtllm-gen too, XQA not)"),
+    speculative_tokens=Fact(1024, f"{RAN} (wrapper, query length 3); {MLA_CORE} (trtllm-gen: any, XQA: 1)"),
+)
+PREFILL_CAPABILITIES = Capabilities(
+    mla=True,
+    reads_cache=False,
+    compute_capabilities=Fact(
+        ComputeCapabilities((((8, 0), (12, 1)),)),
+        f"{RAN} (fa2 and fa3 with 192 / 128); {PREFILL} (cutlass on 10.x and 11.0)",
+    ),
+    dtypes=Fact(("bfloat16", "float16"), f"{PREFILL}; {RAN} (bfloat16)"),
+    kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), "prefill runs on decompressed K and V"),
+    head_sizes=Fact(HeadSizes(), "prefill does not see the latent width"),
+    block_sizes=Fact((1,), "prefill reads no cache"),
+    sliding_window=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
+    logits_soft_cap=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
+    alibi=Fact(False, f"{PREFILL}: no slopes"),
+    mm_prefix=Fact(False, f"{_VLLM_MLA}: not declared"),
+    sinks=Fact(True, f"{PREFILL} trtllm_ragged_attention_deepseek attention_sinks"),
+    non_causal=Fact(True, f"{PREFILL} (causal=False)"),
+    batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2424; vllm-project/vllm #28967"),
+    per_head_quant_scales=Fact(True, "prefill reads no quantised cache"),
+    output_quantizations=Fact((), f"{PREFILL}: FP8 output raises"),
+    decode_context_parallel=Fact(True, f"{RAN} (returns the LSE)"),
+    speculative_tokens=Fact(1024, "prefill runs no drafts"),
+)
+
+
+class FlashInferMLAOptions(BackendOptions):
+    """``[backends.FLASHINFER_MLA]``."""
+
+    decode_kernel: DecodeKernel = "auto"
+    """The decode kernel; auto is the device's own one where it runs the layer, else fa2."""
+    prefill_kernel: PrefillKernel = "auto"
+    """The kernel of ragged prefill; auto is the device's own one where it has the head dims, else fa2."""
+    workspace_bytes: Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)] | None = None
+    """Decode scratch; left out: 128 MiB, 256 MiB where the log-sum-exp is needed from trtllm-gen, as in vLLM."""
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashInferMLAOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Plan one phase: which kernel, and why; or every reason why none runs."""
+    capability = device.compute_capability
+    if capability is None or capability < (8, 0):
+        seen, accepted = device.capability_text, str(_CAPABILITIES.value)
+        return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+    if phase == "prefill":
+        return plan_prefill(config, capability, options.prefill_kernel)
+    because = ""
+    refused: list[list[Reason]] = []
+    offered = candidates(capability)
+    if options.decode_kernel != "auto":
+        forced = options.decode_kernel
+        if all(name != forced for name, _ in offered):
+            names = [name for name, _ in offered]
+            message = f'decode_kernel = "{forced}": compute capability {device.capability_text} has {", ".join(names)}'
+            return [Reason("forced-path", message, forced, names, 'backends.FLASHINFER_MLA.decode_kernel = "auto"')]
+        offered = ((forced, f'decode_kernel = "{forced}"'),)
+    for name, why in offered:
+        kernel = KERNELS[name]
+        reasons = kernel.objections(config)
+        if not reasons:
+            return _decode_plan(config, kernel, why or because, options, capability[0] >= 10)
+        because = because or reasons[0].message
+        refused.append(reasons)
+    return merge_refusals(refused)
+
+
+_NOT_BLACKWELLS = "fa2 is not made for Blackwell and slow there for MLA"
+_LSE_256 = "the workspace is 256 MiB because trtllm-gen keeps softmax statistics in it for the log-sum-exp"
+
+
+def _decode_plan(
+    config: AttentionConfig, kernel: MLAKernel, because: str, options: FlashInferMLAOptions, blackwell: bool
+) -> BackendPlan:
+    fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    sizes = pages(kernel.pages.value, config.block_size)
+    workspace, level = kernel.workspace_bytes, kernel.cuda_graph
+    notes: tuple[str, ...] = (kernel.workspace_note,)
+    if kernel.lse_scratch and config.decode_context_parallel_size > 1:
+        workspace, level = 2 * workspace, "UNIFORM_SINGLE_TOKEN_DECODE"
+        notes = (*notes, _LSE_256)
+    if blackwell and kernel is FA2:
+        notes = (*notes, _NOT_BLACKWELLS)
+    heads = kernel.heads(config.num_heads)
+    if heads != config.num_heads:
+        notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
+    return BackendPlan(
+        path=kernel.path,
+        because=because,
+        query_dtype="fp8_e4m3" if fp8 and kernel.fp8_query else config.dtype,
+        returns_lse=kernel.returns_lse,
+        kv_layouts=(MLA,),
+        kernel_block_sizes=sizes,
+        cuda_graph=level,
+        workspace_bytes=options.workspace_bytes or workspace,
+        block_table_width_multiple=128 // min(sizes) if kernel.aligned_tables.value else 1,
+        notes=notes,
+    )
+
+
+def compile_key(config: AttentionConfig) -> object:
+    """Return what FlashInfer compiles one module for: dtypes and MLA dimensions; for XQA the page too."""
+    return (
+        config.dtype,
+        config.kv_cache_dtype,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.v_head_dim,
+        config.block_size,
+    )
+
+
+FLASHINFER_MLA = BackendSpec(
+    name="FLASHINFER_MLA",
+    summary="FlashInfer MLA: trtllm-gen on 10.x, fa3 on 9.x, XQA on 12.x, fa2 elsewhere",
+    capabilities={"prefill": PREFILL_CAPABILITIES, "decode": DECODE},
+    plan=plan,
+    load=runtime_missing("FLASHINFER_MLA"),
+    libraries=LIBRARIES,
+    options=FlashInferMLAOptions,
+    compile_key=compile_key,
+)

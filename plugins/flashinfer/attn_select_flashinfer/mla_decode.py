@@ -1,0 +1,220 @@
+"""Decode of ``FLASHINFER_MLA``: which of FlashInfer's four MLA kernels runs a layer, and what each cannot.
+
+``trtllm-gen`` and ``xqa`` stand behind ``trtllm_batch_decode_with_kv_cache_mla``, ``fa3`` and ``fa2`` behind
+``BatchMLAPagedAttentionWrapper``, whose ``cutlass`` back end is not used: it concatenates the whole pool each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_select.config import AttentionConfig, CudaGraphLevel
+from attn_select.gate import block_size_reason
+from attn_select.spec import Fact, Reason
+from attn_select_flashinfer.common import (
+    INT_WORKSPACE,
+    MIB,
+    MLA_CORE,
+    RAN,
+    TRTLLM_GEN_CAPABILITIES,
+    padded_heads,
+)
+
+DecodeKernel = Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"]
+
+DEEPSEEK = (512, 64)
+SMALL = (256, 64)
+"""kv_lora_rank and qk_rope_head_dim of the two MLA shapes that FlashInfer knows."""
+MAX_HEADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MLAKernel:
+    """One MLA decode kernel.
+
+    Attributes:
+        path: its name in plans.
+        dims: accepted ``(kv_lora_rank, qk_rope_head_dim)``.
+        pages: page sizes in tokens, preferred first.
+        aligned_tables: whether block tables are a multiple of 128 tokens wide.
+        fp8_query: whether an FP8 cache wants an FP8 query.
+        heads: the query heads that it works on for those of a layer.
+        returns_lse: whether it returns the log-sum-exp.
+        lse_scratch: whether it needs more workspace for it.
+        cuda_graph: the level of its metadata builder.
+        workspace_bytes: scratch, as vLLM and FlashInfer recommend it.
+        workspace_note: what the scratch is.
+        against: what speaks against a config beside dims and pages.
+    """
+
+    path: str
+    dims: Fact[tuple[tuple[int, int], ...]]
+    pages: Fact[tuple[int, ...]]
+    aligned_tables: Fact[bool]
+    fp8_query: bool
+    heads: Callable[[int], int]
+    returns_lse: bool
+    lse_scratch: bool
+    cuda_graph: CudaGraphLevel
+    workspace_bytes: int
+    workspace_note: str
+    against: Callable[[AttentionConfig], list[Reason]]
+
+    def objections(self, config: AttentionConfig) -> list[Reason]:
+        """Return every reason against running ``config`` on this kernel."""
+        reasons = self.against(config)
+        if (config.kv_lora_rank, config.qk_rope_head_dim) not in self.dims.value:
+            reasons.append(dims_reason(config, self))
+        size = config.block_size
+        if size is not None and not any(size % page == 0 for page in self.pages.value):
+            reasons.append(block_size_reason(size, self.pages.value))
+        return reasons
+
+
+def dims_reason(config: AttentionConfig, kernel: MLAKernel) -> Reason:
+    """Return the reason against MLA dimensions that a kernel does not have."""
+    seen = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"
+    accepted = [f"{rank} + {rope}" for rank, rope in kernel.dims.value]
+    message = f"kv_lora_rank + qk_rope_head_dim {seen} (supported by {kernel.path}: {', '.join(accepted)})"
+    return Reason("mla-dims", message, seen, accepted)
+
+
+def _writes_bfloat16(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
+    if config.dtype != "bfloat16":
+        message = f"{path} computes and writes bfloat16, not {config.dtype}"
+        reasons.append(Reason("dtype", message, config.dtype, ["bfloat16"], "--dtype bfloat16"))
+
+
+def _too_many_heads(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
+    if config.num_heads > MAX_HEADS:
+        message = f"{path} takes up to {MAX_HEADS} query heads, not {config.num_heads}"
+        reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {MAX_HEADS}"))
+
+
+def _against_trtllm_gen(config: AttentionConfig) -> list[Reason]:
+    reasons: list[Reason] = []
+    _writes_bfloat16(config, "trtllm-gen MLA", reasons)
+    _too_many_heads(config, "trtllm-gen MLA", reasons)
+    return reasons
+
+
+def _against_xqa(config: AttentionConfig) -> list[Reason]:
+    reasons: list[Reason] = []
+    _writes_bfloat16(config, "XQA MLA", reasons)
+    _too_many_heads(config, "XQA MLA", reasons)
+    if config.num_heads < MAX_HEADS and config.kv_cache_dtype != "fp8_e4m3":
+        # With an FP8 cache no other kernel is left, so the query is padded; otherwise fa2 does no work for padding.
+        message = f"XQA MLA works on {MAX_HEADS} query heads, not {config.num_heads}"
+        reasons.append(Reason("num-heads", message, config.num_heads, MAX_HEADS))
+    if config.sinks:
+        reasons.append(Reason("sinks", "XQA MLA takes no attention sinks", True, False))
+    if config.num_speculative_tokens:
+        message = "XQA MLA takes queries of one token"
+        reasons.append(
+            Reason("speculative-tokens", message, config.num_speculative_tokens, 0, "--speculative-tokens 0")
+        )
+    if config.decode_context_parallel_size > 1:
+        message = "XQA MLA returns no log-sum-exp, which decode context parallelism needs"
+        reasons.append(Reason("decode-context-parallel", message, config.decode_context_parallel_size, 1, "--dcp 1"))
+    return reasons
+
+
+def _against_wrapper(config: AttentionConfig) -> list[Reason]:
+    if config.sinks:
+        return [Reason("sinks", "BatchMLAPagedAttentionWrapper takes no attention sinks", True, False)]
+    return []
+
+
+def _against_fa3(config: AttentionConfig) -> list[Reason]:
+    reasons = _against_wrapper(config)
+    if config.kv_cache_dtype == "fp8_e4m3" and config.dtype != "bfloat16":
+        message = f"fa3 reads an FP8 latent cache with a bfloat16 query, not {config.dtype}"
+        reasons.append(Reason("dtype", message, config.dtype, ["bfloat16"], "--dtype bfloat16"))
+    return reasons
+
+
+def _against_fa2(config: AttentionConfig) -> list[Reason]:
+    reasons = _against_wrapper(config)
+    if config.kv_cache_dtype == "fp8_e4m3":
+        message = "fa2 reads no FP8 latent cache"
+        reasons.append(Reason("kv-cache-dtype", message, "fp8_e4m3", ["auto", config.dtype], "--kv-cache-dtype auto"))
+    return reasons
+
+
+_ALIGNED = Fact(True, f"{MLA_CORE} _check_trtllm_gen_mla_shape")
+_ANY_WIDTH = Fact(False, f"{MLA_CORE} BatchMLAPagedAttentionWrapper.plan: page indices, no table")
+
+TRTLLM_GEN = MLAKernel(
+    path="TRT-LLM (trtllm-gen)",
+    dims=Fact((DEEPSEEK, SMALL), f"{MLA_CORE} supported_mla_head_dimensions"),
+    pages=Fact((64, 32), f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla"),
+    aligned_tables=_ALIGNED,
+    fp8_query=True,
+    heads=padded_heads,
+    returns_lse=True,
+    lse_scratch=True,
+    cuda_graph="UNIFORM_BATCH",
+    workspace_bytes=128 * MIB,
+    workspace_note="the workspace is zeroed before its first use",
+    against=_against_trtllm_gen,
+)
+XQA = MLAKernel(
+    path="TRT-LLM (XQA)",
+    dims=Fact((DEEPSEEK,), "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14 gen_xqa_module_mla (576 wide)"),
+    pages=Fact((64, 32, 128, 16), "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14 gen_xqa_module_mla"),
+    aligned_tables=_ALIGNED,
+    fp8_query=True,
+    heads=lambda heads: MAX_HEADS,
+    returns_lse=False,
+    lse_scratch=False,
+    cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
+    workspace_bytes=128 * MIB,
+    workspace_note="the workspace is zeroed before its first use and holds semaphores in its first 8 MiB",
+    against=_against_xqa,
+)
+FA3 = MLAKernel(
+    path="native fa3",
+    dims=Fact((DEEPSEEK,), f"{RAN} (256 + 64 gives wrong values without an error)"),
+    pages=Fact((64, 32, 16, 1), f"{RAN} (1, 16, 64, 128; 16-bit and FP8 cache)"),
+    aligned_tables=_ANY_WIDTH,
+    fp8_query=False,
+    heads=lambda heads: heads,
+    returns_lse=True,
+    lse_scratch=False,
+    cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
+    workspace_bytes=128 * MIB + INT_WORKSPACE,
+    workspace_note="8 MiB of the workspace are for the schedule",
+    against=_against_fa3,
+)
+FA2 = MLAKernel(
+    path="native fa2",
+    dims=Fact((DEEPSEEK, SMALL), f"{RAN} (512 + 64 and 256 + 64)"),
+    pages=Fact((64, 32, 16, 1), f"{RAN} (1, 64)"),
+    aligned_tables=_ANY_WIDTH,
+    fp8_query=False,
+    heads=lambda heads: heads,
+    returns_lse=True,
+    lse_scratch=False,
+    cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
+    workspace_bytes=128 * MIB + INT_WORKSPACE,
+    workspace_note="8 MiB of the workspace are for the schedule",
+    against=_against_fa2,
+)
+
+KERNELS: dict[str, MLAKernel] = {"trtllm-gen": TRTLLM_GEN, "xqa": XQA, "fa3": FA3, "fa2": FA2}
+
+_ON_10 = (("trtllm-gen", "Blackwell's own MLA kernel"), ("fa2", ""))
+_ON_9 = (("fa3", "Hopper's own MLA kernel, the fastest MLA decode measured on an H100"), ("fa2", ""))
+_ON_12 = (("xqa", "the MLA kernel for compute capability 12.x"), ("fa2", ""))
+_ELSEWHERE = (("fa2", "the MLA kernel for every compute capability from 8.0 up"),)
+
+
+def candidates(capability: tuple[int, int]) -> tuple[tuple[str, str], ...]:
+    """Return the kernels that a device has, best first, each with why it is the best."""
+    if capability in TRTLLM_GEN_CAPABILITIES:
+        return _ON_10
+    if capability[0] == 9:
+        return _ON_9
+    return _ON_12 if capability[0] == 12 else _ELSEWHERE

@@ -1,0 +1,166 @@
+"""``FLASHINFER_MLA_SPARSE``: sparse MLA (DeepSeek Sparse Attention) on Blackwell, both phases through one kernel.
+
+It is called through ``trtllm_batch_decode_with_kv_cache_mla`` with ``sparse_mla_top_k`` and one row of token slots per
+query token. On 10.x that is trtllm-gen, on 12.x FlashInfer's own kernel for the 656-byte token format.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.gate import block_size_reason
+from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Reason,
+)
+from attn_select_flashinfer.common import (
+    LAUNCHER,
+    LIBRARIES,
+    MIB,
+    MLA_CORE,
+    TRTLLM_GEN_CAPABILITIES,
+    padded_heads,
+    pages,
+    runtime_missing,
+)
+
+_VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
+_SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
+_NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
+MAX_HEADS = 128
+TOP_K_SM12X = 2048
+"""The only top-k with a 12.x prefill kernel (csrc/sparse_mla_sm120_prefill.cu v0.6.14, dispatch_v32)."""
+
+CAPABILITIES = Capabilities(
+    mla=True,
+    sparse=True,
+    compute_capabilities=Fact(
+        ComputeCapabilities((((10, 0), (10, 0)), ((10, 3), (10, 3)), ((12, 0), (12, 1)))),
+        f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla (trtllm-gen; backend sparse on 12.x)",
+    ),
+    dtypes=Fact(
+        ("bfloat16",), f"{MLA_CORE}: out is bfloat16, 12.x takes a bfloat16 query; {_VLLM_SPARSE} declares float16 too"
+    ),
+    kv_cache_dtypes=Fact(
+        ("bfloat16", "fp8_e4m3", "fp8_ds_mla"), f"{MLA_CORE}; flashinfer tests/attention/test_trtllm_gen_mla.py v0.6.14"
+    ),
+    head_sizes=Fact(HeadSizes((576,)), f"{MLA_CORE}; {_SM120}"),
+    block_sizes=Fact(
+        (64, 32), f"{MLA_CORE} (32 and 64 on 10.x); flashinfer/mla/_sparse_mla_sm120.py 0.6.14 (64 on 12.x)"
+    ),
+    sliding_window=_NO_VARIANTS,
+    logits_soft_cap=_NO_VARIANTS,
+    alibi=_NO_VARIANTS,
+    mm_prefix=_NO_VARIANTS,
+    sinks=Fact(True, f"{MLA_CORE} (sinks; attn_sink on 12.x)"),
+    non_causal=Fact(False, f"{_VLLM_SPARSE}: not declared; what a token sees is what the indexer picks"),
+    batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107"),
+    per_head_quant_scales=Fact(False, f"{MLA_CORE}: scales are scalars"),
+    output_quantizations=Fact((), f"{MLA_CORE}: out is bfloat16"),
+    decode_context_parallel=Fact(True, f"{LAUNCHER} (lse); {_VLLM_SPARSE} supports_dcp"),
+    speculative_tokens=Fact(1024, f"{_VLLM_SPARSE}: every query token is a row of its own"),
+)
+
+
+class FlashInferMLASparseOptions(BackendOptions):
+    """``[backends.FLASHINFER_MLA_SPARSE]``."""
+
+    workspace_bytes: Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)] = 394 * MIB
+    """Zeroed scratch of both phases; 394 MiB as in vLLM."""
+
+
+_CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
+_NOTES = (
+    "the workspace is zeroed before its first use and shared by both phases",
+    "one row of top-k token slots per query token",
+)
+_DCP_NOTE = "with the log-sum-exp trtllm-gen needs 2 KiB more workspace per query token and head"
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashInferMLASparseOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Plan one phase; both run the same kernel and differ in nothing but their queries."""
+    capability = device.compute_capability
+    if capability is None or not CAPABILITIES.compute_capabilities.value.accepts(capability):
+        seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
+        return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+    on_10 = capability in TRTLLM_GEN_CAPABILITIES
+    reasons: list[Reason] = []
+    if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
+        seen = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"
+        reasons.append(
+            Reason("mla-dims", f"kv_lora_rank + qk_rope_head_dim {seen} (supported: 512 + 64)", seen, ["512 + 64"])
+        )
+    if config.num_heads > MAX_HEADS:
+        message = f"{config.num_heads} query heads (supported: 1 to {MAX_HEADS})"
+        reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {MAX_HEADS}"))
+    cache = config.cache_dtype
+    if on_10:
+        if cache not in _CACHE_ON_10:
+            reasons.append(_cache_reason(cache, _CACHE_ON_10, "10.x", "--kv-cache-dtype auto"))
+    else:
+        if cache != "fp8_ds_mla":
+            reasons.append(_cache_reason(cache, ("fp8_ds_mla",), "12.x", "--kv-cache-dtype fp8_ds_mla"))
+        if config.sparse_top_k != TOP_K_SM12X:
+            message = f"top-k {config.sparse_top_k} (supported on compute capability 12.x: {TOP_K_SM12X})"
+            reasons.append(
+                Reason("sparse-top-k", message, config.sparse_top_k, [TOP_K_SM12X], f"--sparse-top-k {TOP_K_SM12X}")
+            )
+        if config.block_size is not None and config.block_size % 64:
+            reasons.append(block_size_reason(config.block_size, (64,)))
+    return reasons or _plan(config, options, on_10)
+
+
+def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: bool) -> BackendPlan:
+    notes: tuple[str, ...] = _NOTES
+    heads = padded_heads(config.num_heads)
+    if heads != config.num_heads:
+        notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
+    if on_10 and config.decode_context_parallel_size > 1:
+        notes = (*notes, _DCP_NOTE)
+    return BackendPlan(
+        path="TRT-LLM (trtllm-gen, sparse)" if on_10 else "FlashInfer sparse (12.x)",
+        because="Blackwell's own sparse MLA kernel" if on_10 else "the sparse MLA kernel for compute capability 12.x",
+        query_dtype="fp8_e4m3" if config.kv_cache_dtype == "fp8_e4m3" else config.dtype,
+        returns_lse=True,
+        kv_layouts=(MLA,) if on_10 else (FP8_DS_MLA,),
+        kernel_block_sizes=pages((64, 32) if on_10 else (64,), config.block_size),
+        cuda_graph="UNIFORM_BATCH",
+        workspace_bytes=options.workspace_bytes,
+        notes=notes,
+    )
+
+
+def _cache_reason(cache: str, accepted: tuple[str, ...], where: str, remedy: str) -> Reason:
+    message = f"KV-cache dtype {cache} (supported on compute capability {where}: {', '.join(accepted)})"
+    return Reason("kv-cache-dtype", message, cache, list(accepted), remedy)
+
+
+def compile_key(config: AttentionConfig) -> object:
+    """Return what FlashInfer compiles one module for on 12.x; trtllm-gen comes compiled."""
+    return config.kv_cache_dtype
+
+
+FLASHINFER_MLA_SPARSE = BackendSpec(
+    name="FLASHINFER_MLA_SPARSE",
+    summary="FlashInfer sparse MLA: trtllm-gen on 10.x, its own kernel for fp8_ds_mla on 12.x",
+    capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
+    plan=plan,
+    load=runtime_missing("FLASHINFER_MLA_SPARSE"),
+    libraries=LIBRARIES,
+    options=FlashInferMLASparseOptions,
+    compile_key=compile_key,
+)

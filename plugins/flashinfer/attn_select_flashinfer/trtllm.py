@@ -1,0 +1,318 @@
+"""When ``FLASHINFER`` takes TRT-LLM's kernels instead of its native ones: the conditions as data, in the order asked.
+
+Two kernels stand behind FlashInfer's TRT-LLM entries: trtllm-gen (prebuilt, compute capability 10.0 and 10.3, both phases)
+and XQA (compiled at first use, 9.x and 12.x, decode only). ``OBSTACLES`` say what they cannot run; ``PREFERENCES`` decide
+where native kernels could run the layer too. The order is that of ``use_trtllm_attention`` and of the metadata builder in
+vLLM 0.33.0 (utils/flashinfer.py, v1/attention/backends/flashinfer.py). One condition there, that KV heads divide query
+heads, is left out: every ``AttentionConfig`` fulfils it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.spec import Reason
+from attn_select_flashinfer.common import (
+    DECODE,
+    GEN_KERNELS,
+    JIT_XQA,
+    LAUNCHER,
+    PREFILL,
+    RAN,
+    TRTLLM_GEN_CAPABILITIES,
+    VLLM,
+    VLLM_UTILS,
+    XQA_DRAFT_MASK_FP8,
+    XQA_DRAFT_WINDOW,
+    Release,
+)
+
+Kernel = Literal["trtllm-gen", "xqa"]
+UseTrtllm = Literal["auto", True, False]
+
+GEN_PAGES = (16, 32, 64)
+"""trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347)."""
+XQA_PAGES = (16, 32, 64, 128)
+XQA_GROUP = 32
+"""Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 ran, 48 and 71 do not compile, 64 only with 16-bit KV)."""
+
+
+class Case(NamedTuple):
+    """What the conditions look at."""
+
+    config: AttentionConfig
+    phase: Phase
+    kernel: Kernel | None
+    capability: tuple[int, int]
+    option: UseTrtllm
+    release: Release
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One question: ``use`` is the answer where it holds, ``because`` the clause that plans give for it."""
+
+    name: str
+    use: bool
+    holds: Callable[[Case], bool]
+    because: str
+    source: str
+
+
+class Decision(NamedTuple):
+    """Which path, and the condition that decided. ``refusals`` are the obstacles where the option forces TRT-LLM."""
+
+    use: bool
+    because: str
+    refusals: list[Reason]
+
+
+def kernel_for(capability: tuple[int, int], phase: Phase) -> Kernel | None:
+    """Return the TRT-LLM kernel that a device has for a phase."""
+    if capability in TRTLLM_GEN_CAPABILITIES:
+        return "trtllm-gen"
+    if phase == "decode" and capability[0] in (9, 12):
+        return "xqa"
+    return None
+
+
+def fp8_query(config: AttentionConfig, kernel: Kernel | None) -> bool:
+    """Whether the kernel wants an FP8 query: trtllm-gen does with a quantised cache, XQA never."""
+    return kernel == "trtllm-gen" and config.kv_cache_dtype in ("fp8_e4m3", "nvfp4")
+
+
+def _hardware(case: Case) -> bool:
+    return case.kernel is None
+
+
+def _context_parallel(case: Case) -> bool:
+    return case.config.decode_context_parallel_size > 1 and (case.phase == "prefill" or case.kernel == "xqa")
+
+
+def _not_causal(case: Case) -> bool:
+    return case.config.non_causal and case.kernel == "trtllm-gen"
+
+
+def _cache_dtype(case: Case) -> bool:
+    dtype = case.config.kv_cache_dtype
+    return dtype == "fp8_e5m2" or (dtype == "nvfp4" and case.kernel == "xqa" and case.capability[0] != 12)
+
+
+def _head_size(case: Case) -> bool:
+    return case.config.head_size > 256 and (case.kernel == "xqa" or case.config.kv_cache_dtype == "nvfp4")
+
+
+def _page(case: Case) -> bool:
+    # Every page size of both kernels is a multiple of 16.
+    return case.config.block_size is not None and case.config.block_size % 16 != 0
+
+
+def _group(case: Case) -> bool:
+    return case.kernel == "xqa" and case.config.num_heads > XQA_GROUP * case.config.num_kv_heads
+
+
+def _draft_window(case: Case) -> bool:
+    config = case.config
+    return (
+        case.kernel == "xqa"
+        and config.num_speculative_tokens > 0
+        and config.sliding_window is not None
+        and case.release < XQA_DRAFT_WINDOW.value
+    )
+
+
+def _draft_mask(case: Case) -> bool:
+    config = case.config
+    return (
+        case.kernel == "xqa"
+        and config.non_causal
+        and config.num_speculative_tokens > 0
+        and config.kv_cache_dtype == "fp8_e4m3"
+        and case.capability[0] == 9
+        and case.release < XQA_DRAFT_MASK_FP8.value
+    )
+
+
+def _output(case: Case) -> bool:
+    output, cache = case.config.output_quantization, case.config.kv_cache_dtype
+    if output == "none":
+        return False
+    if case.kernel == "xqa":
+        return output != "fp8" or cache != "fp8_e4m3"
+    return cache != "fp8_e4m3" and not (output == "fp8" and cache == "nvfp4")
+
+
+OBSTACLES = (
+    Condition(
+        "batch-invariance",
+        False,
+        lambda case: case.config.batch_invariant,
+        "the TRT-LLM kernels split the KV by the load, so results depend on the batch",
+        f"{VLLM_UTILS} supports_trtllm_attention",
+    ),
+    Condition(
+        "hardware",
+        False,
+        _hardware,
+        "TRT-LLM kernels are for compute capability 10.0 and 10.3, and for decode on 9.x and 12.x",
+        f"{VLLM_UTILS} supports_trtllm_attention; {GEN_KERNELS}; flashinfer/xqa.py 0.6.14",
+    ),
+    Condition(
+        "soft-cap",
+        False,
+        lambda case: case.config.logits_soft_cap is not None,
+        "TRT-LLM kernels take no logits soft cap",
+        f"{DECODE} and {PREFILL}: no such argument",
+    ),
+    Condition(
+        "decode-context-parallel",
+        False,
+        _context_parallel,
+        "decode context parallelism: XQA returns no log-sum-exp, and TRT-LLM prefill is not combined across ranks",
+        f"{VLLM_UTILS} use_trtllm_attention; {DECODE}: xqa raises for return_lse",
+    ),
+    Condition(
+        "non-causal",
+        False,
+        _not_causal,
+        "trtllm-gen is used for causal attention only",
+        f"{VLLM} build: causal and use_trtllm_attention(...); decode has a causal mask ({LAUNCHER})",
+    ),
+    Condition(
+        "kv-cache-dtype",
+        False,
+        _cache_dtype,
+        "TRT-LLM kernels read no fp8_e5m2 cache, and XQA reads nvfp4 on compute capability 12.x only",
+        f"{GEN_KERNELS}/fmhaRunner.cuh; flashinfer/xqa.py 0.6.14; {JIT_XQA} takes e5m2 for bfloat16 ({RAN}: wrong)",
+    ),
+    Condition(
+        "head-size",
+        False,
+        _head_size,
+        "XQA takes head sizes up to 256, and so does trtllm-gen with an nvfp4 cache",
+        f"{JIT_XQA}; {RAN} (XQA: 64, 128, 256); flashinfer tests/attention v0.6.14 (trtllm-gen: 512 without nvfp4)",
+    ),
+    Condition(
+        "block-size",
+        False,
+        _page,
+        "TRT-LLM kernels take pages of 16, 32 and 64 tokens",
+        f"{JIT_XQA} (and 128); {RAN} (XQA: 16, 32, 64, 128; 8 raises); flashinfer tests/attention v0.6.14 (trtllm-gen)",
+    ),
+    Condition(
+        "group-size",
+        False,
+        _group,
+        "XQA takes at most 32 query heads per KV head",
+        f"{RAN}: 16 and 32 run, 48 and 71 do not compile",
+    ),
+    Condition(
+        "draft-window",
+        False,
+        _draft_window,
+        "XQA before flashinfer-python 0.6.16 gives all draft tokens the last one's window",
+        XQA_DRAFT_WINDOW.source,
+    ),
+    Condition(
+        "draft-mask",
+        False,
+        _draft_mask,
+        "XQA before flashinfer-python 0.6.16 masks drafts causally with an FP8 cache on compute capability 9.x",
+        XQA_DRAFT_MASK_FP8.source,
+    ),
+    Condition(
+        "output-quantization",
+        False,
+        _output,
+        "TRT-LLM kernels quantise the output only with an fp8_e4m3 cache, and XQA only to FP8",
+        f"{DECODE} and {PREFILL} (query must be FP8); {RAN} (XQA to FP8: relative error 4.3e-2)",
+    ),
+    Condition(
+        "per-head-scales",
+        False,
+        lambda case: case.config.per_head_quant_scales,
+        "TRT-LLM kernels take one scale per tensor",
+        f"{DECODE} and {PREFILL}: bmm1_scale and bmm2_scale are scalars",
+    ),
+)
+"""What the TRT-LLM kernels cannot run, most general first."""
+
+
+PREFERENCES = (
+    Condition(
+        "off", False, lambda case: case.option is False, "use_trtllm = false", f"{VLLM_UTILS} use_trtllm_attention"
+    ),
+    Condition(
+        "speculative",
+        True,
+        lambda case: case.config.num_speculative_tokens > 0 and case.phase == "decode",
+        "draft tokens are decoded by TRT-LLM kernels, in CUDA graphs too",
+        f"{VLLM_UTILS} use_trtllm_attention",
+    ),
+    Condition(
+        "fp8-query",
+        True,
+        lambda case: fp8_query(case.config, case.kernel),
+        "the cache is quantised and trtllm-gen reads it with an FP8 query",
+        f"{VLLM_UTILS} use_trtllm_attention; {VLLM} get_q_data_type",
+    ),
+    Condition(
+        "sinks",
+        True,
+        lambda case: case.config.sinks,
+        "TRT-LLM kernels take attention sinks",
+        f"{VLLM_UTILS} use_trtllm_attention; {RAN} (XQA)",
+    ),
+    Condition("on", True, lambda case: case.option is True, "use_trtllm = true", f"{VLLM_UTILS} use_trtllm_attention"),
+    Condition(
+        "auto-prefill",
+        True,
+        lambda case: case.phase == "prefill",
+        "auto: prefill takes trtllm-gen with an unquantised cache",
+        f"{VLLM_UTILS} use_trtllm_attention",
+    ),
+    Condition(
+        "auto-decode-fp8",
+        True,
+        lambda case: case.kernel == "xqa" and case.config.kv_cache_dtype == "fp8_e4m3",
+        "auto: XQA decodes an FP8 cache",
+        f"{VLLM_UTILS} use_trtllm_attention",
+    ),
+    Condition(
+        "auto-decode",
+        True,
+        lambda case: True,
+        "auto: decode takes it wherever it runs, because the path is fixed for all batches when the builder is made",
+        f"{VLLM} FlashInferMetadataBuilder.__init__",
+    ),
+)
+"""Who decides where both paths can run; the first that holds."""
+
+
+def decide(case: Case) -> Decision:
+    """Return the path of one phase.
+
+    With ``use_trtllm = true`` every obstacle is a refusal; otherwise the first one means native.
+    """
+    if case.option is True:
+        refusals = [_refusal(condition) for condition in OBSTACLES if condition.holds(case)]
+        if refusals:
+            return Decision(False, "", refusals)
+    elif case.option is False:
+        return Decision(False, PREFERENCES[0].because, [])
+    else:
+        for condition in OBSTACLES:
+            if condition.holds(case):
+                return Decision(False, condition.because, [])
+    for condition in PREFERENCES:
+        if condition.holds(case):
+            return Decision(condition.use, condition.because, [])
+    raise AssertionError("the last preference always holds")
+
+
+def _refusal(condition: Condition) -> Reason:
+    message = f"use_trtllm = true, but {condition.because}"
+    return Reason("forced-path", message, condition.name, condition.because, 'backends.FLASHINFER.use_trtllm = "auto"')

@@ -1,0 +1,115 @@
+"""The torch backends answer every valid config on every device, and the defaults take all that they should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device
+from attn_select.environment import Environment
+from attn_select.errors import ConfigError
+from attn_select.gate import check
+from attn_select.layouts import LAYOUTS
+from attn_select.spec import BackendPlan, Reason
+from attn_select_torch.flex_attention import FLEX_ATTENTION
+from attn_select_torch.torch_mla import TORCH_MLA
+from attn_select_torch.torch_sdpa import TORCH_SDPA
+
+SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA)
+ASSUMED = Environment(assume_installed=True)
+GPUS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def device_of(capability: tuple[int, int] | None) -> Device:
+    return CPU if capability is None else Device("gpu", capability)
+
+
+def codes(outcome: Any) -> set[str]:
+    return set() if isinstance(outcome, BackendPlan) else {reason.code for reason in outcome}
+
+
+SIZES = st.sampled_from([1, 2, 3, 8, 15, 16, 20, 32, 48, 64, 96, 128, 192, 256, 264, 512, 576, 1024, 2048, 8192])
+
+
+@st.composite
+def configs(draw: st.DrawFn, mla: bool | None = None) -> AttentionConfig:
+    """Draw any valid config, most fields at their default; with or without MLA where asked."""
+    heads = draw(st.sampled_from([1, 2, 7, 32, 96, 128, 256]))
+    asked: dict[str, Any] = {"num_heads": heads}
+    if draw(st.booleans()) if mla is None else mla:
+        asked |= {name: draw(SIZES) for name in MLA_DIMS}
+    else:
+        asked |= {"head_size": draw(SIZES), "num_kv_heads": draw(st.sampled_from([1, heads]))}
+    flags = ("alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant", "per_head_quant_scales")
+    some = {
+        **dict.fromkeys(flags, st.just(True)),
+        "v_head_size": SIZES,
+        "dtype": st.sampled_from(["bfloat16", "float16", "float32"]),
+        "kv_cache_dtype": st.sampled_from(["bfloat16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4"]),
+        "block_size": SIZES,
+        "attn_type": st.sampled_from(["encoder", "encoder_only", "encoder_decoder"]),
+        "sliding_window": SIZES,
+        "logits_soft_cap": st.just(30.0),
+        "decode_context_parallel_size": st.integers(2, 8),
+        "num_speculative_tokens": st.integers(1, 5),
+        "cuda_graph": st.sampled_from(["UNIFORM_BATCH", "ALWAYS"]),
+        "output_quantization": st.sampled_from(["fp8", "fp4"]),
+        "sparse_top_k": SIZES,
+    }
+    for name in draw(st.lists(st.sampled_from(sorted(some)), unique=True, max_size=6)):
+        asked[name] = draw(some[name])
+    try:
+        return AttentionConfig(**asked)
+    except ConfigError:
+        reject()
+
+
+@given(config=configs(), capability=st.sampled_from([None, *GPUS]))
+def test_plan_answers_every_config(config: AttentionConfig, capability: tuple[int, int] | None) -> None:
+    for spec in SPECS:
+        for phase in config.phases:
+            outcome = spec.plan(config, device_of(capability), ASSUMED, spec.options(), phase)
+            if isinstance(outcome, BackendPlan):
+                assert set(outcome.kv_layouts) <= set(LAYOUTS)
+                assert bool(outcome.kv_layouts) == bool(outcome.kernel_block_sizes)
+                assert outcome.kv_layouts == () or config.has_cache
+            else:
+                assert outcome
+                assert all(type(reason) is Reason and reason.message for reason in outcome)
+        hash(spec.compile_key(config))
+
+
+@given(config=configs(mla=False), capability=st.sampled_from([None, *GPUS]))
+def test_sdpa_takes_every_layer_without_mla(config: AttentionConfig, capability: tuple[int, int] | None) -> None:
+    expected = set()
+    if config.kv_cache_dtype == "nvfp4":
+        expected.add("kv-cache-dtype")
+    if config.output_quantization != "none":
+        expected.add("output-quantization")
+    if config.cuda_graph != "NEVER":
+        expected.add("cuda-graph-level")
+    for phase in config.phases:
+        outcome = check(TORCH_SDPA, config, device_of(capability), ASSUMED, TORCH_SDPA.options(), phase)
+        assert codes(outcome) == expected
+
+
+@given(config=configs(mla=True), capability=st.sampled_from([None, *GPUS]))
+def test_torch_mla_takes_every_dense_mla_layer(config: AttentionConfig, capability: tuple[int, int] | None) -> None:
+    device = device_of(capability)
+    if config.sparse:
+        outcome = check(TORCH_MLA, config, device, ASSUMED, TORCH_MLA.options(), "decode")
+        assert "sparse-unsupported" in codes(outcome)
+        return
+    for phase in config.phases:
+        expected = set()
+        if config.kv_cache_dtype == "nvfp4" and phase == "decode":
+            expected.add("kv-cache-dtype")
+        if config.output_quantization != "none":
+            expected.add("output-quantization")
+        if config.cuda_graph != "NEVER":
+            expected.add("cuda-graph-level")
+        assert codes(check(TORCH_MLA, config, device, ASSUMED, TORCH_MLA.options(), phase)) == expected

@@ -1,0 +1,300 @@
+"""The facts of the Triton backends, through the gate: each rule in both directions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.gate import check
+from attn_select.layouts import FLASHINFER_HND, MLA
+from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
+from attn_select.spec import BackendPlan, BackendSpec, Fact
+from attn_select_triton.hardware import LIBRARIES
+from attn_select_triton.paged_attention import PAGED_ATTENTION
+from attn_select_triton.plugin import attn_select_register_backends
+from attn_select_triton.triton_attn import TRITON_ATTN
+from attn_select_triton.triton_mla import TRITON_MLA
+
+SPECS = (TRITON_ATTN, TRITON_MLA, PAGED_ATTENTION)
+ASSUMED = Environment(assume_installed=True)
+GPUS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+H100 = Device("h100", (9, 0), sm_count=132)
+LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
+DEEPSEEK: dict[str, Any] = {
+    "num_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def device_of(capability: tuple[int, int] | None) -> Device:
+    return CPU if capability is None else Device("gpu", capability)
+
+
+def ask(spec: BackendSpec, where: tuple[int, int] | Device | None, phase: Any = "decode", **asked: Any) -> Any:
+    config = AttentionConfig(**((DEEPSEEK if spec is TRITON_MLA else LLAMA) | asked))
+    device = where if isinstance(where, Device) else device_of(where)
+    return check(spec, config, device, ASSUMED, spec.options(), phase)
+
+
+def codes(outcome: Any) -> set[str]:
+    return set() if isinstance(outcome, BackendPlan) else {reason.code for reason in outcome}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_runs_from_turing_on(spec: BackendSpec) -> None:
+    for capability in GPUS:
+        for phase in ("prefill", "decode"):
+            assert codes(ask(spec, capability, phase, dtype="float16")) == set()
+            assert codes(ask(spec, capability, phase)) == set()
+    for capability in (None, (7, 0), (6, 1)):
+        assert codes(ask(spec, capability, "decode")) == {"compute-capability"}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_e4m3_needs_ada_and_e5m2_does_not(spec: BackendSpec) -> None:
+    for capability in GPUS:
+        expected = {"kv-cache-dtype"} if capability < (8, 9) else set()
+        assert codes(ask(spec, capability, kv_cache_dtype="fp8_e4m3")) == expected
+        assert codes(ask(spec, capability, kv_cache_dtype="fp8_e5m2")) == set()
+    (reason,) = ask(spec, (8, 6), kv_cache_dtype="fp8")
+    assert (reason.observed, reason.remedy) == ("fp8_e4m3", "--kv-cache-dtype auto")
+
+
+def test_mla_prefill_reads_no_cache() -> None:
+    plan = ask(TRITON_MLA, (8, 0), "prefill", kv_cache_dtype="fp8", block_size=1)
+    assert (plan.kv_layouts, plan.kernel_block_sizes) == ((), ())
+
+
+def test_old_gpus_are_warned() -> None:
+    assert any("tensor cores" in note for note in ask(TRITON_ATTN, (7, 5)).notes)
+    assert any("emulated" in note for note in ask(TRITON_ATTN, (7, 5)).notes)
+    assert not any("emulated" in note for note in ask(TRITON_ATTN, (7, 5), dtype="float16").notes)
+    assert ask(TRITON_ATTN, (8, 0)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, set()),
+        ({"dtype": "float32"}, set()),
+        ({"kv_cache_dtype": "float16"}, set()),
+        ({"kv_cache_dtype": "nvfp4"}, {"kv-cache-dtype"}),
+        ({"sliding_window": 128, "sinks": True}, set()),
+        ({"logits_soft_cap": 30.0}, set()),
+        ({"alibi": True}, set()),
+        ({"mm_prefix": True}, set()),
+        ({"non_causal": True}, set()),
+        ({"batch_invariant": True}, set()),
+        ({"decode_context_parallel_size": 4}, set()),
+        ({"num_speculative_tokens": 1024}, set()),
+        ({"cuda_graph": "ALWAYS"}, set()),
+        ({"attn_type": "encoder_decoder"}, set()),
+        ({"num_heads": 71, "num_kv_heads": 1}, set()),
+        ({"head_size": 24}, {"head-size"}),
+        ({"head_size": 32}, set()),
+        ({"head_size": 72}, set()),
+        ({"head_size": 100}, {"head-size"}),
+        ({"head_size": 256}, set()),
+        ({"head_size": 264}, {"head-size"}),
+        ({"head_size": 192, "v_head_size": 128}, set()),
+        ({"head_size": 64, "v_head_size": 512}, {"v-head-size"}),
+        ({"block_size": 48}, set()),
+        ({"block_size": 8}, {"block-size"}),
+        ({"kv_cache_dtype": "fp8", "per_head_quant_scales": True}, {"per-head-quant-scales"}),
+        ({"output_quantization": "fp8"}, {"output-quantization"}),
+    ],
+)
+def test_triton_attn_rules(asked: dict[str, Any], expected: set[str]) -> None:
+    for phase in ("prefill", "decode"):
+        assert codes(ask(TRITON_ATTN, (9, 0), phase, **asked)) == expected
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+def test_triton_attn_takes_encoders(attn_type: str) -> None:
+    plan = ask(TRITON_ATTN, (7, 5), "prefill", attn_type=attn_type, dtype="float16")
+    assert (plan.kv_layouts, plan.kernel_block_sizes, plan.cuda_graph) == ((), (), "ALWAYS")
+
+
+def test_triton_attn_workspace() -> None:
+    plan = ask(TRITON_ATTN, H100)
+    # 2 x 4 programs on each of 132 SMs, 16 rows of 128 accumulators, maximum and sum in float32.
+    assert plan.workspace_bytes == 2 * 4 * 132 * 16 * 130 * 4
+    assert plan.returns_lse
+    assert FLASHINFER_HND in plan.kv_layouts
+    assert ask(TRITON_ATTN, H100, "prefill").workspace_bytes == 0
+    assert ask(TRITON_ATTN, H100, num_speculative_tokens=7).workspace_bytes == 2 * plan.workspace_bytes
+    assert ask(TRITON_ATTN, (9, 0)).workspace_bytes > plan.workspace_bytes
+    fixed = ask(TRITON_ATTN, H100, batch_invariant=True)
+    assert (fixed.path, fixed.workspace_bytes) == ("fixed-split decode", 0)
+    assert any("longest sequence" in note for note in fixed.notes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "prefill", "decode"),
+    [
+        ({}, set(), set()),
+        ({"num_heads": 1}, set(), set()),
+        ({"num_heads": 129}, {"num-heads"}, {"num-heads"}),
+        ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, set(), set()),
+        ({"kv_lora_rank": 528}, set(), {"mla-dims"}),
+        ({"kv_lora_rank": 500}, {"head-size"}, {"head-size", "mla-dims"}),
+        ({"qk_rope_head_dim": 144}, {"mla-dims", "head-size"}, {"mla-dims", "head-size"}),
+        ({"qk_nope_head_dim": 200}, {"mla-dims"}, set()),
+        ({"qk_nope_head_dim": 192}, set(), set()),
+        ({"v_head_dim": 512}, {"mla-dims"}, set()),
+        ({"v_head_dim": 256}, set(), set()),
+        ({"dtype": "float32"}, {"dtype"}, {"dtype"}),
+        ({"block_size": 64}, set(), set()),
+        ({"block_size": 8}, set(), {"block-size"}),
+        ({"non_causal": True}, set(), set()),
+        ({"batch_invariant": True}, set(), set()),
+        ({"decode_context_parallel_size": 8}, set(), set()),
+        ({"num_speculative_tokens": 3}, set(), set()),
+        ({"sinks": True}, {"sinks"}, {"sinks"}),
+        ({"sliding_window": 128}, {"sliding-window"}, {"sliding-window"}),
+        ({"sparse_top_k": 2048}, {"sparse-unsupported"}, {"sparse-unsupported"}),
+        ({"cuda_graph": "UNIFORM_BATCH"}, set(), set()),
+        ({"cuda_graph": "ALWAYS"}, {"cuda-graph-level"}, {"cuda-graph-level"}),
+    ],
+)
+def test_triton_mla_rules(asked: dict[str, Any], prefill: set[str], decode: set[str]) -> None:
+    assert codes(ask(TRITON_MLA, (9, 0), "prefill", **asked)) == prefill
+    assert codes(ask(TRITON_MLA, (9, 0), "decode", **asked)) == decode
+
+
+def test_triton_mla_plan() -> None:
+    plan = ask(TRITON_MLA, H100)
+    assert (plan.kv_layouts, plan.returns_lse, plan.cuda_graph) == ((MLA,), True, "UNIFORM_BATCH")
+    assert plan.workspace_bytes == 2 * 132 * 64 * (512 + 2) * 4
+    assert ask(TRITON_MLA, H100, num_heads=16).workspace_bytes == plan.workspace_bytes // 4
+    assert ask(TRITON_MLA, H100, batch_invariant=True).path == "fixed-split decode"
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, set()),
+        ({"dtype": "float32"}, set()),
+        ({"alibi": True}, set()),
+        ({"cuda_graph": "ALWAYS"}, set()),
+        ({"block_size": 8}, set()),
+        ({"block_size": 24}, set()),
+        ({"block_size": 4}, {"block-size"}),
+        ({"head_size": 120}, set()),
+        ({"head_size": 120, "kv_cache_dtype": "fp8"}, {"head-size"}),
+        ({"head_size": 112, "kv_cache_dtype": "fp8"}, set()),
+        ({"head_size": 160}, {"head-size"}),
+        ({"sliding_window": 128}, {"sliding-window"}),
+        ({"logits_soft_cap": 30.0}, {"logits-soft-cap"}),
+        ({"sinks": True}, {"sinks"}),
+        ({"mm_prefix": True}, {"mm-prefix"}),
+        ({"non_causal": True}, {"non-causal"}),
+        ({"batch_invariant": True}, {"batch-invariant"}),
+        ({"decode_context_parallel_size": 2}, {"decode-context-parallel"}),
+        ({"num_speculative_tokens": 1}, {"speculative-tokens"}),
+        ({"v_head_size": 64}, {"v-head-size"}),
+        ({"attn_type": "encoder_decoder"}, {"attn-type"}),
+    ],
+)
+def test_paged_attention_rules(asked: dict[str, Any], expected: set[str]) -> None:
+    for phase in ("prefill", "decode"):
+        assert codes(ask(PAGED_ATTENTION, (9, 0), phase, **asked)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "rule"),
+    [
+        (32, "more than 16 sequences"),
+        (100, "more than 5 sequences"),
+        (512, "more than 1 sequences"),
+        (513, "any batch"),
+    ],
+)
+def test_paged_attention_says_v1_or_v2(num_heads: int, rule: str) -> None:
+    plan = ask(PAGED_ATTENTION, (9, 0), num_heads=num_heads, num_kv_heads=1)
+    assert plan.path == "v1/v2"
+    assert rule in plan.because
+    assert (plan.kv_layouts, plan.returns_lse) == ((PAGED_ATTENTION_LAYOUT,), False)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_library_versions(spec: BackendSpec) -> None:
+    config = AttentionConfig(**(DEEPSEEK if spec is TRITON_MLA else LLAMA))
+    for version, capability, expected in (
+        ("3.5.1", (9, 0), {"library-version"}),
+        ("3.6.0", (9, 0), set()),
+        ("3.6.0", (12, 1), set()),
+        ("3.6.0", (11, 0), {"library-version"}),
+        ("3.7.0", (11, 0), set()),
+    ):
+        there = Environment(assume_installed=True, pins={"triton": version})
+        assert codes(check(spec, config, device_of(capability), there, spec.options(), "decode")) == expected
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_needs_a_compiler_here(spec: BackendSpec, tmp_path: Any) -> None:
+    compiler = tmp_path / "mycc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    path = str(tmp_path)
+    config = AttentionConfig(**(DEEPSEEK if spec is TRITON_MLA else LLAMA))
+    for variables, local, expected in (
+        ({"PATH": path}, True, {"compiler-missing"}),
+        ({"PATH": path}, False, set()),
+        ({"PATH": path, "CC": "mycc -O2"}, True, set()),
+        ({"PATH": path, "CC": "othercc"}, True, {"compiler-missing"}),
+    ):
+        here = Environment(variables=variables)
+        here._states.update((library, "installed") for group in LIBRARIES for library in group)
+        here._versions["triton"] = "3.6.0"
+        device = replace(H100, local=local)
+        assert codes(check(spec, config, device, here, spec.options(), "decode")) == expected
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_compiles_once_per_shape_class(spec: BackendSpec) -> None:
+    base = DEEPSEEK if spec is TRITON_MLA else LLAMA
+    key = spec.compile_key(AttentionConfig(**base))
+    assert key == spec.compile_key(AttentionConfig(**base, cuda_graph="UNIFORM_BATCH"))
+    others: list[dict[str, Any]] = [{"dtype": "float16"}, {"kv_cache_dtype": "fp8"}, {"block_size": 64}]
+    assert key not in [spec.compile_key(AttentionConfig(**(base | asked))) for asked in others]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_fact_has_a_source(spec: BackendSpec) -> None:
+    for capabilities in spec.capabilities.values():
+        for field in fields(capabilities):
+            fact = getattr(capabilities, field.name)
+            if isinstance(fact, Fact):
+                assert fact.source
+                assert not fact.source.startswith("default") or fact == field.default
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_load_says_that_there_is_no_runtime(spec: BackendSpec) -> None:
+    with pytest.raises(RuntimeMissingError, match=spec.name):
+        spec.load()
+
+
+def test_registers_three_backends() -> None:
+    names = [spec.name for spec in attn_select_register_backends()]
+    assert names == ["TRITON_ATTN", "TRITON_MLA", "PAGED_ATTENTION"]
+
+
+def test_registration_imports_no_kernel_library() -> None:
+    code = (
+        "import sys, attn_select_triton.plugin as p; p.attn_select_register_backends();"
+        "print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,219 @@
+"""Layers: where rules files are looked for, and how a later one changes an earlier one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attn_select.errors import RulesError
+from attn_select.rules import RuleSet, load_rules
+from attn_select.rules.layers import candidate_layers, inspect_layers, packaged_rules_path
+
+WriteRules = Callable[..., Path]
+PACKAGED = packaged_rules_path()
+RULE = '[[rules]]\nname = "{}"\n{} = ["{}"]\n'
+
+
+def effects(rules: RuleSet) -> dict[str, tuple[str | None, tuple[str, ...], str]]:
+    """Name → effect, backends and file of every rule that is not a packaged one."""
+    return {r.name: (r.effect, r.backends, r.file) for r in rules.rules if r.file != str(PACKAGED)}
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an empty working directory and an empty configuration home."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path
+
+
+@pytest.fixture
+def user_file(world: Path) -> Path:
+    return world / "config" / "attn-select" / "selector_rules.toml"
+
+
+def write(path: Path, body: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"version = 1\n{body}")
+    return str(path)
+
+
+def states(*extra: str | Path) -> list[tuple[str, str]]:
+    return [(layer.kind, layer.state) for layer in inspect_layers(extra)]
+
+
+def test_only_the_packaged_rules_in_an_empty_world(world: Path) -> None:
+    assert states() == [("packaged", "read"), ("user", "not found"), ("working directory", "not found")]
+    rules = load_rules()
+    assert {rule.file for rule in rules.rules} == {str(PACKAGED)}
+    assert len(rules.rules) >= 5
+    lines = PACKAGED.read_text().splitlines()
+    for rule in rules.rules:
+        assert lines[rule.line - 1] == "[[rules]]"
+        assert lines[rule.line] == f'name = "{rule.name}"'
+        assert rule.because
+        assert not rule.warnings
+
+
+def test_the_order_of_layers(world: Path, user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three, four = (write(world / f"{n}.toml", RULE.format(n, "deny", n)) for n in "ABCD")
+    write(user_file, RULE.format("user", "deny", "U"))
+    write(world / "cwd" / "selector_rules.toml", RULE.format("cwd", "deny", "W"))
+    monkeypatch.setenv("ATTN_SELECT_RULES", os.pathsep.join([one, "", two]))
+    expected = [
+        ("packaged", str(PACKAGED)),
+        ("user", str(user_file)),
+        ("working directory", "selector_rules.toml"),
+        ("ATTN_SELECT_RULES", one),
+        ("ATTN_SELECT_RULES", two),
+        ("--rules", three),
+        ("--rules", four),
+    ]
+    assert [(layer.kind, str(layer.path)) for layer in candidate_layers([three, Path(four)])] == expected
+    rules = load_rules([three, Path(four)])
+    assert [(layer.kind, str(layer.path)) for layer in rules.layers] == expected
+    assert {layer.state for layer in rules.layers} == {"read"}
+    assert list(effects(rules)) == ["user", "cwd", "A", "B", "C", "D"]
+    assert [rule.layer for rule in rules.rules] == sorted(rule.layer for rule in rules.rules)
+
+
+def test_a_later_rule_of_the_same_name_replaces(world: Path) -> None:
+    first = write(world / "a.toml", RULE.format("r", "deny", "A") + RULE.format("s", "avoid", "S"))
+    second = write(world / "b.toml", RULE.format("r", "prefer", "B"))
+    assert effects(load_rules([first, second])) == {
+        "s": ("avoid", ("S",), first),
+        "r": ("prefer", ("B",), second),
+    }
+    assert effects(load_rules([second, first])) == {"r": ("deny", ("A",), first), "s": ("avoid", ("S",), first)}
+
+
+def test_a_packaged_rule_can_be_replaced_and_disabled(world: Path) -> None:
+    names = [rule.name for rule in load_rules().rules]
+    path = write(world / "a.toml", RULE.format(names[0], "prefer", "A"))
+    replaced = load_rules([path])
+    assert [rule.name for rule in replaced.rules] == [*names[1:], names[0]]
+    assert effects(replaced) == {names[0]: ("prefer", ("A",), path)}
+    path = write(world / "b.toml", f'[[rules]]\nname = "{names[1]}"\nenabled = false\n')
+    removed = load_rules([path])
+    assert [rule.name for rule in removed.rules] == [names[0], *names[2:]]
+    assert removed.idle == []
+
+
+def test_disabled_rules_come_back_in_a_later_layer(world: Path) -> None:
+    first = write(world / "a.toml", RULE.format("r", "deny", "A"))
+    second = write(world / "b.toml", '[[rules]]\nname = "r"\nenabled = false\ndeny = ["A"]\n')
+    third = write(world / "c.toml", RULE.format("r", "deny", "C") + "enabled = true\n")
+    assert effects(load_rules([first, second])) == {}
+    assert effects(load_rules([first, second, third])) == {"r": ("deny", ("C",), third)}
+
+
+def test_disabling_what_is_not_there_is_noticed(world: Path) -> None:
+    path = write(world / "a.toml", '[[rules]]\nname = "defualt"\nenabled = false\n')
+    assert load_rules([path]).idle == [
+        (path, 2, "rule 'defualt' disables nothing: no earlier file has a rule of this name")
+    ]
+
+
+def test_options_merge_by_key(world: Path) -> None:
+    first = write(world / "a.toml", "[backends.X]\nkeep = 1\nchange = [1, 2]\n[backends.Y]\n")
+    second = write(world / "b.toml", "\n[backends.X]\nchange = [3]\nnew = 'n'\n")
+    options = load_rules([first, second]).options
+    assert options["X"].values == {"keep": 1, "change": [3], "new": "n"}
+    assert options["X"].origins == {"keep": (first, 2), "change": (second, 3), "new": (second, 3)}
+    assert options["X"].origin == (second, 3)
+    assert options["Y"].values == {}
+    assert options["Y"].origin == (first, 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("[backends.X]\na = 1\n", 2),
+        ("[backends]\nX.a = 1\n", 2),
+        ('\n[ backends . "X" ]\na = 1\n', 3),
+        ("backends.X.a = 1\n", None),
+        ("backends = { X = { a = 1 } }\n", None),
+    ],
+)
+def test_lines_of_options(world: Path, body: str, line: int | None) -> None:
+    path = write(world / "a.toml", body)
+    table = load_rules([path]).options["X"]
+    assert (table.values, table.origins) == ({"a": 1}, {"a": (path, line)})
+
+
+def test_a_copy_of_the_packaged_rules_in_the_working_directory_is_skipped(world: Path) -> None:
+    here = world / "cwd" / "selector_rules.toml"
+    shutil.copyfile(PACKAGED, here)
+    assert states()[2] == ("working directory", "skipped: identical to the packaged rules")
+    rules = load_rules()
+    assert {rule.file for rule in rules.rules} == {str(PACKAGED)}
+    assert rules.layers[2].state == "skipped: identical to the packaged rules"
+    here.write_bytes(PACKAGED.read_bytes() + b"\n")
+    assert states()[2] == ("working directory", "read")
+    assert {rule.file for rule in load_rules().rules} == {"selector_rules.toml"}
+
+
+def test_a_copy_of_the_packaged_rules_elsewhere_is_read(world: Path, user_file: Path) -> None:
+    user_file.parent.mkdir(parents=True)
+    shutil.copyfile(PACKAGED, user_file)
+    assert {rule.file for rule in load_rules().rules} == {str(user_file)}
+    assert {rule.file for rule in load_rules([PACKAGED]).rules} == {str(PACKAGED)}
+
+
+def test_one_file_in_two_layers_is_read_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(world / "cwd" / "selector_rules.toml", RULE.format("r", "deni", "A"))
+    monkeypatch.setenv("ATTN_SELECT_RULES", path)
+    with pytest.raises(RulesError) as caught:
+        load_rules(["selector_rules.toml"])
+    assert [(file, line) for file, line, _ in caught.value.problems] == [("selector_rules.toml", 2)]
+    assert states("selector_rules.toml")[2:] == [
+        ("working directory", "skipped: read as ATTN_SELECT_RULES"),
+        ("ATTN_SELECT_RULES", "skipped: read as --rules"),
+        ("--rules", "read"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ATTN_SELECT_RULES", "--rules"])
+def test_a_file_that_was_asked_for_must_exist(world: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = str(world / "missing.toml")
+    extra = [missing] if kind == "--rules" else []
+    if not extra:
+        monkeypatch.setenv("ATTN_SELECT_RULES", missing)
+    with pytest.raises(RulesError, match="no such file") as caught:
+        load_rules(extra)
+    assert caught.value.problems == ((missing, None, f"cannot be read: no such file (given by {kind})"),)
+    assert states(*extra)[-1] == (kind, "no such file")
+
+
+def test_problems_of_all_files_are_collected(world: Path, user_file: Path) -> None:
+    write(user_file, "[[rules]]\n")
+    broken = write(world / "a.toml", "x = 1\n[[rules]]\nname = 'r'\n")
+    missing = str(world / "missing.toml")
+    with pytest.raises(RulesError) as caught:
+        load_rules([broken, missing])
+    found = [(file, line) for file, line, _ in caught.value.problems]
+    assert found == [(missing, None), (str(user_file), 2), (broken, None), (broken, 3)]
+    assert str(caught.value).startswith("4 errors in rules files\n")
+    assert f"{broken}:3: rule 'r'" in str(caught.value)
+
+
+def test_a_broken_user_file_is_an_error_and_an_absent_one_is_not(world: Path, user_file: Path) -> None:
+    user_file.mkdir(parents=True)
+    with pytest.raises(RulesError, match="regular file") as caught:
+        load_rules()
+    assert caught.value.problems[0][0] == str(user_file)
+    user_file.rmdir()
+    assert load_rules().layers[1].state == "not found"
+
+
+def test_no_home_directory(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr("platformdirs.user_config_path", fail)
+    assert [layer.kind for layer in load_rules().layers] == ["packaged", "working directory"]

@@ -1,0 +1,51 @@
+"""Token-level pools."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="the runtime needs torch")
+
+from attn_select.runtime.block_pool import OutOfBlocksError, PoolError
+from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
+
+
+def test_rows_list_the_slots_of_each_request_in_token_order() -> None:
+    slots = TokenToKVPool(10)
+    pool = ReqToTokenPool(2, 8, slots)
+    first = pool.extend("a", 3)
+    other = pool.extend("b", 2)
+    second = pool.extend("a", 5)
+    row = pool.req_to_token[pool.row("a")]
+    assert row[:5].tolist() == [*first.tolist(), *second.tolist()] == list(slots.blocks("a"))
+    assert pool.req_to_token[pool.row("b"), :2].tolist() == other.tolist()
+    assert not set(row[:5].tolist()) & set(other.tolist())
+    pool.free("a")
+    assert slots.num_free_blocks == 8
+    assert set(pool.extend("c", 5).tolist()) <= set(range(10)) - set(other.tolist())
+
+
+def test_exhaustion_and_misuse_name_the_request_and_change_nothing() -> None:
+    slots = TokenToKVPool(6)
+    pool = ReqToTokenPool(2, 5, slots)
+    pool.extend("a", 4)
+    with pytest.raises(OutOfBlocksError, match="request 'b' needs 3 more blocks"):
+        pool.extend("b", 3)
+    assert slots.requests() == ("a",)
+    with pytest.raises(PoolError, match="request 'b' has no row"):
+        pool.row("b")
+    with pytest.raises(PoolError, match=r"request 'a' wants 6 tokens; a row holds 5 \(max_context_len\)"):
+        pool.extend("a", 6)
+    pool.extend("b", 1)
+    with pytest.raises(PoolError, match=r"request 'c': all 2 rows are taken \(max_requests\)"):
+        pool.extend("c", 1)
+    pool.free("b")
+    with pytest.raises(PoolError, match="request 'b' has no row"):
+        pool.free("b")
+    assert slots.num_free_blocks == 2
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 4), (4, 0)])
+def test_an_empty_map_is_refused(rows: int, columns: int) -> None:
+    with pytest.raises(ValueError, match=f"max_requests = {rows} and max_context_len = {columns}"):
+        ReqToTokenPool(rows, columns, TokenToKVPool(4))
