@@ -66,7 +66,14 @@ def backend_dict(name: str, registry: Registry, environment: Environment, *, fac
         "summary": spec.summary,
         "phases": list(spec.capabilities),
         "libraries": [
-            [{"distribution": x.distribution, "state": environment.state(x), "version": environment.version(x.distribution)} for x in group]
+            [
+                {
+                    "distribution": x.distribution,
+                    "state": environment.state(x),
+                    "version": environment.version(x.distribution),
+                }
+                for x in group
+            ]
             for group in spec.libraries
         ],
         "missing": [[library.distribution + library.version for library in group] for group in missing],
@@ -101,7 +108,13 @@ def _fact_text(value: Any) -> Any:
 
 def _plugins(registry: Registry) -> list[dict[str, Any]]:
     return [
-        {"name": p.name, "distribution": p.distribution, "version": p.version, "backends": list(p.backends), "error": p.error}
+        {
+            "name": p.name,
+            "distribution": p.distribution,
+            "version": p.version,
+            "backends": list(p.backends),
+            "error": p.error,
+        }
         for p in registry.plugins
     ]
 
@@ -122,7 +135,14 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
         rows.append([name, entry["state"], phases, ", ".join(installed) or "-", entry["remedy"] or ""])
     lines = table_lines(["backend", "on this machine", "phases", "libraries found", "to get what is missing"], rows)
     plugins = [[p.name, f"{p.distribution} {p.version}", p.error or ", ".join(p.backends)] for p in registry.plugins]
-    lines += [[], *(table_lines(["plugin", "distribution", "backends, or why it failed"], plugins) if plugins else [[("no plugin is installed", "")]])]
+    lines += [
+        [],
+        *(
+            table_lines(["plugin", "distribution", "backends, or why it failed"], plugins)
+            if plugins
+            else [[("no plugin is installed", "")]]
+        ),
+    ]
     return [*lines, [], [("`attn-select backends NAME` shows one backend's capabilities with their sources.", "dim")]]
 
 
@@ -131,7 +151,10 @@ def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> lis
 
     lines: list[Any] = [[(spec.name, "title"), (f"  {spec.summary}", "")], [(f"registered by {owner}", "dim")]]
     for group in spec.libraries:
-        states = [f"{x.distribution}{x.version} ({environment.version(x.distribution) or environment.state(x)})" for x in group]
+        states = [
+            f"{x.distribution}{x.version} ({environment.version(x.distribution) or environment.state(x)})"
+            for x in group
+        ]
         lines.append([("needs ", "dim"), (" or ".join(states), "")])
     served = list(spec.capabilities)
     same = len(served) == 2 and spec.capabilities["prefill"] is spec.capabilities["decode"]
@@ -147,5 +170,9 @@ def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> lis
     options = spec.options.model_json_schema().get("properties", {})
     if options:
         rows = [[name, str(o.get("default")), o.get("description", "")] for name, o in options.items()]
-        lines += [[], [(f"Options in [backends.{spec.name}]", "title")], *table_lines(["option", "default", "meaning"], rows)]
+        lines += [
+            [],
+            [(f"Options in [backends.{spec.name}]", "title")],
+            *table_lines(["option", "default", "meaning"], rows),
+        ]
     return lines

@@ -29,7 +29,9 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 @click.command("diff", epilog=EPILOG)
 @report_options
 @click.option("--to", "to", metavar="OPTIONS", help="The other side: options of explain that replace those given here.")
-@click.option("--golden", type=click.Path(dir_okay=False), help="The first side: a file that `explain --json` wrote earlier.")
+@click.option(
+    "--golden", type=click.Path(dir_okay=False), help="The first side: a file that `explain --json` wrote earlier."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(ctx: click.Context, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
@@ -84,7 +86,8 @@ def _read_golden(path: str) -> dict[str, Any]:
                 raise TypeError("layers are malformed")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"golden = {shorten(path)!r}: not a file that `attn-select explain --json` wrote ({type(error).__name__}: {shorten(error)})",
+            f"golden = {shorten(path)!r}: not a file that `attn-select explain --json` wrote "
+            f"({type(error).__name__}: {shorten(error)})",
             fields=["golden"],
         ) from None
     return dict(document)
@@ -97,23 +100,46 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[st
     new = {layer["kind"]: layer for layer in after["layers"]}
     for kind in dict.fromkeys((*old, *new)):
         if kind not in old or kind not in new:
-            sides = {"from": "no such layers" if kind not in old else "present", "to": "no such layers" if kind not in new else "present"}
+            sides = {
+                "from": "no such layers" if kind not in old else "present",
+                "to": "no such layers" if kind not in new else "present",
+            }
             changes.append({"kind": kind, "phase": None, "what": "layer kind", **sides, "why": []})
             continue
         a, b = old[kind], new[kind]
         for phase in dict.fromkeys((*a["selected"], *b["selected"])):
             names = a["selected"].get(phase), b["selected"].get(phase)
             if names[0] != names[1]:
-                changes.append({"kind": kind, "phase": phase, "what": "backend", "from": names[0], "to": names[1], "why": _why(a, b, phase)})
+                changes.append(
+                    {
+                        "kind": kind,
+                        "phase": phase,
+                        "what": "backend",
+                        "from": names[0],
+                        "to": names[1],
+                        "why": _why(a, b, phase),
+                    }
+                )
             else:
                 paths = [side["plan"]["phases"].get(phase, {}).get("path") for side in (a, b)]
                 if paths[0] != paths[1]:
                     because = b["plan"]["phases"].get(phase, {}).get("because")
                     why = [because] if because else []
-                    changes.append({"kind": kind, "phase": phase, "what": "path", "from": paths[0], "to": paths[1], "why": why})
+                    changes.append(
+                        {"kind": kind, "phase": phase, "what": "path", "from": paths[0], "to": paths[1], "why": why}
+                    )
         for what in ("block_size", "kv_layout", "cache_dtype", "bytes_per_token"):
             if a["plan"][what] != b["plan"][what]:
-                changes.append({"kind": kind, "phase": None, "what": what, "from": a["plan"][what], "to": b["plan"][what], "why": []})
+                changes.append(
+                    {
+                        "kind": kind,
+                        "phase": None,
+                        "what": what,
+                        "from": a["plan"][what],
+                        "to": b["plan"][what],
+                        "why": [],
+                    }
+                )
     return changes
 
 
@@ -130,7 +156,11 @@ def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
     if new is not None and old is not None and now.get(old) and not now[old]["reasons"]:
         why.append(f"{new} is ranked {now[new]['rank']}, {old} {now[old]['rank'] or 'not at all'}")
     before = {(rule["name"], rule["file"]) for rule in a["rules"]}
-    why += [f"rule {rule['name']} ({rule['file']}:{rule['line']})" for rule in b["rules"] if (rule["name"], rule["file"]) not in before]
+    why += [
+        f"rule {rule['name']} ({rule['file']}:{rule['line']})"
+        for rule in b["rules"]
+        if (rule["name"], rule["file"]) not in before
+    ]
     return why
 
 

@@ -40,7 +40,12 @@ WITHOUT_EFFECT = {
 
 
 @click.command("doctor", epilog=EPILOG)
-@click.option("--import/--no-import", "do_import", default=True, help="Import each kernel library in a process of its own (seconds each).")
+@click.option(
+    "--import/--no-import",
+    "do_import",
+    default=True,
+    help="Import each kernel library in a process of its own (seconds each).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(do_import: bool, as_json: bool) -> int:
     """Check Python, torch, driver, GPU, plugins, kernel libraries, rules files and environment variables."""
@@ -84,9 +89,13 @@ def examine(do_import: bool) -> dict[str, Any]:
             if entry["import_error"]:
                 problems.append(f"{name} {entry['version'] or ''} does not import: {entry['import_error']}")
         elif entry["state"] not in ("installed", "missing"):
-            problems.append(f"{name} {entry['version'] or ''} is {entry['state'].replace('-', ' ')}: {entry['install']}")
+            problems.append(
+                f"{name} {entry['version'] or ''} is {entry['state'].replace('-', ' ')}: {entry['install']}"
+            )
     layers = inspect_layers()
-    problems += [f"rules file {x.path}: {x.state}" for x in layers if not x.state.startswith(("read", "not found", "skipped"))]
+    problems += [
+        f"rules file {x.path}: {x.state}" for x in layers if not x.state.startswith(("read", "not found", "skipped"))
+    ]
     return {
         "attn_select": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -97,23 +106,38 @@ def examine(do_import: bool) -> dict[str, Any]:
         "device": found.device.to_dict(),
         "device_notes": [*([found.note] if found.note else []), *found.warnings],
         "plugins": [
-            {"name": p.name, "distribution": p.distribution, "version": p.version, "backends": list(p.backends), "error": p.error}
+            {
+                "name": p.name,
+                "distribution": p.distribution,
+                "version": p.version,
+                "backends": list(p.backends),
+                "error": p.error,
+            }
             for p in registry.plugins
         ],
         "libraries": dict(sorted(libraries.items())),
         "rules_files": [{"kind": x.kind, "path": str(x.path), "state": x.state} for x in layers],
-        "variables": {name: {"value": os.environ[name], "effect": text} for name, text in EFFECTIVE.items() if name in os.environ},
+        "variables": {
+            name: {"value": os.environ[name], "effect": text} for name, text in EFFECTIVE.items() if name in os.environ
+        },
         "variables_without_effect": {
-            name: {"value": os.environ[name], "instead": text} for name, text in WITHOUT_EFFECT.items() if name in os.environ
+            name: {"value": os.environ[name], "instead": text}
+            for name, text in WITHOUT_EFFECT.items()
+            if name in os.environ
         },
         "problems": problems,
     }
 
 
 def import_error(module: str, timeout: float = 120.0) -> str | None:
-    """Import a module in a process of its own (a broken extension may crash it); return its error's last line, None if it works."""
+    """Import a module in a process of its own (a broken extension may crash it).
+
+    Return its error's last line, None if it works.
+    """
     try:
-        done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"took longer than {timeout:.0f} s"
     if done.returncode == 0:
@@ -137,8 +161,18 @@ def _lines(findings: dict[str, Any]) -> list[Any]:
     ]
     lines: list[Any] = [[(label.ljust(20), "dim"), (text, "")] for label, text in rows]
     lines += [[(" " * 20, ""), (note, "warning")] for note in findings["device_notes"]]
-    plugins = [[p["name"], f"{p['distribution']} {p['version']}", p["error"] or ", ".join(p["backends"])] for p in findings["plugins"]]
-    lines += [[], *(table_lines(["plugin", "distribution", "backends, or why it failed"], plugins) if plugins else [[("no plugin is installed", "warning")]])]
+    plugins = [
+        [p["name"], f"{p['distribution']} {p['version']}", p["error"] or ", ".join(p["backends"])]
+        for p in findings["plugins"]
+    ]
+    lines += [
+        [],
+        *(
+            table_lines(["plugin", "distribution", "backends, or why it failed"], plugins)
+            if plugins
+            else [[("no plugin is installed", "warning")]]
+        ),
+    ]
     libraries = []
     for name, x in findings["libraries"].items():
         state = f"does not import: {x['import_error']}" if x["import_error"] else x["state"]
@@ -153,6 +187,9 @@ def _lines(findings: dict[str, Any]) -> list[Any]:
         ("variable without effect here", "variables_without_effect", "instead"),
     ):
         if findings[key]:
-            lines += [[], *table_lines([title, "value", column], [[n, v["value"], v[column]] for n, v in findings[key].items()])]
+            lines += [
+                [],
+                *table_lines([title, "value", column], [[n, v["value"], v[column]] for n, v in findings[key].items()]),
+            ]
     problems = [[("problem: ", "rejected"), (text, "")] for text in findings["problems"]]
     return [*lines, [], *(problems or [[("no problems found", "selected")]])]

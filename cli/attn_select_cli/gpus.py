@@ -24,16 +24,27 @@ def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     from attn_select_cli.output import print_json, print_lines, table_lines
 
     devices = [
-        d for d in known_gpus().values() if all(w.casefold() in f"{d.name} {d.full_name} {d.capability_text}".casefold() for w in words)
+        d
+        for d in known_gpus().values()
+        if all(w.casefold() in f"{d.name} {d.full_name} {d.capability_text}".casefold() for w in words)
     ]
     if as_json:
         print_json({"schema_version": 1, "gpus": [d.to_dict() for d in devices]})
     elif not devices:
-        click.echo(f"no known GPU contains {' and '.join(words)}; a compute capability works too: --gpu sm90 or --gpu 9.0")
+        click.echo(
+            f"no known GPU contains {' and '.join(words)}; a compute capability works too: --gpu sm90 or --gpu 9.0"
+        )
     else:
         header = ["name", "capability", "SMs", "GiB", "GB/s", "full name", *(["source"] if sources else [])]
         rows = [
-            [d.name, d.capability_text, _number(d.sm_count), _number(d.memory_gib), _number(d.bandwidth_gbps), d.full_name]
+            [
+                d.name,
+                d.capability_text,
+                _number(d.sm_count),
+                _number(d.memory_gib),
+                _number(d.bandwidth_gbps),
+                d.full_name,
+            ]
             + ([d.source] if sources else [])
             for d in devices
         ]

@@ -50,19 +50,35 @@ def _flag(name: str, text: str) -> Callable[[F], F]:
 
 _LAYER: tuple[Callable[[Any], Any], ...] = (
     click.option("--dtype", metavar="DTYPE", help="Compute dtype: bfloat16, float16, float32 [default: the model's]."),
-    click.option("--kv-cache-dtype", metavar="DTYPE", help="auto, bfloat16, float16, fp8 (= fp8_e4m3), fp8_e5m2, fp8_ds_mla, nvfp4."),
-    click.option("--block-size", type=int, metavar="TOKENS", help="Tokens per cache block [default: the selection chooses]."),
+    click.option(
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help="auto, bfloat16, float16, fp8 (= fp8_e4m3), fp8_e5m2, fp8_ds_mla, nvfp4.",
+    ),
+    click.option(
+        "--block-size", type=int, metavar="TOKENS", help="Tokens per cache block [default: the selection chooses]."
+    ),
     click.option("--num-heads", type=int, help="Query heads of the model, before tensor parallelism."),
-    click.option("--num-kv-heads", type=int, help="KV heads of the model, before tensor parallelism [default: --num-heads]."),
+    click.option(
+        "--num-kv-heads", type=int, help="KV heads of the model, before tensor parallelism [default: --num-heads]."
+    ),
     click.option("--head-size", type=int, help="Width of a query and key head."),
     click.option("--v-head-size", type=int, help="Width of a value head where it differs."),
-    click.option("--mla", is_flag=True, help="Multi-head latent attention, with DeepSeek-V3's dims where the next four are not given."),
+    click.option(
+        "--mla",
+        is_flag=True,
+        help="Multi-head latent attention, with DeepSeek-V3's dims where the next four are not given.",
+    ),
     click.option("--kv-lora-rank", type=int, help="MLA: width of the compressed KV."),
     click.option("--qk-nope-head-dim", type=int, help="MLA: query head width without position."),
     click.option("--qk-rope-head-dim", type=int, help="MLA: query head width with position."),
     click.option("--v-head-dim", type=int, help="MLA: value head width."),
-    click.option("--sparse-top-k", type=int, metavar="TOKENS", help="Sparse MLA: tokens attended to (DeepSeek-V3.2: 2048)."),
-    click.option("--attn-type", metavar="TYPE", help="decoder, encoder, encoder_only, encoder_decoder (cross-attention)."),
+    click.option(
+        "--sparse-top-k", type=int, metavar="TOKENS", help="Sparse MLA: tokens attended to (DeepSeek-V3.2: 2048)."
+    ),
+    click.option(
+        "--attn-type", metavar="TYPE", help="decoder, encoder, encoder_only, encoder_decoder (cross-attention)."
+    ),
     click.option("--sliding-window", type=int, metavar="TOKENS", help="Tokens that a query sees."),
     click.option("--soft-cap", type=float, help="Logits soft cap."),
     _flag("sinks", "A learned sink logit per head."),
@@ -72,19 +88,49 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
     _flag("batch-invariant", "Results must not depend on the batch."),
     _flag("per-head-quant-scales", "One FP8 scale per KV head."),
     click.option("--output-quantization", metavar="KIND", help="Quantise the output in the kernel: none, fp8, fp4."),
-    click.option("--tensor-parallel", "-tp", type=int, default=1, show_default=True, help="Ranks that share the heads."),
+    click.option(
+        "--tensor-parallel", "-tp", type=int, default=1, show_default=True, help="Ranks that share the heads."
+    ),
     click.option("--dcp", type=int, metavar="RANKS", help="Decode context parallel size."),
     click.option("--speculative-tokens", type=int, metavar="N", help="Draft tokens per request and step."),
-    click.option("--cuda-graph", metavar="LEVEL", help="Least level needed: NEVER, UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH, ALWAYS."),
+    click.option(
+        "--cuda-graph",
+        metavar="LEVEL",
+        help="Least level needed: NEVER, UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH, ALWAYS.",
+    ),
 )
 _CONTEXT: tuple[Callable[[Any], Any], ...] = (
-    click.option("--with", "pins", multiple=True, metavar="LIB==VERSION", help="Judge as if this library version were installed (repeatable)."),
+    click.option(
+        "--with",
+        "pins",
+        multiple=True,
+        metavar="LIB==VERSION",
+        help="Judge as if this library version were installed (repeatable).",
+    ),
     click.option("--rules", multiple=True, metavar="FILE", help="One more rules file, above all others (repeatable)."),
 )
 _WHERE: tuple[Callable[[Any], Any], ...] = (
-    click.option("--model", "-m", metavar="NAME|PATH", help="A preset (`attn-select models`), a config.json or a folder holding one."),
-    click.option("--gpu", "-g", default="auto", show_default=True, metavar="NAME|smNN|N.M|cpu|auto", help="The device; auto is this machine's."),
-    click.option("--backend", "-b", multiple=True, metavar="[PHASE=]NAME", help="Choose explicitly, against every rule (repeatable)."),
+    click.option(
+        "--model",
+        "-m",
+        metavar="NAME|PATH",
+        help="A preset (`attn-select models`), a config.json or a folder holding one.",
+    ),
+    click.option(
+        "--gpu",
+        "-g",
+        default="auto",
+        show_default=True,
+        metavar="NAME|smNN|N.M|cpu|auto",
+        help="The device; auto is this machine's.",
+    ),
+    click.option(
+        "--backend",
+        "-b",
+        multiple=True,
+        metavar="[PHASE=]NAME",
+        help="Choose explicitly, against every rule (repeatable).",
+    ),
 )
 
 

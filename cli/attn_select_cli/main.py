@@ -29,7 +29,9 @@ class LazyGroup(click.Group):
         command: click.Command = importlib.import_module(f"attn_select_cli.{cmd_name}").command
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             from attn_select.errors import UnknownNameError
 
@@ -37,11 +39,20 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+EPILOG = """\b
+Examples:
+  attn-select explain --model llama-3-8b --gpu h100
+  attn-select matrix --model deepseek-v3 --gpu h100 --gpu b200
+  attn-select doctor
+
+Shell completion: eval "$(_ATTN_SELECT_COMPLETE=bash_source attn-select)" (or zsh_source, fish_source).
+"""
+
+
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="\b\nExamples:\n  attn-select explain --model llama-3-8b --gpu h100\n  attn-select matrix --model deepseek-v3 --gpu h100 --gpu b200\n  attn-select doctor\n\n"
-    "Shell completion: eval \"$(_ATTN_SELECT_COMPLETE=bash_source attn-select)\" (or zsh_source, fish_source).",
+    epilog=EPILOG,
 )
 @click.version_option(None, "-V", "--version", package_name="attn-select", prog_name="attn-select")
 def cli() -> None:
@@ -51,8 +62,8 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command line and exit.
 
-    A command lives for a fraction of a second: collecting garbage and taking the interpreter apart at its end would cost a fifth of
-    that, so neither is done. Nothing here registers exit handlers.
+    A command lives for a fraction of a second: collecting garbage and taking the interpreter apart at its end would
+    cost a fifth of that, so neither is done. Nothing here registers exit handlers.
     """
     gc.disable()
     code = run(sys.argv[1:])
@@ -98,7 +109,9 @@ def _fail(as_json: bool, code: str, message: str, hint: str | None, exit_code: i
     if as_json:
         import json
 
-        click.echo(json.dumps({"error": {"code": code, "message": message, "hint": hint}}, indent=2, ensure_ascii=False))
+        click.echo(
+            json.dumps({"error": {"code": code, "message": message, "hint": hint}}, indent=2, ensure_ascii=False)
+        )
     else:
         click.echo(f"error: {message}", err=True)
         if hint:

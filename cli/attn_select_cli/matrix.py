@@ -23,16 +23,40 @@ DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 
 
 @click.command("matrix", epilog=EPILOG)
-@click.option("--model", "-m", "model", multiple=True, metavar="NAME|PATH", help=f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].")
-@click.option("--gpu", "-g", "gpu", multiple=True, metavar="NAME|smNN|N.M|cpu|auto", help=f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].")
+@click.option(
+    "--model",
+    "-m",
+    "model",
+    multiple=True,
+    metavar="NAME|PATH",
+    help=f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].",
+)
+@click.option(
+    "--gpu",
+    "-g",
+    "gpu",
+    multiple=True,
+    metavar="NAME|smNN|N.M|cpu|auto",
+    help=f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].",
+)
 @click.option("--all-models", is_flag=True, help="Every preset.")
 @click.option("--all-gpus", is_flag=True, help="Every known GPU.")
-@click.option("--backend", "-b", multiple=True, metavar="[PHASE=]NAME", help="Choose explicitly, against every rule (repeatable).")
+@click.option(
+    "--backend", "-b", multiple=True, metavar="[PHASE=]NAME", help="Choose explicitly, against every rule (repeatable)."
+)
 @layer_options
 @context_options
 @click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
-def command(model: tuple[str, ...], gpu: tuple[str, ...], all_models: bool, all_gpus: bool, form: str, as_json: bool, **options: Any) -> int:
+def command(
+    model: tuple[str, ...],
+    gpu: tuple[str, ...],
+    all_models: bool,
+    all_gpus: bool,
+    form: str,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
     from attn_select import models as presets
     from attn_select.device import known_gpus
@@ -51,14 +75,24 @@ def command(model: tuple[str, ...], gpu: tuple[str, ...], all_models: bool, all_
                 error.message = f"{name} on {device}: {error.message}"
                 raise
             for layer in report.layers:
-                cells.append({"model": name, "gpu": device, "kind": layer.kind, "count": layer.count, "selected": layer.selection.selected})
+                cells.append(
+                    {
+                        "model": name,
+                        "gpu": device,
+                        "kind": layer.kind,
+                        "count": layer.count,
+                        "selected": layer.selection.selected,
+                    }
+                )
     ok = all(None not in cell["selected"].values() for cell in cells)
     if as_json or form == "json":
         print_json({"schema_version": 1, "models": list(names), "gpus": list(gpus), "cells": cells})
         return 0 if ok else 1
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for cell in cells:
-        rows.setdefault((cell["model"], f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = cell_text(cell["selected"])
+        rows.setdefault((cell["model"], f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = cell_text(
+            cell["selected"]
+        )
     header = ["model", "layers", *gpus]
     table = [[*key, *(by_gpu.get(g, "-") for g in gpus)] for key, by_gpu in rows.items()]
     if form == "markdown":

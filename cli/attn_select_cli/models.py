@@ -23,7 +23,11 @@ def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     from attn_select import models
     from attn_select_cli.output import print_json, print_lines, table_lines
 
-    presets = [p for p in models.presets().values() if all(w.casefold() in f"{p.name} {p.description}".casefold() for w in words)]
+    presets = [
+        p
+        for p in models.presets().values()
+        if all(w.casefold() in f"{p.name} {p.description}".casefold() for w in words)
+    ]
     if as_json:
         listed = [{"name": p.name, "description": p.description, "source": p.source} for p in presets]
         print_json({"schema_version": 1, "models": listed})

@@ -34,7 +34,13 @@ def show(rules: tuple[str, ...], as_json: bool) -> int:
 
     rule_set = load_rules(rules)
     if as_json:
-        print_json({"schema_version": 1, "rules": [_rule_dict(rule) for rule in rule_set.rules], "backends": _options_dict(rule_set)})
+        print_json(
+            {
+                "schema_version": 1,
+                "rules": [_rule_dict(rule) for rule in rule_set.rules],
+                "backends": _options_dict(rule_set),
+            }
+        )
         return 0
     for rule in rule_set.rules:
         phase = f", {rule.phase} only" if rule.phase else ""
@@ -48,7 +54,10 @@ def show(rules: tuple[str, ...], as_json: bool) -> int:
             lines.append([(f"  because {rule.because}", "dim")])
         print_lines([*lines, []])
     for backend, table in rule_set.options.items():
-        values = [[(f"  {key} = {value!r}", ""), ("  {}:{}".format(*table.origins[key]), "dim")] for key, value in table.values.items()]
+        values = [
+            [(f"  {key} = {value!r}", ""), ("  {}:{}".format(*table.origins[key]), "dim")]
+            for key, value in table.values.items()
+        ]
         print_lines([[(f"backends.{backend}", "title")], *values, []])
     return 0
 
@@ -70,13 +79,18 @@ def _rule_dict(rule: Rule) -> dict[str, Any]:
 def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
     return {
         backend: {
-            key: {"value": value, "file": table.origins[key][0], "line": table.origins[key][1]} for key, value in table.values.items()
+            key: {"value": value, "file": table.origins[key][0], "line": table.origins[key][1]}
+            for key, value in table.values.items()
         }
         for backend, table in rule_set.options.items()
     }
 
 
-@command.command("check", epilog="\b\nExample:\n  attn-select rules check my_rules.toml\n\nExit code: 0 no errors (warnings may be), 1 errors.\n")
+@command.command(
+    "check",
+    epilog="\b\nExample:\n  attn-select rules check my_rules.toml\n\n"
+    "Exit code: 0 no errors (warnings may be), 1 errors.\n",
+)
 @click.argument("files", nargs=-1, metavar="[FILE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(files: tuple[str, ...], as_json: bool) -> int:
@@ -98,7 +112,11 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
         found += [("error", *problem) for problem in error.problems]
     if rule_set is not None:
         found += [("error", *problem) for problem in unknown_names(rule_set, known_names(registry))]
-        found += [("warning", rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rule_set.rules for text in rule.warnings]
+        found += [
+            ("warning", rule.file, rule.line, f"rule {rule.name!r}: {text}")
+            for rule in rule_set.rules
+            for text in rule.warnings
+        ]
         found += [("warning", *problem) for problem in unreachable(rule_set)]
     errors = sum(severity == "error" for severity, *_ in found)
     if as_json:
@@ -107,7 +125,9 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     else:
         styles = {"error": "rejected", "warning": "warning"}
         for severity, file, line, text in found:
-            print_lines([[(f"{file}:{line}: " if line else f"{file}: ", ""), (f"{severity}: ", styles[severity]), (text, "")]])
+            print_lines(
+                [[(f"{file}:{line}: " if line else f"{file}: ", ""), (f"{severity}: ", styles[severity]), (text, "")]]
+            )
         read = sum(layer.state == "read" for layer in rule_set.layers) if rule_set else 0
         checked = f"; {len(rule_set.rules)} rules in {read} files" if rule_set else ""
         click.echo(f"{errors} errors, {len(found) - errors} warnings{checked}")
@@ -135,7 +155,9 @@ def path(rules: tuple[str, ...], as_json: bool) -> int:
 
     layers = inspect_layers(rules)
     if as_json:
-        print_json({"schema_version": 1, "files": [{"kind": x.kind, "path": str(x.path), "state": x.state} for x in layers]})
+        print_json(
+            {"schema_version": 1, "files": [{"kind": x.kind, "path": str(x.path), "state": x.state} for x in layers]}
+        )
     else:
         print_lines(table_lines(["layer", "state", "path"], [[x.kind, x.state, str(x.path)] for x in layers]))
     return 0

@@ -22,7 +22,10 @@ from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilit
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An explicit choice of backends. ``default`` applies to the phases that the backend serves, the others to one phase."""
+    """An explicit choice of backends.
+
+    ``default`` applies to the phases that the backend serves, the others to one phase.
+    """
 
     default: str | None = None
     prefill: str | None = None
@@ -53,13 +56,17 @@ def parse_choice(backend: str | Sequence[str] | Mapping[str, str] | None, known:
     chosen: dict[str, str] = {}
     for phase, name in items:
         if phase and phase not in PHASES:
-            raise UnknownNameError("phase", phase, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}")
+            raise UnknownNameError(
+                "phase", phase, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}"
+            )
         spelled = name.strip().upper().replace("-", "_")
         if spelled not in known:
             raise UnknownNameError("backend", name, known)
         if chosen.get(phase, spelled) != spelled:
             where = phase or "all phases"
-            raise ConfigError(f"backend for {where} is given twice: {chosen[phase]} and {shorten(spelled)}", fields=["backend"])
+            raise ConfigError(
+                f"backend for {where} is given twice: {chosen[phase]} and {shorten(spelled)}", fields=["backend"]
+            )
         chosen[phase] = spelled
     return Choice(chosen.get(""), chosen.get("prefill"), chosen.get("decode"))
 
@@ -82,7 +89,7 @@ class Decider:
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
     def decide(self, config: AttentionConfig, choice: Choice, kv_layout: str | None = None) -> Selection:
-        """Decide for one layer; with ``kv_layout`` only plans that read that layout count (pools shared by layer kinds)."""
+        """Decide for one layer; with ``kv_layout``, that of a shared pool, only plans that read it count."""
         phases = config.phases
         warnings = list(self._warnings)
         rankings = self._ranker.rank(config, phases)
@@ -100,7 +107,9 @@ class Decider:
             if phase in forced:
                 names = [forced[phase]]
             elif not ranking.by_rule:
-                warnings.append(f"no priority rule matches this layer in {phase}: backends are taken in the order registered")
+                warnings.append(
+                    f"no priority rule matches this layer in {phase}: backends are taken in the order registered"
+                )
             valid[phase] = [name for name in names if verdicts[name][phase].verdict == "valid"]
         chosen = self._choose(config, rankings, valid, verdicts, forced, warnings)
         cache: tuple[str | None, int | None] | None = None
@@ -144,7 +153,11 @@ class Decider:
                     shared = capabilities
                     static = gate.capability_reasons(capabilities, config, self.device) + self._library_reasons[name]
                 outcome = gate.judge(spec, config, self.device, self.environment, self._options[name], phase, static)
-            if kv_layout is not None and isinstance(outcome, BackendPlan) and kv_layout not in (outcome.kv_layouts or (kv_layout,)):
+            if (
+                kv_layout is not None
+                and isinstance(outcome, BackendPlan)
+                and kv_layout not in (outcome.kv_layouts or (kv_layout,))
+            ):
                 text = f"reads {', '.join(outcome.kv_layouts)}; the pool that it shares is {kv_layout}"
                 outcome = [Reason("kv-layout", text, kv_layout, list(outcome.kv_layouts))]
             denial = rankings[phase].denied.get(name)
@@ -171,7 +184,8 @@ class Decider:
                 continue
             if name is None and choice.default is not None:
                 spec = self._specs.get(choice.default)
-                # A backend that serves none of the layer's phases is forced on all of them, to be rejected with its reason.
+                # A backend that serves none of the layer's phases is forced on all of them, to be rejected with its
+                # reason.
                 served = [p for p in phases if p in spec.capabilities] if spec else []
                 name = choice.default if phase in (served or phases) else None
             if name is None:
@@ -179,7 +193,9 @@ class Decider:
             forced[phase] = name
             denial = rankings[phase].denied.get(name)
             if denial is not None:
-                warnings.append(f"{name} is chosen explicitly for {phase} although rule {denial.name!r} ({denial.origin}) denies it")
+                warnings.append(
+                    f"{name} is chosen explicitly for {phase} although rule {denial.name!r} ({denial.origin}) denies it"
+                )
         return forced
 
     def _choose(
@@ -191,7 +207,7 @@ class Decider:
         forced: Mapping[Phase, str],
         warnings: list[str],
     ) -> dict[Phase, str | None]:
-        """Return one backend per phase: the first that serves all, else the compatible pair lowest by (decode, prefill) rank."""
+        """Return one backend per phase: the first for all, else the compatible pair lowest by (decode, prefill) rank."""
         if len(rankings) == 1 or not (valid["prefill"] and valid["decode"]):
             return {phase: names[0] if names else None for phase, names in valid.items()}
         by_phase = any(rule.phase is not None for ranking in rankings.values() for rule in ranking.rules)
@@ -214,8 +230,9 @@ class Decider:
 def shared_cache(plans: Sequence[BackendPlan], block_size: int | None) -> tuple[str | None, int | None] | None:
     """Return the KV layout and block size (tokens) that all ``plans`` can read, by the first plan's preference.
 
-    Plans without layouts read no cache and do not count; with no other, both are None. ``block_size`` fixes the allocator's size; otherwise it is the first
-    preferred kernel block size that all can split, else the least common multiple of their first choices. None: no common ground.
+    Plans without layouts read no cache and do not count; with no other, both are None. ``block_size`` fixes the
+    allocator's size; otherwise it is the first preferred kernel block size that all can split, else the least common
+    multiple of their first choices. None: no common ground.
     """
     readers = [plan for plan in plans if plan.kv_layouts]
     if not readers:
@@ -241,13 +258,17 @@ def _absent_backends(registry: Registry) -> dict[str, Reason]:
     for name, distribution in catalog.DISTRIBUTIONS.items():
         if name not in registry.specs and name not in absent:
             command = catalog.install_command(distribution)
-            absent[name] = Reason("plugin-not-installed", f"plugin {distribution} is not installed", None, distribution, command)
+            absent[name] = Reason(
+                "plugin-not-installed", f"plugin {distribution} is not installed", None, distribution, command
+            )
     return absent
 
 
 def _denied(name: str, rule: Rule) -> Reason:
     because = f": {rule.because}" if rule.because else ""
-    return Reason(gate.DENIED, f"denied by rule {rule.name!r} ({rule.origin}){because}", rule.name, None, f"--backend {name}")
+    return Reason(
+        gate.DENIED, f"denied by rule {rule.name!r} ({rule.origin}){because}", rule.name, None, f"--backend {name}"
+    )
 
 
 def _in_order(verdicts: Mapping[str, dict[Phase, Verdict]], phases: Sequence[Phase]) -> tuple[Candidate, ...]:

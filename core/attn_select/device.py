@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any
 
-from attn_select.errors import ConfigError, UnknownNameError, shorten
+from attn_select.errors import ConfigError, UnknownNameError, nearest, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,36 @@ class Device:
 
 CPU = Device("cpu", None, full_name="CPU of this machine", local=True, source="this machine")
 
+_ARCHITECTURES = {
+    "Maxwell": ("5.0", "5.2", "5.3"),
+    "Pascal": ("6.0", "6.1", "6.2"),
+    "Volta": ("7.0", "7.2"),
+    "Turing": ("7.5",),
+    "Ampere": ("8.0", "8.6", "8.7", "8.8"),
+    "Ada": ("8.9",),
+    "Hopper": ("9.0",),
+    "Blackwell": ("10.0", "10.1", "10.3", "11.0", "12.0", "12.1"),
+    "Rubin": ("10.7",),
+}
+"""Every compute capability that a CUDA GPU has: the ``sm_`` targets of LLVM's NVPTX back end from 5.0 up, and ``sm_107``."""
+
+_SEPARATORS = {ord(c): None for c in " \t\r\n\f\v-_\N{NO-BREAK SPACE}"}
+_CAPABILITY = re.compile(r"sm[ _-]?(\d{1,2})(\d)[af]?|(\d{1,2})\.(\d)[af]?", re.ASCII)
+
 
 @functools.cache
 def known_gpus() -> dict[str, Device]:
     """Return every GPU of the data file by canonical name, in the file's order."""
-    return {name: device for name, device, _ in _table()}
+    return {device.name: device for device, _ in _table()}
 
 
 @functools.cache
-def _table() -> tuple[tuple[str, Device, tuple[str, ...]], ...]:
-    rows = json.loads(resources.files("attn_select").joinpath("data/gpus.json").read_text("utf-8"))["gpus"]
+def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
+    # A path, not importlib.resources: importing that takes longer than reading the file.
+    with open(os.path.join(os.path.dirname(__file__), "data", "gpus.json"), "rb") as file:
+        rows = json.load(file)["gpus"]
     return tuple(
         (
-            row["name"],
             Device(
                 name=row["name"],
                 compute_capability=(row["compute_capability"][0], row["compute_capability"][1]),
@@ -94,14 +111,18 @@ def _table() -> tuple[tuple[str, Device, tuple[str, ...]], ...]:
 
 
 def _fold(name: str) -> str:
-    return re.sub(r"[\s_\-]+", "", name.casefold()).removeprefix("nvidia").removeprefix("geforce")
+    folded = name.casefold().translate(_SEPARATORS).removeprefix("nvidia")
+    for brand in ("geforce", "tesla", "grid"):
+        if folded.startswith(brand):
+            return folded[len(brand) :]
+    return folded
 
 
 @functools.cache
 def _by_folded_name() -> dict[str, Device]:
     names: dict[str, Device] = {}
-    for name, device, aliases in _table():
-        for spelling in (name, device.full_name, *aliases):
+    for device, aliases in _table():
+        for spelling in (device.name, device.full_name, *aliases):
             names.setdefault(_fold(spelling), device)
     return names
 
@@ -112,35 +133,48 @@ def find_gpu(name: str) -> Device | None:
 
 
 def lookup(name: str) -> Device:
-    """Return the device that a user means by ``h100``, ``rtx 4090``, ``sm90``, ``sm_90a``, ``9.0`` or ``cpu``.
+    """Return the device that a user means by ``h100``, ``RTX 4090``, ``sm90``, ``sm_100f``, ``9.0`` or ``cpu``.
 
     Raises:
         UnknownNameError: no such GPU; lists the nearest names.
-        ConfigError: a compute capability that no CUDA GPU has (below 5.0, above 12.x).
+        ConfigError: a compute capability that no CUDA GPU has (9.1, 44.0).
     """
     text = name.strip()
     if text.casefold() == "cpu":
         return CPU
     if (found := find_gpu(text)) is not None:
         return found
-    if match := re.fullmatch(r"(?:sm_?(\d{1,2})(\d)[af]?)|(?:(\d{1,2})\.(\d))", text.casefold()):
-        major, minor = (int(g) for g in match.groups() if g is not None)
-        if not 5 <= major <= 12 or major == 11 and minor > 0:
-            raise ConfigError(
-                f"gpu = {shorten(name)!r}: no CUDA GPU has compute capability {major}.{minor}",
-                fields=["gpu"],
-                hint="write it as sm90 or 9.0; `attn-select gpus` lists the known GPUs",
-            )
-        return Device(f"sm{major}{minor}", (major, minor), full_name=f"any GPU of compute capability {major}.{minor}")
-    raise UnknownNameError("gpu", name, [*known_gpus(), "cpu", "auto"], hint=_hint(text))
-
-
-def _hint(text: str) -> str | None:
-    from attn_select.errors import nearest
-
-    near = nearest(text, [*known_gpus(), "cpu"])
+    if match := _CAPABILITY.fullmatch(text.casefold()):
+        major, minor = (int(group) for group in match.groups() if group is not None)
+        return _any_gpu(name, major, minor)
+    near = _nearest_names(text)
     listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
-    return f"did you mean {' or '.join(near)}? {listing}" if near else listing
+    hint = f"did you mean {' or '.join(near)}? {listing}" if near else listing
+    error = UnknownNameError("gpu", name, [*known_gpus(), "cpu", "auto"], hint=hint)
+    error.nearest = near
+    raise error
+
+
+def _any_gpu(name: str, major: int, minor: int) -> Device:
+    """Return the device that stands for all GPUs of a compute capability, for one that exists."""
+    capability = f"{major}.{minor}"
+    for architecture, capabilities in _ARCHITECTURES.items():
+        if capability in capabilities:
+            full_name = f"any GPU of compute capability {capability} ({architecture})"
+            return Device(f"sm{major}{minor}", (major, minor), full_name=full_name, source="as asked for")
+    known = ", ".join(sorted((c for each in _ARCHITECTURES.values() for c in each), key=float))
+    raise ConfigError(
+        f"gpu = {shorten(name)!r}: no CUDA GPU has compute capability {capability} (known: {known})",
+        fields=["gpu"],
+        hint="write it as sm90 or 9.0; `attn-select gpus` lists the known GPUs",
+    )
+
+
+def _nearest_names(text: str) -> list[str]:
+    """Return up to three canonical names, those first of which any spelling looks like ``text``."""
+    spellings = {**_by_folded_name(), "cpu": CPU}
+    near = nearest(_fold(text), spellings, limit=6)
+    return list(dict.fromkeys(spellings[spelling].name for spelling in near))[:3]
 
 
 def local_device(device: Device) -> Device:

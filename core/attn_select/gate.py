@@ -69,7 +69,10 @@ def judge(
             return [*static, _graph_reason(outcome, config)]
         return static or outcome
     if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
-        return [*static, _plugin_error(spec, f"plan() returned {shorten(repr(outcome))} instead of a BackendPlan or reasons")]
+        return [
+            *static,
+            _plugin_error(spec, f"plan() returned {shorten(repr(outcome))} instead of a BackendPlan or reasons"),
+        ]
     if not static:
         return outcome
     codes = {reason.code for reason in static}
@@ -80,7 +83,10 @@ _KIND_CODES = frozenset(("mla-only", "mla-unsupported", "sparse-only", "sparse-u
 
 
 def capability_reasons(c: Capabilities, config: AttentionConfig, device: Device) -> list[Reason]:
-    """Return what plain capabilities say against a config; the same for every phase that shares them. Kind reasons come first."""
+    """Return what plain capabilities say against a config.
+
+    The same for every phase that shares them. Kind reasons come first.
+    """
     reasons: list[Reason] = []
     add = reasons.append
     mla, sparse = config.kv_lora_rank is not None, config.sparse_top_k is not None
@@ -125,12 +131,36 @@ def capability_reasons(c: Capabilities, config: AttentionConfig, device: Device)
         add(_no("per-head-quant-scales", "per-head quantisation scales", True))
     if config.output_quantization != "none" and config.output_quantization not in c.output_quantizations.value:
         supported = ["none", *c.output_quantizations.value]
-        add(_reason("output-quantization", "output quantisation", config.output_quantization, supported, "--output-quantization none"))
+        add(
+            _reason(
+                "output-quantization",
+                "output quantisation",
+                config.output_quantization,
+                supported,
+                "--output-quantization none",
+            )
+        )
     if config.decode_context_parallel_size > 1 and not c.decode_context_parallel.value:
-        add(_reason("decode-context-parallel", "decode context parallel size", config.decode_context_parallel_size, 1, "--dcp 1"))
+        add(
+            _reason(
+                "decode-context-parallel",
+                "decode context parallel size",
+                config.decode_context_parallel_size,
+                1,
+                "--dcp 1",
+            )
+        )
     if config.num_speculative_tokens > c.speculative_tokens.value:
         most = c.speculative_tokens.value
-        add(_reason("speculative-tokens", "speculative tokens", config.num_speculative_tokens, f"at most {most}", f"--speculative-tokens {most}"))
+        add(
+            _reason(
+                "speculative-tokens",
+                "speculative tokens",
+                config.num_speculative_tokens,
+                f"at most {most}",
+                f"--speculative-tokens {most}",
+            )
+        )
     return reasons
 
 

@@ -20,8 +20,8 @@ MLA = "MLA"
 FP8_DS_MLA = "FP8_DS_MLA"
 """uint8 ``(num_blocks, block_size, 656)``"""
 PAGED_ATTENTION = "PAGED_ATTENTION"
-"""K ``(num_blocks, num_kv_heads, head_size/x, block_size, x)``, V ``(num_blocks, num_kv_heads, head_size, block_size)``,
-``x`` = 16 bytes / element size"""
+"""K ``(num_blocks, num_kv_heads, head_size/x, block_size, x)`` with ``x`` = 16 bytes / element size,
+V ``(num_blocks, num_kv_heads, head_size, block_size)``"""
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, MLA, FP8_DS_MLA, PAGED_ATTENTION)
 FP8_DS_MLA_BYTES = 656
@@ -32,7 +32,9 @@ def cache_shape(layout: str, config: AttentionConfig, block_size: int) -> list[i
 
     ``PAGED_ATTENTION`` stores K and V in two tensors of one flat size: the shape of both together is given.
     """
-    heads, size = config.num_kv_heads, config.head_size
+    heads = config.num_kv_heads
+    # K and V are two halves of one tensor, so both have the width of the wider.
+    size = max(config.head_size, config.value_head_size)
     if layout == FLASH_ATTN_NHD:
         return [2, "num_blocks", block_size, heads, size]
     if layout == FLASHINFER_NHD:
@@ -53,6 +55,7 @@ def bytes_per_token(layout: str, config: AttentionConfig) -> int:
     if layout == FP8_DS_MLA:
         return FP8_DS_MLA_BYTES
     bits = BITS["fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype]
-    # K and V are two halves of one tensor, so a narrower V is padded to the width of K.
-    elements = config.head_size if layout == MLA else 2 * config.num_kv_heads * config.head_size
+    elements = 1
+    for extent in cache_shape(layout, config, 1):
+        elements *= 1 if isinstance(extent, str) else extent
     return elements * bits // 8

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def share_pool(selections: Sequence[Selection], decider: Decider, choice: Choice) -> tuple[Selection, ...]:
     """Return the selections, re-decided where kinds of one pool want different layouts or block sizes.
 
-    Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of layout and
-    block size with the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a tie.
+    Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of
+    layout and block size with the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a tie.
     """
     result = list(selections)
     for sort in {(s.config.mla, s.config.sparse) for s in selections if s.kv_layout}:
@@ -49,10 +49,14 @@ def _agree(selections: list[Selection], members: list[int], decider: Decider, ch
         return
     for i, selection in zip(members, best[1], strict=True):
         before = selections[i]
-        if (before.kv_layout, before.block_size, before.selected) != (selection.kv_layout, selection.block_size, selection.selected):
+        if (before.kv_layout, before.block_size, before.selected) != (
+            selection.kv_layout,
+            selection.block_size,
+            selection.selected,
+        ):
             text = (
-                f"shares its pool with other layer kinds: KV layout {selection.kv_layout} and block size {selection.block_size} "
-                f"instead of {before.kv_layout} and {before.block_size}"
+                f"shares its pool with other layer kinds: KV layout {selection.kv_layout} and block size "
+                f"{selection.block_size} instead of {before.kv_layout} and {before.block_size}"
             )
             selection = replace(selection, warnings=(*selection.warnings, text))
         selections[i] = selection

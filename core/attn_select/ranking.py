@@ -53,7 +53,9 @@ _GETTERS: dict[str, Callable[[AttentionConfig], Any]] = {
 class Ranker:
     """Rules compiled for one device and environment: what depends on neither config nor phase is decided once."""
 
-    def __init__(self, rules: Sequence[Rule], device: Device, environment: Environment, registered: Sequence[str]) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], device: Device, environment: Environment, registered: Sequence[str]
+    ) -> None:
         self._registered = list(registered)
         self._priorities: list[tuple[Rule, list[_Test]]] = []
         self._effects: list[tuple[Rule, list[_Test]]] = []

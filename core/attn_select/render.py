@@ -13,7 +13,15 @@ from attn_select.selection import Candidate, Selection, Verdict
 from attn_select.spec import BackendPlan
 
 Line = list[tuple[str, str]]
-STYLES = {"title": "bold", "selected": "bold green", "valid": "green", "rejected": "red", "dim": "dim", "remedy": "cyan", "warning": "yellow"}
+STYLES = {
+    "title": "bold",
+    "selected": "bold green",
+    "valid": "green",
+    "rejected": "red",
+    "dim": "dim",
+    "remedy": "cyan",
+    "warning": "yellow",
+}
 
 
 def plain(lines: Iterable[Line]) -> str:
@@ -41,7 +49,12 @@ def device_lines(selection: Selection) -> list[Line]:
     if environment.assume_installed:
         text = "not this machine's: every kernel library counts as installed"
         pins = ", ".join(f"{library} {version}" for library, version in environment.pins.items())
-        lines.append([("Libraries  ", "dim"), (f"{text}; given: {pins}" if pins else f"{text} (--with NAME==VERSION says which)", "")])
+        lines.append(
+            [
+                ("Libraries  ", "dim"),
+                (f"{text}; given: {pins}" if pins else f"{text} (--with NAME==VERSION says which)", ""),
+            ]
+        )
     else:
         lines.append([("Libraries  ", "dim"), ("as installed on this machine (`attn-select doctor` lists them)", "")])
     return lines
@@ -102,7 +115,11 @@ def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
             lines.append([(f"  {phase:<17}", ""), ("none", "rejected"), ("  no backend can run this", "")])
             continue
         lines.append([(f"  {phase:<17}", ""), (name, "selected"), (f"  {plan.path}: {plan.because}", "")])
-        facts = [f"query {plan.query_dtype}", "returns LSE" if plan.returns_lse else "no LSE", f"CUDA graphs {plan.cuda_graph}"]
+        facts = [
+            f"query {plan.query_dtype}",
+            "returns LSE" if plan.returns_lse else "no LSE",
+            f"CUDA graphs {plan.cuda_graph}",
+        ]
         if plan.workspace_bytes:
             facts.append(f"workspace {_bytes(plan.workspace_bytes)}")
         if plan.block_table_width_multiple > 1:
@@ -142,7 +159,9 @@ def _candidate_lines(selection: Selection) -> list[Line]:
 
 
 def _same(a: Verdict, b: Verdict) -> bool:
-    return a.rank == b.rank and a.verdict == b.verdict and a.reasons == b.reasons and (a.plan is None or a.plan == b.plan)
+    return (
+        a.rank == b.rank and a.verdict == b.verdict and a.reasons == b.reasons and (a.plan is None or a.plan == b.plan)
+    )
 
 
 def _order(candidate: Candidate, phase: Phase) -> int:
@@ -177,16 +196,22 @@ def _rule_lines(selection: Selection) -> list[Line]:
 
 
 def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
-    """Name the near misses: backends ranked above the chosen one (or any, where none is) that a single remedy would admit."""
+    """Name the near misses: backends above the chosen one (or any, where none is) that a single remedy would admit."""
     lines: list[Line] = []
     for phase in selection.backends:
-        ranked = [c for c in selection.candidates if c.phases[phase].rank is not None or selection.backends[phase] is None]
+        ranked = [
+            c for c in selection.candidates if c.phases[phase].rank is not None or selection.backends[phase] is None
+        ]
         for candidate in sorted(ranked, key=lambda c: _order(c, phase)):
             verdict = candidate.phases[phase]
             if verdict.verdict == "selected":
                 break
             if verdict.verdict == "rejected" and len(verdict.reasons) == 1 and verdict.reasons[0].remedy:
-                entry: Line = [("    ", ""), (verdict.reasons[0].remedy, "remedy"), (f"  would admit {candidate.backend} for {phase}", "")]
+                entry: Line = [
+                    ("    ", ""),
+                    (verdict.reasons[0].remedy, "remedy"),
+                    (f"  would admit {candidate.backend} for {phase}", ""),
+                ]
                 if entry not in lines and len(lines) < most:
                     lines.append(entry)
     return [[], [("  Nearest misses", "title")], *lines] if lines else []

@@ -65,7 +65,9 @@ class Report:
         """Return the report as styled lines."""
         lines: list[Line] = []
         if self.model is not None:
-            lines.append([("Model      ", "dim"), (self.model["name"], "title"), (f" ({self.model['architecture']})", "")])
+            lines.append(
+                [("Model      ", "dim"), (self.model["name"], "title"), (f" ({self.model['architecture']})", "")]
+            )
         lines += device_lines(self.layers[0].selection)
         for layer in self.layers:
             lines += [[], *layer_lines(layer.selection, layer.kind, layer.count)]
@@ -79,7 +81,9 @@ class Report:
             "device": self.device.to_dict(),
             "environment": environment_dict(self.decider),
             "warnings": self.all_warnings,
-            "layers": [{"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers],
+            "layers": [
+                {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
+            ],
         }
 
 
@@ -91,10 +95,18 @@ def environment_dict(decider: Decider) -> dict[str, Any]:
         "cuda": environment.cuda,
         "libraries": library_states(decider.registry, environment),
         "plugins": [
-            {"name": p.name, "distribution": p.distribution, "version": p.version, "backends": list(p.backends), "error": p.error}
+            {
+                "name": p.name,
+                "distribution": p.distribution,
+                "version": p.version,
+                "backends": list(p.backends),
+                "error": p.error,
+            }
             for p in decider.registry.plugins
         ],
-        "rules_files": [{"kind": layer.kind, "path": str(layer.path), "state": layer.state} for layer in decider.rules.layers],
+        "rules_files": [
+            {"kind": layer.kind, "path": str(layer.path), "state": layer.state} for layer in decider.rules.layers
+        ],
     }
 
 
@@ -102,6 +114,9 @@ def library_states(registry: Registry, environment: Environment) -> dict[str, di
     """Return state and version of every library that a registered backend names, by distribution."""
     libraries = {library for spec in registry.specs.values() for group in spec.libraries for library in group}
     return {
-        library.distribution: {"state": environment.state(library), "version": environment.version(library.distribution)}
+        library.distribution: {
+            "state": environment.state(library),
+            "version": environment.version(library.distribution),
+        }
         for library in sorted(libraries, key=lambda library: library.distribution)
     }

@@ -44,7 +44,9 @@ class Candidate:
 
 @dataclass(slots=True)
 class Selection:
-    """The decision for one attention layer: what runs, how, and why nothing else does. Treat as immutable: it is cached.
+    """The decision for one attention layer: what runs, how, and why nothing else does.
+
+    Treat as immutable: it is cached.
 
     Attributes:
         config: what was asked for.
@@ -110,7 +112,9 @@ class Selection:
         missing = [phase for phase, spec in self.backends.items() if spec is None]
         if missing:
             raise NoBackendError(
-                f"no backend for {' and '.join(missing)}\n{self.explain()}", self, hint="see the reasons and remedies above"
+                f"no backend for {' and '.join(missing)}\n{self.explain()}",
+                self,
+                hint="see the reasons and remedies above",
             )
         return {phase: spec.load() for phase, spec in self.backends.items() if spec is not None}
 

@@ -43,7 +43,8 @@ def select(
         rules: one more rules file or several, above all other layers; or a ``RuleSet`` that replaces them all.
         backend: an explicit choice, ``"FLASHMLA"``, ``"decode=FLASHMLA"``, ``{"decode": "FLASHMLA"}`` or a list of the
             former. It beats every rule, must pass the gate and is never replaced by another backend.
-        environment: the libraries to judge by; None probes this machine, or for a device that is not this machine's assumes all.
+        environment: the libraries to judge by; None probes this machine, or for a device that is not this machine's
+            assumes all.
 
     Returns:
         A ``Selection``. Check ``ok``: where no backend is valid the phase's entry is None and the reasons are in
@@ -89,9 +90,9 @@ def select_model(
 ) -> tuple[Selection, ...]:
     """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
 
-    Kinds without a cache, and MLA beside other attention, are decided by themselves. Where the kinds' best backends want different
-    layouts or block sizes, the combination with the least sum of ranks wins; where none fits all, each keeps its own and a
-    warning says so. Arguments and errors are those of ``select``.
+    Kinds without a cache, and MLA beside other attention, are decided by themselves. Where the kinds' best backends
+    want different layouts or block sizes, the combination with the least sum of ranks wins; where none fits all, each
+    keeps its own and a warning says so. Arguments and errors are those of ``select``.
     """
     decider = decider_for(device, rules, environment)
     choice = parse_choice(backend, decider.names)
@@ -120,7 +121,10 @@ def decider_for(device: Device | str | None, rules: RulesArgument, environment: 
 
 
 def environment_for(device: Device, pins: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment that goes with a device: probed on this machine's own, assumed for one only asked about."""
+    """Return the environment that goes with a device.
+
+    Probed on this machine's own, assumed for one only asked about.
+    """
     pins = pins or {}
     cuda = pins.get("cuda")
     if device.local and not device.is_cpu:

@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from attn_select.device import Device
     from attn_select.environment import Environment
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
 
 @dataclass(slots=True, eq=False)
-class Fact(Generic[T]):
+class Fact(Generic[T_co]):
     """A value and where it was looked up.
 
     ``source`` names repository, file and release (``Dao-AILab/flash-attention hopper/flash_api.cpp v2.8.3``),
     a measurement (``ran on H100, flashinfer 0.6.14``), or is the word ``unverified``.
     """
 
-    value: T
+    value: T_co
     source: str
 
 
@@ -71,7 +72,9 @@ class HeadSizes:
         if self.values:
             return ", ".join(map(str, self.values))
         step = f"multiples of {self.multiple_of} " if self.multiple_of > 1 else ""
-        return f"{step}from {self.minimum} to {self.maximum}" if self.maximum < 2**31 - 1 else f"{step}from {self.minimum}"
+        return (
+            f"{step}from {self.minimum} to {self.maximum}" if self.maximum < 2**31 - 1 else f"{step}from {self.minimum}"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +173,8 @@ class BackendPlan:
         query_dtype: dtype in which the kernel wants Q (``bfloat16``, ``fp8_e4m3``, …).
         returns_lse: whether the path can return the log-sum-exp (cascade, chunk merging and DCP need it).
         kv_layouts: names from ``attn_select.layouts`` that the kernel reads, preferred first; empty: no cache is read.
-        kernel_block_sizes: block sizes in tokens the kernel runs, preferred first; the allocator's is a multiple of one.
+        kernel_block_sizes: block sizes in tokens the kernel runs, preferred first; the allocator's is a multiple of
+            one.
         cuda_graph: the level its metadata builder supports.
         workspace_bytes: scratch device memory that it reserves.
         block_table_width_multiple: block tables are padded to a multiple of this many columns.
@@ -220,8 +224,8 @@ class BackendSpec:
         summary: one line for ``attn-select backends``.
         capabilities: per phase served; a phase left out is not served. One object may serve both.
         plan: called as ``plan(config, device, environment, options, phase)``, also when a capability already speaks
-            against the config, so that every reason is seen at once; not called when the kind of attention (MLA, sparse) or
-            the phase is wrong. It must not raise for any valid config.
+            against the config, so that every reason is seen at once; not called when the kind of attention (MLA,
+            sparse) or the phase is wrong. It must not raise for any valid config.
         libraries: groups of alternatives: every group needs one library present, the first preferred.
         options: the pydantic model of its TOML table.
         compile_key: groups configs that share one compilation at first call (conformance tests cap their number).

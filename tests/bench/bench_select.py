@@ -1,7 +1,8 @@
 """Measures selection and prints a table. Run by ``make bench-select``; nothing here is asserted.
 
-Cold start is timed from outside, as whole processes, alternating ``attn-select explain`` with a process that only imports what
-the command line cannot do without (click, pluggy, importlib.metadata, tomllib, pydantic with one model of 30 fields).
+Cold start is timed from outside, as whole processes, alternating ``attn-select explain`` with a process that only
+imports what the command line cannot do without (click, pluggy, importlib.metadata, tomllib, pydantic with one model of
+30 fields).
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def in_process(repeats: int) -> list[tuple[str, str, str]]:
             for config in configs:
                 decider.decide(config, choice)
             uncached.append((time.perf_counter() - start) * 1e6 / len(configs))
-        rows.append((f"uncached, {len(configs)} distinct configs, {gpu}", f"{statistics.median(uncached):.0f} us", "100 us"))
+        rows.append(
+            (f"uncached, {len(configs)} distinct configs, {gpu}", f"{statistics.median(uncached):.0f} us", "100 us")
+        )
     clear_cache()
     return rows
 
@@ -122,7 +125,9 @@ def matrix() -> tuple[str, str, str]:
     """Time a matrix of 15 models by 20 GPUs as a process; return a table row."""
     models, gpus = list(presets())[:15], list(known_gpus())[:20]
     arguments = ["-c", "from attn_select_cli.main import run; import sys; sys.exit(run(sys.argv[1:]) > 1)", "matrix"]
-    arguments += [word for name in models for word in ("--model", name)] + [word for name in gpus for word in ("--gpu", name)]
+    arguments += [word for name in models for word in ("--model", name)] + [
+        word for name in gpus for word in ("--gpu", name)
+    ]
     wall = statistics.median(process(arguments)[0] for _ in range(3))
     return f"matrix, {len(models)} models by {len(gpus)} GPUs, process", f"{wall:.0f} ms", "1000 ms"
 
@@ -134,7 +139,10 @@ def main() -> None:
     options = parser.parse_args()
     rows = [*cold_start(options.runs), *in_process(options.repeats), matrix()]
     plugins = decider_for("h100", None, None).registry.plugins
-    print(f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs, torch {installed_version('torch')},")
+    print(
+        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs, "
+        f"torch {installed_version('torch')},"
+    )
     print(f"{len(plugins)} plugins with {sum(len(p.backends) for p in plugins)} backends; medians\n")
     width, value_width = (max(len(row[i]) for row in rows) for i in (0, 1))
     print(f"{'what':<{width}}  {'measured':<{value_width}}  goal")

@@ -32,7 +32,10 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Return ``run("explain", "--gpu", "h100")``; the working directory is empty, caches are cleared before every call."""
+    """Return ``run("explain", "--gpu", "h100")``.
+
+    The working directory is empty, caches are cleared before every call.
+    """
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> Result:

@@ -95,7 +95,9 @@ def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None
 
 def test_rules_show_and_path(run: Any) -> None:
     shown = run("rules", "show", "--json").json
-    assert [r["name"] for r in shown["rules"]] == [r["name"] for r in tomllib.loads(packaged_rules_path().read_text())["rules"]]
+    assert [r["name"] for r in shown["rules"]] == [
+        r["name"] for r in tomllib.loads(packaged_rules_path().read_text())["rules"]
+    ]
     assert all(rule["line"] > 0 for rule in shown["rules"])
     assert "cpu" in run("rules", "show").out
     assert {f["kind"]: f["state"] for f in run("rules", "path", "--json").json["files"]} == {
@@ -110,13 +112,14 @@ def test_rules_check(run: Any, tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     bad.write_text(
         'version = 1\n[[rules]]\nname = "a"\npriority = ["FLASH_ATEN"]\n\n'
-        '[[rules]]\nname = "b"\nwhen = { mla = true }\npriority = ["TRITON_MLA"]\n\n[backends.FLASHINFER]\nuse_trtlm = true\n'
+        '[[rules]]\nname = "b"\nwhen = { mla = true }\npriority = ["TRITON_MLA"]\n\n'
+        "[backends.FLASHINFER]\nuse_trtlm = true\n"
     )
     result = run("rules", "check", str(bad))
     assert result.code == 1
     assert f"{bad}:2: error: rule 'a': unknown backend 'FLASH_ATEN'; did you mean FLASH_ATTN" in result.out
     assert f"{bad}:6: warning: rule 'b' is never reached" in result.out
-    bad.write_text('version = 1\n[backends.FLASHINFER]\nuse_trtlm = true\n')
+    bad.write_text("version = 1\n[backends.FLASHINFER]\nuse_trtlm = true\n")
     result = run("rules", "check", str(bad))
     assert result.code == 1
     assert "use_trtllm" in result.out
@@ -129,7 +132,11 @@ def test_the_rules_schema_accepts_the_packaged_rules_and_rejects_nonsense(run: A
     jsonschema.Draft202012Validator.check_schema(schema)
     rules = tomllib.loads(packaged_rules_path().read_text())
     jsonschema.validate(rules, schema)
-    for broken in ({"version": 2}, {"version": 1, "rule": []}, {"version": 1, "rules": [{"name": "x", "when": {"mlaa": True}}]}):
+    for broken in (
+        {"version": 2},
+        {"version": 1, "rule": []},
+        {"version": 1, "rules": [{"name": "x", "when": {"mlaa": True}}]},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(broken, schema)
 
@@ -161,7 +168,9 @@ def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_select_cli.doctor import import_error
 
-    (tmp_path / "broken_kernels.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
+    (tmp_path / "broken_kernels.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert import_error("broken_kernels") == "ImportError: libcudart.so.12: cannot open shared object file"
     assert import_error("json") is None

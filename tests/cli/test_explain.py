@@ -36,8 +36,12 @@ DECISIONS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "gpu", "more", "expected"), DECISIONS, ids=lambda v: v if isinstance(v, str) else None)
-def test_decisions_for_well_known_models(run: Any, model: str, gpu: str, more: list[str], expected: list[tuple[str, ...]]) -> None:
+@pytest.mark.parametrize(
+    ("model", "gpu", "more", "expected"), DECISIONS, ids=lambda v: v if isinstance(v, str) else None
+)
+def test_decisions_for_well_known_models(
+    run: Any, model: str, gpu: str, more: list[str], expected: list[tuple[str, ...]]
+) -> None:
     result = run("explain", "--model", model, "--gpu", gpu, *more, "--with", "torch==2.13.0", "--json")
     assert result.code == 0
     jsonschema.validate(result.json, SCHEMA)
@@ -82,7 +86,20 @@ def test_without_a_gpu_auto_is_the_cpu_and_says_so(run: Any, monkeypatch: pytest
 
 
 def test_a_layer_given_by_flags(run: Any) -> None:
-    result = run("explain", "--num-heads", "64", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "sm90", "--tensor-parallel", "8", "--json")
+    result = run(
+        "explain",
+        "--num-heads",
+        "64",
+        "--num-kv-heads",
+        "8",
+        "--head-size",
+        "128",
+        "--gpu",
+        "sm90",
+        "--tensor-parallel",
+        "8",
+        "--json",
+    )
     assert result.code == 0
     assert result.json["model"] is None
     assert result.json["layers"][0]["config"]["num_heads"] == 8
@@ -96,13 +113,17 @@ def test_mla_by_flags_takes_deepseeks_dims(run: Any) -> None:
 
 
 def test_flags_override_the_model(run: Any) -> None:
-    result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--dtype", "float16", "--block-size", "32", "--json")
+    result = run(
+        "explain", "--model", "llama-3-8b", "--gpu", "h100", "--dtype", "float16", "--block-size", "32", "--json"
+    )
     assert result.json["layers"][0]["config"]["dtype"] == "float16"
     assert result.json["layers"][0]["plan"]["block_size"] == 32
 
 
 def test_a_rules_file_changes_the_decision_and_is_named(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('version = 1\n\n[[rules]]\nname = "x"\nprefer = ["TRITON_ATTN"]\nbecause = "we like it"\n')
+    (tmp_path / "mine.toml").write_text(
+        'version = 1\n\n[[rules]]\nname = "x"\nprefer = ["TRITON_ATTN"]\nbecause = "we like it"\n'
+    )
     result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--rules", "mine.toml")
     assert result.code == 0
     assert "TRITON_ATTN            selected" in result.out

@@ -70,7 +70,10 @@ def make_spec() -> MakeSpec:
 
 @pytest.fixture
 def make_decider() -> MakeDecider:
-    """Return a factory: ``make_decider(specs, rules, device=…, environment=…)``; rules are tables, each layer 1 unless told."""
+    """Return a factory: ``make_decider(specs, rules, device=…, environment=…)``.
+
+    Rules are tables, each layer 1 unless told.
+    """
 
     def make(
         specs: Sequence[BackendSpec],

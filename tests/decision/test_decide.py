@@ -26,7 +26,9 @@ def priority(*names: str, **more: Any) -> dict[str, Any]:
     return {"name": "order-" + "-".join(names) + str(more.get("phase", "")), "priority": list(names), **more}
 
 
-def test_the_first_valid_backend_in_order_serves_both_phases(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_the_first_valid_backend_in_order_serves_both_phases(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     specs = [make_spec("A", head_sizes=_sizes(64)), make_spec("B"), make_spec("C")]
     selection = make_decider(specs, [priority("A", "C", "B")]).decide(gqa, Choice())
     assert selection.selected == {"prefill": "C", "decode": "C"}
@@ -37,7 +39,9 @@ def test_the_first_valid_backend_in_order_serves_both_phases(make_spec: Any, mak
 
 
 def test_a_backend_that_no_rule_ranks_is_never_chosen(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
-    selection = make_decider([make_spec("A", head_sizes=_sizes(64)), make_spec("B")], [priority("A")]).decide(gqa, Choice())
+    selection = make_decider([make_spec("A", head_sizes=_sizes(64)), make_spec("B")], [priority("A")]).decide(
+        gqa, Choice()
+    )
     assert selection.selected == {"prefill": None, "decode": None}
     assert not selection.ok
     assert candidate(selection, "B").phases["decode"].verdict == "valid"
@@ -52,7 +56,9 @@ def test_without_a_priority_rule_the_registered_order_counts_and_a_warning_says_
     assert any("no priority rule matches this layer in decode" in w for w in selection.warnings)
 
 
-def test_a_decode_only_backend_pairs_with_the_best_compatible_prefill(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_a_decode_only_backend_pairs_with_the_best_compatible_prefill(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     specs = [make_spec("D", phases=["decode"], layouts=["MLA"]), make_spec("P"), make_spec("Q", layouts=["MLA"])]
     rules = [priority("D", phase="decode"), priority("P", "Q", phase="prefill")]
     selection = make_decider(specs, rules).decide(gqa, Choice())
@@ -71,12 +77,19 @@ def test_without_a_phase_rule_one_backend_for_all_phases_beats_a_better_ranked_p
 
 
 def test_pairs_are_ordered_by_decode_rank_first(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
-    specs = [make_spec("A", phases=["decode"], layouts=["X"]), make_spec("B", phases=["decode"]), make_spec("P"), make_spec("Q", layouts=["X"])]
+    specs = [
+        make_spec("A", phases=["decode"], layouts=["X"]),
+        make_spec("B", phases=["decode"]),
+        make_spec("P"),
+        make_spec("Q", layouts=["X"]),
+    ]
     rules = [priority("A", "B", phase="decode"), priority("P", "Q", phase="prefill")]
     assert make_decider(specs, rules).decide(gqa, Choice()).selected == {"prefill": "Q", "decode": "A"}
 
 
-def test_no_common_layout_is_said_and_nothing_is_chosen(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_no_common_layout_is_said_and_nothing_is_chosen(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     specs = [make_spec("D", phases=["decode"], layouts=["X"]), make_spec("P", phases=["prefill"], layouts=["Y"])]
     selection = make_decider(specs, [priority("D", "P")]).decide(gqa, Choice())
     assert selection.selected == {"prefill": None, "decode": None}
@@ -85,10 +98,21 @@ def test_no_common_layout_is_said_and_nothing_is_chosen(make_spec: Any, make_dec
 
 @pytest.mark.parametrize(
     ("decode", "prefill", "asked", "expected"),
-    [((64,), (16,), None, 64), ((16,), (64,), None, 64), ((48,), (32,), None, 96), ((64,), (16,), 128, 128), ((128, 16), (32, 16), None, 128)],
+    [
+        ((64,), (16,), None, 64),
+        ((16,), (64,), None, 64),
+        ((48,), (32,), None, 96),
+        ((64,), (16,), 128, 128),
+        ((128, 16), (32, 16), None, 128),
+    ],
 )
 def test_the_block_size_is_one_that_both_kernels_can_split(
-    make_spec: Any, make_decider: Any, decode: tuple[int, ...], prefill: tuple[int, ...], asked: int | None, expected: int
+    make_spec: Any,
+    make_decider: Any,
+    decode: tuple[int, ...],
+    prefill: tuple[int, ...],
+    asked: int | None,
+    expected: int,
 ) -> None:
     specs = [make_spec("D", phases=["decode"], blocks=decode), make_spec("P", phases=["prefill"], blocks=prefill)]
     config = AttentionConfig(num_heads=8, head_size=64, block_size=asked)
@@ -97,7 +121,9 @@ def test_the_block_size_is_one_that_both_kernels_can_split(
 
 def test_dense_mla_prefill_does_not_bind_the_cache(make_spec: Any, make_decider: Any, mla: AttentionConfig) -> None:
     config = mla.model_copy(update={"block_size": 64, "kv_cache_dtype": "fp8_e4m3"})
-    decode = make_spec("D", phases=["decode"], layouts=["MLA"], blocks=[64], mla=True, kv_cache_dtypes=("bfloat16", "fp8_e4m3"))
+    decode = make_spec(
+        "D", phases=["decode"], layouts=["MLA"], blocks=[64], mla=True, kv_cache_dtypes=("bfloat16", "fp8_e4m3")
+    )
     prefill = make_spec("P", phases=["prefill"], layouts=[], blocks=[], mla=True, reads_cache=False)
     selection = make_decider([decode, prefill], [priority("D", "P")]).decide(config, Choice())
     assert selection.selected == {"prefill": "P", "decode": "D"}
@@ -115,7 +141,9 @@ def test_an_encoder_has_one_phase_and_no_cache(make_spec: Any, make_decider: Any
     assert selection.cache_shape is None
 
 
-def test_deny_rejects_whatever_prefers_and_names_the_rule(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_deny_rejects_whatever_prefers_and_names_the_rule(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     rules = [priority("A", "B"), {"name": "no", "deny": ["A"], "because": "broken"}, {"name": "yes", "prefer": ["A"]}]
     selection = make_decider([make_spec("A"), make_spec("B")], rules).decide(gqa, Choice())
     assert selection.selected["decode"] == "B"
@@ -124,14 +152,18 @@ def test_deny_rejects_whatever_prefers_and_names_the_rule(make_spec: Any, make_d
     assert "'no' (rules.toml:2): broken" in reason.message
 
 
-def test_an_explicit_choice_beats_every_rule_and_says_so(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_an_explicit_choice_beats_every_rule_and_says_so(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     rules = [priority("A", "B"), {"name": "no", "deny": ["B"]}]
     selection = make_decider([make_spec("A"), make_spec("B")], rules).decide(gqa, Choice(default="B"))
     assert selection.selected == {"prefill": "B", "decode": "B"}
     assert any("although rule 'no' (rules.toml:2) denies it" in w for w in selection.warnings)
 
 
-def test_an_explicit_choice_that_fails_the_gate_is_never_replaced(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_an_explicit_choice_that_fails_the_gate_is_never_replaced(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     decider = make_decider([make_spec("A"), make_spec("B", head_sizes=_sizes(64))], [priority("A", "B")])
     selection = decider.decide(gqa, Choice(default="B"))
     assert selection.selected == {"prefill": None, "decode": None}
@@ -139,7 +171,9 @@ def test_an_explicit_choice_that_fails_the_gate_is_never_replaced(make_spec: Any
     assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": None}
 
 
-def test_an_explicit_choice_applies_to_the_phases_that_the_backend_serves(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_an_explicit_choice_applies_to_the_phases_that_the_backend_serves(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     decider = make_decider([make_spec("A"), make_spec("D", phases=["decode"])], [priority("A")])
     assert decider.decide(gqa, Choice(default="D")).selected == {"prefill": "A", "decode": "D"}
     assert decider.decide(gqa, Choice(decode="D")).selected == {"prefill": "A", "decode": "D"}
@@ -155,7 +189,9 @@ def test_a_choice_for_a_phase_that_the_layer_lacks_warns(make_spec: Any, make_de
     assert any("decode=A has no effect" in w for w in selection.warnings)
 
 
-def test_known_backends_without_a_plugin_are_candidates(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_known_backends_without_a_plugin_are_candidates(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     selection = make_decider([make_spec("A")], [priority("TRITON_ATTN", "A")]).decide(gqa, Choice())
     assert codes(selection, "TRITON_ATTN") == ["plugin-not-installed"]
     assert candidate(selection, "TRITON_ATTN").phases["decode"].reasons[0].remedy == "pip install ./plugins/triton"
@@ -163,17 +199,28 @@ def test_known_backends_without_a_plugin_are_candidates(make_spec: Any, make_dec
     assert selection.selected["decode"] == "A"
 
 
-def test_a_name_registered_twice_is_unusable_and_names_its_owners(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
-    selection = make_decider([make_spec("A")], [priority("TWICE", "A")], conflicts={"TWICE": ("one", "two")}).decide(gqa, Choice())
+def test_a_name_registered_twice_is_unusable_and_names_its_owners(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
+    selection = make_decider([make_spec("A")], [priority("TWICE", "A")], conflicts={"TWICE": ("one", "two")}).decide(
+        gqa, Choice()
+    )
     assert codes(selection, "TWICE") == ["duplicate-backend"]
     assert "registered by one and by two" in candidate(selection, "TWICE").phases["decode"].reasons[0].message
 
 
-def test_a_plan_that_raises_or_returns_rubbish_is_shown_and_does_not_spread(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_a_plan_that_raises_or_returns_rubbish_is_shown_and_does_not_spread(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     def raising(*_: Any) -> Any:
         raise KeyError("oops")
 
-    specs = [make_spec("A", plan=raising), make_spec("B", plan=lambda *_: "yes"), make_spec("C", plan=lambda *_: []), make_spec("D")]
+    specs = [
+        make_spec("A", plan=raising),
+        make_spec("B", plan=lambda *_: "yes"),
+        make_spec("C", plan=lambda *_: []),
+        make_spec("D"),
+    ]
     selection = make_decider(specs, [priority("A", "B", "C", "D")]).decide(gqa, Choice())
     assert selection.selected["decode"] == "D"
     for name, text in (("A", "KeyError: 'oops'"), ("B", "'yes'"), ("C", "[]")):
@@ -183,22 +230,38 @@ def test_a_plan_that_raises_or_returns_rubbish_is_shown_and_does_not_spread(make
 
 
 def test_every_reason_is_given_not_only_the_first(make_spec: Any, make_decider: Any) -> None:
-    config = AttentionConfig(num_heads=8, head_size=96, dtype="float32", sinks=True, alibi=True, block_size=24, sliding_window=128)
+    config = AttentionConfig(
+        num_heads=8, head_size=96, dtype="float32", sinks=True, alibi=True, block_size=24, sliding_window=128
+    )
     spec = make_spec("A", head_sizes=_sizes(64), reasons=lambda c: [Reason("special", "nothing fits")])
     selection = make_decider([spec], [priority("A")]).decide(config, Choice())
-    assert set(codes(selection, "A")) == {"head-size", "dtype", "sinks", "alibi", "block-size", "sliding-window", "special"}
+    assert set(codes(selection, "A")) == {
+        "head-size",
+        "dtype",
+        "sinks",
+        "alibi",
+        "block-size",
+        "sliding-window",
+        "special",
+    }
 
 
-def test_missing_libraries_are_a_reason_on_this_machine_only(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+def test_missing_libraries_are_a_reason_on_this_machine_only(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
     library = Library("no-such-kernels", "no_such_kernels", "pip install no-such-kernels", ">=2")
     spec = make_spec("A", libraries=[[library]])
     local = make_decider([spec], [priority("A")], environment=Environment()).decide(gqa, Choice())
     assert codes(local, "A") == ["library-missing"]
     assert candidate(local, "A").phases["decode"].reasons[0].remedy == "pip install no-such-kernels"
-    assumed = make_decider([spec], [priority("A")], environment=Environment(assume_installed=True)).decide(gqa, Choice())
+    assumed = make_decider([spec], [priority("A")], environment=Environment(assume_installed=True)).decide(
+        gqa, Choice()
+    )
     assert assumed.selected["decode"] == "A"
     pinned = Environment(assume_installed=True, pins={"no-such-kernels": "1.9"})
-    assert codes(make_decider([spec], [priority("A")], environment=pinned).decide(gqa, Choice()), "A") == ["library-version"]
+    assert codes(make_decider([spec], [priority("A")], environment=pinned).decide(gqa, Choice()), "A") == [
+        "library-version"
+    ]
 
 
 def test_a_wished_cuda_graph_level_is_compared_with_the_plan(make_spec: Any, make_decider: Any) -> None:

@@ -27,7 +27,11 @@ def test_kinds_that_already_agree_stay_as_they_are(make_spec: Any, make_decider:
 
 
 def test_kinds_that_disagree_take_the_combination_of_the_least_ranks(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A", layouts=["X"]), make_spec("B", layouts=["Y"], sliding_window=True), make_spec("C", layouts=["X"], sliding_window=True)]
+    specs = [
+        make_spec("A", layouts=["X"]),
+        make_spec("B", layouts=["Y"], sliding_window=True),
+        make_spec("C", layouts=["X"], sliding_window=True),
+    ]
     full, window = decide(make_decider(specs, RULES), FULL, WINDOW)
     # A with C costs 1 + 3 per phase, B with B 2 + 2: the earlier kind's wish decides the tie.
     assert (full.selected["decode"], window.selected["decode"]) == ("A", "C")
@@ -42,17 +46,24 @@ def test_block_sizes_are_made_equal(make_spec: Any, make_decider: Any) -> None:
     assert full.selected["decode"] == "A"
 
 
-def test_block_sizes_without_a_common_wish_meet_at_their_least_common_multiple(make_spec: Any, make_decider: Any) -> None:
+def test_block_sizes_without_a_common_wish_meet_at_their_least_common_multiple(
+    make_spec: Any, make_decider: Any
+) -> None:
     specs = [make_spec("A", blocks=[48]), make_spec("B", blocks=[64], sliding_window=True)]
     full, window = decide(make_decider(specs, TWO), FULL, WINDOW)
     assert full.block_size == window.block_size == 192
 
 
 def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A", layouts=["X"]), make_spec("B", layouts=["Y"], sliding_window=True, head_sizes=HeadSizes(values=(32,)))]
+    specs = [
+        make_spec("A", layouts=["X"]),
+        make_spec("B", layouts=["Y"], sliding_window=True, head_sizes=HeadSizes(values=(32,))),
+    ]
     full, window = decide(make_decider(specs, RULES), FULL, WINDOW.model_copy(update={"head_size": 32}))
     assert (full.kv_layout, window.kv_layout) == ("X", "Y")
-    assert all(any("no KV layout and block size serves all layer kinds" in w for w in s.warnings) for s in (full, window))
+    assert all(
+        any("no KV layout and block size serves all layer kinds" in w for w in s.warnings) for s in (full, window)
+    )
 
 
 def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:

@@ -1,7 +1,8 @@
 """Runs the commands shown in README.md and docs/ and compares, or rewrites, what stands below them.
 
-A block is a fence ```` ```console ```` whose lines starting with ``$ attn-select`` are commands; what follows each is its output, stdout
-and stderr as a terminal shows them. ``python tests/docs/console_blocks.py --write`` (``make docs``) replaces the outputs.
+A block is a fence ```` ```console ```` whose lines starting with ``$ attn-select`` are commands; what follows each is
+its output, stdout and stderr as a terminal shows them. ``python tests/docs/console_blocks.py --write`` (``make docs``)
+replaces the outputs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ def documents() -> list[Path]:
 def run(command: str) -> str:
     """Run one command line in an empty folder, away from the user's own rules, and return what it prints."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("ATTN_SELECT", "VLLM", "SGLANG", "CUDA"))}
-        environment |= {"XDG_CONFIG_HOME": folder, "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("ATTN_SELECT", "VLLM", "SGLANG", "CUDA"))
+        }
+        environment |= {
+            "XDG_CONFIG_HOME": folder,
+            "NO_COLOR": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
         code = "from attn_select_cli.main import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, *shlex.split(command)[1:]],
@@ -61,7 +68,8 @@ def main() -> None:
         new = rewritten(text)
         if new != text and "--write" in sys.argv[1:]:
             path.write_text(new, "utf-8")
-        print(f"{path.relative_to(ROOT)}: {'unchanged' if new == text else 'rewritten' if '--write' in sys.argv else 'differs'}")
+        outcome = "unchanged" if new == text else "rewritten" if "--write" in sys.argv else "differs"
+        print(f"{path.relative_to(ROOT)}: {outcome}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A stranger's plugin of at most 40 lines: installed with pip it is listed, selected by a rule and explained; removed, nothing stays."""
+"""A stranger's plugin of at most 40 lines.
+
+Installed with pip it is listed, selected by a rule and explained; removed, nothing stays.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     environment = {**os.environ, "XDG_CONFIG_HOME": str(root), "NO_COLOR": "1"}
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([python, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            [python, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
 
     return call
 
@@ -47,7 +52,9 @@ def _attn_select(run: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _files(run: Run) -> set[str]:
-    listing = run("-c", "import pathlib, sys; print(*sorted(map(str, pathlib.Path(sys.prefix).rglob('*'))), sep='\\n')").stdout
+    listing = run(
+        "-c", "import pathlib, sys; print(*sorted(map(str, pathlib.Path(sys.prefix).rglob('*'))), sep='\\n')"
+    ).stdout
     return {line for line in listing.splitlines() if "__pycache__" not in line}
 
 
@@ -72,7 +79,9 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     done = run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", str(source))
     assert done.returncode == 0, done.stderr
     listed = json.loads(_attn_select(run, "backends", "--json").stdout)
-    assert {"name": "ACME_ATTN", "state": "ready"}.items() <= next(b for b in listed["backends"] if b["name"] == "ACME_ATTN").items()
+    assert {"name": "ACME_ATTN", "state": "ready"}.items() <= next(
+        b for b in listed["backends"] if b["name"] == "ACME_ATTN"
+    ).items()
     assert any(p["distribution"] == "acme-attention" and p["version"] == "1.2.0" for p in listed["plugins"])
     answer = json.loads(_attn_select(run, *explain).stdout)
     layer = answer["layers"][0]
@@ -81,7 +90,20 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     text = _attn_select(run, *explain[:-1]).stdout
     assert "ACME_ATTN" in text
     assert "we trust Acme" in text
-    rejected = _attn_select(run, "explain", "--num-heads", "64", "--num-kv-heads", "4", "--head-size", "80", "--gpu", "h100", "--backend", "ACME_ATTN")
+    rejected = _attn_select(
+        run,
+        "explain",
+        "--num-heads",
+        "64",
+        "--num-kv-heads",
+        "4",
+        "--head-size",
+        "80",
+        "--gpu",
+        "h100",
+        "--backend",
+        "ACME_ATTN",
+    )
     assert rejected.returncode == 1
     assert "head size 80 (supported: 64, 128)" in rejected.stdout
     assert "more than 8 query heads per KV head" in rejected.stdout

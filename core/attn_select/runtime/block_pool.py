@@ -1,7 +1,8 @@
 """Hands out cache blocks to requests, shares prefixes by reference count, and refuses every misuse by name.
 
-Block ids are plain Python integers; nothing here touches a tensor. Every operation either happens whole or leaves the pool as it was.
-With ``block_size = 1`` a block is a token slot, which is what ``attn_select.runtime.token_pool`` builds on.
+Block ids are plain Python integers; nothing here touches a tensor. Every operation either happens whole or leaves the
+pool as it was. With ``block_size = 1`` a block is a token slot, which is what ``attn_select.runtime.token_pool``
+builds on.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class BlockPool:
         missing = self.blocks_for(num_tokens) - len(held)
         if missing > len(self._free):
             raise OutOfBlocksError(
-                f"request {request!r} needs {missing} more blocks for {num_tokens} tokens; {len(self._free)} of {self.num_blocks} are free",
+                f"request {request!r} needs {missing} more blocks for {num_tokens} tokens; "
+                f"{len(self._free)} of {self.num_blocks} are free",
                 request,
                 hint="free or preempt another request, or allocate a larger pool",
             )
@@ -104,13 +106,22 @@ class BlockPool:
             PoolError: ``source`` holds fewer tokens, or ``request`` already holds blocks.
         """
         if num_tokens < 1 or num_tokens % self.block_size:
-            raise ValueError(f"num_tokens = {num_tokens} to share must be a positive multiple of the block size {self.block_size}")
+            raise ValueError(
+                f"num_tokens = {num_tokens} to share must be a positive multiple of the block size {self.block_size}"
+            )
         shared = self._held(source, "share_prefix")[: num_tokens // self.block_size]
         if len(shared) * self.block_size < num_tokens:
             capacity = len(shared) * self.block_size
-            raise PoolError(f"request {source!r} holds {capacity} tokens, fewer than the {num_tokens} to share with {request!r}", source)
+            raise PoolError(
+                f"request {source!r} holds {capacity} tokens, fewer than the {num_tokens} to share with {request!r}",
+                source,
+            )
         if request in self._blocks:
-            raise PoolError(f"request {request!r} already holds {len(self._blocks[request])} blocks: share a prefix before it allocates", request)
+            raise PoolError(
+                f"request {request!r} already holds {len(self._blocks[request])} blocks: "
+                "share a prefix before it allocates",
+                request,
+            )
         for block in shared:
             self._references[block] += 1
         self._blocks[request] = list(shared)

@@ -1,7 +1,8 @@
 """Token-level cache pools: request → token slots → KV, the case ``block_size = 1``.
 
-The two maps have the names of SGLang's design (sglang srt/mem_cache/memory_pool.py, arXiv 2312.07104): ``req_to_token`` holds the slots
-of every request row by row, a ``token_to_kv`` allocator hands out the slots. Kernels that take any page size read a row as a block table.
+The two maps have the names of SGLang's design (sglang srt/mem_cache/memory_pool.py, arXiv 2312.07104):
+``req_to_token`` holds the slots of every request row by row, a ``token_to_kv`` allocator hands out the slots. Kernels
+that take any page size read a row as a block table.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ class ReqToTokenPool:
         ValueError: a size is not positive.
     """
 
-    def __init__(self, max_requests: int, max_context_len: int, slots: TokenToKVPool, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, max_requests: int, max_context_len: int, slots: TokenToKVPool, device: torch.device | str = "cpu"
+    ) -> None:
         if max_requests < 1 or max_context_len < 1:
-            raise ValueError(f"max_requests = {max_requests} and max_context_len = {max_context_len} must both be at least 1")
+            raise ValueError(
+                f"max_requests = {max_requests} and max_context_len = {max_context_len} must both be at least 1"
+            )
         self.req_to_token = torch.zeros(max_requests, max_context_len, dtype=torch.int32, device=device)
         self.slots = slots
         self._free_rows = list(range(max_requests - 1, -1, -1))
@@ -55,7 +60,9 @@ class ReqToTokenPool:
         try:
             return self._rows[request]
         except KeyError:
-            raise PoolError(f"request {request!r} has no row: it was never added or is already freed", request) from None
+            raise PoolError(
+                f"request {request!r} has no row: it was never added or is already freed", request
+            ) from None
 
     def extend(self, request: RequestId, num_tokens: int) -> torch.Tensor:
         """Give a request, new or running, room for ``num_tokens`` tokens in all and write the new slots into its row.
@@ -69,9 +76,13 @@ class ReqToTokenPool:
         """
         most = self.req_to_token.shape[1]
         if num_tokens > most:
-            raise PoolError(f"request {request!r} wants {num_tokens} tokens; a row holds {most} (max_context_len)", request)
+            raise PoolError(
+                f"request {request!r} wants {num_tokens} tokens; a row holds {most} (max_context_len)", request
+            )
         if request not in self._rows and not self._free_rows:
-            raise PoolError(f"request {request!r}: all {self.req_to_token.shape[0]} rows are taken (max_requests)", request)
+            raise PoolError(
+                f"request {request!r}: all {self.req_to_token.shape[0]} rows are taken (max_requests)", request
+            )
         added = self.slots.allocate(request, num_tokens)
         if request not in self._rows:
             self._rows[request] = self._free_rows.pop()

@@ -1,0 +1,134 @@
+"""Random problems: batches of mixed requests on poisoned memory, reproducible from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.layouts import FP8_DS_MLA, cache_shape
+from attn_select.testing.oracle import last_positions
+from attn_select.testing.oracle_paged import slot_mapping_reference, write_reference
+from attn_select.testing.oracle_problems import Problem, Request
+from attn_select.testing.oracle_quant import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+
+LARGE = 1e4
+"""Finite poison: shows in any sum it leaks into, while its products with a query stay finite in float32."""
+
+
+def random_requests(
+    seed: int, config: AttentionConfig, *, num_requests: int = 6, max_seq_len: int = 96, block_size: int = 16
+) -> tuple[Request, ...]:
+    """Draw a batch that mixes decode, prefill, chunked prefill and speculative decode, in random order.
+
+    From four requests on every kind is there. Half of the lengths are multiples of ``block_size``, where mistakes live.
+    Encoders get whole sequences; in cross-attention query and key lengths have nothing to do with each other.
+    """
+    rng = random.Random(f"requests {seed}")
+    speculative = 1 + (config.num_speculative_tokens or 3)
+    requests: list[Request] = []
+    for index in range(num_requests):
+        seq_len = rng.randint(1, max_seq_len)
+        if rng.random() < 0.5:
+            seq_len = min(max_seq_len, -(-seq_len // block_size) * block_size)
+        kinds = (1, seq_len, rng.randint(1, max(1, seq_len - 1)), min(speculative, seq_len))
+        query_len = kinds[index % len(kinds)]
+        if not config.has_cache:
+            query_len = seq_len
+        elif config.attn_type == "encoder_decoder":
+            query_len = rng.randint(1, max_seq_len)
+        requests.append((query_len, seq_len))
+    rng.shuffle(requests)
+    return tuple(requests)
+
+
+def random_problem(
+    seed: int,
+    config: AttentionConfig,
+    layout: str | None = None,
+    *,
+    block_size: int = 16,
+    requests: Sequence[Request] | None = None,
+    device: torch.device | str = "cpu",
+    nan_tails: bool = True,
+    spare_blocks: int = 2,
+) -> Problem:
+    """Draw one step of one layer. A seed gives the same problem on every device.
+
+    Queries, keys and values are standard normal, rounded to the config's dtype. With MLA the query is drawn in its
+    absorbed form.
+
+    Args:
+        layout: a name from ``attn_select.layouts``; None for layers without a cache.
+        block_size: tokens per block; ``config.block_size`` goes before it.
+        requests: ``(query_len, seq_len)`` each; left out: ``random_requests``. Where ``query_len`` exceeds ``seq_len``
+            (padding of a CUDA graph has 1 and 0) the first rows see no key and have no slot.
+        nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, or as near
+            to it as FP8 comes. Blocks of nobody, and the slots that this step writes, hold NaN in any case.
+        spare_blocks: blocks of nobody, at least 1.
+    """
+    if config.has_cache != (layout is not None):
+        raise ValueError(f"layout = {layout!r} does not go with attn_type = {config.attn_type!r}: encoders alone have no cache")
+    block_size = config.block_size or block_size
+    requests = tuple(requests or random_requests(seed, config, block_size=block_size))
+    draw = torch.Generator().manual_seed(seed)
+    starts = torch.tensor([0, *(query_len for query_len, _ in requests)]).cumsum(0)
+    tokens = int(starts[-1])
+    key, value = _key_and_value(config, 0 if config.attn_type == "encoder_decoder" else tokens, draw)
+    k_scale, v_scale, q_scale = _scales(config, draw)
+    problem = Problem(
+        config=config,
+        requests=requests,
+        scale=_softmax_scale(config),
+        query=_normal(config, draw, tokens, config.num_heads, config.head_size),
+        key=key,
+        value=value,
+        query_start_loc=starts.int(),
+        seq_lens=torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
+        # The slopes of the paper for a power of two of heads.
+        alibi_slopes=torch.exp2(-8 * torch.arange(1, config.num_heads + 1) / config.num_heads) if config.alibi else None,
+        sinks=_normal(config, draw, config.num_heads) if config.sinks else None,
+        mm_prefix_ranges=_ranges(seed, requests) if config.mm_prefix else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_scale=q_scale,
+    )
+    if layout is not None:
+        problem = _with_cache(problem, layout, block_size, nan_tails, spare_blocks, draw)
+    return problem.to(device)
+
+
+def _with_cache(
+    problem: Problem, layout: str, block_size: int, nan_tails: bool, spare_blocks: int, draw: torch.Generator
+) -> Problem:
+    """Add a cache that holds every request's context, and the tables that lead to it."""
+    config, requests = problem.config, problem.requests
+    needed = [-(-seq_len // block_size) for _, seq_len in requests]
+    num_blocks = sum(needed) + spare_blocks
+    blocks = torch.randperm(num_blocks, generator=draw)
+    # Wider than any request needs; what is not needed leads to a block of nobody, the last one drawn.
+    block_table = blocks[-1].expand(len(requests), max(needed) + 1).int().clone()
+    for row, part in zip(block_table, blocks[: sum(needed)].split(needed), strict=True):
+        row[: len(part)] = part
+    positions = torch.cat([last_positions(query_len, seq_len) for query_len, seq_len in requests])
+    slot_mapping = slot_mapping_reference(block_table, positions, block_size, problem.query_start_loc)
+
+    shape = [num_blocks if size == "num_blocks" else int(size) for size in cache_shape(layout, config, block_size)]
+    cache = torch.empty(shape, dtype=storage_dtype(config.cache_dtype))
+    cache.view(torch.uint8).fill_(0xFF)  # NaN in every float format, and in all parts of an fp8_ds_mla token
+    for row, count, (query_len, seq_len) in zip(block_table, needed, requests, strict=True):
+        context = torch.arange(seq_len if config.attn_type == "encoder_decoder" else max(0, seq_len - query_len))
+        tail = torch.arange(seq_len, count * block_size)
+        for where, numbers in (
+            (context, _key_and_value(config, len(context), draw)),
+            (tail, () if nan_tails else _large(_key_and_value(config, len(tail), draw))),
+        ):
+            slots = slot_mapping_reference(row, where, block_size)
+            if numbers:
+                write_reference(
+                    cache, *numbers, slots, layout, config, k_scale=problem.k_scale, v_scale=problem.v_scale
+                )
