@@ -1,7 +1,8 @@
 """The GPU of this machine, found through NVML, the library behind ``nvidia-smi``.
 
-Neither torch nor CUDA is touched: an engine that selects a backend and forks its workers afterwards must not find CUDA
-initialised. NVML, however, ignores ``CUDA_VISIBLE_DEVICES``, so this module reads it as CUDA does.
+Neither torch nor CUDA is initialised: an engine may select a backend first and fork its workers afterwards. (NVML of
+driver 580 maps libcuda and leaves one helper thread behind; CUDA works in a child forked after that.) NVML ignores
+``CUDA_VISIBLE_DEVICES``, so this module reads it as CUDA does.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def detect(load: Callable[[], Any], variables: Mapping[str, str]) -> Detection:
     """
     try:
         nvml = Nvml(load())
-    except OSError:
+    except (OSError, ImportError):  # Python can be built without ctypes
         return Detection(CPU, note=f"no NVIDIA driver found ({_library_names()[0]}): the device is the CPU")
     if code := nvml.call("nvmlInit_v2"):
         return Detection(CPU, note=f"the NVIDIA driver does not answer ({_describe(code)}): the device is the CPU")
@@ -158,7 +159,8 @@ class Nvml:
 
     def gpus(self) -> list[Gpu]:
         """Return the GPUs in NVML's order, that of their PCI addresses; one that cannot be opened has no handle."""
-        handles = [self.handle("nvmlDeviceGetHandleByIndex_v2", i) for i in range(self.number("nvmlDeviceGetCount_v2") or 0)]
+        count = self.number("nvmlDeviceGetCount_v2") or 0
+        handles = [self.handle("nvmlDeviceGetHandleByIndex_v2", index) for index in range(count)]
         return [Gpu(None, "", "") if handle is None else self._gpu(handle) for handle in handles]
 
     def instances(self, gpu: Gpu) -> list[Gpu] | None:
@@ -195,8 +197,7 @@ def _examine(nvml: Nvml, variables: Mapping[str, str]) -> Detection:
         return replace(found, note=f"CUDA shows {shown}: the device is the CPU")
     device = _device(nvml, visible[0], driver)
     if device is None:
-        note = f"compute capability of {visible[0].name} unknown: the device is the CPU"
-        return replace(found, note=note)
+        return replace(found, note=f"compute capability of {visible[0].name} unknown: the device is the CPU")
     ordered = variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (variable or "").startswith(("GPU-", "MIG-"))
     return replace(found, device=device, warnings=_warnings(gpus, visible, ordered))
 
@@ -218,7 +219,8 @@ def _selected(nvml: Nvml, gpus: Sequence[Gpu], variable: str) -> list[Gpu]:
     """
     selected: list[Gpu] = []
     kind = variable[:4] if variable.startswith(("GPU-", "MIG-")) else ""
-    instances = [(gpu, each) for gpu in gpus if gpu.handle for each in nvml.instances(gpu) or ()] if kind == "MIG-" else []
+    whole = [gpu for gpu in gpus if gpu.handle is not None] if kind == "MIG-" else []
+    instances = [(gpu, each) for gpu in whole for each in nvml.instances(gpu) or ()]
     for entry in (part.strip() for part in variable.split(",")):
         if kind == "GPU-":
             named = [gpu for gpu in gpus if _is_prefix(entry, "GPU-", gpu.uuid)]
@@ -233,7 +235,7 @@ def _selected(nvml: Nvml, gpus: Sequence[Gpu], variable: str) -> list[Gpu]:
             named = [gpus[int(index[1])]] if index and int(index[1]) < len(gpus) else []
         if len(named) != 1:
             break
-        if named[0] in selected:
+        if any(named[0] is each for each in selected):
             return []
         selected.append(named[0])
     return selected
@@ -244,7 +246,7 @@ def _is_prefix(entry: str, kind: str, uuid: str) -> bool:
 
 
 def _device(nvml: Nvml, gpu: Gpu, driver: str | None) -> Device | None:
-    """Return the device that a GPU is: its row of the data file, with what NVML says of this very one; or NVML alone."""
+    """Return the device that a GPU is: its row of the data file with what NVML says of this one, or NVML alone."""
     whole = gpu.handle if gpu.parent is None else gpu.parent
     model = gpu.name if gpu.parent is None else nvml.text("nvmlDeviceGetName", whole) or gpu.name
     row = find_gpu(model) or find_gpu(_VGPU_PROFILE.sub("", model))
@@ -289,10 +291,11 @@ def _warnings(gpus: Sequence[Gpu], visible: Sequence[Gpu], ordered: bool) -> tup
     models = list(dict.fromkeys(gpu.name for gpu in visible))
     if len(models) > 1:
         warnings.append(f"GPUs differ ({', '.join(models)}): deciding for {models[0]}; name another with --gpu")
-    if not ordered and len({gpu.name for gpu in gpus}) > 1:
+    present = list(dict.fromkeys(gpu.name for gpu in gpus if gpu.handle is not None))
+    if not ordered and len(present) > 1:
         warnings.append(
-            "GPUs of this machine differ and CUDA may number them by speed: set CUDA_DEVICE_ORDER=PCI_BUS_ID, "
-            "or CUDA_VISIBLE_DEVICES to a UUID"
+            f"this machine's GPUs differ ({', '.join(present)}) and CUDA may number them by speed: set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA_VISIBLE_DEVICES to a UUID"
         )
     if lost := sum(gpu.handle is None for gpu in gpus):
         warnings.append(f"{lost} of {len(gpus)} GPUs cannot be opened; nvidia-smi may say why")

@@ -76,7 +76,7 @@ _ARCHITECTURES = {
     "Blackwell": ("10.0", "10.1", "10.3", "11.0", "12.0", "12.1"),
     "Rubin": ("10.7",),
 }
-"""Every compute capability that a CUDA GPU has: the ``sm_`` targets of LLVM's NVPTX back end from 5.0 up, and ``sm_107``."""
+"""Every compute capability of CUDA GPUs from 5.0 up: the targets of LLVM's NVPTX back end, and ``sm_107``."""
 
 _SEPARATORS = {ord(c): None for c in " \t\r\n\f\v-_\N{NO-BREAK SPACE}"}
 _CAPABILITY = re.compile(r"sm[ _-]?(\d{1,2})(\d)[af]?|(\d{1,2})\.(\d)[af]?", re.ASCII)
@@ -171,9 +171,12 @@ def _any_gpu(name: str, major: int, minor: int) -> Device:
 
 
 def _nearest_names(text: str) -> list[str]:
-    """Return up to three canonical names, those first of which any spelling looks like ``text``."""
-    spellings = {**_by_folded_name(), "cpu": CPU}
-    near = nearest(_fold(text), spellings, limit=6)
+    """Return up to three canonical names: those that go on where ``text`` ends, then those that look like it."""
+    spellings, folded = {**_by_folded_name(), "cpu": CPU}, _fold(text)
+    if len(folded) < 3:  # too short to look like anything
+        return []
+    longer = [spelling for spelling in spellings if spelling.startswith(folded)]
+    near = [*longer, *nearest(folded, spellings, limit=6)]
     return list(dict.fromkeys(spellings[spelling].name for spelling in near))[:3]
 
 

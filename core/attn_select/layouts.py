@@ -6,6 +6,8 @@ and FlashMLA's FP8 token format (deepseek-ai/FlashMLA README: 512 e4m3 + 4 float
 
 from __future__ import annotations
 
+import math
+
 from attn_select.config import AttentionConfig
 from attn_select.dtypes import BITS
 
@@ -55,7 +57,4 @@ def bytes_per_token(layout: str, config: AttentionConfig) -> int:
     if layout == FP8_DS_MLA:
         return FP8_DS_MLA_BYTES
     bits = BITS["fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype]
-    elements = 1
-    for extent in cache_shape(layout, config, 1):
-        elements *= 1 if isinstance(extent, str) else extent
-    return elements * bits // 8
+    return math.prod(extent for extent in cache_shape(layout, config, 1) if isinstance(extent, int)) * bits // 8

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from attn_select.config import AttentionConfig, Phase
+from attn_select.rules.layers import FILE_NAME
+from attn_select.rules.rule import Rule
 from attn_select.selection import Candidate, Selection, Verdict
 from attn_select.spec import BackendPlan
 
@@ -191,8 +193,13 @@ def _rule_lines(selection: Selection) -> list[Line]:
     for rule in selection.rules:
         phase = f" for {rule.phase}" if rule.phase else ""
         because = f": {rule.because}" if rule.because else ""
-        lines.append([(f"    {rule.name} ({rule.effect}{phase}){because}", ""), (f"  {rule.origin}", "dim")])
+        lines.append([(f"    {rule.name} ({rule.effect}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")])
     return lines
+
+
+def _origin(rule: Rule) -> str:
+    """Return ``file:line``, short for the packaged file; ``attn-select rules path`` says where that one is."""
+    return f"packaged {FILE_NAME}:{rule.line}" if rule.layer == 0 else rule.origin
 
 
 def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:

@@ -34,6 +34,7 @@ UNSUPPORTED = (
     "reference_sliding_attention",
 )
 """Kinds of attention that are known and that an ``AttentionConfig`` cannot describe."""
+NO_MODEL = "add it, or describe one layer with --num-heads and --head-size and no --model"
 
 
 def layer_types(fields: Fields) -> list[str]:
@@ -71,9 +72,7 @@ def _checked(fields: Fields, name: str, listed: list[str]) -> list[str]:
 def _count(fields: Fields) -> int:
     count = fields.heads("num_hidden_layers")
     if count is None:
-        raise ModelError(
-            f"{fields.where}: num_hidden_layers is missing", hint="add it, or describe one layer with flags and no --model"
-        )
+        raise ModelError(f"{fields.where}: num_hidden_layers is missing", hint=NO_MODEL)
     return count
 
 
@@ -93,7 +92,7 @@ def _all(fields: Fields, kind: str) -> list[str]:
 
 
 def _every(fields: Fields, period: int, field: str = "", rest: str = SLIDING) -> list[str]:
-    """Every ``period``-th layer is full. EXAONE 4 also writes the pattern out (``LLLG``), and has none without a window."""
+    """Every ``period``-th layer is full; all are without a window. EXAONE 4 also writes the pattern as ``LLLG``."""
     if field and (found := fields.get(field)) is not None:
         if isinstance(found, str) and found and set(found) <= {"L", "G"}:
             return [FULL if found[i % len(found)] == "G" else rest for i in range(_count(fields))]

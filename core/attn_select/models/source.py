@@ -73,7 +73,7 @@ def read_json(path: str) -> dict[str, Any]:
     is wanted.
 
     Raises:
-        ModelError: it cannot be read, is larger than ``MAX_BYTES``, or is not one JSON object in UTF-8 without repeated keys.
+        ModelError: it cannot be read, is larger than ``MAX_BYTES``, or is no JSON object in UTF-8, or repeats a key.
     """
     where = shorten(path, 200)
     data = _read(path, where)

@@ -52,7 +52,12 @@ def load(file: str) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """Return ``defaults.json``: ``types``, ``remote``, ``wrappers``, ``remote_wrappers``, ``unsupported``, ``source``."""
+    """Return ``defaults.json``.
+
+    ``types`` are transformers' config classes, ``source`` its release; ``remote`` are types that it has no class for,
+    each with its own source; ``wrappers`` and ``remote_wrappers`` are multimodal types with the type of their text
+    part; ``unsupported`` are types that no attention config describes, with the reason.
+    """
     return load("defaults.json")
 
 

@@ -88,8 +88,8 @@ def attention_reference(
     seq_len, kv_heads, value_size = values.shape
     if keys.shape != (seq_len, kv_heads, head_size) or heads % kv_heads:
         raise ValueError(
-            f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not go together: "
-            "(T, H, D), (S, Hkv, D) and (S, Hkv, Dv) with Hkv dividing H are accepted"
+            f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}: accepted are "
+            "(T, H, D), (S, Hkv, D) and (S, Hkv, Dv) with Hkv dividing H"
         )
     if query_positions is None:
         query_positions = last_positions(rows, seq_len, query.device)
@@ -109,7 +109,7 @@ def attention_reference(
         seen = visible.any(dim=0)[:, None, None]
         k = torch.where(seen, keys.double(), 0.0)
         v = torch.where(seen, values.double(), 0.0)
-        q = query[chunk].double().unflatten(1, (kv_heads, heads // kv_heads))
+        q = query[chunk].double().reshape(-1, kv_heads, heads // kv_heads, head_size)
 
         scores = scale * torch.einsum("tkgd,skd->kgts", q, k).flatten(0, 1)  # (H, T, S)
         if logits_soft_cap is not None:
@@ -123,7 +123,7 @@ def attention_reference(
         row_lse = torch.logsumexp(with_sink, dim=-1)  # (H, T)
         # -inf - -inf is NaN: a row without keys and sink keeps its scores of -inf, and so gets weights of 0.
         weights = torch.exp(scores - row_lse.masked_fill(row_lse.isneginf(), 0.0)[..., None])
-        weights = weights.unflatten(0, (kv_heads, heads // kv_heads))
+        weights = weights.reshape(kv_heads, heads // kv_heads, len(positions), seq_len)
         output[chunk] = torch.einsum("kgts,skd->tkgd", weights, v).flatten(1, 2)
         lse[chunk] = row_lse.T
     return output, lse

@@ -5,8 +5,8 @@ The cache keeps per token one latent ``c`` of width R (``kv_lora_rank``) and one
 
     k = [c W_UK, r]      v = c W_UV      s = scale * (q_nope . c W_UK + q_pe . r)
 
-Moving W_UK to the query's side and W_UV to the output's gives the absorbed form, one KV head of width R + Pr whose values
-are the latents themselves::
+Moving W_UK to the query's side and W_UV to the output's gives the absorbed form, one KV head of width R + Pr whose
+values are the latents themselves::
 
     s = scale * ([W_UK^T q_nope, q_pe] . [c, r])      out = (sum_j p_j c_j) W_UV
 

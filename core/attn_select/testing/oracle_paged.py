@@ -16,7 +16,6 @@ from attn_select.config import AttentionConfig
 from attn_select.layouts import (
     FLASH_ATTN_NHD,
     FLASHINFER_HND,
-    FLASHINFER_NHD,
     FP8_DS_MLA,
     FP8_DS_MLA_BYTES,
     LAYOUTS,
@@ -88,7 +87,7 @@ def paged_reference(
     bounds = query_start_loc.tolist()
     for request, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(bounds[request], bounds[request + 1])
-        ranges = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
+        options["mm_prefix_ranges"] = ranges = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
         visible = visible_keys(
             last_positions(rows.stop - rows.start, seq_len, query.device),
             seq_len,
@@ -101,9 +100,7 @@ def paged_reference(
         keys = query.new_zeros((seq_len, config.num_kv_heads, query.shape[2]), dtype=torch.float64)
         values = keys.new_zeros((seq_len, config.num_kv_heads, value_size))
         keys[seen], values[seen] = gather_reference(kv_cache, layout, slots, config, k_scale=k_scale, v_scale=v_scale)
-        output[rows], lse[rows] = attention_reference(
-            query[rows], keys, values, scale=scale, mm_prefix_ranges=ranges, **options
-        )
+        output[rows], lse[rows] = attention_reference(query[rows], keys, values, scale=scale, **options)
     return output, lse
 
 
@@ -119,12 +116,9 @@ def slot_mapping_reference(
         query_start_loc: integers ``(B + 1,)``, which tokens belong to which request. Tokens of none (padding)
             have no slot. Left out with a ``(W,)`` table.
     """
-    if query_start_loc is None:
-        bounds = [0, len(positions)]
-    else:
-        bounds = query_start_loc.tolist()
+    bounds = [0, len(positions)] if query_start_loc is None else query_start_loc.tolist()
     slots = torch.full_like(positions, -1, dtype=torch.int64)
-    for request, row in enumerate(torch.atleast_2d(block_table)):
+    for request, row in enumerate(block_table.reshape(-1, block_table.shape[-1])):
         tokens = torch.arange(bounds[request], bounds[request + 1], device=positions.device)
         tokens = tokens[positions[tokens] >= 0]
         position = positions[tokens].long()
@@ -212,11 +206,13 @@ def _views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Ten
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    pair = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
+    pair: tuple[Tensor, ...] = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
     if config.cache_dtype in FP8_DTYPES:
         pair = tuple(tensor.view(torch.uint8) for tensor in pair)
     heads, size, value_size = config.num_kv_heads, config.head_size, config.value_head_size
     first = pair[0]
+    views: tuple[Tensor, ...]
+    expected: list[tuple[int, ...]]
     if layout in (MLA, FP8_DS_MLA):
         views = (first,)
         expected = [(FP8_DS_MLA_BYTES if layout == FP8_DS_MLA else size,)]
@@ -236,7 +232,7 @@ def _views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Ten
         expected = [(heads, size), (heads, value_size)]
     if [tuple(view.shape[2:]) for view in views] != expected:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in pair)
-        raise ValueError(f"a cache of shape {shapes} is not {layout} with {heads} KV heads of size {size}, {value_size}")
+        raise ValueError(f"cache {shapes} is not {layout} with {heads} KV heads of size {size}, values {value_size}")
     return views
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,9 +63,9 @@ class Problem:
 
     def to(self, device: torch.device | str) -> Problem:
         """Return the same problem with its tensors on ``device``."""
-        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {name: value.to(device) for name, value in named.items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **moved)
+        fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tensors = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)}
+        return Problem(**{**fields, **tensors})
 
     def written_cache(self) -> Tensor:
         """Return a copy of the cache with this step's key and value written.
@@ -75,16 +76,8 @@ class Problem:
         if self.layout is None or self.kv_cache is None or self.slot_mapping is None:
             raise ValueError(f"attn_type = {self.config.attn_type!r}: this problem has no cache")
         cache = self.kv_cache.clone()
-        write_reference(
-            cache,
-            self.key,
-            self.value,
-            self.slot_mapping,
-            self.layout,
-            self.config,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-        )
+        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        write_reference(cache, self.key, self.value, self.slot_mapping, self.layout, self.config, **scales)
         return cache
 
     def reference(self, *, kv_cache: Tensor | None = None, query_dtype: str | None = None) -> tuple[Tensor, Tensor]:
@@ -94,47 +87,17 @@ class Problem:
             kv_cache: the cache after this step's write; left out: ``written_cache()``.
             query_dtype: an FP8 dtype where the path quantises the query with ``q_scale``.
         """
+        extras: dict[str, Any] = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
         if self.layout is None:
-            return varlen_reference(
-                self.query,
-                self.key,
-                self.value,
-                self.query_start_loc,
-                self.query_start_loc,
-                self.config,
-                self.scale,
-                alibi_slopes=self.alibi_slopes,
-                sinks=self.sinks,
-            )
+            bounds = self.query_start_loc
+            dense = (self.query, self.key, self.value, bounds, bounds)
+            return varlen_reference(*dense, self.config, self.scale, **extras)
         cache = self.written_cache() if kv_cache is None else kv_cache
+        fp8: dict[str, Any] = {"k_scale": self.k_scale, "query_dtype": query_dtype, "q_scale": self.q_scale}
         if self.topk_indices is not None:
-            return sparse_mla_reference(
-                self.query,
-                cache,
-                self.layout,
-                self.topk_indices,
-                self.config,
-                self.scale,
-                sinks=self.sinks,
-                k_scale=self.k_scale,
-                query_dtype=query_dtype,
-                q_scale=self.q_scale,
-            )
+            sparse = (self.query, cache, self.layout, self.topk_indices)
+            return sparse_mla_reference(*sparse, self.config, self.scale, sinks=self.sinks, **fp8)
         assert self.block_table is not None
-        return paged_reference(
-            self.query,
-            cache,
-            self.layout,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
-            self.config,
-            self.scale,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            mm_prefix_ranges=self.mm_prefix_ranges,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-            query_dtype=query_dtype,
-            q_scale=self.q_scale,
-        )
+        extras |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, **fp8}
+        paged = (self.query, cache, self.layout, self.block_table, self.query_start_loc, self.seq_lens)
+        return paged_reference(*paged, self.config, self.scale, **extras)

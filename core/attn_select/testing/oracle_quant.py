@@ -72,8 +72,8 @@ def quantize_query(query: Tensor, query_dtype: str, scale: Tensor | float | None
 def pack_fp8_ds_mla(latent: Tensor, rope: Tensor, *, power_of_two_scales: bool = True) -> Tensor:
     """Pack tokens as sparse FP8 MLA stores them: 512 e4m3, 4 float32 scales of 128 values each, 64 bfloat16.
 
-    The scale of a tile is ``max |x| / 448``. FlashMLA (``quantize_k_cache`` of its tests) and vLLM's fused Triton writer
-    take at least 1e-4 and round up to a power of two, so that the product is exact in bfloat16; vLLM's
+    The scale of a tile is ``max |x| / 448``. FlashMLA (``quantize_k_cache`` of its tests) and vLLM's fused Triton
+    writer take at least 1e-4 and round up to a power of two, so that the product is exact in bfloat16; vLLM's
     ``concat_and_cache_ds_mla`` stores the quotient as it is, at least the smallest normal float32. A reader takes
     either.
 
@@ -85,16 +85,15 @@ def pack_fp8_ds_mla(latent: Tensor, rope: Tensor, *, power_of_two_scales: bool =
     Returns:
         uint8 ``(..., 656)``.
     """
-    tiles = latent.float().unflatten(-1, (LATENT // TILE, TILE))
+    tiles = latent.float().reshape(*latent.shape[:-1], LATENT // TILE, TILE)
     scales = tiles.abs().amax(dim=-1) / torch.finfo(torch.float8_e4m3fn).max
     if power_of_two_scales:
         scales = torch.exp2(scales.clamp_min(1e-4).log2().ceil())
     else:
         scales = scales.clamp_min(torch.finfo(torch.float32).tiny)
     codes = encode(tiles / scales[..., None], "fp8_e4m3").flatten(-2)
-    return torch.cat(
-        [codes, scales.contiguous().view(torch.uint8), rope.to(torch.bfloat16).contiguous().view(torch.uint8)], dim=-1
-    )
+    rope = rope.to(torch.bfloat16).contiguous()
+    return torch.cat([codes, scales.contiguous().view(torch.uint8), rope.view(torch.uint8)], dim=-1)
 
 
 def unpack_fp8_ds_mla(packed: Tensor) -> Tensor:
@@ -105,8 +104,8 @@ def unpack_fp8_ds_mla(packed: Tensor) -> Tensor:
     """
     if packed.dtype != torch.uint8 or packed.shape[-1] != FP8_DS_MLA_BYTES:
         raise ValueError(f"{packed.dtype} {tuple(packed.shape)}: uint8 (..., {FP8_DS_MLA_BYTES}) is accepted")
-    codes, scales, rope = packed.split([LATENT, LATENT // TILE * 4, ROPE * 2], dim=-1)
-    tiles = decode(codes, "fp8_e4m3").unflatten(-1, (LATENT // TILE, TILE))
+    codes, scales, rope = packed.split_with_sizes([LATENT, LATENT // TILE * 4, ROPE * 2], dim=-1)
+    tiles = decode(codes, "fp8_e4m3").reshape(*codes.shape[:-1], LATENT // TILE, TILE)
     latent = tiles * scales.contiguous().view(torch.float32).double()[..., None]
     return torch.cat([latent.flatten(-2), rope.contiguous().view(torch.bfloat16).double()], dim=-1)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_select.config import AttentionConfig
-from attn_select.layouts import FP8_DS_MLA, cache_shape
+from attn_select.layouts import cache_shape
 from attn_select.testing.oracle import last_positions
 from attn_select.testing.oracle_paged import slot_mapping_reference, write_reference
 from attn_select.testing.oracle_problems import Problem, Request
@@ -67,12 +68,13 @@ def random_problem(
         block_size: tokens per block; ``config.block_size`` goes before it.
         requests: ``(query_len, seq_len)`` each; left out: ``random_requests``. Where ``query_len`` exceeds ``seq_len``
             (padding of a CUDA graph has 1 and 0) the first rows see no key and have no slot.
-        nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, or as near
-            to it as FP8 comes. Blocks of nobody, and the slots that this step writes, hold NaN in any case.
+        nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, or as
+            near to it as FP8 comes. Blocks of nobody, and the slots that this step writes, hold NaN in any case.
         spare_blocks: blocks of nobody, at least 1.
     """
     if config.has_cache != (layout is not None):
-        raise ValueError(f"layout = {layout!r} does not go with attn_type = {config.attn_type!r}: encoders alone have no cache")
+        wanted = "the name of one" if config.has_cache else "None"
+        raise ValueError(f"layout = {layout!r}, with attn_type = {config.attn_type!r} it is {wanted}")
     block_size = config.block_size or block_size
     requests = tuple(requests or random_requests(seed, config, block_size=block_size))
     draw = torch.Generator().manual_seed(seed)
@@ -89,8 +91,7 @@ def random_problem(
         value=value,
         query_start_loc=starts.int(),
         seq_lens=torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
-        # The slopes of the paper for a power of two of heads.
-        alibi_slopes=torch.exp2(-8 * torch.arange(1, config.num_heads + 1) / config.num_heads) if config.alibi else None,
+        alibi_slopes=_alibi_slopes(config.num_heads) if config.alibi else None,
         sinks=_normal(config, draw, config.num_heads) if config.sinks else None,
         mm_prefix_ranges=_ranges(seed, requests) if config.mm_prefix else None,
         k_scale=k_scale,
@@ -112,7 +113,7 @@ def _with_cache(
     blocks = torch.randperm(num_blocks, generator=draw)
     # Wider than any request needs; what is not needed leads to a block of nobody, the last one drawn.
     block_table = blocks[-1].expand(len(requests), max(needed) + 1).int().clone()
-    for row, part in zip(block_table, blocks[: sum(needed)].split(needed), strict=True):
+    for row, part in zip(block_table, blocks[: sum(needed)].split_with_sizes(needed), strict=True):
         row[: len(part)] = part
     positions = torch.cat([last_positions(query_len, seq_len) for query_len, seq_len in requests])
     slot_mapping = slot_mapping_reference(block_table, positions, block_size, problem.query_start_loc)
@@ -120,15 +121,84 @@ def _with_cache(
     shape = [num_blocks if size == "num_blocks" else int(size) for size in cache_shape(layout, config, block_size)]
     cache = torch.empty(shape, dtype=storage_dtype(config.cache_dtype))
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every float format, and in all parts of an fp8_ds_mla token
+
+    def write(row: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        slots = slot_mapping_reference(row, positions, block_size)
+        scales: dict[str, Any] = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
+        write_reference(cache, key, value, slots, layout, config, **scales)
+
     for row, count, (query_len, seq_len) in zip(block_table, needed, requests, strict=True):
-        context = torch.arange(seq_len if config.attn_type == "encoder_decoder" else max(0, seq_len - query_len))
-        tail = torch.arange(seq_len, count * block_size)
-        for where, numbers in (
-            (context, _key_and_value(config, len(context), draw)),
-            (tail, () if nan_tails else _large(_key_and_value(config, len(tail), draw))),
-        ):
-            slots = slot_mapping_reference(row, where, block_size)
-            if numbers:
-                write_reference(
-                    cache, *numbers, slots, layout, config, k_scale=problem.k_scale, v_scale=problem.v_scale
-                )
+        cached = seq_len if config.attn_type == "encoder_decoder" else max(0, seq_len - query_len)
+        write(row, torch.arange(cached), *_key_and_value(config, cached, draw))
+        if not nan_tails:
+            tail = torch.arange(seq_len, count * block_size)
+            key, value = _key_and_value(config, len(tail), draw)
+            write(row, tail, key.sign() * LARGE, value.sign() * LARGE)
+    return dataclasses.replace(
+        problem,
+        layout=layout,
+        block_size=block_size,
+        kv_cache=cache,
+        block_table=block_table,
+        slot_mapping=slot_mapping[: len(problem.key)],
+        topk_indices=_topk(problem, block_table, block_size, draw) if config.sparse else None,
+    )
+
+
+def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Generator) -> Tensor:
+    """Choose for each token up to ``sparse_top_k`` of the positions up to its own; int32 ``(T, top_k)`` slots."""
+    top_k = problem.config.sparse_top_k or 0
+    chosen = []
+    for row, (query_len, seq_len) in zip(block_table, problem.requests, strict=True):
+        for position in last_positions(query_len, seq_len).tolist():
+            positions = torch.randperm(max(0, position + 1), generator=draw)[:top_k]
+            slots = slot_mapping_reference(row, positions, block_size)
+            chosen.append(torch.nn.functional.pad(slots, (0, top_k - len(slots)), value=-1))
+    return torch.stack(chosen).int()
+
+
+def _normal(config: AttentionConfig, draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=draw).to(PLAIN_DTYPES[config.dtype])
+
+
+def _key_and_value(config: AttentionConfig, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw what ``write_reference`` takes: K and V, or with MLA latent and rope part."""
+    if config.kv_lora_rank is not None:
+        rope = config.head_size - config.kv_lora_rank
+        return _normal(config, draw, tokens, config.kv_lora_rank), _normal(config, draw, tokens, rope)
+    heads = config.num_kv_heads
+    return _normal(config, draw, tokens, heads, config.head_size), _normal(
+        config, draw, tokens, heads, config.value_head_size
+    )
+
+
+def _alibi_slopes(heads: int) -> Tensor:
+    """Return the paper's slopes for a power of two of heads, as good as any for others; float32 ``(H,)``."""
+    return torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
+
+
+def _softmax_scale(config: AttentionConfig) -> float:
+    """Return ``width ** -0.5``, with MLA the width of the decompressed form."""
+    width = config.head_size
+    if config.qk_nope_head_dim is not None and config.qk_rope_head_dim is not None:
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return float(width**-0.5)
+
+
+def _scales(config: AttentionConfig, draw: torch.Generator) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Draw the scales of K, V and query; no two are equal, so that a swapped or forgotten one shows."""
+    if config.cache_dtype not in FP8_DTYPES:
+        return None, None, None
+    shape = (config.num_kv_heads,) if config.per_head_quant_scales else ()
+    k_scale, v_scale = 0.01 + 0.05 * torch.rand((2, *shape), generator=draw)
+    return k_scale, None if config.mla else v_scale, 0.01 + 0.05 * torch.rand((), generator=draw)
+
+
+def _ranges(seed: int, requests: Sequence[Request]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Draw per request up to two ranges of at least two tokens, which do not overlap."""
+    rng = random.Random(f"ranges {seed}")
+    drawn = []
+    for _, seq_len in requests:
+        cuts = sorted(rng.sample(range(seq_len), 2 * min(2, seq_len // 2)))
+        drawn.append(tuple(zip(cuts[::2], cuts[1::2], strict=True)))
+    return tuple(drawn)

@@ -66,13 +66,18 @@ def _not_zero(value: int) -> int:
 class CutlassMLAOptions(BackendOptions):
     """``[backends.CUTLASS_MLA]``."""
 
-    num_kv_splits: Annotated[int, Field(ge=-1, le=MAX_SPLITS, strict=True), AfterValidator(_not_zero)] = -1
-    """Parts into which each request's KV is split; -1 lets the kernel choose. FORCE_NUM_KV_SPLITS overrides it."""
-    workspace_bytes: Annotated[int, Field(ge=MIB, le=1 << 40, strict=True)] = 128 * MIB
-    """Scratch; it grows to what the kernel asks for before graphs are captured."""
+    num_kv_splits: Annotated[int, Field(ge=-1, le=MAX_SPLITS, strict=True), AfterValidator(_not_zero)] = Field(
+        -1,
+        description=f"parts into which a request's KV is split; -1: the kernel chooses; {SPLITS_VARIABLE} overrides it",
+    )
+    workspace_bytes: Annotated[int, Field(ge=MIB, le=1 << 40, strict=True)] = Field(
+        128 * MIB, description="scratch; it grows to what the kernel asks for before CUDA graphs are captured"
+    )
 
 
-_BY_LABEL = {provider.library.distribution: provider.label for provider in PROVIDERS}
+_DEVICES = ((10, 0), (10, 3))
+_LABELS = {provider.library.distribution: provider.label for provider in PROVIDERS}
+_BECAUSE = {name: f"its only kernel, from {name}: the first usable provider that runs the layer" for name in _LABELS}
 _UNIT_SCALES = "with an FP8 cache the query and KV scales must be 1"
 _GROWS = "the workspace grows to the kernel's own size before CUDA graphs are captured"
 
@@ -82,7 +87,7 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Plan decode: from which provider the kernel comes; or every reason why it does not run."""
     capability = device.compute_capability
-    if capability is None or not CAPABILITIES.compute_capabilities.value.accepts(capability):
+    if capability not in _DEVICES:
         seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
         return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
     reasons = _objections(config)
@@ -147,7 +152,7 @@ def _choose(
 
 
 def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOptions, set_by: str | None) -> BackendPlan:
-    fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    name, fp8 = provider.library.distribution, config.kv_cache_dtype == "fp8_e4m3"
     notes: tuple[str, ...] = (_GROWS, *provider.notes)
     if fp8:
         notes = (*notes, _UNIT_SCALES)
@@ -157,7 +162,7 @@ def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOption
         notes = (*notes, f"KV splits fixed by {set_by}")
     return BackendPlan(
         path="CUTLASS MLA",
-        because="the only path",
+        because=_BECAUSE[name],
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=provider.returns_lse.value,
         kv_layouts=(MLA,),
@@ -165,7 +170,7 @@ def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOption
         cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
         workspace_bytes=options.workspace_bytes,
         block_table_width_multiple=1,
-        provider=_BY_LABEL[provider.library.distribution],
+        provider=_LABELS[name],
         notes=notes,
     )
 

@@ -24,7 +24,7 @@ _SGL = "sgl-kernel 0.3.21 sgl_kernel/attention.py"
 _FLASHINFER = "flashinfer-ai/flashinfer include/flashinfer/attention/cutlass_mla.cuh v0.6.14"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Provider:
     """One package's CUTLASS MLA decode.
 

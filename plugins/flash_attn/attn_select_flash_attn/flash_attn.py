@@ -84,7 +84,7 @@ _ANY_PAGE = (16, 1)
 _PAGES = {1: _ANY_PAGE, 16: (16,), 256: (256,)}
 
 _UNQUANTISED = "--kv-cache-dtype auto"
-_WITH_ALIBI = "FA2: ALiBi slopes need FA2"
+_WITH_ALIBI = "ALiBi slopes need FA2"
 _NARROW_V = "V rows take head_size elements in the cache, the first v_head_size of them used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
 _BF16_SINKS = "sinks are passed in bfloat16"
@@ -217,7 +217,7 @@ def _plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> Bac
     cached = config.has_cache
     because = candidate.because
     if pin is not None:
-        because = f"{candidate.path}: {pin}"
+        because = str(pin)
     elif config.alibi:
         because = _WITH_ALIBI
     notes = candidate.notes

@@ -179,7 +179,7 @@ def _decode_plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None)
         notes = (*notes, _SPLIT_BYTES)
     return BackendPlan(
         "FA3 with q_v",
-        "FA3 scores the rope part and the latent apart and reads the latent once" if pin is None else f"FA3: {pin}",
+        "FA3 scores the rope part and the latent apart and reads the latent once" if pin is None else str(pin),
         config.dtype,
         True,
         _LAYOUTS,
@@ -201,7 +201,7 @@ def _prefill_plan(
         notes = (*notes, f"V is padded from {v} to {qk} columns, as wide as QK")
     return BackendPlan(
         f"{candidate.path} varlen",
-        candidate.because if pin is None else f"{candidate.path}: {pin}",
+        candidate.because if pin is None else str(pin),
         config.dtype,
         True,
         (),

@@ -190,11 +190,11 @@ def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
 
 def _candidate(kernel: Kernel, capability: tuple[int, int] | None) -> Candidate:
     path, text = f"FA{kernel.version}", "cpu" if capability is None else "{}.{}".format(*capability)
-    because = f"{path}: compute capability {text}"
+    because = f"compute capability {text}"
     if kernel.version == 2 and capability == HOPPER:
-        because = "FA2: no installed package has FA3"
+        because = "no installed package has FA3"
     elif kernel.version == 3 and capability != HOPPER:
-        because = f"FA3: no installed FA2 serves this layer, and {kernel.library.distribution} builds FA3 for {text}"
+        because = f"no installed FA2 serves this layer, and {kernel.library.distribution} builds FA3 for {text}"
     notes = []
     if not kernel.out.value:
         notes.append(_OWN_OUTPUT)

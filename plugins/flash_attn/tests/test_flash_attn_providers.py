@@ -69,7 +69,7 @@ def test_the_first_installed_build_serves(
 
 
 def test_fa2_on_hopper_says_that_fa3_is_missing(installed: Any) -> None:
-    assert plan_of(layer(), gpu(9), installed(flash_attn="2.8.3")).because == "FA2: no installed package has FA3"
+    assert plan_of(layer(), gpu(9), installed(flash_attn="2.8.3")).because == "no installed package has FA3"
 
 
 def test_output_copies_are_mentioned(installed: Any) -> None:
@@ -108,7 +108,7 @@ def test_old_releases_do_not_count(installed: Any) -> None:
 
 def test_pinned_version() -> None:
     plan = plan_of(layer(), gpu(9), version=2)
-    assert (plan.path, plan.because) == ("FA2", "FA2: backends.FLASH_ATTN.version = 2")
+    assert (plan.path, plan.because) == ("FA2", "backends.FLASH_ATTN.version = 2")
     reason = reasons_of(layer(), gpu(10), version=3)["pinned-kernel"]
     assert "10.0" in reason.message
     assert reason.observed == "backends.FLASH_ATTN.version = 3"

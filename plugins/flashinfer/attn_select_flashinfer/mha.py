@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
+from attn_select_flashinfer.case import Case, PrefillKernel, UseTrtllm
 from attn_select_flashinfer.common import (
     DECODE,
     INT_WORKSPACE,
@@ -32,11 +34,10 @@ from attn_select_flashinfer.common import (
     RAN,
     VLLM,
     pages,
-    release,
     runtime_missing,
 )
-from attn_select_flashinfer.native import NATIVE_PAGES, Native, PrefillKernel, Wish, choose
-from attn_select_flashinfer.trtllm import GEN_PAGES, XQA_PAGES, Case, UseTrtllm, decide, fp8_query, kernel_for
+from attn_select_flashinfer.native import NATIVE_PAGES, Native, choose
+from attn_select_flashinfer.trtllm import GEN_PAGES, XQA_PAGES, decide, fp8_query, kernel_for
 
 CAPABILITIES = Capabilities(
     compute_capabilities=Fact(
@@ -79,14 +80,16 @@ Bytes = Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)]
 class FlashInferOptions(BackendOptions):
     """``[backends.FLASHINFER]``."""
 
-    use_trtllm: UseTrtllm = "auto"
-    """TRT-LLM kernels (trtllm-gen, XQA) in every phase, in none, or where they are preferred."""
-    prefill_kernel: PrefillKernel = "auto"
-    """The kernel of native prefill; auto is fa3 on Hopper where it can, else fa2."""
-    native_workspace_bytes: Bytes | None = None
-    """Scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers, as in vLLM."""
-    trtllm_workspace_bytes: Bytes = 394 * MIB
-    """The zeroed buffer of the TRT-LLM kernels, which hold semaphores in its first 8 MiB."""
+    use_trtllm: UseTrtllm = Field(
+        "auto", description="TRT-LLM kernels (trtllm-gen, XQA) in every phase, in none, or where they are preferred"
+    )
+    prefill_kernel: PrefillKernel = Field(
+        "auto", description="the kernel of native prefill; auto is fa3 on Hopper where it can, else fa2"
+    )
+    native_workspace_bytes: Bytes | None = Field(
+        None, description="scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers"
+    )
+    trtllm_workspace_bytes: Bytes = Field(394 * MIB, description="the zeroed buffer of the TRT-LLM kernels")
 
 
 _HND = (FLASHINFER_HND,)
@@ -118,8 +121,8 @@ def plan(
     if capability is None or capability < (8, 0):
         seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
         return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
-    installed = release(environment)
-    case = Case(config, phase, kernel_for(capability, phase), capability, options.use_trtllm, installed)
+    kernel = kernel_for(capability, phase)
+    case = Case(config, phase, capability, kernel, options.use_trtllm, options.prefill_kernel, environment)
     reasons: list[Reason] = []
     sm100 = capability[0] == 10
     size = config.block_size
@@ -131,7 +134,7 @@ def plan(
         return reasons + refusals
     if use_trtllm:
         return reasons or _trtllm_plan(case, because, options)
-    chosen = choose(config, Wish(capability, phase, options.prefill_kernel, installed))
+    chosen = choose(case)
     if type(chosen) is list:
         return reasons + chosen
     assert isinstance(chosen, Native)
@@ -178,7 +181,7 @@ def _native_plan(
     if sm100 and config.head_size == 256 and (config.block_size is None or config.block_size % 16 == 0):
         sizes: tuple[int, ...] = _PAGES_256_SM100
     else:
-        sizes = NATIVE_PAGES if config.block_size is None else (config.block_size, *NATIVE_PAGES)
+        sizes = NATIVE_PAGES if config.block_size is None else _with_own(config.block_size)
     kernel = f"native {chosen.kernel} (sink wrapper)" if chosen.sinks else f"native {chosen.kernel}"
     return BackendPlan(
         path=kernel,
@@ -186,11 +189,16 @@ def _native_plan(
         query_dtype=chosen.query_dtype,
         returns_lse=True,
         kv_layouts=_HND if sm100 else _NHD_HND,
-        kernel_block_sizes=tuple(dict.fromkeys(pages(sizes, config.block_size))),
+        kernel_block_sizes=pages(sizes, config.block_size),
         cuda_graph=_SINGLE_TOKEN if phase == "decode" else _UNIFORM_BATCH,
         workspace_bytes=scratch + INT_WORKSPACE,
         notes=notes,
     )
+
+
+@lru_cache(maxsize=64)
+def _with_own(size: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((size, *NATIVE_PAGES)))
 
 
 def _page_16_head_256(size: int) -> Reason:

@@ -80,12 +80,15 @@ PREFILL_CAPABILITIES = Capabilities(
 class FlashInferMLAOptions(BackendOptions):
     """``[backends.FLASHINFER_MLA]``."""
 
-    decode_kernel: DecodeKernel = "auto"
-    """The decode kernel; auto is the device's own one where it runs the layer, else fa2."""
-    prefill_kernel: PrefillKernel = "auto"
-    """The kernel of ragged prefill; auto is the device's own one where it has the head dims, else fa2."""
-    workspace_bytes: Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)] | None = None
-    """Decode scratch; left out: 128 MiB, 256 MiB where the log-sum-exp is needed from trtllm-gen, as in vLLM."""
+    decode_kernel: DecodeKernel = Field(
+        "auto", description="the decode kernel; auto is the device's own where it runs the layer, else fa2"
+    )
+    prefill_kernel: PrefillKernel = Field(
+        "auto", description="the kernel of ragged prefill; auto is the device's own where it runs the layer, else fa2"
+    )
+    workspace_bytes: Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)] | None = Field(
+        None, description="decode scratch; left out: 128 MiB, 256 MiB where trtllm-gen returns the log-sum-exp"
+    )
 
 
 def plan(

@@ -30,7 +30,7 @@ SMALL = (256, 64)
 MAX_HEADS = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class MLAKernel:
     """One MLA decode kernel.
 

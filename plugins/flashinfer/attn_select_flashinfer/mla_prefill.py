@@ -16,7 +16,7 @@ from attn_select_flashinfer.common import INT_WORKSPACE, MIB, PREFILL, RAN, TRTL
 PrefillKernel = Literal["auto", "trtllm-gen", "cutlass", "fa3", "fa2"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RaggedKernel:
     """One ragged prefill kernel: its name in plans, its ``(QK, V)`` head dims and dtypes, whether it takes sinks."""
 

@@ -1,7 +1,8 @@
 """``FLASHINFER_MLA_SPARSE``: sparse MLA (DeepSeek Sparse Attention) on Blackwell, both phases through one kernel.
 
 It is called through ``trtllm_batch_decode_with_kv_cache_mla`` with ``sparse_mla_top_k`` and one row of token slots per
-query token. On 10.x that is trtllm-gen, on 12.x FlashInfer's own kernel for the 656-byte token format.
+query token. On 10.x that is trtllm-gen, whose batch, here the query tokens, ends at 8192 (``_TRTLLM_GEN_MLA_MAX_BATCH``
+in flashinfer/mla/_core.py 0.6.14); on 12.x it is FlashInfer's own kernel for the 656-byte token format.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CAPABILITIES = Capabilities(
     mla=True,
     sparse=True,
     compute_capabilities=Fact(
-        ComputeCapabilities((((10, 0), (10, 0)), ((10, 3), (10, 3)), ((12, 0), (12, 1)))),
+        ComputeCapabilities((((10, 0), (10, 0)), ((10, 3), (10, 3)), ((12, 0), (12, 0)), ((12, 1), (12, 1)))),
         f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla (trtllm-gen; backend sparse on 12.x)",
     ),
     dtypes=Fact(
@@ -77,15 +78,18 @@ CAPABILITIES = Capabilities(
 class FlashInferMLASparseOptions(BackendOptions):
     """``[backends.FLASHINFER_MLA_SPARSE]``."""
 
-    workspace_bytes: Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)] = 394 * MIB
-    """Zeroed scratch of both phases; 394 MiB as in vLLM."""
+    workspace_bytes: Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)] = Field(
+        394 * MIB, description="zeroed scratch, shared by both phases"
+    )
 
 
+_DEVICES = frozenset((*TRTLLM_GEN_CAPABILITIES, (12, 0), (12, 1)))
 _CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
-_NOTES = (
+_NOTES_12 = (
     "the workspace is zeroed before its first use and shared by both phases",
     "one row of top-k token slots per query token",
 )
+_NOTES_10 = (*_NOTES_12, "at most 8192 query tokens per call: longer prefills are cut")
 _DCP_NOTE = "with the log-sum-exp trtllm-gen needs 2 KiB more workspace per query token and head"
 
 
@@ -94,7 +98,7 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Plan one phase; both run the same kernel and differ in nothing but their queries."""
     capability = device.compute_capability
-    if capability is None or not CAPABILITIES.compute_capabilities.value.accepts(capability):
+    if capability not in _DEVICES:
         seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
         return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
     on_10 = capability in TRTLLM_GEN_CAPABILITIES
@@ -125,7 +129,7 @@ def plan(
 
 
 def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: bool) -> BackendPlan:
-    notes: tuple[str, ...] = _NOTES
+    notes: tuple[str, ...] = _NOTES_10 if on_10 else _NOTES_12
     heads = padded_heads(config.num_heads)
     if heads != config.num_heads:
         notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")

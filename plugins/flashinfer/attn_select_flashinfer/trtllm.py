@@ -1,20 +1,21 @@
 """When ``FLASHINFER`` takes TRT-LLM's kernels instead of its native ones: the conditions as data, in the order asked.
 
-Two kernels stand behind FlashInfer's TRT-LLM entries: trtllm-gen (prebuilt, compute capability 10.0 and 10.3, both phases)
-and XQA (compiled at first use, 9.x and 12.x, decode only). ``OBSTACLES`` say what they cannot run; ``PREFERENCES`` decide
-where native kernels could run the layer too. The order is that of ``use_trtllm_attention`` and of the metadata builder in
-vLLM 0.33.0 (utils/flashinfer.py, v1/attention/backends/flashinfer.py). One condition there, that KV heads divide query
-heads, is left out: every ``AttentionConfig`` fulfils it.
+Two kernels stand behind FlashInfer's TRT-LLM entries: trtllm-gen (prebuilt, compute capability 10.0 and 10.3, both
+phases) and XQA (compiled at first use, 9.x and 12.x, decode only). ``OBSTACLES`` say what they cannot run;
+``PREFERENCES`` decide where native kernels could run the layer too. They follow ``use_trtllm_attention`` and the
+metadata builder in vLLM 0.33.0 (utils/flashinfer.py, v1/attention/backends/flashinfer.py). One condition there, that KV
+heads divide query heads, is left out: every ``AttentionConfig`` fulfils it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.spec import Reason
+from attn_select_flashinfer.case import Case, TrtllmKernel
 from attn_select_flashinfer.common import (
     DECODE,
     GEN_KERNELS,
@@ -27,31 +28,17 @@ from attn_select_flashinfer.common import (
     VLLM_UTILS,
     XQA_DRAFT_MASK_FP8,
     XQA_DRAFT_WINDOW,
-    Release,
+    release,
 )
-
-Kernel = Literal["trtllm-gen", "xqa"]
-UseTrtllm = Literal["auto", True, False]
 
 GEN_PAGES = (16, 32, 64)
 """trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347)."""
 XQA_PAGES = (16, 32, 64, 128)
 XQA_GROUP = 32
-"""Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 ran, 48 and 71 do not compile, 64 only with 16-bit KV)."""
+"""Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 run, 48 and 71 do not compile, 64 with 16 bits)."""
 
 
-class Case(NamedTuple):
-    """What the conditions look at."""
-
-    config: AttentionConfig
-    phase: Phase
-    kernel: Kernel | None
-    capability: tuple[int, int]
-    option: UseTrtllm
-    release: Release
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Condition:
     """One question: ``use`` is the answer where it holds, ``because`` the clause that plans give for it."""
 
@@ -70,7 +57,7 @@ class Decision(NamedTuple):
     refusals: list[Reason]
 
 
-def kernel_for(capability: tuple[int, int], phase: Phase) -> Kernel | None:
+def kernel_for(capability: tuple[int, int], phase: Phase) -> TrtllmKernel | None:
     """Return the TRT-LLM kernel that a device has for a phase."""
     if capability in TRTLLM_GEN_CAPABILITIES:
         return "trtllm-gen"
@@ -79,13 +66,9 @@ def kernel_for(capability: tuple[int, int], phase: Phase) -> Kernel | None:
     return None
 
 
-def fp8_query(config: AttentionConfig, kernel: Kernel | None) -> bool:
+def fp8_query(config: AttentionConfig, kernel: TrtllmKernel | None) -> bool:
     """Whether the kernel wants an FP8 query: trtllm-gen does with a quantised cache, XQA never."""
     return kernel == "trtllm-gen" and config.kv_cache_dtype in ("fp8_e4m3", "nvfp4")
-
-
-def _hardware(case: Case) -> bool:
-    return case.kernel is None
 
 
 def _context_parallel(case: Case) -> bool:
@@ -120,7 +103,7 @@ def _draft_window(case: Case) -> bool:
         case.kernel == "xqa"
         and config.num_speculative_tokens > 0
         and config.sliding_window is not None
-        and case.release < XQA_DRAFT_WINDOW.value
+        and release(case.environment) < XQA_DRAFT_WINDOW.value
     )
 
 
@@ -132,7 +115,7 @@ def _draft_mask(case: Case) -> bool:
         and config.num_speculative_tokens > 0
         and config.kv_cache_dtype == "fp8_e4m3"
         and case.capability[0] == 9
-        and case.release < XQA_DRAFT_MASK_FP8.value
+        and release(case.environment) < XQA_DRAFT_MASK_FP8.value
     )
 
 
@@ -147,18 +130,18 @@ def _output(case: Case) -> bool:
 
 OBSTACLES = (
     Condition(
+        "hardware",
+        False,
+        lambda case: case.kernel is None,
+        "TRT-LLM kernels are for compute capability 10.0 and 10.3, and for decode on 9.x and 12.x",
+        f"{VLLM_UTILS} supports_trtllm_attention; {GEN_KERNELS}; flashinfer/xqa.py 0.6.14",
+    ),
+    Condition(
         "batch-invariance",
         False,
         lambda case: case.config.batch_invariant,
         "the TRT-LLM kernels split the KV by the load, so results depend on the batch",
         f"{VLLM_UTILS} supports_trtllm_attention",
-    ),
-    Condition(
-        "hardware",
-        False,
-        _hardware,
-        "TRT-LLM kernels are for compute capability 10.0 and 10.3, and for decode on 9.x and 12.x",
-        f"{VLLM_UTILS} supports_trtllm_attention; {GEN_KERNELS}; flashinfer/xqa.py 0.6.14",
     ),
     Condition(
         "soft-cap",
@@ -243,7 +226,7 @@ OBSTACLES = (
 
 PREFERENCES = (
     Condition(
-        "off", False, lambda case: case.option is False, "use_trtllm = false", f"{VLLM_UTILS} use_trtllm_attention"
+        "off", False, lambda case: case.use_trtllm is False, "use_trtllm = false", f"{VLLM_UTILS} use_trtllm_attention"
     ),
     Condition(
         "speculative",
@@ -266,7 +249,9 @@ PREFERENCES = (
         "TRT-LLM kernels take attention sinks",
         f"{VLLM_UTILS} use_trtllm_attention; {RAN} (XQA)",
     ),
-    Condition("on", True, lambda case: case.option is True, "use_trtllm = true", f"{VLLM_UTILS} use_trtllm_attention"),
+    Condition(
+        "on", True, lambda case: case.use_trtllm is True, "use_trtllm = true", f"{VLLM_UTILS} use_trtllm_attention"
+    ),
     Condition(
         "auto-prefill",
         True,
@@ -292,21 +277,41 @@ PREFERENCES = (
 """Who decides where both paths can run; the first that holds."""
 
 
+def plain(config: AttentionConfig) -> bool:
+    """Whether no obstacle but the hardware can hold: asked first, because it is most layers and asked in every plan."""
+    return (
+        config.kv_cache_dtype in _PLAIN_CACHES
+        and config.logits_soft_cap is None
+        and config.head_size <= 256
+        and (config.block_size is None or config.block_size % 16 == 0)
+        and config.num_heads <= XQA_GROUP * config.num_kv_heads
+        and not config.num_speculative_tokens
+        and not config.non_causal
+        and not config.batch_invariant
+        and not config.per_head_quant_scales
+        and config.decode_context_parallel_size == 1
+        and config.output_quantization == "none"
+    )
+
+
+_PLAIN_CACHES = frozenset(("auto", "bfloat16", "float16", "fp8_e4m3"))
+
+
 def decide(case: Case) -> Decision:
     """Return the path of one phase.
 
     With ``use_trtllm = true`` every obstacle is a refusal; otherwise the first one means native.
     """
-    if case.option is True:
-        refusals = [_refusal(condition) for condition in OBSTACLES if condition.holds(case)]
-        if refusals:
-            return Decision(False, "", refusals)
-    elif case.option is False:
+    if case.use_trtllm is False:
         return Decision(False, PREFERENCES[0].because, [])
-    else:
-        for condition in OBSTACLES:
-            if condition.holds(case):
-                return Decision(False, condition.because, [])
+    if case.kernel is None and case.use_trtllm == "auto":
+        return Decision(False, OBSTACLES[0].because, [])
+    if case.kernel is None or not plain(case.config):
+        found = [condition for condition in OBSTACLES if condition.holds(case)]
+        if found and case.use_trtllm is True:
+            return Decision(False, "", [_refusal(condition) for condition in found])
+        if found:
+            return Decision(False, found[0].because, [])
     for condition in PREFERENCES:
         if condition.holds(case):
             return Decision(condition.use, condition.because, [])

@@ -1,0 +1,40 @@
+"""One kind of layer of a model as its config describes it: before tensor parallelism and before flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Head counts are the model's totals. Fields have the names, units and defaults of ``AttentionConfig``.
+
+    None for a count or size means that the config does not say it. ``sliding_window`` counts the query's own token; of
+    an encoder, which sees as far ahead as back, it is one side with the token (vLLM's ``ENCODER_ONLY``).
+    """
+
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_size: int | None = None
+    v_head_size: int | None = None
+    attn_type: str = "decoder"
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    mm_prefix: bool = False
+    mla: tuple[int, int, int, int] | None = None
+    """``MLA_DIMS``, or None."""
+    sparse_top_k: int | None = None
+    chunked: bool = False
+    """Attention inside chunks of the sequence (Llama 4): an engine cuts them, the kernel sees full attention."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """The distinct layers of a model with their counts, in order of appearance, and what should be said about them."""
+
+    layers: list[tuple[Layer, int]]
+    notes: list[str] = field(default_factory=list)

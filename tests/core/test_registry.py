@@ -1,0 +1,375 @@
+"""Plugins: loaded one by one from entry points; a broken one is reported and takes nobody down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import Field
+
+from attn_select import registry as registry_module
+from attn_select.registry import Plugin, Registry, build_registry, load_plugins
+from attn_select.spec import BackendOptions, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Library
+from attn_select.spec_check import problems_of
+
+MakeSpec = Callable[..., BackendSpec]
+
+GOOD = """
+from attn_select import hookimpl
+from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes
+
+def make(name):
+    facts = Capabilities(
+        compute_capabilities=Fact(ComputeCapabilities(cpu=True), "a test"),
+        dtypes=Fact(("float32",), "a test"),
+        kv_cache_dtypes=Fact(("float32",), "a test"),
+        head_sizes=Fact(HeadSizes(), "a test"),
+        block_sizes=Fact((16,), "a test"),
+    )
+    return BackendSpec(name=name, summary="", capabilities={"prefill": facts}, plan=lambda *_: [], load=lambda: None)
+
+NAMES = ["PLAIN"]
+
+@hookimpl
+def attn_select_register_backends():
+    return [make(name) for name in NAMES]
+"""
+
+
+class Site:
+    """A folder on ``sys.path`` with modules and the metadata of distributions."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def module(self, name: str, code: str = GOOD, *backends: str) -> None:
+        names = f"\nNAMES = {list(backends)}\n" if backends else ""
+        (self.path / f"{name}.py").write_text(code + names)
+
+    def distribution(self, name: str, entry_points: str, metadata: str | None = None) -> Path:
+        folder = self.path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        if metadata is None:
+            metadata = f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n\nName: not this one\n"
+        if metadata:
+            (folder / "METADATA").write_text(metadata)
+        (folder / "entry_points.txt").write_text(f"[attn_select]\n{entry_points}\n")
+        return folder
+
+    def plugin(self, name: str, code: str = GOOD, *backends: str) -> None:
+        """A distribution ``name`` with one entry point ``name`` for a module of its own."""
+        self.module(f"the_{name}", code, *backends)
+        self.distribution(name, f"{name} = the_{name}")
+
+    def build(self) -> Registry:
+        entry_points = [
+            entry_point
+            for distribution in importlib.metadata.distributions(path=[str(self.path)])
+            for entry_point in distribution.entry_points
+        ]
+        return build_registry(entry_points)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.syspath_prepend(tmp_path)
+    yield Site(tmp_path)
+    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+
+
+def test_a_good_plugin(site: Site) -> None:
+    site.plugin("one", GOOD, "ALPHA", "BETA")
+    found = site.build()
+    assert list(found.specs) == ["ALPHA", "BETA"]
+    assert found.owners == {"ALPHA": "one", "BETA": "one"}
+    assert found.plugins == [Plugin("one", "one", "1.0", ("ALPHA", "BETA"))]
+    assert (found.conflicts, found.warnings) == ({}, [])
+
+
+def test_without_plugins() -> None:
+    found = build_registry([])
+    assert (found.specs, found.plugins, found.warnings) == ({}, [], [])
+
+
+def test_order_is_that_of_the_names(site: Site) -> None:
+    for name in ("zeta", "Beta", "alpha"):
+        site.plugin(name, GOOD, name.upper())
+    assert [plugin.name for plugin in site.build().plugins] == ["Beta", "alpha", "zeta"]
+    assert list(site.build().specs) == ["BETA", "ALPHA", "ZETA"]
+
+
+HOOK = "from attn_select import hookimpl\n@hookimpl\ndef attn_select_register_backends():\n    return "
+BROKEN = {
+    "import": ("import no_such_kernel_library", "ModuleNotFoundError: No module named 'no_such_kernel_library'"),
+    "syntax": ("def (", "SyntaxError"),
+    "error": ("raise RuntimeError('a\\n b')", "RuntimeError: a  b"),
+    "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
+    "base": ("class Panic(BaseException): pass\nraise Panic('x')", "Panic: x"),
+    "str": ("class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd", "Odd: <Odd that cannot be shown>"),
+    "no_hook": ("x = 1", "the_no_hook has no @hookimpl attn_select_register_backends"),
+    "no_decorator": ("def attn_select_register_backends():\n    return []", "has no @hookimpl"),
+    "unknown_hook": (GOOD + "@hookimpl\ndef attn_select_register_backend(): return []", "attn_select_register_backend"),
+    "argument": (
+        "from attn_select import hookimpl\n@hookimpl\ndef attn_select_register_backends(config): return []",
+        "PluginValidationError",
+    ),
+    "none": (HOOK + "None", "has no @hookimpl"),
+    "number": (HOOK + "3", "returned 3 instead of a list of BackendSpec"),
+    "generator": (HOOK + "(x for x in [])", "returned <generator object"),
+    "dict": (HOOK + "{'A': 1}", "returned {'A': 1} instead of a list"),
+    "text": (HOOK + "'PLAIN'", "returned 'PLAIN' instead of a list"),
+    "rubbish": (HOOK + "[3]", "registered 3 (accepted: BackendSpec)"),
+    "class": (HOOK + "[hookimpl]", "(accepted: BackendSpec)"),
+    "repr": (HOOK + "[type('X', (), {'__repr__': lambda s: 1 / 0})()]", "registered <X that cannot be shown>"),
+    "raises": (HOOK + "1 / 0", "ZeroDivisionError: division by zero"),
+    "name": (GOOD + "NAMES = ['plain']", "backend 'plain': name (accepted: A-Z, 0-9 and _, starting with a letter)"),
+    "twice": (GOOD + "NAMES = ['PLAIN', 'PLAIN']", "backend PLAIN is registered twice by the same plugin"),
+    "deep": ("def f(): f()\nf()", "RecursionError"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_plugin_takes_nobody_down(site: Site, kind: str) -> None:
+    code, expected = BROKEN[kind]
+    site.plugin("before", GOOD, "BEFORE")
+    site.plugin(kind, code)
+    site.plugin("zz_after", GOOD, "AFTER")
+    found = site.build()
+    assert list(found.specs) == ["BEFORE", "AFTER"]
+    (failed,) = [plugin for plugin in found.plugins if plugin.error]
+    assert (failed.name, failed.backends) == (kind, ())
+    assert failed.error is not None
+    assert expected in failed.error
+    assert failed.error.isprintable()
+    assert len(failed.error) < 500
+    (warning,) = found.warnings
+    assert warning.startswith(f"plugin {kind} (")
+    assert warning.endswith(f"is not usable: {failed.error}")
+
+
+def test_all_broken_plugins_together(site: Site) -> None:
+    for kind, (code, _) in BROKEN.items():
+        site.plugin(kind, code)
+    site.plugin("good")
+    found = site.build()
+    assert list(found.specs) == ["PLAIN"]
+    assert [plugin.name for plugin in found.plugins if plugin.error] == sorted(BROKEN)
+
+
+@pytest.mark.parametrize("value", ["no_such_module_at_all", "the_one:missing", "the_one:NAMES", "not a module"])
+def test_an_entry_point_that_leads_nowhere(site: Site, value: str) -> None:
+    site.module("the_one")
+    site.distribution("one", f"one = {value}")
+    site.plugin("two", GOOD, "TWO")
+    found = site.build()
+    assert list(found.specs) == ["TWO"]
+    assert found.plugins[0].error
+
+
+def test_interrupting_is_not_a_broken_plugin(site: Site) -> None:
+    site.plugin("one", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        site.build()
+
+
+def test_a_plugin_may_be_an_object_and_may_have_nothing_to_register(site: Site) -> None:
+    site.module(
+        "the_object",
+        GOOD
+        + "class Plugin:\n"
+        + "    @hookimpl\n    def attn_select_register_backends(self): return (make('OBJECT'),)\n"
+        + "plugin = Plugin()\n",
+    )
+    site.distribution("object", "object = the_object:plugin")
+    site.plugin("empty", HOOK + "[]")
+    found = site.build()
+    assert list(found.specs) == ["OBJECT"]
+    assert found.warnings == []
+
+
+def test_a_backend_of_two_plugins_is_nobodys(site: Site) -> None:
+    site.plugin("one", GOOD, "SHARED", "ONE")
+    site.plugin("two", GOOD, "TWO", "SHARED")
+    found = site.build()
+    assert list(found.specs) == ["ONE", "TWO"]
+    assert found.owners == {"ONE": "one", "TWO": "two"}
+    assert found.conflicts == {"SHARED": ("one", "two")}
+    assert found.warnings == ["backend SHARED is registered by one and by two: usable once one owner is left"]
+    site.plugin("three", GOOD, "SHARED")
+    assert site.build().conflicts == {"SHARED": ("one", "three", "two")}
+
+
+def test_a_plugin_name_can_be_taken_once(site: Site) -> None:
+    site.module("first", GOOD, "FIRST")
+    site.module("second", GOOD, "SECOND")
+    site.distribution("dist_b", "same = second")
+    site.distribution("dist_a", "same = first")
+    found = site.build()
+    assert list(found.specs) == ["FIRST"]
+    assert [(p.distribution, p.error) for p in found.plugins] == [
+        ("dist-a", None),
+        ("dist-b", "the plugin name 'same' is already taken by dist-a"),
+    ]
+
+
+@pytest.mark.parametrize("metadata", ["", "\n", "Metadata-Version: 2.4\nSummary: no name\n\nName: not this one\n"])
+def test_a_distribution_without_metadata(site: Site, metadata: str) -> None:
+    site.module("the_one")
+    site.distribution("one", "one = the_one", metadata)
+    found = site.build()
+    assert list(found.specs) == ["PLAIN"]
+    assert found.plugins == [Plugin("one", "?", "?", ("PLAIN",))]
+
+
+def test_an_entry_point_without_a_distribution(site: Site) -> None:
+    site.module("the_one")
+    found = build_registry([importlib.metadata.EntryPoint("one", "the_one", "attn_select")])
+    assert found.plugins == [Plugin("one", "?", "?", ("PLAIN",))]
+
+
+def test_installed_plugins_are_found_once_per_process(site: Site) -> None:
+    load_plugins.cache_clear()
+    try:
+        site.plugin("zz_of_a_test", GOOD, "OF_A_TEST")
+        found = load_plugins()
+        assert found.owners["OF_A_TEST"] == "zz-of-a-test"
+        assert load_plugins() is found
+    finally:
+        load_plugins.cache_clear()
+
+
+@pytest.mark.parametrize("content", [b"[attn_select]\nno equals sign\n", b"[attn_select]\nx = \xff\n"])
+def test_a_stranger_with_malformed_entry_points(site: Site, content: bytes) -> None:
+    """importlib.metadata fails as a whole when one distribution's file is malformed; the plugins are found all the same."""
+    site.plugin("good", GOOD, "OF_A_TEST")
+    (site.distribution("stranger", "") / "entry_points.txt").write_bytes(content)
+    load_plugins.cache_clear()
+    try:
+        found = load_plugins()
+        assert found.owners["OF_A_TEST"] == "good"
+        (failed,) = [plugin for plugin in found.plugins if plugin.distribution == "stranger"]
+        assert (failed.name, failed.version) == ("?", "1.0")
+        assert "entry_points.txt cannot be read" in str(failed.error)
+    finally:
+        load_plugins.cache_clear()
+
+
+def test_importing_the_registry_loads_no_plugin() -> None:
+    assert load_plugins.cache_info().currsize in (0, 1)
+    assert "entry_points" not in vars(registry_module)
+
+
+# --- What a spec may look like --------------------------------------------------------------------------------------------
+
+
+class NeedsValue(BackendOptions):
+    splits: int
+
+
+class Documented(BackendOptions):
+    splits: int = Field(1, description="how many")
+
+
+LIBRARY = Library("flash-attn", "flash_attn", "pip install flash-attn", ">=2.6,!=2.7.0")
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": "lower"}, "name"),
+    ({"name": "1ST"}, "name"),
+    ({"name": "A" * 65}, "name"),
+    ({"name": None}, "name"),
+    ({"name": "NEW\n"}, "name"),
+    ({"summary": None}, "summary = None"),
+    ({"capabilities": {}}, "capabilities = {}"),
+    ({"capabilities": []}, "capabilities = []"),
+    ({"capabilities": {"prefill": None}}, "capabilities['prefill'] = None"),
+    ({"plan": None}, "plan = None"),
+    ({"load": "module"}, "load = 'module'"),
+    ({"compile_key": 3}, "compile_key = 3"),
+    ({"options": dict}, "options = <class 'dict'>"),
+    ({"options": Documented()}, "options = Documented(splits=1)"),
+    ({"options": NeedsValue}, "options without a default: splits"),
+    ({"libraries": LIBRARY}, "libraries = Library("),
+    ({"libraries": [LIBRARY]}, "libraries has Library("),
+    ({"libraries": [[]]}, "libraries has []"),
+    ({"libraries": [["flash-attn"]]}, "libraries has 'flash-attn'"),
+    ({"libraries": [[Library("a", "a.b", "pip install a")]]}, "module 'a.b' of a (accepted: a top-level import name)"),
+    ({"libraries": [[Library("a", "", "pip install a")]]}, "module '' of a"),
+    ({"libraries": [[Library("", "a", "pip install a")]]}, "with a distribution"),
+    ({"libraries": [[Library("a", "a", "pip install a", "2.6")]]}, "version '2.6' of a (accepted: a PEP 440 range)"),
+    ({"libraries": [[Library("a", "a", "pip install a", ">=2,")]]}, "version '>=2,' of a"),
+    ({"libraries": [[Library("a", "a", None)]]}, "accepted: strings"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), WRONG)
+def test_what_is_wrong_with_a_spec(spec: MakeSpec, changes: dict[str, Any], expected: str) -> None:
+    (problem,) = problems_of(spec(**changes))
+    assert problem.startswith("backend ")
+    assert expected in problem
+    assert "accepted: " in problem
+
+
+def test_everything_that_is_wrong_is_said_at_once(spec: MakeSpec) -> None:
+    assert len(problems_of(spec(name="x", plan=3, load=3, libraries=3))) == 4
+
+
+def test_specs_that_are_fine(spec: MakeSpec, capabilities: Callable[..., Capabilities]) -> None:
+    assert problems_of(spec()) == []
+    assert problems_of(spec(capabilities={"decode": capabilities(mla=True, sparse=True)})) == []
+    assert problems_of(spec(capabilities={"prefill": capabilities(reads_cache=False, block_sizes=())})) == []
+    assert problems_of(spec(libraries=[[LIBRARY, Library("b", "b", "pip install b")]], options=Documented)) == []
+
+
+FACTS: list[tuple[dict[str, Any], str]] = [
+    ({"mla": 1}, "mla = 1 (accepted: a bool)"),
+    ({"reads_cache": None}, "reads_cache = None"),
+    ({"compute_capabilities": ((8, 0), (9, 9))}, "compute_capabilities = ((8, 0), (9, 9)) (accepted: Compute"),
+    ({"compute_capabilities": ComputeCapabilities(((8, 0), (9, 9)))}, "compute_capabilities = "),  # type: ignore[arg-type]
+    ({"head_sizes": (64, 128)}, "head_sizes = (64, 128) (accepted: HeadSizes)"),
+    ({"head_sizes": HeadSizes(multiple_of=0)}, "head_sizes = "),
+    ({"dtypes": ()}, "dtypes = ()"),
+    ({"dtypes": "bfloat16"}, "dtypes = 'bfloat16'"),
+    ({"dtypes": ("bf16",)}, "dtypes = ('bf16',) (accepted: a tuple of bfloat16, float16, float32)"),
+    ({"dtypes": ([],)}, "dtypes = ([],)"),
+    ({"kv_cache_dtypes": ("fp8",)}, "kv_cache_dtypes = ('fp8',) (accepted: a tuple of auto, "),
+    ({"block_sizes": ()}, "block_sizes = () (accepted: at least one"),
+    ({"block_sizes": (0,)}, "block_sizes = (0,) (accepted: a tuple of integers from 1)"),
+    ({"block_sizes": (True,)}, "block_sizes = (True,)"),
+    ({"block_sizes": [16]}, "block_sizes = [16]"),
+    ({"attn_types": ("causal",)}, "attn_types = ('causal',) (accepted: a tuple of decoder, "),
+    ({"output_quantizations": ("int8",)}, "output_quantizations = ('int8',)"),
+    ({"speculative_tokens": -1}, "speculative_tokens = -1 (accepted: an integer from 0)"),
+    ({"sinks": "yes"}, "sinks = 'yes' (accepted: a bool)"),
+    ({"sliding_window": 128}, "sliding_window = 128 (accepted: a bool)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), FACTS)
+def test_what_is_wrong_with_a_fact(
+    spec: MakeSpec, capabilities: Callable[..., Capabilities], changes: dict[str, Any], expected: str
+) -> None:
+    (problem,) = problems_of(spec(capabilities={"decode": capabilities(**changes)}))
+    assert problem.startswith("backend 'PLAIN': capabilities['decode'].")
+    assert expected in problem
+
+
+def test_facts_have_a_source(spec: MakeSpec) -> None:
+    facts: Any = {
+        "compute_capabilities": ComputeCapabilities(),
+        "dtypes": Fact(("float32",), None),  # type: ignore[arg-type]
+        "kv_cache_dtypes": Fact((), "a test"),
+        "head_sizes": Fact(HeadSizes(), "a test"),
+        "block_sizes": Fact((1,), "a test"),
+    }
+    found = problems_of(spec(capabilities={"decode": Capabilities(**facts)}))
+    assert [problem.split("].")[1].split(" ")[0] for problem in found] == ["compute_capabilities", "dtypes"]
+    assert all("a Fact with its source" in problem for problem in found)
+
+
+def test_an_unknown_phase(spec: MakeSpec, capabilities: Callable[..., Capabilities]) -> None:
+    (problem,) = problems_of(spec(capabilities={"extend": capabilities()}))
+    assert problem == "backend 'PLAIN': phase 'extend' (accepted: prefill, decode)"

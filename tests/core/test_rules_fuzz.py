@@ -1,0 +1,240 @@
+"""Whatever is thrown at the loader, only the documented error comes out, and it names the file.
+
+What does load must also survive all that follows: linting, ranking, printing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_select.config import PHASES, AttentionConfig
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.errors import RulesError
+from attn_select.ranking import Ranker
+from attn_select.registry import Registry
+from attn_select.rules import RuleSet, load_rules
+from attn_select.rules.conditions import FIELDS
+from attn_select.rules.layers import packaged_rules_path
+from attn_select.rules.lint import known_names, rule_warnings, unreachable
+from attn_select.rules.rule import EFFECTS, RuleError, parse_rule
+
+CONFIGS = [
+    AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=128),
+    AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+]
+ENVIRONMENT = Environment(assume_installed=True, pins={"a": "1.0"}, cuda="13.0")
+KNOWN = known_names(Registry())
+MANY = settings(max_examples=200, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz") / "rules.toml"
+
+
+def load(file: Path, content: bytes) -> RuleSet | None:
+    """Load a file of this content; None where the documented error says what is wrong with it."""
+    file.write_bytes(content)
+    try:
+        rules = load_rules([file])
+    except RulesError as error:
+        assert error.problems
+        for name, line, text in error.problems:
+            assert name == str(file)
+            assert line is None or 1 <= line <= content.count(b"\n") + 1
+            assert text
+            assert text.isprintable()
+            assert len(text) < 1000
+        assert str(file) in str(error)
+        return None
+    use(rules)
+    return rules
+
+
+def use(rules: RuleSet) -> None:
+    for device in (Device("h100", (9, 0)), Device("cpu", None)):
+        ranker = Ranker(rules.rules, device, ENVIRONMENT, KNOWN)
+        for config in CONFIGS:
+            assert set(ranker.rank(config, PHASES)) == set(PHASES)
+    assert all(line.isprintable() for line in rule_warnings(rules, KNOWN))
+    assert all(text.isprintable() for _, _, text in unreachable(rules))
+    for rule in rules.rules:
+        shown = [rule.name, *rule.backends, *map(str, rule.when), rule.because or ""]
+        assert all(len(text) < 5000 for text in shown)
+        json.dumps([condition.written for condition in rule.when], allow_nan=False)
+    json.dumps({name: table.values for name, table in rules.options.items()}, allow_nan=False)
+
+
+@given(st.one_of(st.binary(max_size=200), st.binary(max_size=100).map(lambda tail: b"version = 1\n" + tail)))
+@MANY
+def test_any_bytes(file: Path, content: bytes) -> None:
+    load(file, content)
+
+
+@given(st.text(max_size=200), st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252"]))
+@MANY
+def test_any_text(file: Path, text: str, encoding: str) -> None:
+    load(file, f"version = 1\n{text}".encode(encoding, errors="replace"))
+
+
+TOKENS = st.sampled_from(
+    [
+        *("[[rules]]", "[rules.when]", "[rules]", "[backends.A]", "[[", "]]", "[", "]", "{", "}", "=", ",", ".", "\n", '"'),
+        *("'", '"""', "'''", "#", "\\", "name", "when", "priority", "deny", "enabled", "version", "rules", "backends"),
+        *('"A"', '["A", "B"]', "true", "false", "1", "1.0", "inf", "nan", "1979-05-27", "07:32:00", "0xFF", '"9.x"'),
+        *("gpu", "library.a", "num_heads", '">=16"', "mla", " = ", "\r\n", "\t", "\x00", "\x1b", "é", "\ufeff"),
+    ]
+)
+
+
+@given(st.lists(TOKENS, max_size=30).map("".join))
+@MANY
+def test_any_tokens(file: Path, text: str) -> None:
+    load(file, f"version = 1\n{text}".encode())
+
+
+PACKAGED = packaged_rules_path().read_text(encoding="utf-8")
+
+
+@st.composite
+def mutants(draw: st.DrawFn) -> str:
+    """The packaged rules with a few places deleted, doubled or overwritten."""
+    text = PACKAGED
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        length = draw(st.sampled_from([0, 1, 2, 10, 200]))
+        kind = draw(st.sampled_from(["delete", "double", "replace"]))
+        span = text[start : start + length]
+        new = {"delete": "", "double": span + span}.get(kind) if kind != "replace" else draw(TOKENS)
+        text = text[:start] + (new or "") + text[start + length :]
+    return text
+
+
+@given(mutants())
+@MANY
+def test_mutants_of_the_packaged_rules(file: Path, text: str) -> None:
+    load(file, text.encode())
+
+
+# Documents of the right structure with values of any type in any place.
+
+TEXTS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(["FLASHMLA", "9.x", ">=8.0,<10.0", "<=16", "fp8*", "h100", "decode", "<0.6", "auto", "[", "!=9.x", "\x1b"]),
+)
+SCALARS = st.one_of(
+    TEXTS,
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.datetimes(),
+    st.dates(),
+    st.times(),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=2)),
+    max_leaves=4,
+)
+NAMES = st.lists(st.sampled_from(["FLASHMLA", "FLASH_ATTN", "A", "é"]), min_size=1, max_size=3)
+WHENS = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=2)
+
+
+@st.composite
+def rule_tables(draw: st.DrawFn) -> dict[str, Any]:
+    """A rule in which most things are right."""
+    table: dict[str, Any] = {"name": draw(st.text(min_size=1, max_size=3))}
+    table[draw(st.sampled_from(EFFECTS))] = draw(NAMES)
+    if draw(st.booleans()):
+        table["when"] = draw(WHENS)
+    if draw(st.booleans()):
+        key = st.sampled_from(["name", "phase", "when", "because", "enabled", *EFFECTS, "else"])
+        table[draw(key)] = draw(st.one_of(VALUES, NAMES, WHENS))
+    return table
+
+
+DOCUMENTS = st.fixed_dictionaries(
+    {"version": st.sampled_from([1, 1, 1, 1, 1, 2, True, "1"])},
+    optional={
+        "rules": st.lists(rule_tables(), max_size=4),
+        "backends": st.dictionaries(TEXTS, st.dictionaries(TEXTS, VALUES, max_size=2), max_size=2),
+    },
+)
+
+
+def quoted(text: str) -> str:
+    return '"' + "".join(f"\\U{ord(c):08x}" if not c.isalnum() or ord(c) > 126 else c for c in text) + '"'
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{quoted(key)} = {toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value) if "." in repr(value) or "e" in repr(value) else f"{value}.0"
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return str(value)
+
+
+def toml_document(document: dict[str, Any]) -> str:
+    rules = document.get("rules", [])
+    text = "".join(f"{quoted(key)} = {toml(value)}\n" for key, value in document.items() if key != "rules")
+    for rule in rules:
+        text += "[[rules]]\n" + "".join(f"{quoted(key)} = {toml(value)}\n" for key, value in rule.items())
+    return text
+
+
+@given(DOCUMENTS)
+@MANY
+def test_any_document(file: Path, document: dict[str, Any]) -> None:
+    loaded = load(file, toml_document(document).encode())
+    if loaded is not None:
+        names = {rule["name"].strip() for rule in document.get("rules", []) if rule.get("enabled", True)}
+        assert {rule.name for rule in loaded.rules if rule.file == str(file)} == names
+
+
+@given(rule_tables())
+@MANY
+def test_any_rule(table: dict[str, Any]) -> None:
+    try:
+        rule = parse_rule(table, file="f", line=1, layer=0)
+    except RuleError as error:
+        assert str(error).isprintable()
+        return
+    assert rule.name == table["name"].strip()
+    use(RuleSet(rules=[rule]))
+
+
+@pytest.mark.parametrize("kind", ["effect", "when", "name", "because", "enabled", "phase", "key"])
+def test_values_that_python_itself_cannot_print(kind: str) -> None:
+    """A table nested a hundred thousand deep and an integer of 6,000 digits are refused like any other value."""
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for value in (deep, 16**5000):
+        table: dict[str, Any] = {"name": "r", "deny": ["A"]}
+        table |= {
+            "effect": {"deny": value},
+            "when": {"when": {"num_heads": value}},
+            "key": {"keys": value},
+        }.get(kind, {kind: value})
+        with pytest.raises(RuleError) as caught:
+            parse_rule(table, file="f", line=1, layer=0)
+        assert len(str(caught.value)) < 500
+    while deep:  # taken apart by hand, since the interpreter's own way down is recursive too
+        deep = deep.pop("a")

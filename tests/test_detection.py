@@ -1,0 +1,476 @@
+"""Detection of this machine's GPU, on an NVML that is not there: one object with NVML's C functions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_select.detection import Detection, detect, detect_device, load_nvml
+from attn_select.device import known_gpus, lookup
+
+NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
+
+
+@dataclass
+class Slice:
+    """A MIG instance."""
+
+    name: str
+    uuid: str
+    multiprocessors: int = 16
+    memory_mib: int = 9984
+    ids: tuple[int, int] = (9, 0)
+
+
+@dataclass
+class Gpu:
+    name: str = "NVIDIA H100 80GB HBM3"
+    uuid: str = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+    capability: tuple[int, int] = (9, 0)
+    cores: int = 16896
+    memory_mib: int = 81559
+    bus_width: int = 5120
+    memory_clock: int = 2619
+    slices: list[Slice] | None = None  # None: MIG is off
+    lost: bool = False
+
+
+H100 = Gpu()
+H20 = Gpu("NVIDIA H20", "GPU-11111111-0000-0000-0000-000000000001", (9, 0), 9984, 97871, 6144, 2619)
+L4 = Gpu("NVIDIA L4", "GPU-11111111-0000-0000-0000-000000000002", (8, 9), 7424, 23034, 192, 6251)
+ODD = Gpu("NVIDIA Q7 (Eval)", "GPU-7777", (8, 9), 7680, 24576, 256, 8001)
+MIG = Gpu(
+    slices=[
+        Slice("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG-aaaa1111-0000-0000-0000-000000000000"),
+        Slice("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "MIG-bbbb2222-0000-0000-0000-000000000000", 60, 40448, (1, 0)),
+    ]
+)
+
+
+@dataclass
+class FakeNvml:
+    """NVML as ctypes would call it. ``fails`` gives the code that a function returns instead of doing its work."""
+
+    gpus: list[Gpu]
+    fails: dict[str, int] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, function: str) -> Callable[..., int]:
+        work = type(self).__dict__.get("_" + function)
+        if work is None or function in self.absent:
+            raise AttributeError(function)  # as ctypes: the library has no such symbol
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(function)
+            if code := self.fails.get(function):
+                return code
+            return work(self, *arguments) or 0
+
+        return call
+
+    def _nvmlInit_v2(self) -> None: ...
+
+    def _nvmlShutdown(self) -> None: ...
+
+    def _nvmlSystemGetDriverVersion(self, buffer: Any, size: Any) -> None:
+        buffer.value = b"580.159.04"
+
+    def _nvmlSystemGetCudaDriverVersion_v2(self, out: Any) -> None:
+        out._obj.value = 13010
+
+    def _nvmlDeviceGetCount_v2(self, out: Any) -> None:
+        out._obj.value = len(self.gpus)
+
+    def _nvmlDeviceGetHandleByIndex_v2(self, index: int, out: Any) -> int:
+        if self.gpus[index].lost:
+            return GPU_IS_LOST
+        out._obj.value = 100 * (index + 1)
+        return 0
+
+    def _gpu(self, handle: Any) -> Gpu:
+        index: int = handle.value // 100 - 1
+        return self.gpus[index]
+
+    def _any(self, handle: Any) -> Gpu | Slice:
+        gpu, position = self._gpu(handle), handle.value % 100
+        return (gpu.slices or [])[position - 1] if position else gpu
+
+    def _nvmlDeviceGetName(self, handle: Any, buffer: Any, size: Any) -> None:
+        buffer.value = self._any(handle).name.encode()
+
+    def _nvmlDeviceGetUUID(self, handle: Any, buffer: Any, size: Any) -> None:
+        buffer.value = self._any(handle).uuid.encode()
+
+    def _nvmlDeviceGetMemoryInfo(self, handle: Any, out: Any) -> None:
+        out._obj[0] = self._any(handle).memory_mib * 2**20
+
+    def _nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
+        if handle.value % 100:
+            return NOT_SUPPORTED
+        major._obj.value, minor._obj.value = self._gpu(handle).capability
+        return 0
+
+    def _nvmlDeviceGetNumGpuCores(self, handle: Any, out: Any) -> int:
+        gpu = self._gpu(handle)
+        out._obj.value = gpu.cores
+        return NOT_SUPPORTED if gpu.slices is not None else 0
+
+    def _nvmlDeviceGetMemoryBusWidth(self, handle: Any, out: Any) -> None:
+        out._obj.value = self._gpu(handle).bus_width
+
+    def _nvmlDeviceGetMaxClockInfo(self, handle: Any, kind: int, out: Any) -> int:
+        out._obj.value = self._gpu(handle).memory_clock
+        return 0 if kind == 2 else NOT_SUPPORTED
+
+    def _nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> int:
+        gpu = self._gpu(handle)
+        current._obj.value = pending._obj.value = int(gpu.slices is not None)
+        return 0 if gpu.capability in ((8, 0), (9, 0)) else NOT_SUPPORTED
+
+    def _nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, out: Any) -> None:
+        out._obj.value = 7
+
+    def _nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int, out: Any) -> int:
+        # As on real GPUs, instances need not lie in the first slots.
+        if not 2 <= index < 2 + len(self._gpu(handle).slices or ()):
+            return NOT_FOUND
+        out._obj.value = handle.value + index - 1
+        return 0
+
+    def _nvmlDeviceGetAttributes_v2(self, handle: Any, out: Any) -> int:
+        found = self._any(handle)
+        if isinstance(found, Gpu):
+            return NOT_SUPPORTED
+        out._obj[0] = found.multiprocessors
+        return 0
+
+    def _nvmlDeviceGetGpuInstanceId(self, handle: Any, out: Any) -> None:
+        out._obj.value = self._any(handle).ids[0]  # type: ignore[union-attr]
+
+    def _nvmlDeviceGetComputeInstanceId(self, handle: Any, out: Any) -> None:
+        out._obj.value = self._any(handle).ids[1]  # type: ignore[union-attr]
+
+
+def find(*gpus: Gpu, variables: Mapping[str, str] | None = None, **options: Any) -> Detection:
+    nvml = FakeNvml(list(gpus), **options)
+    found = detect(lambda: nvml, variables or {})
+    assert nvml.calls.count("nvmlInit_v2") == 1
+    assert nvml.calls[-1] == "nvmlShutdown" or "nvmlInit_v2" in nvml.fails
+    return found
+
+
+def visible(value: str, *gpus: Gpu) -> str:
+    """The name of the device that a value of CUDA_VISIBLE_DEVICES leads to."""
+    variables = {"CUDA_VISIBLE_DEVICES": value, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return find(*gpus, variables=variables).device.full_name.removeprefix("NVIDIA ")
+
+
+def test_one_h100() -> None:
+    found = find(H100)
+    device = found.device
+    assert (device.name, device.full_name, device.compute_capability) == ("h100", "NVIDIA H100 80GB HBM3", (9, 0))
+    assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (132, 79.6, 3350)
+    assert device.local
+    assert device.source.startswith("NVML of driver 580.159.04; bandwidth: NVIDIA H100 data sheet")
+    assert (found.driver_version, found.cuda_driver_version) == ("580.159.04", "13.1")
+    assert (found.note, found.warnings) == (None, ())
+
+
+def test_what_nvml_says_of_this_gpu_beats_the_table() -> None:
+    device = find(Gpu(name="NVIDIA GeForce RTX 4090", capability=(8, 9), cores=14592, memory_mib=49140)).device
+    assert (device.name, device.sm_count, device.memory_gib, device.bandwidth_gbps) == ("rtx4090", 114, 48, 1008)
+
+
+@pytest.mark.parametrize("row", known_gpus().values(), ids=lambda row: row.name)
+def test_every_gpu_of_the_table_is_found_again(row: Any) -> None:
+    cores = row.sm_count * (64 if row.compute_capability in ((7, 0), (7, 5), (8, 0)) else 128)
+    gpu = Gpu(name=row.full_name, capability=row.compute_capability, cores=cores, memory_mib=row.memory_gib * 1024)
+    gpu.memory_mib = int(gpu.memory_mib)
+    device = find(gpu).device
+    assert (device.name, device.compute_capability) == (row.name, row.compute_capability)
+    assert (device.sm_count, device.bandwidth_gbps) == (row.sm_count, row.bandwidth_gbps)
+
+
+def test_a_gpu_that_the_table_does_not_have() -> None:
+    device = find(ODD).device
+    assert (device.name, device.full_name, device.compute_capability) == ("nvidia-q7-eval", ODD.name, (8, 9))
+    assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (60, 24, 512.1)
+    assert device.source == "NVML of driver 580.159.04"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40S-48Q", "GRID L40S-12C", "NVIDIA L40S-1-48C"])
+def test_a_virtual_gpu_is_the_model_that_it_is_cut_from(name: str) -> None:
+    device = find(Gpu(name=name, capability=(8, 9))).device
+    assert (device.name, device.full_name) == ("l40s", name)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cores", "sm_count"),
+    [
+        ((7, 5), 2560, 40),
+        ((8, 0), 6912, 108),
+        ((8, 6), 10752, 84),
+        ((9, 0), 16896, 132),
+        ((10, 0), 18944, 148),
+        ((12, 0), 21760, 170),
+        ((8, 9), 100, None),  # no multiple of 128
+        ((13, 0), 12800, None),  # nobody knows yet
+    ],
+)
+def test_multiprocessors_come_from_cores(capability: tuple[int, int], cores: int, sm_count: int | None) -> None:
+    assert find(Gpu(name="NVIDIA X", capability=capability, cores=cores)).device.sm_count == sm_count
+
+
+def test_no_driver() -> None:
+    def load() -> Any:
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+    found = detect(load, {})
+    assert found.device == lookup("cpu")
+    assert found.note is not None
+    assert found.note.startswith("no NVIDIA driver found (")
+    assert (found.driver_version, found.cuda_driver_version, found.warnings) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(9, "driver is not loaded"), (18, "differ in version"), (4, "no permission"), (999, "NVML error 999")],
+)
+def test_a_driver_that_does_not_answer(code: int, text: str) -> None:
+    found = find(H100, fails={"nvmlInit_v2": code})
+    assert found.device.is_cpu
+    assert text in str(found.note)
+
+
+def test_a_driver_too_old_for_nvml_2() -> None:
+    nvml = FakeNvml([H100], absent=frozenset({"nvmlInit_v2", "nvmlShutdown"}))
+    assert detect(lambda: nvml, {}).device.is_cpu
+
+
+def test_a_driver_without_gpus() -> None:
+    found = find()
+    assert found.device.is_cpu
+    assert "shows no GPU" in str(found.note)
+    assert found.driver_version == "580.159.04"
+
+
+@pytest.mark.parametrize("how", ["fails", "absent"])
+@pytest.mark.parametrize(
+    ("function", "missing"),
+    [
+        ("nvmlSystemGetDriverVersion", {"driver"}),
+        ("nvmlSystemGetCudaDriverVersion_v2", {"cuda"}),
+        ("nvmlDeviceGetName", {"name"}),
+        ("nvmlDeviceGetUUID", set()),
+        ("nvmlDeviceGetMemoryInfo", {"memory"}),
+        ("nvmlDeviceGetNumGpuCores", {"sm_count"}),
+        ("nvmlDeviceGetMemoryBusWidth", {"bandwidth"}),
+        ("nvmlDeviceGetMaxClockInfo", {"bandwidth"}),
+        ("nvmlDeviceGetMigMode", set()),
+    ],
+)
+def test_what_nvml_does_not_say_is_none(function: str, missing: set[str], how: str) -> None:
+    unsaid: dict[str, Any] = {"fails": {function: NOT_SUPPORTED}, "absent": frozenset({function})}
+    found = find(ODD, **{how: unsaid[how]})
+    values = {
+        "name": None if found.device.full_name == "NVIDIA GPU" else found.device.full_name,
+        "driver": found.driver_version,
+        "cuda": found.cuda_driver_version,
+        "memory": found.device.memory_gib,
+        "sm_count": found.device.sm_count,
+        "bandwidth": found.device.bandwidth_gbps,
+    }
+    assert {name for name, value in values.items() if value is None} == missing
+    assert found.device.compute_capability == (8, 9)
+
+
+def test_the_table_fills_in_what_nvml_does_not_say() -> None:
+    """Jetson and DGX Spark: memory is shared with the CPU and NVML gives no figure."""
+    silent = dict.fromkeys(("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetNumGpuCores"), NOT_SUPPORTED)
+    device = find(Gpu(name="NVIDIA GB10", capability=(12, 1)), fails=silent).device
+    assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (48, 128, 273)
+
+
+def test_without_a_compute_capability() -> None:
+    unsaid = {"nvmlDeviceGetCudaComputeCapability": NOT_SUPPORTED}
+    assert find(H100, fails=unsaid).device.compute_capability == (9, 0)  # the table knows
+    found = find(ODD, fails=unsaid)
+    assert found.device.is_cpu
+    assert ODD.name in str(found.note)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0", "H100 80GB HBM3"),
+        ("1", "H20"),
+        ("2,1", "L4"),
+        (" 1 , 0", "H20"),
+        ("+1", "H20"),
+        ("1st", "H20"),  # as C reads numbers
+        ("0,-1,1", "H100 80GB HBM3"),
+        ("1,9", "H20"),
+        ("9,1", "CPU of this machine"),  # the first invalid entry ends the list
+        ("-1", "CPU of this machine"),
+        ("-1,0", "CPU of this machine"),
+        ("", "CPU of this machine"),
+        ("NoDevFiles", "CPU of this machine"),
+        (",0", "CPU of this machine"),
+        ("1,1", "CPU of this machine"),  # given twice
+        ("99999999999999999999", "CPU of this machine"),
+        (H20.uuid, "H20"),
+        (f"{L4.uuid},{H20.uuid}", "L4"),
+        ("GPU-8932f937", "H100 80GB HBM3"),  # a unique beginning
+        ("GPU-11111111", "CPU of this machine"),  # not unique
+        ("GPU-11111111-0000-0000-0000-000000000002", "L4"),
+        ("GPU-8932F937", "H100 80GB HBM3"),
+        ("GPU-", "CPU of this machine"),
+        ("GPU-ffff", "CPU of this machine"),
+        ("GPU-8932f937,1", "H100 80GB HBM3"),  # an index after a UUID ends the list
+        ("1,GPU-8932f937", "H20"),
+        ("MIG-aaaa1111", "CPU of this machine"),  # MIG is off
+    ],
+)
+def test_cuda_visible_devices(value: str, expected: str) -> None:
+    assert visible(value, H100, H20, L4) == expected
+
+
+def test_a_hidden_gpu_is_said_to_be_hidden() -> None:
+    found = find(H100, variables={"CUDA_VISIBLE_DEVICES": "7"})
+    assert found.note == "CUDA shows no GPU (CUDA_VISIBLE_DEVICES='7'): the device is the CPU"
+    assert found.driver_version == "580.159.04"
+
+
+def test_mig_without_a_choice_is_the_first_instance() -> None:
+    device = find(MIG).device
+    assert (device.name, device.full_name) == ("h100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (16, 9.8, None)
+    assert device.compute_capability == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0", "H100 80GB HBM3 MIG 1g.10gb"),
+        ("MIG-bbbb2222-0000-0000-0000-000000000000", "H100 80GB HBM3 MIG 3g.40gb"),
+        ("MIG-bbbb2222", "H100 80GB HBM3 MIG 3g.40gb"),
+        ("MIG-bbbb2222,MIG-aaaa1111", "H100 80GB HBM3 MIG 3g.40gb"),
+        (f"MIG-{MIG.uuid}/1/0", "H100 80GB HBM3 MIG 3g.40gb"),  # as drivers before 470 write it
+        (f"MIG-{MIG.uuid}/2/0", "CPU of this machine"),
+        ("MIG-", "CPU of this machine"),
+        (MIG.uuid, "H100 80GB HBM3 MIG 1g.10gb"),
+    ],
+)
+def test_mig_instances_by_uuid(value: str, expected: str) -> None:
+    assert visible(value, MIG) == expected
+
+
+def test_mig_that_says_nothing_of_itself() -> None:
+    unsaid = dict.fromkeys(("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetMemoryInfo"), NOT_SUPPORTED)
+    device = find(MIG, fails=unsaid).device
+    assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (None, None, None)  # not those of the whole
+
+
+def test_mig_without_instances_is_no_gpu() -> None:
+    empty = Gpu(slices=[])
+    assert find(empty).device.is_cpu
+    assert "no usable GPU" in str(find(empty).note)
+    assert find(empty, L4).device.name == "l4"
+
+
+def test_a_driver_that_does_not_put_mig_into_the_name() -> None:
+    device = find(Gpu(slices=[Slice("NVIDIA H100 80GB HBM3", "MIG-1")])).device
+    assert device.full_name == "NVIDIA H100 80GB HBM3 MIG"
+
+
+def test_gpus_that_differ() -> None:
+    found = find(H100, L4)
+    assert found.device.name == "h100"
+    differ, order = found.warnings
+    assert "NVIDIA H100 80GB HBM3, NVIDIA L4" in differ
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in order
+
+
+@pytest.mark.parametrize(
+    ("variables", "warnings"),
+    [
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ["GPUs differ"]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ["this machine's GPUs differ"]),  # 1 may be the other one
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, ["this machine's GPUs differ"]),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, []),
+        ({"CUDA_VISIBLE_DEVICES": H100.uuid}, []),
+        ({"CUDA_VISIBLE_DEVICES": f"{H100.uuid},{L4.uuid}"}, ["GPUs differ"]),
+    ],
+)
+def test_warnings_where_gpus_differ(variables: dict[str, str], warnings: list[str]) -> None:
+    found = find(H100, L4, variables=variables).warnings
+    assert [text[: len(start)] for text, start in zip(found, warnings, strict=True)] == warnings
+
+
+def test_gpus_that_are_alike_need_no_warning() -> None:
+    assert find(H100, Gpu(uuid="GPU-2")).warnings == ()
+
+
+def test_a_lost_gpu_is_left_out() -> None:
+    lost = Gpu(lost=True)
+    found = find(lost, L4)
+    assert found.device.name == "l4"
+    assert found.warnings == ("1 of 2 GPUs cannot be opened; nvidia-smi may say why",)
+    assert visible("0,1", lost, lost, L4) == "CPU of this machine"
+    assert visible("0,1,2", lost, lost, L4) == "L4"
+    assert visible("MIG-aaaa1111", lost, MIG) == "H100 80GB HBM3 MIG 1g.10gb"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text() | st.text(alphabet="0123,-+ GPUMIGab/") | st.text(alphabet="012,-", max_size=6))
+def test_any_text_in_cuda_visible_devices(value: str) -> None:
+    found = find(H100, MIG, L4, variables={"CUDA_VISIBLE_DEVICES": value})
+    assert found.device.is_cpu == (found.note is not None)
+    assert "\n" not in str(found.note)
+
+
+def test_this_machine() -> None:
+    found = detect_device()
+    assert found.device.local
+    assert found.device.is_cpu == (found.note is not None)
+    assert detect_device() is found
+
+
+def test_the_library_of_this_machine_loads_or_is_missing() -> None:
+    try:
+        library = load_nvml()
+    except OSError:
+        assert str(detect_device().note).startswith("no NVIDIA driver found")
+    else:
+        assert library.nvmlInit_v2
+
+
+def test_detection_initialises_neither_torch_nor_cuda() -> None:
+    """NVML itself maps libcuda, so that it is loaded says nothing: CUDA must not have been initialised."""
+    script = """
+import json, sys
+import attn_select.detection
+seen = ["ctypes" in sys.modules]
+attn_select.detection.detect_device()
+import ctypes
+seen.append("torch" in sys.modules)
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    seen.append(3)
+else:
+    seen.append(cuda.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())))  # 3 is CUDA_ERROR_NOT_INITIALIZED
+print(json.dumps(seen))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [False, False, 3]
