@@ -333,7 +333,6 @@ def test_without_a_compute_capability() -> None:
         ("GPU-11111111", "CPU of this machine"),  # not unique
         ("GPU-11111111-0000-0000-0000-000000000002", "L4"),
         ("GPU-8932F937", "H100 80GB HBM3"),
-        ("GPU-", "CPU of this machine"),
         ("GPU-ffff", "CPU of this machine"),
         ("GPU-8932f937,1", "H100 80GB HBM3"),  # an index after a UUID ends the list
         ("1,GPU-8932f937", "H20"),
@@ -342,6 +341,11 @@ def test_without_a_compute_capability() -> None:
 )
 def test_cuda_visible_devices(value: str, expected: str) -> None:
     assert visible(value, H100, H20, L4) == expected
+
+
+def test_the_kind_alone_names_no_gpu() -> None:
+    assert visible("GPU-", H100) == "CPU of this machine"
+    assert visible("GPU-8", H100) == "H100 80GB HBM3"
 
 
 def test_a_hidden_gpu_is_said_to_be_hidden() -> None:
@@ -355,6 +359,7 @@ def test_mig_without_a_choice_is_the_first_instance() -> None:
     assert (device.name, device.full_name) == ("h100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (16, 9.8, None)
     assert device.compute_capability == (9, 0)
+    assert find(MIG).warnings == ()  # CUDA shows one instance at most
 
 
 @pytest.mark.parametrize(

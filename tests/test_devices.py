@@ -112,6 +112,7 @@ def test_driver_names(spelling: str, name: str, capability: str, sm_count: int, 
         ("DGX Spark", "gb10"),
         ("cpu", "cpu"),
         ("CPU", "cpu"),
+        (" cpu\n", "cpu"),
     ],
 )
 def test_what_users_type(spelling: str, name: str) -> None:
@@ -126,6 +127,7 @@ def test_what_users_type(spelling: str, name: str) -> None:
         ("SM_90a", "sm90", (9, 0)),
         ("sm-90", "sm90", (9, 0)),
         ("9.0", "sm90", (9, 0)),
+        (" 9.0 ", "sm90", (9, 0)),
         ("9.0a", "sm90", (9, 0)),
         ("sm75", "sm75", (7, 5)),
         ("sm_100f", "sm100", (10, 0)),
@@ -167,6 +169,7 @@ def test_a_capability_that_no_gpu_has(spelling: str) -> None:
         ("4091", "rtx4090"),
         ("rtx6000", "rtx-6000-ada"),  # four GPUs are called that
         ("xyz", None),
+        ("\N{ARABIC-INDIC DIGIT NINE}.0", None),  # a digit to Python, not to users
         ("90", None),
         ("", None),
     ],

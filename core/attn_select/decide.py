@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
+
 from attn_select import catalog, gate
 from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.device import Device
@@ -17,7 +19,9 @@ from attn_select.rules.layers import RuleSet
 from attn_select.rules.lint import known_names, rule_warnings
 from attn_select.rules.rule import Rule
 from attn_select.selection import Candidate, Selection, Verdict
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Reason
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
+
+_NO_REASONS: list[Reason] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,23 @@ def parse_choice(backend: str | Sequence[str] | Mapping[str, str] | None, known:
     return Choice(chosen.get(""), chosen.get("prefill"), chosen.get("decode"))
 
 
+class _Judged:
+    """One registered backend, made ready for the gate: what does not depend on the config is worked out once."""
+
+    __slots__ = ("gates", "not_served", "options", "spec")
+
+    def __init__(self, spec: BackendSpec, options: BackendOptions, device: Device, environment: Environment) -> None:
+        self.spec, self.options = spec, options
+        missing = gate.library_reasons(spec, environment)
+        made: dict[int, gate.CapabilityGate] = {}
+        self.gates: dict[Phase, gate.CapabilityGate] = {}
+        for phase, capabilities in spec.capabilities.items():
+            if id(capabilities) not in made:
+                made[id(capabilities)] = gate.CapabilityGate(capabilities, device, missing)
+            self.gates[phase] = made[id(capabilities)]
+        self.not_served = {phase: gate.phase_not_served(spec, phase) for phase in PHASES if phase not in self.gates}
+
+
 class Decider:
     """Everything that one device, environment and rule set fix, compiled; ``decide`` does the rest per config.
 
@@ -83,8 +104,8 @@ class Decider:
         self._specs: dict[str, BackendSpec] = dict(registry.specs)
         self._absent = _absent_backends(registry)
         self.names = known_names(registry)
-        self._library_reasons = {name: gate.library_reasons(spec, environment) for name, spec in self._specs.items()}
-        self._options: dict[str, BackendOptions] = read_options(rules, self._specs)
+        options = read_options(rules, self._specs)
+        self._judged = [_Judged(spec, options[name], device, environment) for name, spec in self._specs.items()]
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs))
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
@@ -94,9 +115,7 @@ class Decider:
         warnings = list(self._warnings)
         rankings = self._ranker.rank(config, phases)
         forced = self._forced(choice, phases, rankings, warnings)
-        verdicts: dict[str, dict[Phase, Verdict]] = {}
-        for name, spec in self._specs.items():
-            verdicts[name] = self._judge(name, spec, config, phases, rankings, forced, kv_layout)
+        verdicts = self._verdicts(config, phases, rankings, forced, kv_layout)
         for name, reason in self._absent.items():
             verdicts[name] = {phase: Verdict(None, "rejected", [reason], None) for phase in phases}
         valid: dict[Phase, list[str]] = {}
@@ -125,48 +144,46 @@ class Decider:
             backends={phase: None if name is None else self._specs[name] for phase, name in chosen.items()},
             block_size=cache[1] if cache else None,
             kv_layout=cache[0] if cache else None,
-            candidates=_in_order(verdicts, phases),
+            candidates=_in_order(verdicts, rankings),
             rules=tuple({rule.name: rule for ranking in rankings.values() for rule in ranking.rules}.values()),
             warnings=tuple(warnings),
         )
 
-    def _judge(
+    def _verdicts(
         self,
-        name: str,
-        spec: BackendSpec,
         config: AttentionConfig,
         phases: Sequence[Phase],
         rankings: Mapping[Phase, Ranking],
         forced: Mapping[Phase, str],
         kv_layout: str | None,
-    ) -> dict[Phase, Verdict]:
-        verdicts: dict[Phase, Verdict] = {}
-        shared: Capabilities | None = None
-        static: list[Reason] = []
-        for phase in phases:
-            capabilities = spec.capabilities.get(phase)
-            outcome: BackendPlan | list[Reason]
-            if capabilities is None:
-                outcome = [gate.phase_not_served(spec, phase)]
-            else:
-                if capabilities is not shared:
-                    shared = capabilities
-                    static = gate.capability_reasons(capabilities, config, self.device) + self._library_reasons[name]
-                outcome = gate.judge(spec, config, self.device, self.environment, self._options[name], phase, static)
-            if (
-                kv_layout is not None
-                and isinstance(outcome, BackendPlan)
-                and kv_layout not in (outcome.kv_layouts or (kv_layout,))
-            ):
-                text = f"reads {', '.join(outcome.kv_layouts)}; the pool that it shares is {kv_layout}"
-                outcome = [Reason("kv-layout", text, kv_layout, list(outcome.kv_layouts))]
-            denial = rankings[phase].denied.get(name)
-            if denial is not None and forced.get(phase) != name:
-                outcome = [_denied(name, denial), *(outcome if isinstance(outcome, list) else ())]
-            if isinstance(outcome, list):
-                verdicts[phase] = Verdict(None, "rejected", outcome, None)
-            else:
-                verdicts[phase] = Verdict(None, "valid", [], outcome)
+    ) -> dict[str, dict[Phase, Verdict]]:
+        """Put every registered backend through the gate, once for capabilities that phases share."""
+        demands = gate.Demands(config)
+        device, environment = self.device, self.environment
+        denials = any(ranking.denied for ranking in rankings.values())
+        verdicts: dict[str, dict[Phase, Verdict]] = {}
+        for judged in self._judged:
+            spec, gates, options = judged.spec, judged.gates, judged.options
+            verdicts[spec.name] = by_phase = {}
+            last = None
+            for phase in phases:
+                outcome: BackendPlan | list[Reason]
+                capability_gate = gates.get(phase)
+                if capability_gate is None:
+                    outcome = [judged.not_served[phase]]
+                else:
+                    if capability_gate is not last:
+                        last, static = capability_gate, capability_gate.reasons(config, demands)
+                    outcome = gate.judge(spec, config, device, environment, options, phase, static)
+                if kv_layout is not None:
+                    outcome = _restricted(outcome, kv_layout)
+                if denials and spec.name in rankings[phase].denied and forced.get(phase) != spec.name:
+                    more = outcome if isinstance(outcome, list) else ()
+                    outcome = [_denied(spec.name, rankings[phase].denied[spec.name]), *more]
+                if isinstance(outcome, list):
+                    by_phase[phase] = Verdict(None, "rejected", outcome, None)
+                else:
+                    by_phase[phase] = Verdict(None, "valid", _NO_REASONS, outcome)
         return verdicts
 
     def _forced(
@@ -212,14 +229,13 @@ class Decider:
             return {phase: names[0] if names else None for phase, names in valid.items()}
         by_phase = any(rule.phase is not None for ranking in rankings.values() for rule in ranking.rules)
         if not by_phase and not forced:
-            both = next((name for name in valid["decode"] if name in valid["prefill"]), None)
-            if both is not None:
-                return {"prefill": both, "decode": both}
-        for decode in valid["decode"]:
-            for prefill in valid["prefill"]:
-                plans = [verdicts[decode]["decode"].plan, verdicts[prefill]["prefill"].plan]
-                if shared_cache([plan for plan in plans if plan is not None], config.block_size) is not None:
-                    return {"prefill": prefill, "decode": decode}
+            pairs = [(name, name) for name in valid["decode"] if name in valid["prefill"]]
+        else:
+            pairs = []
+        for decode, prefill in chain(pairs, product(valid["decode"], valid["prefill"])):
+            plans = [verdicts[decode]["decode"].plan, verdicts[prefill]["prefill"].plan]
+            if shared_cache([plan for plan in plans if plan is not None], config.block_size) is not None:
+                return {"prefill": prefill, "decode": decode}
         warnings.append(
             f"no pair of backends shares a KV layout and block size: prefill could use {', '.join(valid['prefill'])}, "
             f"decode {', '.join(valid['decode'])}"
@@ -250,6 +266,14 @@ def shared_cache(plans: Sequence[BackendPlan], block_size: int | None) -> tuple[
     return None
 
 
+def _restricted(outcome: BackendPlan | list[Reason], kv_layout: str) -> BackendPlan | list[Reason]:
+    """Turn a plan that reads a cache, but not one of this layout, into the reason against it."""
+    if isinstance(outcome, list) or kv_layout in (outcome.kv_layouts or (kv_layout,)):
+        return outcome
+    text = f"reads {', '.join(outcome.kv_layouts)}; the pool that it shares is {kv_layout}"
+    return [Reason("kv-layout", text, kv_layout, list(outcome.kv_layouts))]
+
+
 def _absent_backends(registry: Registry) -> dict[str, Reason]:
     absent: dict[str, Reason] = {}
     for name, owners in registry.conflicts.items():
@@ -271,11 +295,7 @@ def _denied(name: str, rule: Rule) -> Reason:
     )
 
 
-def _in_order(verdicts: Mapping[str, dict[Phase, Verdict]], phases: Sequence[Phase]) -> tuple[Candidate, ...]:
+def _in_order(verdicts: Mapping[str, dict[Phase, Verdict]], rankings: Mapping[Phase, Ranking]) -> tuple[Candidate, ...]:
     """Order candidates by decode rank, then prefill rank, the unranked last as registered."""
-    last = 1 << 30
-
-    def key(item: tuple[str, dict[Phase, Verdict]]) -> list[int]:
-        return [item[1][phase].rank or last for phase in reversed(phases)]
-
-    return tuple(Candidate(name, by_phase) for name, by_phase in sorted(verdicts.items(), key=key))
+    ranked = [name for phase in reversed(rankings) for name in rankings[phase].order if name in verdicts]
+    return tuple([Candidate(name, verdicts[name]) for name in dict.fromkeys((*ranked, *verdicts))])

@@ -29,7 +29,7 @@ _ERRORS = {
 }
 _MEMORY_CLOCK = 2  # NVML_CLOCK_MEM
 _HALF_WIDTH = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))  # 64 FP32 cores a multiprocessor; all others since 5.0 have 128
-_VGPU_PROFILE = re.compile(r"(-\d+)?-\d+[abcq](me)?$", re.IGNORECASE | re.ASCII)  # "NVIDIA L40S-48Q", "GRID A100-3-20C"
+_VGPU_PROFILE = r"(-\d+)?-\d+[ABCQ](ME)?$"  # ends "NVIDIA L40S-48Q", "GRID A100-3-20C"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,13 @@ class Detection:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU or MIG instance as NVML lists it; ``parent`` is the handle of the GPU that an instance is part of."""
 
-    handle: Any
-    name: str
-    uuid: str
-    parent: Any = None
+    __slots__ = ("handle", "name", "parent", "uuid")
+
+    def __init__(self, handle: Any, name: str, uuid: str, parent: Any = None) -> None:
+        self.handle, self.name, self.uuid, self.parent = handle, name, uuid, parent
 
 
 @functools.cache
@@ -235,7 +234,7 @@ def _selected(nvml: Nvml, gpus: Sequence[Gpu], variable: str) -> list[Gpu]:
             named = [gpus[int(index[1])]] if index and int(index[1]) < len(gpus) else []
         if len(named) != 1:
             break
-        if any(named[0] is each for each in selected):
+        if named[0] in selected:
             return []
         selected.append(named[0])
     return selected
@@ -249,7 +248,7 @@ def _device(nvml: Nvml, gpu: Gpu, driver: str | None) -> Device | None:
     """Return the device that a GPU is: its row of the data file with what NVML says of this one, or NVML alone."""
     whole = gpu.handle if gpu.parent is None else gpu.parent
     model = gpu.name if gpu.parent is None else nvml.text("nvmlDeviceGetName", whole) or gpu.name
-    row = find_gpu(model) or find_gpu(_VGPU_PROFILE.sub("", model))
+    row = find_gpu(model) or find_gpu(re.sub(_VGPU_PROFILE, "", model))
     numbers = nvml.numbers("nvmlDeviceGetCudaComputeCapability", whole, count=2)
     capability = (numbers[0], numbers[1]) if numbers else row.compute_capability if row else None
     if capability is None:

@@ -1,12 +1,16 @@
 """The gate: everything that speaks against one backend for one config on one device.
 
-It returns every reason, never only the first. What it accepts and cannot run is a bug, and so is
-what it rejects and could run. Unsupported is data; an exception here is a bug of ours or of a plugin.
+It returns every reason, never only the first. What it accepts and cannot run is a bug, and so is what it rejects and
+could run. Unsupported is data; an exception here is a bug of ours or of a plugin.
+
+Every selection puts all backends through the gate, so what does not depend on the config is taken apart once
+(``CapabilityGate``), and what does not depend on the backend is asked once per config (``Demands``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
@@ -18,6 +22,9 @@ from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilit
 
 DENIED = "denied-by-rule"
 _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
+_KIND_CODES = frozenset(("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported"))
+
+_Maker = Callable[[AttentionConfig], "Reason | None"]
 
 
 def check(
@@ -35,8 +42,8 @@ def check(
     capabilities = spec.capabilities.get(phase)
     if capabilities is None:
         return [phase_not_served(spec, phase)]
-    static = capability_reasons(capabilities, config, device) + library_reasons(spec, environment)
-    return judge(spec, config, device, environment, options, phase, static)
+    gate = CapabilityGate(capabilities, device, library_reasons(spec, environment))
+    return judge(spec, config, device, environment, options, phase, gate.reasons(config, Demands(config)))
 
 
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
@@ -46,6 +53,19 @@ def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]
         for group in spec.libraries
         if not any(environment.has(library) for library in group)
     ]
+
+
+def phase_not_served(spec: BackendSpec, phase: Phase) -> Reason:
+    """Return the reason against a phase that the spec has no capabilities for."""
+    served = list(spec.capabilities)
+    return Reason("phase-not-served", f"serves {', '.join(served)} only", phase, served)
+
+
+def block_size_reason(size: int, kernel_sizes: Sequence[int]) -> Reason:
+    """Return the reason against a block size of which no kernel block size (tokens) is a divisor."""
+    least = min(-(-size // kernel) * kernel for kernel in kernel_sizes)
+    supported = "multiples of " + " or ".join(str(k) for k in kernel_sizes)
+    return _reason("block-size", "block size", size, supported, f"--block-size {least}")
 
 
 def judge(
@@ -65,128 +85,169 @@ def judge(
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
         return [*static, _plugin_error(spec, f"plan() raised {type(error).__name__}: {error}")]
     if type(outcome) is BackendPlan:
-        if _LEVEL_RANK[outcome.cuda_graph] < _LEVEL_RANK[config.cuda_graph]:
+        if config.cuda_graph != "NEVER" and _LEVEL_RANK[outcome.cuda_graph] < _LEVEL_RANK[config.cuda_graph]:
             return [*static, _graph_reason(outcome, config)]
         return static or outcome
     if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
-        return [
-            *static,
-            _plugin_error(spec, f"plan() returned {shorten(repr(outcome))} instead of a BackendPlan or reasons"),
-        ]
+        text = f"plan() returned {shorten(repr(outcome))} instead of a BackendPlan or reasons"
+        return [*static, _plugin_error(spec, text)]
     if not static:
         return outcome
     codes = {reason.code for reason in static}
     return static + [reason for reason in outcome if reason.code not in codes]
 
 
-_KIND_CODES = frozenset(("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported"))
+def _feature(code: str, field: str, what: str) -> tuple[str, _Maker]:
+    """Return a question that a capability of the same name answers with yes or no."""
+    get = attrgetter(field)
+
+    def make(config: AttentionConfig) -> Reason | None:
+        asked = get(config)
+        if asked is None or asked is False:
+            return None
+        return Reason(code, f"no {what}" if asked is True else f"no {what} (asked for {asked})", asked, False)
+
+    return field, make
 
 
-def capability_reasons(c: Capabilities, config: AttentionConfig, device: Device) -> list[Reason]:
-    """Return what plain capabilities say against a config.
+def _v_head_size(config: AttentionConfig) -> Reason | None:
+    size = config.v_head_size
+    if size is None or size == config.head_size:
+        return None
+    return _reason("v-head-size", "V head size", size, config.head_size)
 
-    The same for every phase that shares them. Kind reasons come first.
+
+def _context_parallel(config: AttentionConfig) -> Reason | None:
+    ranks = config.decode_context_parallel_size
+    if ranks == 1:
+        return None
+    return _reason("decode-context-parallel", "decode context parallel size", ranks, 1, "--dcp 1")
+
+
+# Capability → what a config asks of it, as the reason against a backend that lacks it; None where nothing is asked.
+_FEATURES: tuple[tuple[str, _Maker], ...] = (
+    ("v_head_size_differs", _v_head_size),
+    _feature("sliding-window", "sliding_window", "sliding window"),
+    _feature("logits-soft-cap", "logits_soft_cap", "logits soft cap"),
+    _feature("alibi", "alibi", "ALiBi slopes"),
+    _feature("sinks", "sinks", "attention sinks"),
+    _feature("mm-prefix", "mm_prefix", "bidirectional multimodal prefix"),
+    _feature("non-causal", "non_causal", "non-causal attention over the paged cache"),
+    _feature("batch-invariant", "batch_invariant", "batch invariance"),
+    _feature("per-head-quant-scales", "per_head_quant_scales", "per-head quantisation scales"),
+    ("decode_context_parallel", _context_parallel),
+)
+
+
+class Demands:
+    """What one config asks of every backend alike: one bit per feature, with the reason against who lacks it."""
+
+    __slots__ = ("bits", "has_cache", "mla", "reasons", "sparse")
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.mla, self.sparse, self.has_cache = config.mla, config.sparse, config.has_cache
+        self.bits = 0
+        self.reasons: list[tuple[int, Reason]] = []
+        for index, (_, make) in enumerate(_FEATURES):
+            reason = make(config)
+            if reason is not None:
+                self.bits |= 1 << index
+                self.reasons.append((1 << index, reason))
+
+
+class CapabilityGate:
+    """One set of capabilities, taken apart for comparison with many configs on one device.
+
+    Args:
+        capabilities: what the backend accepts.
+        device: the device it is judged on.
+        missing: the reasons that ``library_reasons`` found; they hold for every config.
     """
-    reasons: list[Reason] = []
-    add = reasons.append
-    mla, sparse = config.kv_lora_rank is not None, config.sparse_top_k is not None
-    if mla != c.mla:
-        if mla:
-            add(Reason("mla-unsupported", "serves no MLA layers", "MLA", "MHA, GQA, MQA"))
-        else:
-            add(Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA"))
-    elif sparse != c.sparse:
-        if sparse:
-            add(Reason("sparse-unsupported", "serves no sparse MLA", f"top-k {config.sparse_top_k}", "dense MLA"))
-        else:
-            add(Reason("sparse-only", "serves sparse MLA only", "dense MLA", "sparse MLA (sparse_top_k)"))
-    elif not c.head_sizes.value.accepts(config.head_size):
-        add(_reason("head-size", "head size", config.head_size, str(c.head_sizes.value)))
-    if not c.compute_capabilities.value.accepts(device.compute_capability):
-        what = "device" if device.compute_capability is None else "compute capability"
-        add(_reason("compute-capability", what, device.capability_text, str(c.compute_capabilities.value)))
-    if config.dtype not in c.dtypes.value:
-        add(_reason("dtype", "dtype", config.dtype, list(c.dtypes.value), f"--dtype {c.dtypes.value[0]}"))
-    if config.attn_type not in c.attn_types.value:
-        add(_reason("attn-type", "attention type", config.attn_type, list(c.attn_types.value)))
-    if config.has_cache and c.reads_cache:
-        _cache_reasons(c, config, add)
-    if config.v_head_size is not None and config.v_head_size != config.head_size and not c.v_head_size_differs.value:
-        add(_reason("v-head-size", "V head size", config.v_head_size, config.head_size))
-    if config.sliding_window is not None and not c.sliding_window.value:
-        add(_no("sliding-window", "sliding window", config.sliding_window))
-    if config.logits_soft_cap is not None and not c.logits_soft_cap.value:
-        add(_no("logits-soft-cap", "logits soft cap", config.logits_soft_cap))
-    if config.alibi and not c.alibi.value:
-        add(_no("alibi", "ALiBi slopes", True))
-    if config.sinks and not c.sinks.value:
-        add(_no("sinks", "attention sinks", True))
-    if config.mm_prefix and not c.mm_prefix.value:
-        add(_no("mm-prefix", "bidirectional multimodal prefix", True))
-    if config.non_causal and not c.non_causal.value:
-        add(_no("non-causal", "non-causal attention over the paged cache", True))
-    if config.batch_invariant and not c.batch_invariant.value:
-        add(_no("batch-invariant", "batch invariance", True))
-    if config.per_head_quant_scales and not c.per_head_quant_scales.value:
-        add(_no("per-head-quant-scales", "per-head quantisation scales", True))
-    if config.output_quantization != "none" and config.output_quantization not in c.output_quantizations.value:
-        supported = ["none", *c.output_quantizations.value]
-        add(
-            _reason(
-                "output-quantization",
-                "output quantisation",
-                config.output_quantization,
-                supported,
-                "--output-quantization none",
-            )
-        )
-    if config.decode_context_parallel_size > 1 and not c.decode_context_parallel.value:
-        add(
-            _reason(
-                "decode-context-parallel",
-                "decode context parallel size",
-                config.decode_context_parallel_size,
-                1,
-                "--dcp 1",
-            )
-        )
-    if config.num_speculative_tokens > c.speculative_tokens.value:
-        most = c.speculative_tokens.value
-        add(
-            _reason(
-                "speculative-tokens",
-                "speculative tokens",
-                config.num_speculative_tokens,
-                f"at most {most}",
-                f"--speculative-tokens {most}",
-            )
-        )
-    return reasons
+
+    __slots__ = (
+        "_attn_types",
+        "_block_sizes",
+        "_dtypes",
+        "_every",
+        "_head_sizes",
+        "_kv_dtypes",
+        "_lacks",
+        "_mixed",
+        "_mla",
+        "_most_speculative",
+        "_output_quantizations",
+        "_reads_cache",
+        "_sparse",
+    )
+
+    def __init__(self, capabilities: Capabilities, device: Device, missing: Sequence[Reason]) -> None:
+        self._mla, self._sparse = capabilities.mla, capabilities.sparse
+        self._head_sizes = capabilities.head_sizes.value
+        self._dtypes = capabilities.dtypes.value
+        self._attn_types = capabilities.attn_types.value
+        self._reads_cache = capabilities.reads_cache
+        self._kv_dtypes = capabilities.kv_cache_dtypes.value
+        self._mixed = capabilities.mixed_kv_cache_dtype.value
+        self._block_sizes = capabilities.block_sizes.value
+        self._output_quantizations = ("none", *capabilities.output_quantizations.value)
+        self._most_speculative = capabilities.speculative_tokens.value
+        self._lacks = sum(1 << i for i, (name, _) in enumerate(_FEATURES) if not getattr(capabilities, name).value)
+        self._every: list[Reason] = []
+        accepted = capabilities.compute_capabilities.value
+        if not accepted.accepts(device.compute_capability):
+            what = "device" if device.compute_capability is None else "compute capability"
+            self._every.append(_reason("compute-capability", what, device.capability_text, str(accepted)))
+        self._every += missing
+
+    def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
+        """Return what plain capabilities and missing libraries say against a config; kind reasons come first."""
+        reasons: list[Reason] = []
+        if demands.mla is not self._mla:
+            reasons.append(_MLA_ONLY if self._mla else _MLA_UNSUPPORTED)
+        elif demands.sparse is not self._sparse:
+            reasons.append(_SPARSE_ONLY if self._sparse else _SPARSE_UNSUPPORTED)
+        elif not self._head_sizes.accepts(config.head_size):
+            reasons.append(_reason("head-size", "head size", config.head_size, str(self._head_sizes)))
+        if self._every:
+            reasons += self._every
+        if config.dtype not in self._dtypes:
+            reasons.append(_reason("dtype", "dtype", config.dtype, list(self._dtypes), f"--dtype {self._dtypes[0]}"))
+        if config.attn_type not in self._attn_types:
+            reasons.append(_reason("attn-type", "attention type", config.attn_type, list(self._attn_types)))
+        if demands.has_cache and self._reads_cache:
+            self._compare_cache(config, reasons)
+        if missing := demands.bits & self._lacks:
+            reasons += [reason for bit, reason in demands.reasons if bit & missing]
+        if config.output_quantization not in self._output_quantizations:
+            asked, supported = config.output_quantization, list(self._output_quantizations)
+            remedy = "--output-quantization none"
+            reasons.append(_reason("output-quantization", "output quantisation", asked, supported, remedy))
+        if config.num_speculative_tokens > self._most_speculative:
+            tokens, most = config.num_speculative_tokens, self._most_speculative
+            remedy = f"--speculative-tokens {most}"
+            reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", remedy))
+        return reasons
+
+    def _compare_cache(self, config: AttentionConfig, reasons: list[Reason]) -> None:
+        cache_dtype, dtype, listed = config.kv_cache_dtype, config.dtype, self._kv_dtypes
+        if cache_dtype not in ("auto", dtype):
+            mixed = self._mixed
+            if cache_dtype not in listed or not (mixed or is_quantized(cache_dtype)):
+                supported = ["auto", *(d for d in listed if is_quantized(d) or d == dtype or mixed)]
+                remedy = "--kv-cache-dtype auto"
+                reasons.append(_reason("kv-cache-dtype", "KV-cache dtype", cache_dtype, supported, remedy))
+        elif dtype not in listed and dtype in self._dtypes:
+            remedy = f"--kv-cache-dtype {listed[0]}" if listed else None
+            reasons.append(_reason("kv-cache-dtype", "KV-cache dtype", dtype, list(listed), remedy))
+        size = config.block_size
+        if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
+            reasons.append(block_size_reason(size, self._block_sizes))
 
 
-def _cache_reasons(c: Capabilities, config: AttentionConfig, add: Callable[[Reason], None]) -> None:
-    cache_dtype = config.kv_cache_dtype
-    if cache_dtype != "auto" and cache_dtype != config.dtype:
-        accepted = cache_dtype in c.kv_cache_dtypes.value
-        if accepted and not is_quantized(cache_dtype) and not c.mixed_kv_cache_dtype.value:
-            accepted = False
-        if not accepted:
-            supported = ["auto", *(d for d in c.kv_cache_dtypes.value if is_quantized(d) or d == config.dtype)]
-            add(_reason("kv-cache-dtype", "KV-cache dtype", cache_dtype, supported, "--kv-cache-dtype auto"))
-    elif config.dtype in c.dtypes.value and config.dtype not in c.kv_cache_dtypes.value:
-        supported = list(c.kv_cache_dtypes.value)
-        remedy = f"--kv-cache-dtype {supported[0]}" if supported else None
-        add(_reason("kv-cache-dtype", "KV-cache dtype", config.dtype, supported, remedy))
-    size = config.block_size
-    if size is not None and not any(size % kernel == 0 for kernel in c.block_sizes.value):
-        add(block_size_reason(size, c.block_sizes.value))
-
-
-def block_size_reason(size: int, kernel_sizes: Sequence[int]) -> Reason:
-    """Return the reason against a block size of which no kernel block size (tokens) is a divisor."""
-    least = min(-(-size // kernel) * kernel for kernel in kernel_sizes)
-    supported = "multiples of " + " or ".join(str(k) for k in kernel_sizes)
-    return _reason("block-size", "block size", size, supported, f"--block-size {least}")
+_MLA_ONLY = Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA")
+_MLA_UNSUPPORTED = Reason("mla-unsupported", "serves no MLA layers", "MLA", "MHA, GQA, MQA")
+_SPARSE_ONLY = Reason("sparse-only", "serves sparse MLA only", "dense MLA", "sparse MLA (sparse_top_k)")
+_SPARSE_UNSUPPORTED = Reason("sparse-unsupported", "serves no sparse MLA", "sparse_top_k", "dense MLA")
 
 
 def _reason(code: str, what: str, observed: Any, supported: Any, remedy: str | None = None) -> Reason:
@@ -194,20 +255,10 @@ def _reason(code: str, what: str, observed: Any, supported: Any, remedy: str | N
     return Reason(code, f"{what} {observed} (supported: {accepted or 'none'})", observed, supported, remedy)
 
 
-def _no(code: str, what: str, observed: Any) -> Reason:
-    text = f"no {what}" if observed is True else f"no {what} (asked for {observed})"
-    return Reason(code, text, observed, False)
-
-
-def phase_not_served(spec: BackendSpec, phase: Phase) -> Reason:
-    """Return the reason against a phase that the spec has no capabilities for."""
-    served = list(spec.capabilities)
-    return Reason("phase-not-served", f"serves {', '.join(served)} only", phase, served)
-
-
 def _graph_reason(plan: BackendPlan, config: AttentionConfig) -> Reason:
     message = f"CUDA graphs up to {plan.cuda_graph} with {plan.path} (asked for {config.cuda_graph})"
-    return Reason("cuda-graph-level", message, config.cuda_graph, plan.cuda_graph, f"--cuda-graph {plan.cuda_graph}")
+    remedy = f"--cuda-graph {plan.cuda_graph}"
+    return Reason("cuda-graph-level", message, config.cuda_graph, plan.cuda_graph, remedy)
 
 
 def _library_reason(group: Sequence[Library], environment: Environment) -> Reason:

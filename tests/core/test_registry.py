@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from attn_select import registry as registry_module
 from attn_select.registry import Plugin, Registry, build_registry, load_plugins
 from attn_select.spec import BackendOptions, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Library
 from attn_select.spec_check import problems_of
@@ -257,11 +256,6 @@ def test_a_stranger_with_malformed_entry_points(site: Site, content: bytes) -> N
         assert "entry_points.txt cannot be read" in str(failed.error)
     finally:
         load_plugins.cache_clear()
-
-
-def test_importing_the_registry_loads_no_plugin() -> None:
-    assert load_plugins.cache_info().currsize in (0, 1)
-    assert "entry_points" not in vars(registry_module)
 
 
 # --- What a spec may look like --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ HEADED = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, PAGED_ATTENTION)
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
 CACHE_DTYPES = ("auto", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 BLOCK, BLOCKS = 4, 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: more threads only wait for each other, five times as long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def poisoned(layout: str, config: AttentionConfig, num_blocks: int = BLOCKS, block_size: int = BLOCK) -> Tensor:
@@ -113,11 +123,10 @@ def test_strided_caches_and_pairs() -> None:
     torch.testing.assert_close(got, classic.reference(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "per_head"), [("auto", False), ("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_e5m2", True)]
+)
 def test_every_layout_gives_the_same(kv_cache_dtype: str, per_head: bool) -> None:
-    if per_head and kv_cache_dtype == "auto":
-        pytest.skip("scales are for FP8")
     config = AttentionConfig(**SIZES, kv_cache_dtype=kv_cache_dtype, per_head_quant_scales=per_head)
     results = [random_problem(7, config, layout).reference() for layout in HEADED]
     for result in results[1:]:
@@ -197,7 +206,7 @@ def test_requests_are_attended_to_one_by_one(layout: str) -> None:
         torch.testing.assert_close((output[rows], lse[rows]), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     layout=st.sampled_from(HEADED),
@@ -218,11 +227,9 @@ def test_only_a_requests_own_tokens_count(
     assert output.isfinite().all()
     assert lse.isfinite().all()
 
-    # Everything that no table leads to is zero instead of NaN.
-    used = torch.zeros(problem.kv_cache.numel(), dtype=torch.bool).view_as(problem.kv_cache)
+    # Zero wherever there was poison.
     clean = torch.where(cache.float().isnan(), torch.zeros(()), cache.float()).to(cache.dtype)
     torch.testing.assert_close(problem.reference(kv_cache=clean), (output, lse), rtol=0, atol=0)
-    assert not used.any()
 
     # The blocks change places, and the tables with them.
     blocks_at = 0 if layout in (FLASHINFER_NHD, FLASHINFER_HND) else 1

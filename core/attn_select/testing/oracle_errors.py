@@ -50,14 +50,14 @@ def lse_error(actual: Tensor, reference: Tensor) -> float:
         return 0.0
     same = actual == reference  # also -inf with -inf, whose difference would be NaN
     difference = torch.where(same, 0.0, (actual - reference).abs())
-    return float(difference.nan_to_num(nan=torch.inf).max())
+    return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit, so that poison (NaN) compares equal to itself."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    return torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    return torch.equal(actual.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
 
 
 def _comparable(actual: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

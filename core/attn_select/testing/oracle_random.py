@@ -75,6 +75,8 @@ def random_problem(
     if config.has_cache != (layout is not None):
         wanted = "the name of one" if config.has_cache else "None"
         raise ValueError(f"layout = {layout!r}, with attn_type = {config.attn_type!r} it is {wanted}")
+    if spare_blocks < 1:
+        raise ValueError(f"spare_blocks = {spare_blocks}: at least 1, for table entries that are not needed")
     block_size = config.block_size or block_size
     requests = tuple(requests or random_requests(seed, config, block_size=block_size))
     draw = torch.Generator().manual_seed(seed)

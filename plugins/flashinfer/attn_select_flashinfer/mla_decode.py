@@ -206,7 +206,7 @@ FA2 = MLAKernel(
 KERNELS: dict[str, MLAKernel] = {"trtllm-gen": TRTLLM_GEN, "xqa": XQA, "fa3": FA3, "fa2": FA2}
 
 _ON_10 = (("trtllm-gen", "Blackwell's own MLA kernel"), ("fa2", ""))
-_ON_9 = (("fa3", "Hopper's own MLA kernel, the fastest MLA decode measured on an H100"), ("fa2", ""))
+_ON_9 = (("fa3", "Hopper's own MLA kernel"), ("fa2", ""))
 _ON_12 = (("xqa", "the MLA kernel for compute capability 12.x"), ("fa2", ""))
 _ELSEWHERE = (("fa2", "the MLA kernel for every compute capability from 8.0 up"),)
 

@@ -48,7 +48,7 @@ def choose(case: Case) -> Native | list[Reason]:
         return reasons
     elif against_fa3 is None and case.prefill_kernel != "fa2":
         query = "fp8_e4m3" if config.kv_cache_dtype == "fp8_e4m3" else config.dtype
-        why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "Hopper's own kernel"
+        why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
         chosen = Native("fa3", why, query, config.sinks)
     else:
         chosen = Native("fa2", against_fa3 or 'prefill_kernel = "fa2"', config.dtype, config.sinks)

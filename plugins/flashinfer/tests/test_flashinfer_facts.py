@@ -1,0 +1,269 @@
+"""FLASHINFER through the gate: what it takes, on which of its kernels, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from attn_select import gate
+from attn_select.config import AttentionConfig
+from attn_select.device import Device, lookup
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
+from attn_select.spec_check import problems_of
+from attn_select_flashinfer import common, mla_decode, mla_prefill, trtllm
+from attn_select_flashinfer.plugin import attn_select_register_backends
+
+SPECS = {spec.name: spec for spec in attn_select_register_backends()}
+FLASHINFER = SPECS["FLASHINFER"]
+MIB = 1 << 20
+GPUS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
+GEN = "TRT-LLM (trtllm-gen)"
+XQA = "TRT-LLM (XQA)"
+
+
+def layer(**fields: Any) -> AttentionConfig:
+    return AttentionConfig(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, **fields})
+
+
+def ask(
+    gpu: str | Device, phase: Any = "decode", *, version: str | None = None, options: Any = None, **fields: Any
+) -> BackendPlan | list[Reason]:
+    device = lookup(gpu) if isinstance(gpu, str) else gpu
+    pins = {} if version is None else {"flashinfer-python": version}
+    environment = Environment(assume_installed=True, pins=pins, variables={})
+    return gate.check(FLASHINFER, layer(**fields), device, environment, FLASHINFER.options(**options or {}), phase)
+
+
+def plan_of(*args: Any, **fields: Any) -> BackendPlan:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome
+
+
+def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, list), outcome
+    return {reason.code: reason for reason in outcome}
+
+
+def facts(holder: Any) -> Iterator[Fact[Any]]:
+    for field in dataclasses.fields(holder):
+        if isinstance(found := getattr(holder, field.name), Fact):
+            yield found
+
+
+# --- Registration ---------------------------------------------------------------------------------
+
+
+def test_registers_three_backends() -> None:
+    assert list(SPECS) == ["FLASHINFER", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"]
+    assert all(set(spec.capabilities) == {"prefill", "decode"} for spec in SPECS.values())
+    assert [problem for spec in SPECS.values() for problem in problems_of(spec)] == []
+
+
+def test_every_fact_has_a_source() -> None:
+    holders = [
+        *(capabilities for spec in SPECS.values() for capabilities in spec.capabilities.values()),
+        *mla_decode.KERNELS.values(),
+        *mla_prefill.PREFILL_KERNELS.values(),
+    ]
+    found = [fact for holder in holders for fact in facts(holder)]
+    found += [value for value in vars(common).values() if isinstance(value, Fact)]
+    assert len(found) > 100
+    assert all(len(fact.source) > 10 or fact.source == "default" for fact in found)
+    assert all(fact.value in (False, ("decoder",)) for fact in found if fact.source == "default")
+    conditions = (*trtllm.OBSTACLES, *trtllm.PREFERENCES)
+    assert all(condition.source for condition in conditions)
+    assert len({condition.name for condition in conditions}) == len(conditions)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_load_says_that_the_runtime_is_missing(spec: BackendSpec) -> None:
+    with pytest.raises(RuntimeMissingError, match=rf"^{spec.name} cannot run yet: .*registers its facts only"):
+        spec.load()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_an_older_release_is_refused(spec: BackendSpec) -> None:
+    reasons = gate.library_reasons(spec, Environment(assume_installed=True, pins={"flashinfer-python": "0.6.13"}))
+    assert [reason.code for reason in reasons] == ["library-version"]
+    assert reasons[0].remedy == "pip install --upgrade flashinfer-python"
+    for version in ("0.6.14", "0.7.2.post1"):
+        environment = Environment(assume_installed=True, pins={"flashinfer-python": version})
+        assert gate.library_reasons(spec, environment) == []
+
+
+@pytest.mark.parametrize("text", ["0.6.14", "0.6.15rc1", "0.7.2.post1", "1.0", "0.6.14+cu130"])
+def test_releases_compare_by_their_numbers(text: str) -> None:
+    environment = Environment(assume_installed=True, pins={"flashinfer-python": text})
+    expected = {"0.6.15rc1": (0, 6, 15), "0.7.2.post1": (0, 7, 2), "1.0": (1, 0)}
+    assert common.release(environment) == expected.get(text, (0, 6, 14))
+    assert common.release(Environment(assume_installed=True)) == common.NEWEST
+
+
+# --- Which path -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "phase", "fields", "path", "because", "query"),
+    [
+        (("sm80", "sm86", "sm89", "sm110"), "prefill", {}, "native fa2", "fa3 is for compute", "bfloat16"),
+        (("sm80", "sm86", "sm89", "sm110"), "decode", {}, "native fa2", "tensor-core kernel", "bfloat16"),
+        (("sm90",), "prefill", {}, "native fa3", "fa3 is Hopper's own kernel", "bfloat16"),
+        (("sm90", "sm120", "sm121"), "decode", {}, XQA, "auto: decode", "bfloat16"),
+        (("sm120", "sm121"), "prefill", {}, "native fa2", "fa3 is for compute capability 9.x", "bfloat16"),
+        (("sm100", "sm103"), "prefill", {}, GEN, "auto: prefill", "bfloat16"),
+        (("sm100", "sm103"), "decode", {}, GEN, "auto: decode", "bfloat16"),
+        (("sm90",), "prefill", {"kv_cache_dtype": "fp8"}, "native fa3", "Hopper", "fp8_e4m3"),
+        (("sm90", "sm120"), "decode", {"kv_cache_dtype": "fp8"}, XQA, "auto: XQA decodes an FP8", "bfloat16"),
+        (("sm80", "sm89"), "decode", {"kv_cache_dtype": "fp8"}, "native fa2", "tensor-core", "bfloat16"),
+        (("sm100", "sm103"), "decode", {"kv_cache_dtype": "fp8"}, GEN, "FP8 query", "fp8_e4m3"),
+        (("sm100", "sm103"), "prefill", {"kv_cache_dtype": "fp8"}, GEN, "FP8 query", "fp8_e4m3"),
+        (GPUS, "prefill", {"kv_cache_dtype": "fp8_e5m2"}, "native fa2", "", "bfloat16"),
+        (GPUS, "decode", {"kv_cache_dtype": "fp8_e5m2"}, "native fa2", "", "bfloat16"),
+        (GPUS, "decode", {"logits_soft_cap": 50.0}, "native fa2", "", "bfloat16"),
+        (("sm90",), "prefill", {"logits_soft_cap": 50.0}, "native fa3", "", "bfloat16"),
+        (("sm90",), "prefill", {"logits_soft_cap": 50.0, "kv_cache_dtype": "fp8"}, "native fa2", "no soft cap", None),
+        (("sm90", "sm120", "sm100"), "decode", {"logits_soft_cap": 5.0}, "native fa2", "no logits soft cap", None),
+        (("sm90", "sm120"), "decode", {"num_heads": 64, "num_kv_heads": 2}, XQA, "auto", None),
+        (("sm90", "sm120"), "decode", {"num_heads": 48, "num_kv_heads": 1}, "native fa2", "at most 32", None),
+        (("sm100",), "decode", {"num_heads": 48, "num_kv_heads": 1}, GEN, "auto", None),
+        (("sm90", "sm120"), "decode", {"num_speculative_tokens": 3}, XQA, "draft tokens", None),
+        (("sm80",), "decode", {"num_speculative_tokens": 3}, "native fa2", "", None),
+        (("sm90", "sm120"), "decode", {"decode_context_parallel_size": 2}, "native fa2", "XQA returns no log", None),
+        (("sm100",), "decode", {"decode_context_parallel_size": 2}, GEN, "auto", None),
+        (("sm100",), "prefill", {"decode_context_parallel_size": 2}, "native fa2", "across ranks", None),
+        (("sm90",), "decode", {"non_causal": True}, XQA, "auto", None),
+        (("sm100",), "decode", {"non_causal": True}, "native fa2", "causal attention only", None),
+        (("sm90",), "decode", {"block_size": 8}, "native fa2", "pages of 16, 32 and 64", None),
+        (("sm100",), "prefill", {"block_size": 24}, "native fa2", "pages of 16, 32 and 64", None),
+        (("sm90",), "decode", {"head_size": 256}, XQA, "auto", None),
+        (("sm90",), "decode", {"head_size": 512}, "native fa2", "head sizes up to 256", None),
+        (("sm90",), "prefill", {"head_size": 512}, "native fa2", "fa3 takes head sizes up to 256", None),
+        (("sm100",), "decode", {"head_size": 512}, GEN, "auto", None),
+        (("sm120",), "decode", {"kv_cache_dtype": "nvfp4"}, XQA, "auto", "bfloat16"),
+        (("sm90", "sm80"), "decode", {"kv_cache_dtype": "nvfp4"}, "native fa2", "", "bfloat16"),
+        (("sm100",), "decode", {"kv_cache_dtype": "nvfp4"}, GEN, "FP8 query", "fp8_e4m3"),
+    ],
+)
+def test_path(
+    gpus: tuple[str, ...], phase: str, fields: dict[str, Any], path: str, because: str, query: str | None
+) -> None:
+    for gpu in gpus:
+        plan = plan_of(gpu, phase, **fields)
+        assert plan.path == path, gpu
+        assert because in plan.because
+        assert query in (None, plan.query_dtype)
+        assert plan.returns_lse is (path != XQA)
+
+
+@pytest.mark.parametrize("version", ["0.6.14", "0.6.15"])
+@pytest.mark.parametrize("window", [None, 4096])
+def test_fp8_window_leaves_fa3_until_it_is_repaired(version: str, window: int | None) -> None:
+    plan = plan_of("sm90", "prefill", version=version, kv_cache_dtype="fp8", sliding_window=window)
+    hangs = version == "0.6.14" and window is not None
+    assert plan.path == ("native fa2" if hangs else "native fa3")
+    assert ("hangs" in plan.because) is hangs
+    assert plan.query_dtype == ("bfloat16" if hangs else "fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"sliding_window": 128, "num_speculative_tokens": 2}, "last one's window"),
+        ({"non_causal": True, "num_speculative_tokens": 2, "kv_cache_dtype": "fp8"}, "masks drafts causally"),
+    ],
+)
+def test_xqa_drafts_need_the_release_that_repairs_them(fields: dict[str, Any], fragment: str) -> None:
+    before, after = plan_of("sm90", version="0.6.15", **fields), plan_of("sm90", version="0.6.16", **fields)
+    assert (before.path, after.path) == ("native fa2", XQA)
+    assert fragment in before.because
+    assert plan_of("sm90", version="0.6.15", **{**fields, "num_speculative_tokens": 0}).path == XQA
+
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_layouts(gpu: str, phase: str) -> None:
+    expected = (FLASHINFER_HND,) if gpu in ("sm100", "sm103") else (FLASHINFER_NHD, FLASHINFER_HND)
+    assert plan_of(gpu, phase).kv_layouts == expected
+    assert plan_of(gpu, phase, logits_soft_cap=30.0).kv_layouts == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields", "sizes"),
+    [
+        ("sm80", {}, (16, 32, 64, 1)),
+        ("sm80", {"block_size": 24}, (24, 1)),
+        ("sm80", {"block_size": 16}, (16, 1)),
+        ("sm80", {"block_size": 128}, (128, 64, 32, 16, 1)),
+        ("sm90", {}, (16, 32, 64, 128)),
+        ("sm90", {"block_size": 48}, (16,)),
+        ("sm90", {"block_size": 256}, (128, 64, 32, 16)),
+        ("sm100", {}, (16, 32, 64)),
+        ("sm100", {"block_size": 256}, (64, 32, 16)),
+        ("sm100", {"head_size": 256}, (32, 64)),
+        ("sm100", {"head_size": 256, "logits_soft_cap": 50.0}, (32, 64)),
+        ("sm100", {"head_size": 256, "block_size": 24}, (24, 1)),
+    ],
+)
+def test_kernel_block_sizes(gpu: str, fields: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    assert plan_of(gpu, **fields).kernel_block_sizes == sizes
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(("size", "remedy"), [(16, 32), (48, 64)])
+def test_small_pages_with_wide_heads_on_sm100(phase: str, size: int, remedy: int) -> None:
+    for gpu in ("sm100", "sm103"):
+        for extra in ({}, {"logits_soft_cap": 50.0}):
+            reasons = reasons_of(gpu, phase, head_size=256, block_size=size, **extra)
+            assert list(reasons) == ["block-size"]
+            assert (reasons["block-size"].observed, reasons["block-size"].remedy) == (size, f"--block-size {remedy}")
+            assert "head size 256" in reasons["block-size"].message
+            assert plan_of(gpu, phase, head_size=256, block_size=remedy, **extra)
+        assert plan_of(gpu, phase, head_size=128, block_size=size)
+    assert plan_of("sm90", phase, head_size=256, block_size=size)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields", "level"),
+    [
+        ("sm80", {}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("sm90", {}, "UNIFORM_BATCH"),
+        ("sm90", {"logits_soft_cap": 5.0}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("sm100", {}, "UNIFORM_BATCH"),
+        ("sm100", {"decode_context_parallel_size": 2}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+    ],
+)
+def test_cuda_graph_level(gpu: str, fields: dict[str, Any], level: str) -> None:
+    assert plan_of(gpu, **fields).cuda_graph == level
+    assert plan_of(gpu, cuda_graph=level, **fields)
+    assert set(reasons_of(gpu, cuda_graph="ALWAYS", **fields)) == {"cuda-graph-level"}
+    assert plan_of(gpu, "prefill", cuda_graph="UNIFORM_BATCH", **fields).cuda_graph == "UNIFORM_BATCH"
+
+
+def test_workspaces() -> None:
+    assert plan_of("sm80").workspace_bytes == (394 + 8) * MIB
+    assert plan_of("sm80", batch_invariant=True).workspace_bytes == (2048 + 8) * MIB
+    assert plan_of("sm80", options={"native_workspace_bytes": 64 * MIB}).workspace_bytes == (64 + 8) * MIB
+    assert plan_of("sm90").workspace_bytes == plan_of("sm100").workspace_bytes == 394 * MIB
+    assert plan_of("sm90", options={"trtllm_workspace_bytes": 32 * MIB}).workspace_bytes == 32 * MIB
+    assert any("apart from native scratch" in note for note in plan_of("sm90").notes)
+    assert any("apart from native scratch" in note for note in plan_of("sm100", "prefill").notes)
+
+
+def test_notes() -> None:
+    assert any("prefill wrapper" in note for note in plan_of("sm80", num_speculative_tokens=2).notes)
+    assert not any("prefill wrapper" in note for note in plan_of("sm80").notes)
+    assert any("faster" in note for note in plan_of("sm90").notes)
+    assert not any("faster" in note for note in plan_of("sm90", kv_cache_dtype="fp8").notes + plan_of("sm120").notes)
+    assert any("converted" in note for note in plan_of("sm100", kv_cache_dtype="nvfp4").notes)
+    assert any("not causal runs natively" in note for note in plan_of("sm100", "prefill").notes)

@@ -1,0 +1,342 @@
+"""FLASHINFER through the gate: what it refuses, by which reason, and where the same layer is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from attn_select import gate
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device, lookup
+from attn_select.environment import Environment
+from attn_select.spec import BackendPlan, Reason
+from attn_select_flashinfer.mha import FLASHINFER
+
+GPUS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
+PHASES: tuple[Any, ...] = ("prefill", "decode")
+
+
+def ask(
+    gpu: str | Device, phase: Any = "decode", *, version: str | None = None, options: Any = None, **fields: Any
+) -> BackendPlan | list[Reason]:
+    config = AttentionConfig(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, **fields})
+    pins = {} if version is None else {"flashinfer-python": version}
+    environment = Environment(assume_installed=True, pins=pins, variables={})
+    device = lookup(gpu) if isinstance(gpu, str) else gpu
+    return gate.check(FLASHINFER, config, device, environment, FLASHINFER.options(**options or {}), phase)
+
+
+def accepts(*args: Any, **fields: Any) -> bool:
+    return isinstance(ask(*args, **fields), BackendPlan)
+
+
+def plan_of(*args: Any, **fields: Any) -> BackendPlan:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome
+
+
+def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, list), outcome
+    return {reason.code: reason for reason in outcome}
+
+
+# --- What no path takes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("device", [CPU, Device("t4", (7, 5)), Device("v100", (7, 0))], ids=lambda d: d.name)
+def test_devices_below_ampere(device: Device, phase: str) -> None:
+    reasons = reasons_of(device, phase, alibi=True)
+    assert set(reasons) == {"compute-capability", "alibi"}
+    assert reasons["compute-capability"].observed == device.capability_text
+    assert reasons["compute-capability"].supported == "8.0 to 12.1"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_plain_layers_run_from_ampere_up(gpu: str, phase: str) -> None:
+    assert accepts(gpu, phase)
+    assert accepts(gpu, phase, dtype="float16", sliding_window=1024)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"dtype": "float32"}, "dtype"),
+        ({"head_size": 80}, "head-size"),
+        ({"head_size": 192}, "head-size"),
+        ({"alibi": True}, "alibi"),
+        ({"mm_prefix": True}, "mm-prefix"),
+        ({"v_head_size": 64}, "v-head-size"),
+        ({"kv_cache_dtype": "float16"}, "kv-cache-dtype"),
+        ({"attn_type": "encoder_decoder"}, "attn-type"),
+    ],
+)
+def test_refused_everywhere(gpu: str, phase: str, fields: dict[str, Any], code: str) -> None:
+    assert code in reasons_of(gpu, phase, **fields)
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+def test_encoders(attn_type: str) -> None:
+    assert set(reasons_of("sm90", "prefill", attn_type=attn_type)) == {"attn-type"}
+
+
+def test_mla_and_sparse_layers_are_other_backends() -> None:
+    mla = {"num_kv_heads": 1, "head_size": 576, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
+    mla |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
+    assert list(reasons_of("sm90", **mla)) == ["mla-unsupported"]
+
+
+# --- What some paths take -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_sinks(gpu: str, phase: Any) -> None:
+    plan = plan_of(gpu, phase, sinks=True, head_size=64, sliding_window=128)
+    trtllm = gpu in ("sm100", "sm103") or (phase == "decode" and gpu in ("sm90", "sm120", "sm121"))
+    assert plan.path.startswith("TRT-LLM") is trtllm
+    assert plan.path.endswith("(sink wrapper)") is not trtllm
+    reasons = reasons_of(gpu, phase, sinks=True, logits_soft_cap=30.0)
+    assert list(reasons) == ["sinks"]
+    assert "soft cap" in reasons["sinks"].message
+
+
+def test_sinks_with_fp8_leave_fa3() -> None:
+    plan = plan_of("sm90", "prefill", sinks=True, kv_cache_dtype="fp8")
+    assert (plan.path, plan.query_dtype) == ("native fa2 (sink wrapper)", "bfloat16")
+    assert "no attention sinks with FP8" in plan.because
+    assert plan_of("sm90", "prefill", sinks=True).path == "native fa3 (sink wrapper)"
+
+
+def test_sinks_over_context_parallel_ranks() -> None:
+    refused = reasons_of("sm90", sinks=True, decode_context_parallel_size=2)
+    assert (list(refused), refused["sinks"].remedy) == (["sinks"], "--dcp 1")
+    assert plan_of("sm100", sinks=True, decode_context_parallel_size=2).path == "TRT-LLM (trtllm-gen)"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "path"),
+    [
+        ("sm80", "decode", "native fa2"),
+        ("sm90", "decode", "native fa2"),
+        ("sm100", "decode", "native fa2"),
+        ("sm120", "decode", "native fa2"),
+        ("sm90", "prefill", "native fa3"),
+        ("sm80", "prefill", None),
+        ("sm100", "prefill", None),
+        ("sm120", "prefill", None),
+    ],
+)
+def test_batch_invariance(gpu: str, phase: str, path: str | None) -> None:
+    if path is None:
+        assert list(reasons_of(gpu, phase, batch_invariant=True)) == ["batch-invariant"]
+        return
+    plan = plan_of(gpu, phase, batch_invariant=True)
+    assert plan.path == path
+    assert ("splits no KV (disable_split_kv)" in plan.notes) is (phase == "decode")
+
+
+def test_batch_invariant_prefill_is_lost_with_fa3() -> None:
+    fields: dict[str, Any] = {"batch_invariant": True, "head_size": 512}
+    assert list(reasons_of("sm90", "prefill", **fields)) == ["batch-invariant"]
+    reasons = reasons_of("sm90", "prefill", batch_invariant=True, options={"prefill_kernel": "fa2"})
+    assert list(reasons) == ["batch-invariant"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_per_head_scales(phase: Any) -> None:
+    fields: dict[str, Any] = {"kv_cache_dtype": "fp8", "per_head_quant_scales": True}
+    plan = plan_of("sm90", phase, **fields)
+    assert (plan.path, plan.query_dtype) == ("native fa3", "fp8_e4m3")
+    for gpu in ("sm80", "sm89", "sm100", "sm120"):
+        reasons = reasons_of(gpu, phase, **fields)
+        assert list(reasons) == ["per-head-quant-scales"]
+        assert "9.x" in reasons["per-head-quant-scales"].message
+    for spoiled in ({"kv_cache_dtype": "fp8_e5m2"}, {"logits_soft_cap": 5.0}, {"sinks": True}, {"head_size": 512}):
+        assert "per-head-quant-scales" in reasons_of("sm90", phase, **{**fields, **spoiled})
+
+
+def test_per_head_scales_need_fa3_in_prefill() -> None:
+    fields: dict[str, Any] = {"kv_cache_dtype": "fp8", "per_head_quant_scales": True}
+    fa2 = {"prefill_kernel": "fa2"}
+    assert list(reasons_of("sm90", "prefill", options=fa2, **fields)) == ["per-head-quant-scales"]
+    assert accepts("sm90", "decode", options=fa2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "output", "cache", "path"),
+    [
+        ("sm100", "decode", "fp8", "fp8", "TRT-LLM (trtllm-gen)"),
+        ("sm100", "prefill", "fp4", "fp8", "TRT-LLM (trtllm-gen)"),
+        ("sm100", "decode", "fp8", "nvfp4", "TRT-LLM (trtllm-gen)"),
+        ("sm90", "decode", "fp8", "fp8", "TRT-LLM (XQA)"),
+        ("sm120", "decode", "fp8", "fp8", "TRT-LLM (XQA)"),
+        ("sm100", "decode", "fp8", "auto", None),
+        ("sm100", "decode", "fp8", "fp8_e5m2", None),
+        ("sm90", "decode", "fp4", "fp8", None),
+        ("sm90", "prefill", "fp8", "fp8", None),
+        ("sm80", "decode", "fp8", "fp8", None),
+    ],
+)
+def test_output_quantization(gpu: str, phase: str, output: str, cache: str, path: str | None) -> None:
+    fields: dict[str, Any] = {"output_quantization": output, "kv_cache_dtype": cache}
+    if path is not None:
+        assert plan_of(gpu, phase, **fields).path == path
+        return
+    reason = reasons_of(gpu, phase, **fields)["output-quantization"]
+    helps = gpu == "sm100"
+    assert reason.observed == output
+    assert reason.remedy == ("--kv-cache-dtype fp8_e4m3" if helps else "--output-quantization none")
+    assert accepts(gpu, phase, **fields | ({"kv_cache_dtype": "fp8"} if helps else {"output_quantization": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "cache", "needed"),
+    [
+        ("sm80", "prefill", "auto", "0.6.15"),
+        ("sm90", "decode", "auto", "0.6.15"),
+        ("sm90", "decode", "fp8", "0.7.2"),
+        ("sm90", "prefill", "fp8", "0.7.2"),
+        ("sm100", "prefill", "auto", None),
+        ("sm120", "decode", "fp8", None),
+    ],
+)
+def test_head_size_512_below_blackwell(gpu: str, phase: str, cache: str, needed: str | None) -> None:
+    fields: dict[str, Any] = {"head_size": 512, "kv_cache_dtype": cache}
+    if needed is None:
+        assert accepts(gpu, phase, version="0.6.14", **fields)
+        return
+    reasons = reasons_of(gpu, phase, version="0.6.14", **fields)
+    assert list(reasons) == ["head-size"]
+    assert reasons["head-size"].remedy == f"pip install 'flashinfer-python>={needed}'"
+    assert accepts(gpu, phase, version=needed, **fields)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_nvfp4(phase: Any) -> None:
+    for gpu in ("sm80", "sm90", "sm100", "sm103", "sm120"):
+        assert accepts(gpu, phase, kv_cache_dtype="nvfp4"), gpu
+    reasons = reasons_of("sm110", phase, kv_cache_dtype="nvfp4")
+    assert reasons["kv-cache-dtype"].remedy == "--kv-cache-dtype auto"
+    # On 10.x only trtllm-gen reads it, so what keeps trtllm-gen away keeps the layer away.
+    assert "kv-cache-dtype" in reasons_of("sm100", phase, kv_cache_dtype="nvfp4", logits_soft_cap=5.0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields", "code"),
+    [
+        ("sm80", {"head_size": 64}, "kv-cache-dtype"),
+        ("sm80", {"sinks": True}, "kv-cache-dtype"),
+        ("sm80", {"decode_context_parallel_size": 2}, "decode-context-parallel"),
+        ("sm80", {"non_causal": True}, "non-causal"),
+        ("sm90", {"head_size": 512}, "kv-cache-dtype"),
+    ],
+)
+def test_nvfp4_through_fa2_has_limits(gpu: str, fields: dict[str, Any], code: str) -> None:
+    assert list(reasons_of(gpu, kv_cache_dtype="nvfp4", **fields)) == [code]
+    assert accepts(gpu, **fields)
+
+
+def test_nvfp4_at_head_size_512() -> None:
+    fields: dict[str, Any] = {"kv_cache_dtype": "nvfp4", "head_size": 512}
+    assert list(reasons_of("sm90", "prefill", version="0.6.14", **fields)) == ["kv-cache-dtype"]
+    assert accepts("sm90", "prefill", version="0.6.15", **fields)
+    assert accepts("sm120", "decode", version="0.6.15", **fields)
+
+
+# --- Forced paths ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "path"),
+    [
+        ("sm90", "decode", "native fa2"),
+        ("sm100", "prefill", "native fa2"),
+        ("sm100", "decode", "native fa2"),
+        ("sm80", "decode", "native fa2"),
+    ],
+)
+def test_trtllm_off(gpu: str, phase: str, path: str) -> None:
+    plan = plan_of(gpu, phase, options={"use_trtllm": False})
+    assert plan.path == path
+    assert plan.because.startswith("use_trtllm = false")
+    # With an FP8 cache too: native kernels read it with a 16-bit query.
+    assert plan_of(gpu, phase, options={"use_trtllm": False}, kv_cache_dtype="fp8").path == path
+
+
+@pytest.mark.parametrize(("gpu", "phase"), [("sm90", "decode"), ("sm100", "prefill"), ("sm100", "decode")])
+def test_trtllm_on(gpu: str, phase: str) -> None:
+    plan = plan_of(gpu, phase, options={"use_trtllm": True})
+    assert plan.path.startswith("TRT-LLM")
+    assert plan.because == "use_trtllm = true"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "fields", "obstacles"),
+    [
+        ("sm80", "decode", {}, ["hardware"]),
+        ("sm90", "prefill", {}, ["hardware"]),
+        ("sm90", "decode", {"logits_soft_cap": 5.0, "block_size": 8}, ["soft-cap", "block-size"]),
+        ("sm90", "decode", {"decode_context_parallel_size": 2}, ["decode-context-parallel"]),
+        ("sm90", "decode", {"num_heads": 48, "num_kv_heads": 1}, ["group-size"]),
+        ("sm90", "decode", {"kv_cache_dtype": "fp8_e5m2"}, ["kv-cache-dtype"]),
+        ("sm100", "prefill", {"non_causal": True}, ["non-causal"]),
+        ("sm100", "decode", {"batch_invariant": True}, ["batch-invariance"]),
+        ("sm90", "decode", {"head_size": 512}, ["head-size"]),
+        ("sm90", "decode", {"kv_cache_dtype": "fp8", "per_head_quant_scales": True}, ["per-head-scales"]),
+        ("sm100", "decode", {"output_quantization": "fp8"}, ["output-quantization"]),
+    ],
+)
+def test_trtllm_on_where_it_cannot_run(gpu: str, phase: Any, fields: dict[str, Any], obstacles: list[str]) -> None:
+    outcome = ask(gpu, phase, options={"use_trtllm": True}, **fields)
+    assert isinstance(outcome, list)
+    assert [reason.observed for reason in outcome] == obstacles
+    for reason in outcome:
+        assert reason.code == "forced-path"
+        assert reason.message.startswith("use_trtllm = true, but ")
+        assert reason.remedy == 'backends.FLASHINFER.use_trtllm = "auto"'
+
+
+def test_prefill_kernel() -> None:
+    fa2, fa3 = {"prefill_kernel": "fa2"}, {"prefill_kernel": "fa3"}
+    plan = plan_of("sm90", "prefill", options=fa2, kv_cache_dtype="fp8")
+    assert (plan.path, plan.query_dtype) == ("native fa2", "bfloat16")
+    assert 'prefill_kernel = "fa2"' in plan.because
+    plan = plan_of("sm90", "prefill", options=fa3)
+    assert (plan.path, 'prefill_kernel = "fa3"' in plan.because) == ("native fa3", True)
+    assert plan_of("sm90", "decode", options={**fa3, "use_trtllm": False}).path == "native fa2"
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("sm80", {}),
+        ("sm90", {"kv_cache_dtype": "fp8_e5m2"}),
+        ("sm90", {"kv_cache_dtype": "fp8", "logits_soft_cap": 5.0}),
+        ("sm100", {"logits_soft_cap": 5.0}),
+    ]
+    for gpu, fields in refused:
+        reasons = reasons_of(gpu, "prefill", options=fa3, **fields)
+        assert list(reasons) == ["forced-path"]
+        assert reasons["forced-path"].remedy == 'backends.FLASHINFER.prefill_kernel = "auto"'
+        assert accepts(gpu, "prefill", **fields)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"use_trtllm": "yes"},
+        {"use_trtllm": 1},
+        {"prefill_kernel": "fa4"},
+        {"native_workspace_bytes": 1024},
+        {"trtllm_workspace_bytes": "394MiB"},
+        {"use_xqa": True},
+    ],
+    ids=str,
+)
+def test_options_that_are_none(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        FLASHINFER.options(**values)

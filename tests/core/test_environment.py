@@ -1,0 +1,270 @@
+"""What counts as installed, without importing anything."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_select.environment import (
+    Environment,
+    canonical_distribution,
+    has_module,
+    installed_version,
+    parse_pins,
+    version_matches,
+)
+from attn_select.errors import ConfigError
+from attn_select.spec import Library
+
+Install = Callable[..., None]
+NOT_TO_BE_IMPORTED = "raise RuntimeError('imported')"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Return a function that installs a distribution and its module, either of which may be left out."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(distribution: str | None, version: str | None = "1.0", module: str | None = "the_kernel") -> None:
+        if distribution is not None:
+            folder = tmp_path / f"{distribution.replace('-', '_')}-{version or '0'}.dist-info"
+            folder.mkdir()
+            lines = f"Metadata-Version: 2.4\nName: {distribution}\n" + (f"Version: {version}\n" if version else "")
+            (folder / "METADATA").write_text(lines + "\nVersion: 9.9 is in the description\n")
+        if module is not None:
+            (tmp_path / module).mkdir()
+            (tmp_path / module / "__init__.py").write_text(NOT_TO_BE_IMPORTED)
+
+    return install
+
+
+def library(version: str = "", module: str = "the_kernel", distribution: str = "the-kernel") -> Library:
+    return Library(distribution, module, "pip install the-kernel", version)
+
+
+@pytest.mark.parametrize(
+    ("installed", "needed", "state"),
+    [
+        ("1.0", "", "installed"),
+        ("1.0", ">=1.0", "installed"),
+        ("1.0+cu130", "==1.0", "installed"),
+        ("1.1rc1", ">=1.0", "installed"),
+        ("1.0", ">=1.1", "wrong-version"),
+        ("1.10", ">=1.9,<2", "installed"),
+        ("by hand", ">=1.0", "wrong-version"),
+        ("by hand", "", "installed"),
+        ("1.0", "nonsense", "wrong-version"),
+        (None, "", "installed"),
+        (None, ">=1.0", "wrong-version"),
+    ],
+)
+def test_versions_of_an_installed_library(install: Install, installed: str | None, needed: str, state: str) -> None:
+    install("the-kernel", installed)
+    environment = Environment()
+    assert environment.state(library(needed)) == state
+    assert environment.has(library(needed)) is (state == "installed")
+    assert environment.version("The_Kernel") == installed
+    assert "the_kernel" not in sys.modules
+
+
+def test_nothing_installed() -> None:
+    environment = Environment()
+    assert environment.state(library()) == "missing"
+    assert environment.version("the-kernel") is None
+
+
+def test_metadata_without_a_module_is_broken(install: Install) -> None:
+    install("the-kernel", module=None)
+    assert Environment().state(library()) == "broken"
+    assert Environment().state(library(">=2")) == "broken"
+
+
+def test_a_module_without_metadata_counts(install: Install) -> None:
+    install(None)
+    assert Environment().state(library()) == "installed"
+    assert Environment().version("the-kernel") is None
+    assert Environment().state(library(">=1.0")) == "wrong-version"  # nobody knows its version
+
+
+def test_a_bare_folder_does_not_count(tmp_path: Path, install: Install) -> None:
+    install("the-kernel", module=None)
+    (tmp_path / "the_kernel" / "sub").mkdir(parents=True)
+    (tmp_path / "the_kernel" / "sub" / "__init__.py").touch()
+    assert Environment().state(library()) == "broken"
+    assert not has_module("the_kernel")
+    import the_kernel.sub  # type: ignore[import-not-found]
+
+    assert not has_module("the_kernel")  # nor when it is loaded
+    for name in ("the_kernel.sub", "the_kernel"):
+        sys.modules.pop(name)
+    assert the_kernel.sub is not None
+
+
+def test_a_parent_package_is_never_imported(install: Install) -> None:
+    install(None)
+    assert has_module("the_kernel")
+    assert has_module("the_kernel.sub.module")
+    assert "the_kernel" not in sys.modules
+
+
+def test_single_file_and_frozen_and_loaded_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "the_file.py").write_text(NOT_TO_BE_IMPORTED)
+    assert has_module("the_file")
+    assert has_module("zipimport")
+    assert has_module("sys")
+    monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
+    assert has_module("made_by_hand")
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    assert not has_module("blocked")
+    assert not has_module("no_such_module")
+    assert not has_module("")
+
+
+def test_a_broken_finder_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            raise ImportError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert not has_module("no_such_module")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"Name: the-kernel\n\nVersion: 1.0\n"])
+def test_broken_metadata(install: Install, tmp_path: Path, content: bytes) -> None:
+    install("the-kernel")
+    (tmp_path / "the_kernel-1.0.dist-info" / "METADATA").write_bytes(content)
+    assert installed_version("the-kernel") is None
+    assert Environment().state(library()) == "installed"
+    assert Environment().state(library(">=1")) == "wrong-version"
+
+
+def test_metadata_is_missing_altogether(install: Install, tmp_path: Path) -> None:
+    install("the-kernel")
+    (tmp_path / "the_kernel-1.0.dist-info" / "METADATA").unlink()
+    assert installed_version("the-kernel") is None
+
+
+def test_old_kinds_of_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "folder.egg-info").mkdir()
+    (tmp_path / "folder.egg-info" / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: folder\nVersion: 1.1\n")
+    (tmp_path / "single-1.2.egg-info").write_text("Metadata-Version: 1.0\nName: single\nVersion: 1.2\n")
+    assert (installed_version("folder"), installed_version("single")) == ("1.1", "1.2")
+
+
+def test_versions_agree_with_importlib() -> None:
+    import importlib.metadata
+
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        assert installed_version(name) == importlib.metadata.version(name)
+
+
+def test_an_assumed_environment_has_everything_at_no_known_version(install: Install) -> None:
+    install("the-kernel", "1.0")
+    environment = Environment(assume_installed=True)
+    assert environment.state(library()) == "assumed"
+    assert environment.state(library(">=99")) == "assumed"
+    assert environment.state(library(distribution="absent", module="absent")) == "assumed"
+    assert environment.version("the-kernel") is None
+
+
+def test_pins_of_an_assumed_environment() -> None:
+    environment = Environment(assume_installed=True, pins={"The_Kernel": "1.5"})
+    assert environment.version("the-kernel") == "1.5"
+    assert environment.state(library(">=1.5")) == "assumed"
+    assert environment.state(library(">=1.6")) == "wrong-version"
+
+
+def test_pins_beat_what_is_installed(install: Install) -> None:
+    install("the-kernel", "1.0")
+    environment = Environment(pins={"the-kernel": "2.0"})
+    assert environment.version("the-kernel") == "2.0"
+    assert environment.state(library(">=2")) == "assumed"
+    assert environment.state(library("<2")) == "wrong-version"
+    assert Environment(pins={"absent": "1"}).state(library(distribution="absent", module="absent")) == "assumed"
+    assert environment.state(library(distribution="absent", module="absent")) == "missing"
+
+
+def test_the_first_usable_alternative() -> None:
+    environment = Environment(assume_installed=True, pins={"a": "1"})
+    a, b = library(">=2", distribution="a"), library(distribution="b")
+    assert environment.first((a, b)) is b
+    assert environment.first([a]) is None
+    assert environment.first(()) is None
+
+
+def test_states_are_probed_once(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("the-kernel")
+    environment = Environment()
+    assert environment.state(library(">=1")) == "installed"
+    monkeypatch.setattr("attn_select.environment.has_module", None)
+    assert environment.state(library(">=1")) == "installed"
+
+
+@pytest.mark.parametrize("name", ["flashinfer-python", "FlashInfer_Python", " flashinfer.python ", "flashinfer--python"])
+def test_names_are_canonical(name: str) -> None:
+    assert canonical_distribution(name) == "flashinfer-python"
+
+
+@pytest.mark.parametrize(
+    ("version", "specifier", "expected"),
+    [
+        ("0.6.2", "<0.6.3", True),
+        ("0.6.10", "<0.6.3", False),
+        ("0.6.3rc1", ">=0.6", True),
+        ("1!0.1", ">=99", True),
+        ("x", ">=0", False),
+        ("1", "x", False),
+        ("1", "", True),
+    ],
+)
+def test_version_matches(version: str, specifier: str, expected: bool) -> None:
+    assert version_matches(version, specifier) is expected
+
+
+def test_pins_are_parsed() -> None:
+    assert parse_pins([]) == {}
+    assert parse_pins(["FlashInfer_Python==0.6.14", " torch == 2.11.0+cu130", "x==1.0.post1"]) == {
+        "flashinfer-python": "0.6.14",
+        "torch": "2.11.0+cu130",
+        "x": "1.0.post1",
+    }
+    assert parse_pins(("a==1.0", "A==1.0")) == {"a": "1.0"}
+
+
+@pytest.mark.parametrize(
+    "pin",
+    ["", "torch", "torch=2", "torch>=2", "torch==", "==2", "torch==new", "torch==2.*", "a b==1", "torch==2==3", "-x==1", "x-==1"],
+)
+def test_pins_that_are_refused(pin: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_pins([pin])
+    assert caught.value.fields == ("with",)
+    assert "NAME==VERSION" in str(caught.value)
+    assert repr(pin) in str(caught.value)
+
+
+def test_two_versions_of_one_distribution() -> None:
+    with pytest.raises(ConfigError, match=r"torch is given twice, as 2\.0 and as 2\.1"):
+        parse_pins(["torch==2.0", "Torch==2.1"])
+
+
+@given(st.lists(st.one_of(st.text(max_size=12), st.from_regex(r"[a-z_.-]{0,4}={1,3}[0-9a-z.+!*]{0,6}", fullmatch=True)), max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_any_pins_are_parsed_or_refused(pins: list[str]) -> None:
+    try:
+        found = parse_pins(pins)
+    except ConfigError as error:
+        assert error.message.isprintable()
+        return
+    assert all(canonical_distribution(name) == name for name in found)
+    environment = Environment(assume_installed=True, pins=found)
+    assert all(environment.version(name) == version for name, version in found.items())
