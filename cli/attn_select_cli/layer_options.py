@@ -177,6 +177,12 @@ def build_report(options: Mapping[str, Any]) -> Report:
     from attn_select.report import LayerReport, Report
     from attn_select.selector import decider_for, environment_for, select_model
 
+    overrides = overrides_from(options)
+    if options["model"] is None and "num_heads" not in overrides:
+        raise click.UsageError(
+            "which layer? Give --model, or --num-heads with --head-size (or --mla)",
+            click.get_current_context(silent=True),
+        )
     warnings: list[str] = []
     if options["gpu"].strip().lower() == "auto":
         found = detection.detect_device()
@@ -187,7 +193,7 @@ def build_report(options: Mapping[str, Any]) -> Report:
     environment = environment_for(device, parse_pins(options["pins"]))
     source = models.load(options["model"]) if options["model"] is not None else None
     kinds = models.layer_kinds(
-        source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides_from(options)
+        source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides
     )
     rules = tuple(options["rules"]) or None
     backend = tuple(options["backend"]) or None

@@ -163,7 +163,7 @@ def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]
         if not c.head_size:
             yield ("head_size",), "head_size is required (from 1 to 8192; with MLA it follows from the MLA dims)"
         if c.num_heads % c.num_kv_heads:
-            text = f"num_kv_heads = {c.num_kv_heads} must divide num_heads = {c.num_heads} (both are per rank)"
+            text = f"num_kv_heads {c.num_kv_heads} must divide num_heads {c.num_heads} (both are per rank)"
             yield ("num_kv_heads", "num_heads"), text
         if c.sparse_top_k is not None:
             text = f"sparse_top_k = {c.sparse_top_k} is for sparse MLA: it needs {', '.join(dims)}"

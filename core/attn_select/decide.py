@@ -224,7 +224,7 @@ class Decider:
         forced: Mapping[Phase, str],
         warnings: list[str],
     ) -> dict[Phase, str | None]:
-        """Return one backend per phase: the first for all, else the compatible pair lowest by (decode, prefill) rank."""
+        """Return one backend per phase: the first for all, else the compatible pair of the lowest ranks, decode first."""
         if len(rankings) == 1 or not (valid["prefill"] and valid["decode"]):
             return {phase: names[0] if names else None for phase, names in valid.items()}
         by_phase = any(rule.phase is not None for ranking in rankings.values() for rule in ranking.rules)

@@ -124,6 +124,19 @@ def _context_parallel(config: AttentionConfig) -> Reason | None:
     return _reason("decode-context-parallel", "decode context parallel size", ranks, 1, "--dcp 1")
 
 
+def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
+    """Return what no kernel can do under decode context parallelism: a rank counts only its own, interleaved tokens."""
+    names = [f"a sliding window of {config.sliding_window}"] if config.sliding_window is not None else []
+    names += ["ALiBi"] if config.alibi else []
+    if not names:
+        return None
+    ranks = config.decode_context_parallel_size
+    text = (
+        f"{' and '.join(names)} over {ranks} ranks (supported: 1): a kernel measures distance within one rank's share"
+    )
+    return Reason("decode-context-parallel-distance", text, ranks, 1, "--dcp 1")
+
+
 # Capability → what a config asks of it, as the reason against a backend that lacks it; None where nothing is asked.
 _FEATURES: tuple[tuple[str, _Maker], ...] = (
     ("v_head_size_differs", _v_head_size),
@@ -142,10 +155,11 @@ _FEATURES: tuple[tuple[str, _Maker], ...] = (
 class Demands:
     """What one config asks of every backend alike: one bit per feature, with the reason against who lacks it."""
 
-    __slots__ = ("bits", "has_cache", "mla", "reasons", "sparse")
+    __slots__ = ("always", "bits", "has_cache", "mla", "reasons", "sparse")
 
     def __init__(self, config: AttentionConfig) -> None:
         self.mla, self.sparse, self.has_cache = config.mla, config.sparse, config.has_cache
+        self.always = _distance_across_ranks(config) if config.decode_context_parallel_size > 1 else None
         self.bits = 0
         self.reasons: list[tuple[int, Reason]] = []
         for index, (_, make) in enumerate(_FEATURES):
@@ -216,6 +230,8 @@ class CapabilityGate:
             reasons.append(_reason("attn-type", "attention type", config.attn_type, list(self._attn_types)))
         if demands.has_cache and self._reads_cache:
             self._compare_cache(config, reasons)
+        if demands.always is not None:
+            reasons.append(demands.always)
         if missing := demands.bits & self._lacks:
             reasons += [reason for bit, reason in demands.reasons if bit & missing]
         if config.output_quantization not in self._output_quantizations:

@@ -70,7 +70,13 @@ def test_names_agree_with_the_tables() -> None:
 
 @pytest.mark.parametrize(
     ("written", "expected"),
-    [("fp8", "fp8_e4m3"), ("FP8", "fp8_e4m3"), (" bf16 ", "bfloat16"), ("torch.float16", "float16"), ("e5m2", "fp8_e5m2")],
+    [
+        ("fp8", "fp8_e4m3"),
+        ("FP8", "fp8_e4m3"),
+        (" bf16 ", "bfloat16"),
+        ("torch.float16", "float16"),
+        ("e5m2", "fp8_e5m2"),
+    ],
 )
 def test_dtypes_by_their_other_names(written: str, expected: str) -> None:
     assert AttentionConfig(**PLAIN, kv_cache_dtype=written).kv_cache_dtype == expected
@@ -107,7 +113,11 @@ def test_the_arguments_are_left_alone() -> None:
 
 
 INTEGERS = [name for name in FIELDS if name not in {"logits_soft_cap", "dtype", "kv_cache_dtype", "attn_type"}]
-INTEGERS = [name for name in INTEGERS if FIELDS[name].annotation is not bool and name not in {"output_quantization", "cuda_graph"}]
+INTEGERS = [
+    name
+    for name in INTEGERS
+    if FIELDS[name].annotation is not bool and name not in {"output_quantization", "cuda_graph"}
+]
 BOOLEANS = [name for name in FIELDS if FIELDS[name].annotation is bool]
 NAMES = ["dtype", "kv_cache_dtype", "attn_type", "output_quantization", "cuda_graph"]
 
@@ -277,11 +287,20 @@ ANYTHING = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=6),
-    st.sampled_from([*dtypes.KV_CACHE_DTYPES, *get_args(AttentionType), *CUDA_GRAPH_LEVELS, "fp8", "none", 8, 16, 64, 512]),
+    st.sampled_from(
+        [*dtypes.KV_CACHE_DTYPES, *get_args(AttentionType), *CUDA_GRAPH_LEVELS, "fp8", "none", 8, 16, 64, 512]
+    ),
     st.lists(st.integers(), max_size=2),
     st.binary(max_size=3),
 )
 KEYS = st.one_of(st.sampled_from(list(FIELDS)), st.text(max_size=8))
+
+
+def is_about(error: AttnSelectError, fields: set[str]) -> None:
+    assert isinstance(error, ConfigError)
+    assert error.fields
+    assert set(error.fields) <= fields
+    assert error.message.isprintable()
 
 
 @given(st.dictionaries(KEYS, ANYTHING, max_size=8), st.sampled_from([{}, PLAIN, MLA, SPARSE, ENCODER]))
@@ -291,11 +310,7 @@ def test_any_arguments_give_a_config_or_a_config_error(values: dict[str, Any], b
     try:
         config = AttentionConfig(**values)
     except AttnSelectError as error:
-        assert isinstance(error, ConfigError)
-        assert error.fields
-        assert set(error.fields) <= {*FIELDS, *values}
-        assert error.message.isprintable()
-        assert "\n" not in error.message
+        is_about(error, {*FIELDS, *values})
         return
     assert isinstance(hash(config), int)
     assert AttentionConfig(**config.model_dump()) == config

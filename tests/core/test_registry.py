@@ -244,7 +244,7 @@ def test_installed_plugins_are_found_once_per_process(site: Site) -> None:
 
 @pytest.mark.parametrize("content", [b"[attn_select]\nno equals sign\n", b"[attn_select]\nx = \xff\n"])
 def test_a_stranger_with_malformed_entry_points(site: Site, content: bytes) -> None:
-    """importlib.metadata fails as a whole when one distribution's file is malformed; the plugins are found all the same."""
+    """importlib.metadata fails as a whole when one file is malformed; the plugins are found all the same."""
     site.plugin("good", GOOD, "OF_A_TEST")
     (site.distribution("stranger", "") / "entry_points.txt").write_bytes(content)
     load_plugins.cache_clear()
@@ -258,7 +258,7 @@ def test_a_stranger_with_malformed_entry_points(site: Site, content: bytes) -> N
         load_plugins.cache_clear()
 
 
-# --- What a spec may look like --------------------------------------------------------------------------------------------
+# --- What a spec may look like ---
 
 
 class NeedsValue(BackendOptions):

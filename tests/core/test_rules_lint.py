@@ -195,7 +195,9 @@ DEVICES += [Device("x", (9, 5)), Device("h1", (8, 0)), Device("cpu", None)]
 @given(st.lists(st.tuples(WHENS, st.sampled_from([None, *PHASES])), min_size=2, max_size=4))
 @settings(max_examples=150, deadline=None)
 def test_what_is_called_unreachable_never_wins(whens: list[tuple[dict[str, Any], str | None]]) -> None:
-    tables = [{"name": f"r{i}", "priority": ["A"], "when": when, "phase": phase} for i, (when, phase) in enumerate(whens)]
+    tables = [
+        {"name": f"r{i}", "priority": ["A"], "when": when, "phase": phase} for i, (when, phase) in enumerate(whens)
+    ]
     rules = [
         parse_rule({k: v for k, v in table.items() if v is not None}, file="f", line=i + 1, layer=0)
         for i, table in enumerate(tables)

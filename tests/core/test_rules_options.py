@@ -81,7 +81,7 @@ def test_bad_values_name_file_line_key_and_what_is_accepted(
 
 
 def test_a_backend_without_options(spec: MakeSpec, rules_file: RulesFile) -> None:
-    with pytest.raises(RulesError, match="backends.PLAIN: unknown option 'x'; it has no options"):
+    with pytest.raises(RulesError, match=r"backends\.PLAIN: unknown option 'x'; it has no options"):
         read(spec, rules_file("[backends.PLAIN]\nx = 1\n"))
 
 

@@ -25,7 +25,9 @@ H100 = Device("h100", (9, 0))
 NOTHING_KNOWN = Environment(assume_installed=True)
 
 
-def rank(*tables: dict[str, Any], layers: list[int] | None = None, phase: Phase = "decode") -> tuple[list[str], set[str]]:
+def rank(
+    *tables: dict[str, Any], layers: list[int] | None = None, phase: Phase = "decode"
+) -> tuple[list[str], set[str]]:
     """Return the order and the denied names that these rules give to a plain layer on an H100."""
     numbers = layers or [0] * len(tables)
     rules = [
@@ -101,7 +103,7 @@ def test_the_rules_that_took_part_are_listed() -> None:
     assert ranking["decode"].by_rule
 
 
-# --- The model ---------------------------------------------------------------------------------------------------------
+# --- The model ---
 
 
 def facts(config: AttentionConfig, device: Device, versions: dict[str, str], cuda: str | None) -> dict[str, Any]:
@@ -126,7 +128,9 @@ def holds(field: str, written: Any, known: dict[str, Any], layer_dtype: str) -> 
     if isinstance(written, list):
         return any(holds(field, each, known, layer_dtype) for each in written)
     if field == "library":
-        return all(holds("version", value, {"version": known["library"].get(name)}, "") for name, value in written.items())
+        return all(
+            holds("version", value, {"version": known["library"].get(name)}, "") for name, value in written.items()
+        )
     value = known[field]
     if value is None:
         return False
@@ -196,7 +200,9 @@ def model(
     return order, denied, taken
 
 
-NUMBERS = st.builds(lambda sign, n: f"{sign}{n}", st.sampled_from(["<", "<=", ">", ">=", "==", "!=", ""]), st.integers(14, 33))
+NUMBERS = st.builds(
+    lambda sign, n: f"{sign}{n}", st.sampled_from(["<", "<=", ">", ">=", "==", "!=", ""]), st.integers(14, 33)
+)
 WHEN: dict[str, st.SearchStrategy[Any]] = {
     "mla": st.booleans(),
     "sparse": st.booleans(),
@@ -209,7 +215,9 @@ WHEN: dict[str, st.SearchStrategy[Any]] = {
     "compute_capability": st.sampled_from(["9.x", "10.0", ">=9.0", "<10.0", ">=8.9,<10.0", "!=9.0"]),
     "cuda": st.sampled_from(["<13.0", ">=12.8", "13.0"]),
 }
-LIBRARIES = st.dictionaries(st.sampled_from(["one", "two"]), st.sampled_from(["<0.6.3", ">=0.6.10", "0.6.9"]), max_size=2)
+LIBRARIES = st.dictionaries(
+    st.sampled_from(["one", "two"]), st.sampled_from(["<0.6.3", ">=0.6.10", "0.6.9"]), max_size=2
+)
 
 
 @st.composite
@@ -217,7 +225,10 @@ def rules(draw: st.DrawFn, name: str) -> dict[str, Any]:
     if draw(st.integers(0, 9)) == 0:
         return {"name": name, "enabled": False}
     effect = draw(st.sampled_from(["priority", "priority", "prefer", "avoid", "deny"]))
-    rule: dict[str, Any] = {"name": name, effect: draw(st.lists(st.sampled_from("ABCDEF"), min_size=1, max_size=4, unique=True))}
+    rule: dict[str, Any] = {
+        "name": name,
+        effect: draw(st.lists(st.sampled_from("ABCDEF"), min_size=1, max_size=4, unique=True)),
+    }
     if draw(st.integers(0, 3)) == 0:
         rule["phase"] = draw(st.sampled_from(PHASES))
     when: dict[str, Any] = {}
@@ -234,7 +245,10 @@ def rules(draw: st.DrawFn, name: str) -> dict[str, Any]:
 @st.composite
 def layered_rules(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
     return [
-        [draw(rules(name)) for name in draw(st.lists(st.sampled_from(["r1", "r2", "r3", "r4", "r5", "r6"]), max_size=5, unique=True))]
+        [
+            draw(rules(name))
+            for name in draw(st.lists(st.sampled_from(["r1", "r2", "r3", "r4", "r5", "r6"]), max_size=5, unique=True))
+        ]
         for _ in range(draw(st.integers(1, 3)))
     ]
 

@@ -145,7 +145,7 @@ def _encoder_decoder(fields: Fields) -> Reading:
         if alone not in (None, side):
             continue
         heads = fields.heads(f"{side}_attention_heads")
-        count = fields.heads(f"{side}_layers") or (fields.heads("encoder_layers") if side == "decoder" else None)
+        count = fields.heads(f"{side}_layers")
         if count is None:
             raise ModelError(f"{fields.where}: {side}_layers is missing", hint=types.NO_MODEL)
         layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads))

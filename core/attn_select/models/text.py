@@ -56,7 +56,7 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
         if not isinstance(config[key], dict):
             raise ModelError(f"{where}: {key} = {show(config[key])}: expected an object")
         config, where = config[key], f"{where}: {key}"
-        kind = model_type_of(config, where) or text_type(kind or "")
+        kind = model_type_of(config, where) or text_type(kind or "") or kind
     else:
         raise ModelError(f"{where}: configs inside configs inside configs")
     kind = (text_type(kind) if config is raw and kind else kind) or kind or ""

@@ -21,7 +21,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_cutlass_mla.providers import LIBRARIES, PROVIDERS, Provider, installed
+from attn_select_cutlass_mla.providers import LIBRARIES, PROVIDERS, Provider, ProviderName, choose
 
 MIB = 1 << 20
 HEADS = 128
@@ -70,6 +70,9 @@ class CutlassMLAOptions(BackendOptions):
         -1,
         description=f"parts into which a request's KV is split; -1: the kernel chooses; {SPLITS_VARIABLE} overrides it",
     )
+    provider: ProviderName = Field(
+        "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
+    )
     workspace_bytes: Annotated[int, Field(ge=MIB, le=1 << 40, strict=True)] = Field(
         128 * MIB, description="scratch; it grows to what the kernel asks for before CUDA graphs are captured"
     )
@@ -77,6 +80,7 @@ class CutlassMLAOptions(BackendOptions):
 
 _DEVICES = ((10, 0), (10, 3))
 _LABELS = {provider.library.distribution: provider.label for provider in PROVIDERS}
+_PINNED = "its only kernel, from the provider that the options name"
 _BECAUSE = {name: f"its only kernel, from {name}: the first usable provider that runs the layer" for name in _LABELS}
 _UNIT_SCALES = "with an FP8 cache the query and KV scales must be 1"
 _GROWS = "the workspace grows to the kernel's own size before CUDA graphs are captured"
@@ -105,9 +109,10 @@ def plan(
         set_by = None
     elif set_by is None:
         set_by = f"num_kv_splits = {splits}"
-    chosen, refused = _choose(config, capability, environment, set_by)
-    if chosen is None:
-        return reasons + refused
+    chosen = choose(config, capability, environment, options.provider, set_by)
+    if type(chosen) is list:
+        return reasons + chosen
+    assert isinstance(chosen, Provider)
     return reasons or _plan(config, chosen, options, set_by)
 
 
@@ -134,23 +139,6 @@ def _parse_splits(text: str) -> int | None:
     return value if value == -1 or 1 <= value <= MAX_SPLITS else None
 
 
-def _choose(
-    config: AttentionConfig, capability: tuple[int, int], environment: Environment, set_by: str | None
-) -> tuple[Provider | None, list[Reason]]:
-    """Return the first usable provider, or None and what the first one that is there lacks.
-
-    Where none is there, the missing library is the gate's reason already; the preferred one is judged.
-    """
-    candidates = installed(environment) or list(PROVIDERS[:1])
-    refused: list[Reason] = []
-    for provider in candidates:
-        reasons = provider.objections(config, capability, set_by)
-        if not reasons:
-            return provider, []
-        refused = refused or reasons
-    return None, refused
-
-
 def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOptions, set_by: str | None) -> BackendPlan:
     name, fp8 = provider.library.distribution, config.kv_cache_dtype == "fp8_e4m3"
     notes: tuple[str, ...] = (_GROWS, *provider.notes)
@@ -162,7 +150,7 @@ def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOption
         notes = (*notes, f"KV splits fixed by {set_by}")
     return BackendPlan(
         path="CUTLASS MLA",
-        because=_BECAUSE[name],
+        because=_BECAUSE[name] if options.provider == "auto" else _PINNED,
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=provider.returns_lse.value,
         kv_layouts=(MLA,),

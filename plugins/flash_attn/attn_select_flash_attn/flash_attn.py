@@ -163,23 +163,6 @@ def _against_v_head_size(head_size: int, v_head_size: int, fp8: bool, cached: bo
     return "V 104 to 128 with head sizes 136 to 192, V up to 512 with head sizes up to 64"
 
 
-def _across_ranks(config: AttentionConfig) -> list[Reason]:
-    """Return what decode context parallelism rules out.
-
-    A rank holds every n-th token and the kernel counts only those (hopper/flash_api.cpp 617264c refuses a window).
-    """
-    names = []
-    if config.sliding_window is not None:
-        names.append(f"a sliding window of {config.sliding_window}")
-    if config.alibi:
-        names.append("ALiBi")
-    if not names:
-        return []
-    ranks = config.decode_context_parallel_size
-    message = f"{' and '.join(names)} over {ranks} ranks (supported: 1): distance is measured within one rank's share"
-    return [Reason("decode-context-parallel", message, ranks, 1, "--dcp 1")]
-
-
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashAttnOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
@@ -191,15 +174,14 @@ def plan(
     if options.version != "auto" or options.provider != "auto":
         pin = Pin("FLASH_ATTN", "version", options.version, options.provider)
         left = pin.keep(candidates)
-    across = _across_ranks(config) if config.decode_context_parallel_size > 1 else []
     judged = []
     for candidate in left:
         if environment.has(candidate.library):
             found = objections(candidate.kernel, config, capability)
             if not found:
-                return across or _plan(candidate, config, pin)
+                return _plan(candidate, config, pin)
             judged.append((candidate.kernel, found))
-    return across + refuse(
+    return refuse(
         judged,
         candidates,
         environment,

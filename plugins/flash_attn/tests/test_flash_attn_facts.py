@@ -293,7 +293,7 @@ def test_rejected_on_both_versions(fields: dict[str, Any], code: str) -> None:
 @pytest.mark.parametrize(("fields", "word"), [({"sliding_window": 128}, "128"), ({"alibi": True}, "ALiBi")])
 def test_dcp_excludes_what_depends_on_distance(fields: dict[str, Any], word: str) -> None:
     assert isinstance(ask(layer(**fields), gpu(8)), BackendPlan)
-    reason = reasons_of(layer(decode_context_parallel_size=4, **fields), gpu(8))["decode-context-parallel"]
+    reason = reasons_of(layer(decode_context_parallel_size=4, **fields), gpu(8))["decode-context-parallel-distance"]
     assert word in reason.message
     assert (reason.observed, reason.remedy) == (4, "--dcp 1")
 

@@ -329,7 +329,6 @@ def test_prefill_kernel() -> None:
     "values",
     [
         {"use_trtllm": "yes"},
-        {"use_trtllm": 1},
         {"prefill_kernel": "fa4"},
         {"native_workspace_bytes": 1024},
         {"trtllm_workspace_bytes": "394MiB"},

@@ -83,6 +83,11 @@ def test_plan_answers_every_config(config: AttentionConfig, capability: tuple[in
         hash(spec.compile_key(config))
 
 
+def measures_distance_across_ranks(config: AttentionConfig) -> bool:
+    """Whether the gate refuses the layer for every backend: distances do not survive interleaved shares."""
+    return config.decode_context_parallel_size > 1 and (config.alibi or config.sliding_window is not None)
+
+
 @given(config=configs(mla=False), capability=st.sampled_from([None, *GPUS]))
 def test_sdpa_takes_every_layer_without_mla(config: AttentionConfig, capability: tuple[int, int] | None) -> None:
     expected = set()
@@ -92,6 +97,8 @@ def test_sdpa_takes_every_layer_without_mla(config: AttentionConfig, capability:
         expected.add("output-quantization")
     if config.cuda_graph != "NEVER":
         expected.add("cuda-graph-level")
+    if measures_distance_across_ranks(config):
+        expected.add("decode-context-parallel-distance")
     for phase in config.phases:
         outcome = check(TORCH_SDPA, config, device_of(capability), ASSUMED, TORCH_SDPA.options(), phase)
         assert codes(outcome) == expected
@@ -112,4 +119,6 @@ def test_torch_mla_takes_every_dense_mla_layer(config: AttentionConfig, capabili
             expected.add("output-quantization")
         if config.cuda_graph != "NEVER":
             expected.add("cuda-graph-level")
+        if measures_distance_across_ranks(config):
+            expected.add("decode-context-parallel-distance")
         assert codes(check(TORCH_MLA, config, device, ASSUMED, TORCH_MLA.options(), phase)) == expected

@@ -1,0 +1,317 @@
+"""FLASHINFER_MLA through the gate: its decode kernels, its ragged prefill, and what both refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from attn_select import gate
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device, lookup
+from attn_select.environment import Environment
+from attn_select.layouts import MLA
+from attn_select.spec import BackendPlan, Reason
+from attn_select_flashinfer.mla import FLASHINFER_MLA
+
+MIB = 1 << 20
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+SMALL = {**DEEPSEEK, "kv_lora_rank": 256}
+GEN, XQA, FA3, FA2 = "TRT-LLM (trtllm-gen)", "TRT-LLM (XQA)", "native fa3", "native fa2"
+GPUS = ("sm80", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
+
+
+def ask(gpu: str | Device, phase: Any = "decode", *, options: Any = None, **fields: Any) -> BackendPlan | list[Reason]:
+    config = AttentionConfig(**{"num_heads": 128, **DEEPSEEK, **fields})
+    device = lookup(gpu) if isinstance(gpu, str) else gpu
+    environment = Environment(assume_installed=True, variables={})
+    return gate.check(FLASHINFER_MLA, config, device, environment, FLASHINFER_MLA.options(**options or {}), phase)
+
+
+def plan_of(*args: Any, **fields: Any) -> BackendPlan:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome
+
+
+def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, list), outcome
+    return {reason.code: reason for reason in outcome}
+
+
+# --- Decode ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "path", "because", "lse", "level", "width", "sizes"),
+    [
+        (("sm80", "sm89", "sm110"), FA2, "every compute", True, "UNIFORM_SINGLE_TOKEN_DECODE", 1, (64, 32, 16, 1)),
+        (("sm90",), FA3, "Hopper", True, "UNIFORM_SINGLE_TOKEN_DECODE", 1, (64, 32, 16, 1)),
+        (("sm100", "sm103"), GEN, "Blackwell", True, "UNIFORM_BATCH", 4, (64, 32)),
+        (("sm120", "sm121"), XQA, "12.x", False, "UNIFORM_SINGLE_TOKEN_DECODE", 8, (64, 32, 128, 16)),
+    ],
+)
+def test_decode_kernel_follows_the_device(
+    gpus: tuple[str, ...], path: str, because: str, lse: bool, level: str, width: int, sizes: tuple[int, ...]
+) -> None:
+    for gpu in gpus:
+        plan = plan_of(gpu)
+        assert (plan.path, plan.returns_lse, plan.cuda_graph) == (path, lse, level)
+        assert because in plan.because
+        assert (plan.block_table_width_multiple, plan.kernel_block_sizes) == (width, sizes)
+        assert (plan.kv_layouts, plan.query_dtype) == ((MLA,), "bfloat16")
+        assert set(reasons_of(gpu, cuda_graph="ALWAYS")) == {"cuda-graph-level"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "block_size", "sizes", "width"),
+    [
+        ("sm100", 32, (32,), 4),
+        ("sm100", 64, (64, 32), 4),
+        ("sm100", 96, (32,), 4),
+        ("sm120", 128, (128, 64, 32, 16), 8),
+        ("sm90", 1, (1,), 1),
+        ("sm90", 128, (64, 32, 16, 1), 1),
+    ],
+)
+def test_decode_pages(gpu: str, block_size: int, sizes: tuple[int, ...], width: int) -> None:
+    plan = plan_of(gpu, block_size=block_size)
+    assert (plan.kernel_block_sizes, plan.block_table_width_multiple) == (sizes, width)
+
+
+def test_small_pages_leave_trtllm_gen() -> None:
+    plan = plan_of("sm100", block_size=16)
+    assert (plan.path, plan.kernel_block_sizes) == (FA2, (16, 1))
+    assert plan.because.startswith("block size 16")
+    assert any("slow there" in note for note in plan.notes)
+    # fa2 reads no FP8 cache, so there a page of 16 tokens is refused.
+    refused = reasons_of("sm100", block_size=16, kv_cache_dtype="fp8")
+    assert set(refused) == {"block-size", "kv-cache-dtype"}
+    assert refused["block-size"].remedy == "--block-size 32"
+    assert plan_of("sm100", block_size=32, kv_cache_dtype="fp8").path == GEN
+
+
+@pytest.mark.parametrize(
+    ("gpu", "path", "query"),
+    [("sm90", FA3, "bfloat16"), ("sm100", GEN, "fp8_e4m3"), ("sm120", XQA, "fp8_e4m3"), ("sm80", None, None)],
+)
+def test_fp8_cache(gpu: str, path: str | None, query: str | None) -> None:
+    if path is None:
+        reasons = reasons_of(gpu, kv_cache_dtype="fp8")
+        assert list(reasons) == ["kv-cache-dtype"]
+        assert reasons["kv-cache-dtype"].remedy == "--kv-cache-dtype auto"
+        return
+    plan = plan_of(gpu, kv_cache_dtype="fp8")
+    assert (plan.path, plan.query_dtype) == (path, query)
+    refused = reasons_of(gpu, kv_cache_dtype="fp8", dtype="float16")
+    assert refused["dtype"].remedy == "--dtype bfloat16"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_float16(gpu: str) -> None:
+    plan = plan_of(gpu, dtype="float16")
+    assert (plan.path, plan.query_dtype) == (FA3 if gpu == "sm90" else FA2, "float16")
+
+
+@pytest.mark.parametrize(("gpu", "path"), [("sm80", FA2), ("sm90", FA2), ("sm100", GEN), ("sm120", FA2)])
+def test_small_mla(gpu: str, path: str) -> None:
+    plan = plan_of(gpu, **SMALL)
+    assert plan.path == path
+    if gpu in ("sm90", "sm120"):
+        assert "256 + 64" in plan.because
+        refused = reasons_of(gpu, kv_cache_dtype="fp8", **SMALL)
+        assert set(refused) & {"mla-dims", "kv-cache-dtype"}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("rank", [384, 1024])
+def test_other_latent_widths(gpu: str, rank: int) -> None:
+    assert "head-size" in reasons_of(gpu, **{**DEEPSEEK, "kv_lora_rank": rank})
+
+
+def test_latent_width_alone_is_not_enough() -> None:
+    refused = reasons_of("sm90", **{**DEEPSEEK, "kv_lora_rank": 448, "qk_rope_head_dim": 128})
+    assert list(refused) == ["mla-dims"]
+    assert refused["mla-dims"].observed == "448 + 128"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "heads", "path", "padded"),
+    [
+        ("sm100", 128, GEN, None),
+        ("sm100", 16, GEN, None),
+        ("sm100", 20, GEN, 32),
+        ("sm100", 160, FA2, None),
+        ("sm90", 5, FA3, None),
+        ("sm90", 160, FA3, None),
+        ("sm120", 128, XQA, None),
+        ("sm120", 16, FA2, None),
+    ],
+)
+def test_heads(gpu: str, heads: int, path: str, padded: int | None) -> None:
+    plan = plan_of(gpu, num_heads=heads)
+    assert plan.path == path
+    notes = [note for note in plan.notes if "padded" in note]
+    assert notes == ([] if padded is None else [f"query heads are padded from {heads} to {padded}"])
+
+
+def test_heads_on_12_with_fp8_are_padded_to_128() -> None:
+    plan = plan_of("sm120", num_heads=16, kv_cache_dtype="fp8")
+    assert plan.path == XQA
+    assert "query heads are padded from 16 to 128" in plan.notes
+    assert "num-heads" in reasons_of("sm120", num_heads=160, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"num_speculative_tokens": 1}, "speculative-tokens"),
+        ({"decode_context_parallel_size": 2}, "decode-context-parallel"),
+    ],
+)
+def test_xqa_limits(fields: dict[str, Any], code: str) -> None:
+    assert plan_of("sm120", **fields).path == FA2
+    assert code in reasons_of("sm120", kv_cache_dtype="fp8", **fields)
+    assert plan_of("sm100", kv_cache_dtype="fp8", **fields).path == GEN
+    assert plan_of("sm90", kv_cache_dtype="fp8", **fields).path == FA3
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_sinks(phase: Any) -> None:
+    assert "trtllm-gen" in plan_of("sm100", phase, sinks=True).path
+    for gpu in ("sm80", "sm90", "sm110", "sm120"):
+        assert list(reasons_of(gpu, phase, sinks=True)) == ["sinks"]
+
+
+def test_context_parallel_decode_on_10_doubles_the_workspace() -> None:
+    one, two = plan_of("sm100"), plan_of("sm100", decode_context_parallel_size=2)
+    assert (one.workspace_bytes, two.workspace_bytes) == (128 * MIB, 256 * MIB)
+    assert (one.cuda_graph, two.cuda_graph) == ("UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
+    assert plan_of("sm90", decode_context_parallel_size=2).workspace_bytes == plan_of("sm90").workspace_bytes
+    assert plan_of("sm90", options={"workspace_bytes": 64 * MIB}).workspace_bytes == 64 * MIB
+
+
+# --- Prefill --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "path", "because"),
+    [
+        ("sm80", "native fa2 (ragged)", "every compute capability"),
+        ("sm90", "native fa3 (ragged)", "Hopper"),
+        ("sm100", "CUTLASS (ragged)", "Blackwell"),
+        ("sm103", "CUTLASS (ragged)", "Blackwell"),
+        ("sm110", "CUTLASS (ragged)", "Blackwell"),
+        ("sm120", "native fa2 (ragged)", "every compute capability"),
+    ],
+)
+def test_prefill_kernel_follows_the_device(gpu: str, path: str, because: str) -> None:
+    # The cache does not bind prefill, which runs on decompressed K and V.
+    for fields in ({}, {"kv_cache_dtype": "fp8"}, {"block_size": 7}, {"dtype": "float16"}):
+        plan = plan_of(gpu, "prefill", **fields)
+        assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == (path, (), ())
+        assert because in plan.because
+        assert plan.query_dtype == fields.get("dtype", "bfloat16")
+        assert plan.returns_lse
+
+
+def test_prefill_head_dims() -> None:
+    wide = {**DEEPSEEK, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    plan = plan_of("sm100", "prefill", **wide)
+    assert plan.path == "TRT-LLM (trtllm-gen, ragged)"
+    assert plan.because.startswith("QK / V head dims 256 / 256")
+    assert plan_of("sm100", "prefill", dtype="float16", **wide).path == "native fa2 (ragged)"
+    assert plan_of("sm90", "prefill", **wide).path == "native fa3 (ragged)"
+    for gpu in GPUS:
+        refused = reasons_of(gpu, "prefill", **{**DEEPSEEK, "v_head_dim": 96})
+        assert list(refused) == ["mla-dims"]
+        assert refused["mla-dims"].observed == "192 / 96"
+
+
+# --- Refused everywhere ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"dtype": "float32"}, "dtype"),
+        ({"sliding_window": 128}, "sliding-window"),
+        ({"logits_soft_cap": 5.0}, "logits-soft-cap"),
+        ({"alibi": True}, "alibi"),
+        ({"mm_prefix": True}, "mm-prefix"),
+        ({"batch_invariant": True}, "batch-invariant"),
+        ({"output_quantization": "fp8"}, "output-quantization"),
+        ({"sparse_top_k": 2048}, "sparse-unsupported"),
+    ],
+)
+def test_refused_everywhere(gpu: str, phase: str, fields: dict[str, Any], code: str) -> None:
+    assert code in reasons_of(gpu, phase, **fields)
+
+
+@pytest.mark.parametrize("cache", ["fp8_e5m2", "nvfp4", "float16"])
+def test_other_caches(cache: str) -> None:
+    for gpu in GPUS:
+        assert "kv-cache-dtype" in reasons_of(gpu, kv_cache_dtype=cache)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("device", [CPU, Device("t4", (7, 5))], ids=["cpu", "sm75"])
+def test_devices_below_ampere(device: Device, phase: str) -> None:
+    assert set(reasons_of(device, phase)) == {"compute-capability"}
+
+
+def test_per_head_scales() -> None:
+    fields: dict[str, Any] = {"kv_cache_dtype": "fp8", "per_head_quant_scales": True}
+    assert list(reasons_of("sm90", **fields)) == ["per-head-quant-scales"]
+    assert plan_of("sm90", "prefill", **fields)
+
+
+def test_layers_without_mla() -> None:
+    none = dict.fromkeys(DEEPSEEK)
+    assert list(reasons_of("sm90", num_kv_heads=8, head_size=128, **none)) == ["mla-only"]
+
+
+# --- Forced kernels -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "key", "kernel", "path"),
+    [
+        ("sm90", "decode", "decode_kernel", "fa2", FA2),
+        ("sm90", "decode", "decode_kernel", "fa3", FA3),
+        ("sm100", "decode", "decode_kernel", "fa2", FA2),
+        ("sm120", "decode", "decode_kernel", "fa2", FA2),
+        ("sm100", "prefill", "prefill_kernel", "trtllm-gen", "TRT-LLM (trtllm-gen, ragged)"),
+        ("sm100", "prefill", "prefill_kernel", "fa2", "native fa2 (ragged)"),
+        ("sm90", "prefill", "prefill_kernel", "fa2", "native fa2 (ragged)"),
+        ("sm90", "decode", "decode_kernel", "trtllm-gen", None),
+        ("sm90", "decode", "decode_kernel", "xqa", None),
+        ("sm80", "decode", "decode_kernel", "fa3", None),
+        ("sm90", "prefill", "prefill_kernel", "cutlass", None),
+        ("sm120", "prefill", "prefill_kernel", "trtllm-gen", None),
+    ],
+)
+def test_forced_kernel(gpu: str, phase: str, key: str, kernel: str, path: str | None) -> None:
+    if path is not None:
+        plan = plan_of(gpu, phase, options={key: kernel})
+        assert (plan.path, plan.because) == (path, f'{key} = "{kernel}"')
+        return
+    refused = reasons_of(gpu, phase, options={key: kernel})
+    assert list(refused) == ["forced-path"]
+    assert refused["forced-path"].remedy == f'backends.FLASHINFER_MLA.{key} = "auto"'
+    assert lookup(gpu).capability_text in refused["forced-path"].message
+
+
+def test_a_forced_kernel_still_has_its_limits() -> None:
+    assert list(reasons_of("sm90", options={"decode_kernel": "fa3"}, **SMALL)) == ["mla-dims"]
+    assert plan_of("sm90", options={"decode_kernel": "fa2"}, **SMALL).path == FA2
+
+
+@pytest.mark.parametrize("values", [{"decode_kernel": "cutlass"}, {"prefill_kernel": "xqa"}, {"workspace_bytes": 1}])
+def test_options_that_are_none(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        FLASHINFER_MLA.options(**values)

@@ -1,0 +1,160 @@
+"""FLASHINFER_MLA_SPARSE through the gate: trtllm-gen on 10.x, FlashInfer's own kernel on 12.x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from attn_select import gate
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device, lookup
+from attn_select.environment import Environment
+from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.spec import BackendPlan, Reason
+from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE
+
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+PHASES: tuple[Any, ...] = ("prefill", "decode")
+ON_12 = {"kv_cache_dtype": "fp8_ds_mla"}
+
+
+def ask(gpu: str | Device, phase: Any = "decode", *, options: Any = None, **fields: Any) -> BackendPlan | list[Reason]:
+    config = AttentionConfig(**{"num_heads": 128, "sparse_top_k": 2048, **DEEPSEEK, **fields})
+    device = lookup(gpu) if isinstance(gpu, str) else gpu
+    environment = Environment(assume_installed=True, variables={})
+    wanted = FLASHINFER_MLA_SPARSE.options(**options or {})
+    return gate.check(FLASHINFER_MLA_SPARSE, config, device, environment, wanted, phase)
+
+
+def plan_of(*args: Any, **fields: Any) -> BackendPlan:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome
+
+
+def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, list), outcome
+    return {reason.code: reason for reason in outcome}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("gpu", ["sm100", "sm103"])
+@pytest.mark.parametrize(("cache", "query"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("fp8", "fp8_e4m3")])
+def test_on_10(gpu: str, phase: str, cache: str, query: str) -> None:
+    plan = plan_of(gpu, phase, kv_cache_dtype=cache)
+    assert (plan.path, plan.kv_layouts) == ("TRT-LLM (trtllm-gen, sparse)", (MLA,))
+    assert (plan.query_dtype, plan.kernel_block_sizes) == (query, (64, 32))
+    assert (plan.returns_lse, plan.cuda_graph) == (True, "UNIFORM_BATCH")
+    assert any("at most 8192 query tokens" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("gpu", ["sm120", "sm121"])
+def test_on_12(gpu: str, phase: str) -> None:
+    plan = plan_of(gpu, phase, **ON_12)
+    assert (plan.path, plan.kv_layouts) == ("FlashInfer sparse (12.x)", (FP8_DS_MLA,))
+    assert (plan.query_dtype, plan.kernel_block_sizes) == ("bfloat16", (64,))
+    assert not any("8192" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_caches_by_device(phase: str) -> None:
+    on_12 = reasons_of("sm120", phase)["kv-cache-dtype"]
+    assert (on_12.observed, on_12.remedy) == ("bfloat16", "--kv-cache-dtype fp8_ds_mla")
+    assert list(reasons_of("sm120", phase, kv_cache_dtype="fp8")) == ["kv-cache-dtype"]
+    on_10 = reasons_of("sm100", phase, **ON_12)["kv-cache-dtype"]
+    assert (on_10.observed, on_10.remedy) == ("fp8_ds_mla", "--kv-cache-dtype auto")
+    for gpu in ("sm100", "sm120"):
+        for cache in ("fp8_e5m2", "nvfp4"):
+            assert "kv-cache-dtype" in reasons_of(gpu, phase, kv_cache_dtype=cache)
+
+
+def test_top_k() -> None:
+    for top_k in (64, 512, 1024):
+        refused = reasons_of("sm120", sparse_top_k=top_k, **ON_12)
+        assert list(refused) == ["sparse-top-k"]
+        assert refused["sparse-top-k"].observed == top_k
+        assert plan_of("sm100", sparse_top_k=top_k)
+    assert list(reasons_of("sm120", sparse_top_k=None)) == ["sparse-only"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "size", "sizes"),
+    [
+        ("sm100", 32, (32,)),
+        ("sm100", 64, (64, 32)),
+        ("sm100", 96, (32,)),
+        ("sm100", 16, None),
+        ("sm120", 64, (64,)),
+        ("sm120", 128, (64,)),
+        ("sm120", 32, None),
+    ],
+)
+def test_pages(gpu: str, size: int, sizes: tuple[int, ...] | None) -> None:
+    fields = {"block_size": size, **(ON_12 if gpu == "sm120" else {})}
+    if sizes is not None:
+        assert plan_of(gpu, **fields).kernel_block_sizes == sizes
+        return
+    refused = reasons_of(gpu, **fields)
+    assert list(refused) == ["block-size"]
+    assert refused["block-size"].remedy == f"--block-size {32 if gpu == 'sm100' else 64}"
+
+
+@pytest.mark.parametrize(
+    ("heads", "padded"), [(128, None), (64, None), (8, None), (5, 8), (20, 32), (96, 128), (129, -1)]
+)
+def test_heads(heads: int, padded: int | None) -> None:
+    for gpu, fields in (("sm100", {}), ("sm120", ON_12)):
+        if padded == -1:
+            assert list(reasons_of(gpu, num_heads=heads, **fields)) == ["num-heads"]
+            continue
+        notes = [note for note in plan_of(gpu, num_heads=heads, **fields).notes if "padded" in note]
+        assert notes == ([] if padded is None else [f"query heads are padded from {heads} to {padded}"])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("gpu", ["sm100", "sm120"])
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"dtype": "float16"}, "dtype"),
+        ({"qk_rope_head_dim": 32}, "mla-dims"),
+        ({"kv_lora_rank": 448, "qk_rope_head_dim": 128}, "mla-dims"),
+        ({"kv_lora_rank": 256}, "head-size"),
+        ({"sliding_window": 64}, "sliding-window"),
+        ({"logits_soft_cap": 5.0}, "logits-soft-cap"),
+        ({"alibi": True}, "alibi"),
+        ({"mm_prefix": True}, "mm-prefix"),
+        ({"non_causal": True}, "non-causal"),
+        ({"batch_invariant": True}, "batch-invariant"),
+        ({"output_quantization": "fp8"}, "output-quantization"),
+    ],
+)
+def test_refused(gpu: str, phase: str, fields: dict[str, Any], code: str) -> None:
+    cache = ON_12 if gpu == "sm120" else {}
+    assert code in reasons_of(gpu, phase, **cache, **fields)
+    assert plan_of(gpu, phase, **cache)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("gpu", "fields"), [("sm100", {}), ("sm120", ON_12)])
+def test_taken(gpu: str, phase: str, fields: dict[str, Any]) -> None:
+    assert plan_of(gpu, phase, sinks=True, num_speculative_tokens=3, cuda_graph="UNIFORM_BATCH", **fields)
+    plan = plan_of(gpu, phase, decode_context_parallel_size=2, **fields)
+    assert any("log-sum-exp" in note for note in plan.notes) is (gpu == "sm100")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_other_devices(phase: str) -> None:
+    for device in (CPU, *map(lookup, ("sm75", "sm80", "sm90", "sm110"))):
+        assert "compute-capability" in reasons_of(device, phase)
+
+
+def test_workspace() -> None:
+    assert plan_of("sm100").workspace_bytes == 394 << 20
+    assert plan_of("sm100", options={"workspace_bytes": 64 << 20}).workspace_bytes == 64 << 20
+    with pytest.raises(ValidationError):
+        FLASHINFER_MLA_SPARSE.options(workspace_bytes="64 MiB")

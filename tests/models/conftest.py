@@ -1,0 +1,45 @@
+"""The published configs, and a way to read a config that is no file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select.models import LayerKinds, ModelSource
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for ``published`` once per published config."""
+    if "published" in metafunc.fixturenames:
+        folders = sorted(folder for folder in CONFIGS.iterdir() if folder.is_dir())
+        metafunc.parametrize("published", folders, ids=[folder.name for folder in folders])
+
+
+@pytest.fixture(scope="session")
+def origins() -> dict[str, dict[str, Any]]:
+    """Where each published config was found."""
+    table: dict[str, dict[str, Any]] = json.loads((CONFIGS / "ORIGINS.json").read_text())
+    return table
+
+
+@pytest.fixture(scope="session")
+def configs() -> Path:
+    """The folder of the published configs."""
+    return CONFIGS
+
+
+@pytest.fixture(scope="session")
+def kinds() -> Callable[..., LayerKinds]:
+    """Return a function that reads a config given as a dict, with ``layer_kinds``' arguments."""
+
+    def read(config: dict[str, Any], **arguments: Any) -> LayerKinds:
+        model_type = config.get("model_type", "")
+        return ModelSource("a config", "", model_type, config, "a test").layer_kinds(**arguments)
+
+    return read

@@ -1,0 +1,252 @@
+"""Our tables and our readings beside the config classes of the transformers library, which imports without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select.errors import ModelError
+from attn_select.models import load
+from attn_select.models.fields import Fields
+from attn_select.models.layer_types import layer_types
+from attn_select.models.readers import read
+from attn_select.models.tables import defaults, family
+from attn_select.models.variants import sliding_window
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # not ours
+    transformers = pytest.importorskip(
+        "transformers", reason="the transformers library is not installed", exc_type=ImportError
+    )
+
+TABLE = defaults()
+RELEASE = TABLE["source"].split()[1].rstrip(",")
+SAME_MAJOR = transformers.__version__.partition(".")[0] == RELEASE.partition(".")[0]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        not SAME_MAJOR, reason=f"the table is of transformers {RELEASE}, installed is {transformers.__version__}"
+    ),
+]
+
+# What the table may hold of a class: names as in config.json, or the usual one that the class maps to its own.
+FIELDS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size", "attn_logit_softcapping"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "alibi", "multi_query"),
+    *("new_decoder_architecture", "encoder_layers", "decoder_layers", "encoder_attention_heads"),
+    *("decoder_attention_heads", "attn_layer_period", "attn_layer_offset", "local_attention", "block_types"),
+    *("global_attn_every_n_layers", "sliding_window_pattern", "no_rope_layer_interval"),
+)
+# Of MLA the width of the rotary part and the heads before compression, neither of them what the names say.
+MLA_TRAPS = ("head_dim", "num_key_value_heads")
+PAIR_TRAPS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # the encoder's, under a second name
+TYPES = sorted(TABLE["types"])
+
+
+def config_class(model_type: str) -> Any:
+    return transformers.CONFIG_MAPPING[model_type]
+
+
+def build(model_type: str, **values: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return config_class(model_type)(**values)
+
+
+def class_default(model_type: str, field: str) -> Any:
+    """Return the default that the class itself declares for a field, None where it has none."""
+    cls = config_class(model_type)
+    row = TABLE["types"][model_type]
+    for name in (*row.get("names", {}).get(field, ()), field):
+        declared = cls.__dataclass_fields__.get(cls.attribute_map.get(name, name))
+        if declared is None:
+            continue
+        value = declared.default_factory() if declared.default_factory is not MISSING else declared.default
+        if value is not None and not isinstance(value, property):
+            return list(value) if isinstance(value, tuple) else value
+    return None
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_default_is_the_classes_own(model_type: str) -> None:
+    """In both directions: what the table holds the class declares, and the other way around."""
+    row = TABLE["types"][model_type]
+    elsewhere = {"mpt": {"alibi": True}, "dbrx": {"num_key_value_heads": 1}}.get(model_type, {})
+    found = {}
+    for field in FIELDS:
+        skipped = MLA_TRAPS if "kv_lora_rank" in row["defaults"] else ()
+        skipped += PAIR_TRAPS if row.get("reader") == "encoder_decoder" else ()
+        value = class_default(model_type, field)
+        if field not in skipped and value is not None and (value is not False or field == "use_sliding_window"):
+            found[field] = value
+    assert row["defaults"] == found | elsewhere
+
+
+def test_defaults_inside_other_objects() -> None:
+    assert build("mpt").attn_config.alibi is True
+    assert build("dbrx").num_key_value_heads == 1
+
+
+def resolved(config: Any, field: str) -> Any:
+    return getattr(config, field, None)
+
+
+# Lists of one length: Nemotron-H and Zamba 2 write theirs out, GPT-Neo's default is for 24 layers.
+FIXED = ("nemotron_h", "zamba2", "longcat_flash", "gpt_neo")
+STACKS = [t for t in TYPES if TABLE["types"][t].get("reader") != "encoder_decoder"]
+WINDOWED = [t for t in STACKS if "max_window_layers" in TABLE["types"][t]["defaults"]]
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    *((t, {}) for t in STACKS),
+    *((t, {"num_hidden_layers": n}) for n in (7, 12) for t in STACKS if t not in FIXED),
+    *((t, {"num_hidden_layers": 9, "use_sliding_window": True, "max_window_layers": 4}) for t in WINDOWED),
+    *((t, {"num_hidden_layers": 10, "sliding_window_pattern": 3}) for t in ("cohere2", "gemma3_text", "exaone4")),
+    *((t, {"num_hidden_layers": 10, "full_attention_interval": 3}) for t in ("qwen3_next", "qwen3_5_text")),
+    ("modernbert", {"num_hidden_layers": 10, "global_attn_every_n_layers": 4}),
+    ("afmoe", {"num_hidden_layers": 10, "global_attn_every_n_layers": 3}),
+    ("llama4_text", {"num_hidden_layers": 10, "no_rope_layer_interval": 3}),
+    ("llama4_text", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}),
+    ("smollm3", {"num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 64}),
+    ("smollm3", {"num_hidden_layers": 9, "sliding_window": 64}),
+    ("jamba", {"num_hidden_layers": 10, "attn_layer_period": 3, "attn_layer_offset": 1}),
+    ("zamba", {"num_hidden_layers": 20, "attn_layer_period": 4, "attn_layer_offset": 2}),
+    ("bamba", {"num_hidden_layers": 10, "attn_layer_indices": [2, 7]}),
+    ("lfm2", {"num_hidden_layers": 6, "full_attn_idxs": [2, 5]}),
+    ("nemotron_h", {"hybrid_override_pattern": "M-M*-ME*"}),
+    ("recurrent_gemma", {"num_hidden_layers": 10, "block_types": ["attention", "recurrent"]}),
+    ("gpt_neo", {"num_layers": 6, "attention_types": [[["global", "local", "local"], 2]]}),
+    ("kimi_linear", {"num_hidden_layers": 4, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4]}}),
+    ("granitemoehybrid", {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}),
+    ("mistral", {"num_hidden_layers": 3, "sliding_window": None}),
+    ("qwen2", {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "values"), SETTINGS, ids=[f"{t}-{i}" for i, (t, _) in enumerate(SETTINGS)])
+def test_layer_types_are_the_classes_own(model_type: str, values: dict[str, Any]) -> None:
+    """The kind of every single layer, with what the class has by default and with other settings."""
+    config = build(model_type, **values)
+    fields = Fields(values, family(model_type), "a config")
+    ours = layer_types(fields)
+    listed = resolved(config, "layer_types")
+    if model_type == "gpt_neo":
+        listed = [{"global": "full_attention", "local": "sliding_attention"}[kind] for kind in config.attention_layers]
+    elif model_type == "mllama_text_model":
+        cross = config.cross_attention_layers
+        listed = ["cross_attention" if i in cross else "full_attention" for i in range(config.num_hidden_layers)]
+    elif listed is None:
+        window = resolved(config, "sliding_window")
+        listed = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    same = {"conv": "linear_attention", "moe": "linear_attention", "mlp": "linear_attention"}  # none is attention
+    assert [same.get(kind, kind) for kind in ours] == [same.get(kind, kind) for kind in listed]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sizes_are_the_classes_own(model_type: str) -> None:
+    """Heads, KV heads, head sizes and windows of a config that leaves everything out."""
+    config = build(model_type)
+    fields = Fields({}, family(model_type), "a config")
+    if model_type in ("glm4_moe", "glm4v_moe_text"):  # 4096 wide with 96 heads: no published config has it
+        with pytest.raises(ModelError, match="hidden_size = 4096 by num_attention_heads = 96"):
+            read(fields, mm_prefix=False)
+        return
+    if model_type in ("bamba", "granitemoehybrid"):  # without attention by default
+        fields = Fields({"layer_types": ["full_attention"], "num_hidden_layers": 1}, family(model_type), "a config")
+    layers = [layer for layer, _ in read(fields, mm_prefix=False).layers]
+    assert layers
+    if family(model_type).reader == "encoder_decoder":
+        sides = [config.encoder_attention_heads if hasattr(config, "encoder_attention_heads") else config.num_heads]
+        sides += [getattr(config, "decoder_attention_heads", config.num_attention_heads)] * 2
+        assert [layer.num_heads for layer in layers] == [layer.num_kv_heads for layer in layers] == sides
+        width = resolved(config, "d_kv")
+        assert [layer.head_size for layer in layers] == [width or config.hidden_size // n for n in sides]
+        return
+    window = sliding_window(fields, bidirectional=False)
+    if model_type == "modernbert":
+        assert window == config.sliding_window + 1  # modeling_modernbert.py: the token itself
+    else:
+        name = "window_size" if model_type == "gpt_neo" else "sliding_window"
+        assert window == (resolved(config, name) or None)
+    for layer in layers:
+        if layer.mla:
+            dims = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            assert layer.mla == tuple(getattr(config, name) for name in dims)
+            assert layer.sparse_top_k == resolved(config, "index_topk")
+            assert layer.num_heads == config.num_attention_heads
+            continue
+        if model_type == "gemma4_text":  # two kinds of layers: asking the whole config for a size raises
+            kind = "sliding_attention" if layer.sliding_window else "full_attention"
+            config = build(model_type).per_layer_config[config.layer_types.index(kind)]
+        assert layer.num_heads == config.num_attention_heads
+        assert layer.head_size == (resolved(config, "head_dim") or config.hidden_size // config.num_attention_heads)
+        kv_heads = resolved(config, "num_key_value_heads") or resolved(config, "num_kv_heads")
+        if resolved(config, "multi_query") and not resolved(config, "new_decoder_architecture"):
+            kv_heads = 1
+        if model_type == "mimo_v2_flash" and layer.sliding_window:
+            kv_heads *= 2  # modeling_mimo_v2_flash.py
+        assert layer.num_kv_heads == (kv_heads or layer.num_heads)
+        assert layer.v_head_size in (None, resolved(config, "v_head_dim"))
+        assert layer.logits_soft_cap == resolved(config, "attn_logit_softcapping")
+
+
+@pytest.mark.parametrize(("wrapper", "text"), TABLE["wrappers"].items())
+def test_text_part_of_multimodal_models(wrapper: str, text: str) -> None:
+    config = build(wrapper)
+    config = getattr(config, "thinker_config", config)
+    assert config.get_text_config(decoder=True).model_type == text
+    assert family(text).known
+
+
+def test_remote_types_have_no_class() -> None:
+    """Otherwise their defaults belong in the table of classes."""
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    assert not set(TABLE["remote"]) & set(known)
+    assert not set(TABLE["remote_wrappers"]) & set(known)
+    assert all(row["source"] for row in TABLE["remote"].values())
+
+
+def test_published_config_as_transformers_reads_it(published: Path) -> None:
+    """Head sizes, heads, KV heads, windows and the number of layers of each kind."""
+    raw = json.loads((published / "config.json").read_text())
+    model_type = {"kimi_k2": "deepseek_v3"}.get(raw["model_type"], raw["model_type"])  # as vLLM 0.33.0 reads it
+    if published.name == "llava-v1.5-7b":
+        model_type = "llama"  # the original LLaVA: the text model's fields beside the vision tower's
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = config_class(model_type).from_dict(raw | {"model_type": model_type})
+        text = config.get_text_config()
+    found = load(str(published)).layer_kinds().kinds
+    if text.is_encoder_decoder:
+        layers = [config.num_hidden_layers, *[resolved(config, "decoder_layers") or config.num_decoder_layers] * 2]
+        assert [kind.count for kind in found] == layers
+        assert {kind.config.num_heads for kind in found} == {config.num_attention_heads}
+        size = resolved(config, "d_kv") or config.hidden_size // config.num_attention_heads
+        assert {kind.config.head_size for kind in found} == {size}
+        return
+    types = list(resolved(text, "layer_types") or [])
+    window = resolved(text, "sliding_window")
+    if not types:
+        types = ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
+    assert len(types) == text.num_hidden_layers
+    names = {"mla": "full_attention", "sparse_mla": "indexed_attention", "encoder_only": "full_attention"}
+    names["encoder_only_sliding"] = "sliding_attention"
+    counted = {names.get(kind.kind, kind.kind): kind.count for kind in found}
+    assert counted == {kind: types.count(kind) for kind in types if kind != "linear_attention"}
+    for kind in found:
+        assert kind.config.num_heads == text.num_attention_heads
+        if kind.config.sliding_window is not None:
+            assert kind.config.sliding_window == window + (kind.config.attn_type == "encoder_only")
+        if kind.config.mla:
+            assert kind.config.head_size == text.kv_lora_rank + raw["qk_rope_head_dim"]
+            assert kind.config.qk_nope_head_dim == text.qk_nope_head_dim
+            assert kind.config.v_head_dim == text.v_head_dim
+            continue
+        assert kind.config.num_kv_heads == (resolved(text, "num_key_value_heads") or text.num_attention_heads)
+        assert kind.config.head_size == (resolved(text, "head_dim") or text.hidden_size // text.num_attention_heads)
