@@ -79,8 +79,8 @@ class Fields:
         return value
 
     def size(self, field: str) -> int | None:
-        """Return the width of a head (elements)."""
-        return self.integer(field, 1, 8192)
+        """Return the width of a head (elements); 0 and null are None (some config classes write a missing one as 0)."""
+        return self.integer(field, 0, 8192) or None
 
     def heads(self, field: str) -> int | None:
         """Return a number of heads or of layers."""
@@ -95,9 +95,9 @@ class Fields:
         name, value = self._find(field)
         if value is None or value is False:
             return None
-        if type(value) not in (int, float) or not math.isfinite(value := _float(value)) or value < 0:
+        if type(value) not in (int, float) or not 0 <= (number := _float(value)) < math.inf:
             raise self.wrong(name, value, "a positive number, or null")
-        return value or None
+        return number or None
 
     def flag(self, field: str) -> bool:
         """Return whether ``field`` is true; null is false."""

@@ -79,12 +79,13 @@ def read_json(path: str) -> dict[str, Any]:
     data = _read(path, where)
     if not data.strip():
         raise ModelError(f"{where}: the file is empty")
+    if b"\0" in data[:4]:
+        raise ModelError(f"{where}: not UTF-8 (looks like UTF-16 or UTF-32)", hint="save it as UTF-8")
     try:
         # utf-8-sig: Windows editors put a byte order mark in front, which changes nothing.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        seen = "looks like UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:4] else str(error)
-        raise ModelError(f"{where}: not UTF-8 ({shorten(seen, 120)})", hint="save it as UTF-8") from None
+        raise ModelError(f"{where}: not UTF-8 ({shorten(error, 120)})", hint="save it as UTF-8") from None
     try:
         found = json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:

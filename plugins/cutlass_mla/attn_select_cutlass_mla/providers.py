@@ -62,7 +62,7 @@ class Provider:
     ) -> list[Reason]:
         """Return every reason against this provider.
 
-        ``splits_set`` names what fixes the KV splits, if anything; ``remedy`` brings vLLM's kernel, which lacks nothing.
+        ``splits_set`` names what fixes the KV splits, if anything; ``remedy`` brings vLLM's kernel, which takes all.
         """
         reasons: list[Reason] = []
         name = self.library.distribution

@@ -48,6 +48,10 @@ XQA_DRAFT_MASK_FP8: Fact[Release] = Fact(
     f"flashinfer-ai/flashinfer #4199: full draft mask with FP8 KV on 9.x; {RAN}: relative error 0.22 without",
 )
 
+DECODERS: Fact[tuple[str, ...]] = Fact(("decoder",), "MLA layers are decoders")
+ONE_CACHE_DTYPE = Fact(False, "unverified")
+NO_V_HEAD_SIZE = Fact(False, "MLA layers have v_head_dim instead")
+
 MIB = 1 << 20
 INT_WORKSPACE = 8 * MIB
 """Device bytes that every native wrapper allocates for its schedule (decode.py, prefill.py, mla/_core.py 0.6.14)."""

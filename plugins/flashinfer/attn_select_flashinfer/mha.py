@@ -55,6 +55,8 @@ CAPABILITIES = Capabilities(
     ),
     block_sizes=Fact((16, 32, 64, 1), f"{RAN} (native: any page size)"),
     attn_types=Fact(("decoder",), f"{VLLM} FlashInferImpl.__init__"),
+    mixed_kv_cache_dtype=Fact(False, "unverified"),
+    v_head_size_differs=Fact(False, f"{DECODE}: plan takes one head_dim for K and V"),
     sliding_window=Fact(True, f"{RAN} (fa2, XQA); {PREFILL}"),
     logits_soft_cap=Fact(True, f"{RAN} (fa2); native kernels only"),
     alibi=Fact(

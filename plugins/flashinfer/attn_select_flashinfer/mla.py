@@ -20,7 +20,19 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flashinfer.common import LIBRARIES, MIB, MLA_CORE, PREFILL, RAN, merge_refusals, pages, runtime_missing
+from attn_select_flashinfer.common import (
+    DECODERS,
+    LIBRARIES,
+    MIB,
+    MLA_CORE,
+    NO_V_HEAD_SIZE,
+    ONE_CACHE_DTYPE,
+    PREFILL,
+    RAN,
+    merge_refusals,
+    pages,
+    runtime_missing,
+)
 from attn_select_flashinfer.mla_decode import FA2, KERNELS, DecodeKernel, MLAKernel, candidates
 from attn_select_flashinfer.mla_prefill import PrefillKernel, plan_prefill
 
@@ -40,6 +52,9 @@ DECODE = Capabilities(
     ),
     head_sizes=Fact(HeadSizes((576, 320)), f"{MLA_CORE} supported_mla_head_dimensions"),
     block_sizes=Fact((64, 32, 16, 1), f"{RAN} (wrapper: any page size); {MLA_CORE}"),
+    attn_types=DECODERS,
+    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
+    v_head_size_differs=NO_V_HEAD_SIZE,
     sliding_window=_NO_VARIANTS,
     logits_soft_cap=_NO_VARIANTS,
     alibi=_NO_VARIANTS,
@@ -63,6 +78,9 @@ PREFILL_CAPABILITIES = Capabilities(
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), "prefill runs on decompressed K and V"),
     head_sizes=Fact(HeadSizes(), "prefill does not see the latent width"),
     block_sizes=Fact((1,), "prefill reads no cache"),
+    attn_types=DECODERS,
+    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
+    v_head_size_differs=NO_V_HEAD_SIZE,
     sliding_window=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
     logits_soft_cap=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
     alibi=Fact(False, f"{PREFILL}: no slopes"),

@@ -27,10 +27,13 @@ from attn_select.spec import (
     Reason,
 )
 from attn_select_flashinfer.common import (
+    DECODERS,
     LAUNCHER,
     LIBRARIES,
     MIB,
     MLA_CORE,
+    NO_V_HEAD_SIZE,
+    ONE_CACHE_DTYPE,
     TRTLLM_GEN_CAPABILITIES,
     padded_heads,
     pages,
@@ -61,6 +64,9 @@ CAPABILITIES = Capabilities(
     block_sizes=Fact(
         (64, 32), f"{MLA_CORE} (32 and 64 on 10.x); flashinfer/mla/_sparse_mla_sm120.py 0.6.14 (64 on 12.x)"
     ),
+    attn_types=DECODERS,
+    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
+    v_head_size_differs=NO_V_HEAD_SIZE,
     sliding_window=_NO_VARIANTS,
     logits_soft_cap=_NO_VARIANTS,
     alibi=_NO_VARIANTS,

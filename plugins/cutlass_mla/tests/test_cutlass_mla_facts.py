@@ -1,0 +1,301 @@
+"""CUTLASS_MLA through the gate: what it takes, from which provider, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from attn_select import gate
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device, lookup
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.layouts import MLA
+from attn_select.spec import BackendPlan, Fact, Reason
+from attn_select.spec_check import problems_of
+from attn_select_cutlass_mla.plugin import attn_select_register_backends
+from attn_select_cutlass_mla.providers import LIBRARIES, PROVIDERS
+
+(CUTLASS_MLA,) = attn_select_register_backends()
+MIB = 1 << 20
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MODULES = {library.distribution: library.module for group in LIBRARIES for library in group}
+TO_AUTO = 'backends.CUTLASS_MLA.provider = "auto"'
+Installed = Callable[..., Environment]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Return a function that makes an environment in which only these distributions (with versions) are installed."""
+
+    def make(**versions: str) -> Environment:
+        there = {"torch": "2.11.0", **{name.replace("_", "-"): version for name, version in versions.items()}}
+        monkeypatch.setattr("attn_select.environment.installed_version", there.get)
+        monkeypatch.setattr("attn_select.environment.has_module", {MODULES[name] for name in there}.__contains__)
+        return Environment(variables={})
+
+    return make
+
+
+def ask(
+    gpu: str | Device = "sm100",
+    environment: Environment | None = None,
+    *,
+    phase: Any = "decode",
+    options: Any = None,
+    variables: Any = None,
+    **fields: Any,
+) -> BackendPlan | list[Reason]:
+    config = AttentionConfig(**{"num_heads": 128, **DEEPSEEK, **fields})
+    device = lookup(gpu) if isinstance(gpu, str) else gpu
+    environment = environment or Environment(assume_installed=True, variables=variables or {})
+    return gate.check(CUTLASS_MLA, config, device, environment, CUTLASS_MLA.options(**options or {}), phase)
+
+
+def plan_of(*args: Any, **fields: Any) -> BackendPlan:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome
+
+
+def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
+    outcome = ask(*args, **fields)
+    assert isinstance(outcome, list), outcome
+    assert len({reason.code for reason in outcome}) == len(outcome)
+    return {reason.code: reason for reason in outcome}
+
+
+# --- Facts ----------------------------------------------------------------------------------------
+
+
+def test_registers_decode_only() -> None:
+    assert (CUTLASS_MLA.name, set(CUTLASS_MLA.capabilities)) == ("CUTLASS_MLA", {"decode"})
+    assert problems_of(CUTLASS_MLA) == []
+    assert list(reasons_of(phase="prefill")) == ["phase-not-served"]
+
+
+def test_every_fact_has_a_source() -> None:
+    holders: list[Any] = [*PROVIDERS, CUTLASS_MLA.capabilities["decode"]]
+    found = [getattr(holder, field.name) for holder in holders for field in dataclasses.fields(holder)]
+    facts = [fact for fact in found if isinstance(fact, Fact)]
+    assert len(facts) > 30
+    assert all(len(fact.source) >= 10 for fact in facts)
+
+
+def test_providers_are_the_alternatives_in_order() -> None:
+    assert [library.distribution for library in LIBRARIES[1]] == ["vllm", "sgl-kernel", "flashinfer-python"]
+    assert tuple(provider.library for provider in PROVIDERS) == LIBRARIES[1]
+    assert all(provider.module.split(".")[0] == provider.library.module for provider in PROVIDERS)
+
+
+def test_load_says_that_the_runtime_is_missing() -> None:
+    with pytest.raises(RuntimeMissingError, match=r"^CUTLASS_MLA cannot run yet: .*registers its facts only"):
+        CUTLASS_MLA.load()
+
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", ["sm100", "sm103"])
+def test_plan(gpu: str) -> None:
+    plan = plan_of(gpu, sliding_window=None, block_size=128)
+    assert (plan.path, plan.provider) == ("CUTLASS MLA", "vllm (vllm._custom_ops)")
+    assert "from vllm" in plan.because
+    assert (plan.kv_layouts, plan.kernel_block_sizes, plan.block_table_width_multiple) == ((MLA,), (128,), 1)
+    assert (plan.query_dtype, plan.returns_lse) == ("bfloat16", True)
+    assert (plan.cuda_graph, plan.workspace_bytes) == ("UNIFORM_SINGLE_TOKEN_DECODE", 128 * MIB)
+
+
+@pytest.mark.parametrize("level", ["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"])
+def test_cuda_graph_level(level: str) -> None:
+    if level in ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"):
+        assert plan_of(cuda_graph=level)
+    else:
+        assert list(reasons_of(cuda_graph=level)) == ["cuda-graph-level"]
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(128, False), (64, True), (1, True)])
+def test_heads_are_padded(heads: int, padded: bool) -> None:
+    notes = [note for note in plan_of(num_heads=heads).notes if "padded" in note]
+    assert notes == ([f"query heads are padded from {heads} to 128"] if padded else [])
+    assert list(reasons_of(num_heads=129)) == ["num-heads"]
+
+
+def test_caches() -> None:
+    assert plan_of(dtype="float16").query_dtype == "float16"
+    plan = plan_of(kv_cache_dtype="fp8")
+    assert plan.query_dtype == "fp8_e4m3"
+    assert any("scales must be 1" in note for note in plan.notes)
+    refused = reasons_of(kv_cache_dtype="fp8", dtype="float16")
+    assert (list(refused), refused["dtype"].remedy) == (["dtype"], "--dtype bfloat16")
+    for cache in ("fp8_e5m2", "nvfp4", "float16"):
+        assert "kv-cache-dtype" in reasons_of(kv_cache_dtype=cache)
+
+
+@pytest.mark.parametrize(("size", "remedy"), [(128, None), (256, None), (64, 128), (16, 128), (192, 256)])
+def test_pages(size: int, remedy: int | None) -> None:
+    if remedy is None:
+        assert plan_of(block_size=size).kernel_block_sizes == (128,)
+    else:
+        assert reasons_of(block_size=size)["block-size"].remedy == f"--block-size {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"dtype": "float32"}, "dtype"),
+        ({"kv_lora_rank": 256}, "mla-dims"),
+        ({"kv_lora_rank": 448, "qk_rope_head_dim": 128}, "mla-dims"),
+        ({"num_speculative_tokens": 1}, "speculative-tokens"),
+        ({"sinks": True}, "sinks"),
+        ({"sliding_window": 64}, "sliding-window"),
+        ({"logits_soft_cap": 5.0}, "logits-soft-cap"),
+        ({"alibi": True}, "alibi"),
+        ({"mm_prefix": True}, "mm-prefix"),
+        ({"non_causal": True}, "non-causal"),
+        ({"batch_invariant": True}, "batch-invariant"),
+        ({"output_quantization": "fp8"}, "output-quantization"),
+        ({"kv_cache_dtype": "fp8", "per_head_quant_scales": True}, "per-head-quant-scales"),
+        ({"sparse_top_k": 2048}, "sparse-unsupported"),
+    ],
+)
+def test_refused(fields: dict[str, Any], code: str) -> None:
+    assert code in reasons_of(**fields)
+
+
+def test_other_devices() -> None:
+    for device in (CPU, *map(lookup, ("sm80", "sm90", "sm110", "sm120"))):
+        refused = reasons_of(device)
+        assert list(refused) == ["compute-capability"]
+        assert refused["compute-capability"].observed == device.capability_text
+
+
+# --- Providers ------------------------------------------------------------------------------------
+
+SGL = {"sgl_kernel": "0.3.21"}
+FLASHINFER = {"flashinfer_python": "0.6.14"}
+
+
+@pytest.mark.parametrize(
+    ("there", "provider", "lse"),
+    [
+        ({"vllm": "0.33.0", **SGL, **FLASHINFER}, "vllm (vllm._custom_ops)", True),
+        ({**SGL, **FLASHINFER}, "sgl-kernel (sgl_kernel)", False),
+        (FLASHINFER, "flashinfer-python (flashinfer.mla)", False),
+        ({"vllm": "0.10.0", **SGL}, "sgl-kernel (sgl_kernel)", False),
+    ],
+)
+def test_the_first_usable_provider_serves(
+    installed: Installed, there: dict[str, str], provider: str, lse: bool
+) -> None:
+    plan = plan_of("sm100", installed(**there))
+    assert (plan.provider, plan.returns_lse) == (provider, lse)
+    assert f"from {provider.split()[0]}:" in plan.because
+
+
+def test_no_provider(installed: Installed) -> None:
+    refused = reasons_of("sm100", installed())
+    assert (list(refused), refused["library-missing"].remedy) == (["library-missing"], "pip install vllm")
+    refused = reasons_of("sm100", installed(vllm="0.10.0"))
+    assert list(refused) == ["library-version"]
+
+
+def test_sgl_kernel_has_no_code_for_10_3(installed: Installed) -> None:
+    assert plan_of("sm103", installed(**SGL, **FLASHINFER)).provider == "flashinfer-python (flashinfer.mla)"
+    refused = reasons_of("sm103", installed(**SGL))
+    assert list(refused) == ["compute-capability"]
+    assert refused["compute-capability"].remedy == "pip install vllm"
+
+
+@pytest.mark.parametrize("there", [SGL, FLASHINFER], ids=["sgl-kernel", "flashinfer"])
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
+        ({"decode_context_parallel_size": 2}, "decode-context-parallel"),
+    ],
+)
+def test_only_vllms_kernel_takes(
+    installed: Installed, there: dict[str, str], fields: dict[str, Any], code: str
+) -> None:
+    refused = reasons_of("sm100", installed(**there), **fields)
+    assert (list(refused), refused[code].remedy) == ([code], "pip install vllm")
+    assert plan_of("sm100", installed(vllm="0.33.0", **there), **fields).provider == "vllm (vllm._custom_ops)"
+
+
+def test_flashinfers_kernel_has_notes(installed: Installed) -> None:
+    assert any("1 / sqrt(192)" in note for note in plan_of("sm100", installed(**FLASHINFER)).notes)
+    assert not any("1 / sqrt(192)" in note for note in plan_of("sm100", installed(**SGL)).notes)
+
+
+def test_pinned_provider(installed: Installed) -> None:
+    plan = plan_of(options={"provider": "sgl-kernel"})
+    assert (plan.provider, "the options name" in plan.because) == ("sgl-kernel (sgl_kernel)", True)
+    refused = reasons_of(options={"provider": "sgl-kernel"}, kv_cache_dtype="fp8")
+    assert refused["kv-cache-dtype"].remedy == TO_AUTO
+    environment = installed(vllm="0.33.0")
+    refused = reasons_of("sm100", environment, options={"provider": "sgl-kernel"})
+    assert list(refused) == ["library-missing"]
+    assert 'provider = "sgl-kernel"' in refused["library-missing"].message
+    assert refused["library-missing"].remedy == TO_AUTO
+    environment = installed(vllm="0.10.0", **SGL)
+    refused = reasons_of("sm100", environment, options={"provider": "vllm"})
+    assert list(refused) == ["library-version"]
+    assert "vllm 0.10.0 (needs >=0.11" in refused["library-version"].message
+    refused = reasons_of("sm100", installed(), options={"provider": "sgl-kernel"})
+    assert list(refused) == ["library-missing"]
+
+
+# --- KV splits ------------------------------------------------------------------------------------
+
+
+def test_kv_splits() -> None:
+    assert not any("splits" in note for note in plan_of().notes)
+    assert "KV splits fixed by num_kv_splits = 4" in plan_of(options={"num_kv_splits": 4}).notes
+    both = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "2"})
+    assert "KV splits fixed by FORCE_NUM_KV_SPLITS=2" in both.notes
+    none = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "-1"})
+    assert not any("splits" in note for note in none.notes)
+
+
+@pytest.mark.parametrize("text", ["", "0", "17", "-2", "two", "1.5", "9" * 5000])
+def test_malformed_variable(text: str) -> None:
+    refused = reasons_of(variables={"FORCE_NUM_KV_SPLITS": text})
+    assert list(refused) == ["environment-variable"]
+    assert refused["environment-variable"].remedy == "unset FORCE_NUM_KV_SPLITS"
+    assert len(refused["environment-variable"].message) < 300
+
+
+def test_flashinfer_chooses_the_splits_itself(installed: Installed) -> None:
+    refused = reasons_of("sm100", installed(**FLASHINFER), options={"num_kv_splits": 4})
+    assert list(refused) == ["num-kv-splits"]
+    assert plan_of("sm100", installed(**FLASHINFER), options={"num_kv_splits": -1})
+    assert plan_of("sm100", installed(**SGL, **FLASHINFER), options={"num_kv_splits": 4}).provider == (
+        "sgl-kernel (sgl_kernel)"
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_kv_splits": 0},
+        {"num_kv_splits": 17},
+        {"num_kv_splits": True},
+        {"num_kv_splits": "4"},
+        {"workspace_bytes": 1},
+        {"provider": "sglang-kernel"},
+        {"splits": 4},
+    ],
+    ids=str,
+)
+def test_options_that_are_none(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        CUTLASS_MLA.options(**values)
+
+
+def test_workspace() -> None:
+    assert plan_of(options={"workspace_bytes": 256 * MIB}).workspace_bytes == 256 * MIB

@@ -1,0 +1,176 @@
+"""Wrong values in a config: the field, the value and what is accepted, never anything but the documented errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attn_select.errors import ModelError
+from attn_select.models import LayerKinds
+
+Kinds = Callable[..., LayerKinds]
+GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_attention_heads": "32"}, "num_attention_heads = '32': expected an integer from 1 to 10000"),
+        ({"num_attention_heads": True}, "num_attention_heads = True: expected an integer"),
+        ({"num_attention_heads": 32.0}, "num_attention_heads = 32.0: expected an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: expected an integer from 1"),
+        ({"num_attention_heads": -8}, "num_attention_heads = -8: expected an integer from 1"),
+        ({"num_attention_heads": 10**30}, "num_attention_heads = 1000000000000000000000000000000: expected"),
+        ({"num_attention_heads": [8, 8]}, "num_attention_heads = [8, 8]: expected an integer"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: expected an integer from 1 to 10000"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0: expected an integer from 1"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads = 5 does not divide num_attention_heads = 32"),
+        ({"head_dim": 10_000}, "head_dim = 10000: expected an integer from 0 to 8192"),
+        ({"hidden_size": 4097}, "hidden_size = 4097 by num_attention_heads = 32 is no head size"),
+        ({"sliding_window": -1}, "sliding_window = -1: expected an integer from 0"),
+        ({"sliding_window": "4k"}, "sliding_window = '4k': expected an integer from 0"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window = 'yes': expected true or false"),
+        ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping = '50': expected a positive number, or null"),
+        ({"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1: expected a positive number"),
+        ({"attn_logit_softcapping": 10**400}, "expected a positive number"),
+        ({"alibi": 1}, "alibi = 1: expected true or false"),
+        ({"layer_types": "full_attention"}, "layer_types = 'full_attention': expected a list of layer types"),
+        ({"layer_types": []}, "layer_types = []: expected from 1 to 10000 layer types"),
+        ({"layer_types": [1, 2]}, "layer_types = [1, 2]: expected a list of layer types"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers = 32"),
+        (
+            {"layer_types": ["full_attention"] * 31 + ["fuzzy"]},
+            "layer_types[31] = 'fuzzy': expected one of full_attention",
+        ),
+        ({"layer_types": ["linear_attention"] * 32}, "no attention layer that an attention config can describe"),
+        ({"layer_types": ["minimax_m3_sparse"] * 32}, "can describe (32 minimax_m3_sparse)"),
+        ({"kv_lora_rank": 512}, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim missing beside kv_lora_rank = 512"),
+        ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 32 layers"),
+        ({"num_key_value_heads_per_layer": [0] * 32}, "num_key_value_heads_per_layer[0] = 0: expected an integer"),
+        ({"model_type": "mamba"}, "model type 'mamba' has no attention layers"),
+        ({"model_type": "deberta-v2"}, "model type 'deberta-v2' uses disentangled attention"),
+        ({"model_type": "bamba"}, "no attention layer that an attention config can describe (32 linear_attention)"),
+        ({"model_type": "bamba", "attn_layer_indices": "all"}, "attn_layer_indices = 'all': expected a list"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern = 'M?'"),
+        ({"model_type": "gpt_neo", "attention_types": [["global", 2]]}, "attention_types = [['global', 2]]"),
+        ({"model_type": "gpt_neo", "attention_types": 7}, "attention_types = 7"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], 2]]}, "attention_types names 2 layers for"),
+        ({"model_type": "recurrent_gemma", "block_types": ["x"]}, "block_types = ['x']"),
+        ({"model_type": "llama4_text", "no_rope_layers": [1]}, "no_rope_layers has 1 entries"),
+        ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [1]}, "hybrid_layer_pattern has 1 entries"),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": 4}}, "full_attn_layers = 4"),
+        ({"model_type": "nemotron-nas", "num_attention_heads": 8}, "block_configs = None: expected a list"),
+        ({"model_type": "nemotron-nas", "block_configs": [7]}, "block_configs[] = 7: expected an object"),
+        (
+            {
+                "model_type": "nemotron-nas",
+                "num_attention_heads": 8,
+                "block_configs": [{"attention": {"n_heads_in_group": 3}}],
+            },
+            "n_heads_in_group = 3: expected a divisor of 8 heads",
+        ),
+        (
+            {
+                "model_type": "step3p5",
+                "attention_other_setting": {"num_attention_heads": 0},
+                "layer_types": ["sliding_attention"] * 45,
+            },
+            "attention_other_setting: num_attention_heads = 0",
+        ),
+        ({"model_type": "whisper", "decoder_layers": "x"}, "decoder_layers = 'x'"),
+        ({"model_type": "llava", "text_config": [1]}, "text_config = [1]: expected an object"),
+        ({"model_type": "llava", "text_config": {"model_type": 3}}, "text_config: model_type = 3: expected a string"),
+        ({"model_type": "llava", "text_config": {"num_attention_heads": 0}}, "text_config: num_attention_heads = 0"),
+        ({"text_config": {"text_config": {"text_config": {}}}}, "configs inside configs inside configs"),
+    ],
+)
+def test_wrong_values(kinds: Kinds, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        kinds({"model_type": "llama", **config})
+    assert caught.value.message.startswith("a config: ")
+    assert said in caught.value.message
+    assert len(caught.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("missing", "said", "hint"),
+    [
+        (
+            "num_attention_heads",
+            "num_attention_heads and head_dim (or hidden_size) missing",
+            "--num-heads and --head-size",
+        ),
+        ("hidden_size", "head_dim (or hidden_size) missing", "--head-size"),
+        ("num_hidden_layers", "num_hidden_layers is missing", "no --model"),
+    ],
+)
+def test_missing_essentials_of_an_unknown_model(kinds: Kinds, missing: str, said: str, hint: str) -> None:
+    config = {field: value for field, value in GENERIC.items() if field != missing}
+    with pytest.raises(ModelError) as caught:
+        kinds({**config, "model_type": "brandnew"})
+    assert said in caught.value.message
+    assert hint in str(caught.value.hint)
+
+
+def test_flags_can_give_what_is_missing(kinds: Kinds) -> None:
+    config = {"model_type": "brandnew", "num_hidden_layers": 4}
+    found = kinds(config, overrides={"num_heads": 8, "head_size": 64, "num_kv_heads": 2, "dtype": "float16"})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 4)]
+    layer = found.kinds[0].config
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype) == (8, 2, 64, "float16")
+
+
+def test_unknown_model_type_is_read_generically(kinds: Kinds) -> None:
+    found = kinds({**GENERIC, "model_type": "brandnew", "num_key_value_heads": 2, "sliding_window": 100})
+    assert [(kind.kind, kind.count, kind.config.num_kv_heads) for kind in found.kinds] == [("sliding_attention", 4, 2)]
+    assert found.warnings == (
+        "model type 'brandnew' is not known: read as a Llama-like decoder by the usual field names",
+    )
+    found = kinds(GENERIC)
+    assert found.warnings == ("the config has no model_type: read as a Llama-like decoder by the usual field names",)
+
+
+def test_unknown_model_type_with_mla_and_layer_types(kinds: Kinds) -> None:
+    mla = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+    found = kinds({**GENERIC, **mla, "model_type": "brandnew", "index_topk": 1024})
+    assert [(kind.kind, kind.count, kind.config.head_size) for kind in found.kinds] == [("sparse_mla", 4, 576)]
+    types = ["sliding_attention", "deepseek_sparse_attention", "attention", "mamba"]
+    found = kinds({**GENERIC, **mla, "model_type": "brandnew", "layer_types": types, "sliding_window": 8})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("mla_sliding", 1), ("mla", 2)]
+    found = kinds({**GENERIC, "model_type": "brandnew", "layer_types": [*types[2:], "conv", "indexed_attention"]})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 1)]
+    assert "3 of 4 layers are left out" in found.warnings[1]
+
+
+def test_class_defaults_that_stand_in_are_said(kinds: Kinds) -> None:
+    """The text part of LLaVA 1.5 is published as ``{"model_type": "llama"}``: Llama's defaults are meant."""
+    config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "torch_dtype": "float16"}
+    found = kinds(config)
+    assert found.kinds[0].config.num_heads == 32
+    said = "not in the config, so the class defaults of llama: num_hidden_layers = 32, num_attention_heads = 32"
+    assert found.warnings == (f"{said}, hidden_size = 4096",)
+
+
+def test_null_is_not_the_default(kinds: Kinds) -> None:
+    """As in transformers: Mistral's window is 4096 where it is left out, and none where it is null."""
+    shape = {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 32}
+    assert kinds(shape).kinds[0].config.sliding_window == 4096
+    assert kinds({**shape, "sliding_window": None}).kinds[0].config.sliding_window is None
+    assert kinds({**shape, "num_key_value_heads": None}).kinds[0].config.num_kv_heads == 32
+    assert kinds({**shape, "sliding_window": 0}).kinds[0].kind == "full_attention"
+
+
+def test_sliding_layers_without_a_window(kinds: Kinds) -> None:
+    types = ["sliding_attention", "full_attention"]
+    found = kinds({**GENERIC, "model_type": "llama", "num_hidden_layers": 2, "layer_types": types})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 2)]
+    assert found.warnings == ("1 sliding_attention layers, but no sliding_window: counted as full attention",)
+
+
+def test_head_dim_of_mla_is_ignored(kinds: Kinds) -> None:
+    """It is the width of the rotary part, or hidden size by heads: neither is the width of the cache."""
+    for head_dim in (64, 56, None):
+        found = kinds({"model_type": "deepseek_v3", "head_dim": head_dim})
+        assert found.kinds[0].config.head_size == 576

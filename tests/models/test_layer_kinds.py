@@ -1,0 +1,261 @@
+"""Flags over the model, tensor parallelism, and the dtype on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attn_select.device import CPU, Device
+from attn_select.errors import ConfigError, UnknownNameError
+from attn_select.models import LayerKinds, layer_kinds, load
+
+Kinds = Callable[..., LayerKinds]
+H100, A100, T4 = (Device(f"sm{a}{b}", (a, b)) for a, b in ((9, 0), (8, 0), (7, 5)))
+V100, M60 = Device("sm70", (7, 0)), Device("sm52", (5, 2))
+
+
+def summary(found: LayerKinds, *fields: str) -> list[tuple[Any, ...]]:
+    return [(kind.kind, kind.count, *(getattr(kind.config, field) for field in fields)) for kind in found.kinds]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("llama-3-8b", 1, (32, 8)),
+        ("llama-3-8b", 4, (8, 2)),
+        ("llama-3-8b", 8, (4, 1)),
+        ("llama-3-8b", 16, (2, 1)),  # eight KV heads on sixteen ranks: each twice
+        ("llama-3-8b", 32, (1, 1)),
+        ("llama-2-7b", 8, (4, 4)),
+        ("falcon-7b", 71, (1, 1)),
+        ("qwen2.5-7b", 4, (7, 1)),
+        ("qwen2.5-7b", 28, (1, 1)),
+        ("deepseek-v3", 8, (16, 1)),
+        ("deepseek-v3", 128, (1, 1)),
+        ("whisper-large-v3", 5, (4, 4)),
+        ("bert-base", 3, (4, 4)),
+    ],
+)
+def test_tensor_parallelism(name: str, ranks: int, expected: tuple[int, int]) -> None:
+    found = load(name).layer_kinds(tensor_parallel_size=ranks)
+    assert {(kind.config.num_heads, kind.config.num_kv_heads) for kind in found.kinds} == {expected}
+    alone = load(name).layer_kinds()
+    assert summary(found, "head_size") == summary(alone, "head_size")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said", "hint"),
+    [
+        ("llama-3-8b", 3, "tensor_parallel_size = 3 does not divide num_heads = 32", "valid: 1, 2, 4, 8, 16, 32"),
+        ("llama-3-8b", 64, "tensor_parallel_size = 64 does not divide num_heads = 32", "valid: 1, 2, 4, 8, 16, 32"),
+        ("qwen2.5-7b", 7, "neither divides nor is a multiple of num_kv_heads = 4", "valid: 1, 2, 4, 28"),
+        ("deepseek-v3", 3, "does not divide num_heads = 128", "valid: 1, 2, 4, 8, 16, 32, 64, 128"),
+    ],
+)
+def test_heads_that_do_not_divide(name: str, ranks: int, said: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(name).layer_kinds(tensor_parallel_size=ranks)
+    assert said in caught.value.message
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(hint)
+    assert "tensor_parallel_size" in caught.value.fields
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2", None, 10**9])
+def test_impossible_number_of_ranks(ranks: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = .*: expected an integer from 1 to 4096"):
+        load("llama-3-8b").layer_kinds(tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "said"),
+    [
+        ("llama-3-8b", None, "bfloat16", None),
+        ("llama-3-8b", H100, "bfloat16", None),
+        ("llama-3-8b", CPU, "bfloat16", None),
+        ("llama-3-8b", T4, "float16", "sm75 (7.5) has no bfloat16: float16 instead of the model's bfloat16"),
+        ("llama-3-8b", V100, "float16", "has no bfloat16"),
+        ("llama-3-8b", M60, "float32", "has no bfloat16: float32"),
+        ("phi-2", H100, "float16", None),
+        ("phi-2", T4, "float16", None),
+        ("gemma-2-27b", T4, "float32", "has no bfloat16: float32 instead"),
+        ("gemma-3-27b", T4, "float32", "has no bfloat16: float32 instead"),
+        ("gemma-2-9b", A100, "bfloat16", "float32 weights are computed in bfloat16"),
+        ("gemma-2-9b", T4, "float32", None),
+        ("bart-large", A100, "bfloat16", "float32 weights are computed in bfloat16"),
+        ("bart-large", T4, "float16", "float32 weights are computed in float16"),
+        ("bert-base", A100, "float16", "float32 weights are computed in float16"),
+        ("bert-base", T4, "float16", "float32 weights are computed in float16"),
+        ("bert-base", M60, "float32", None),
+    ],
+)
+def test_dtype(name: str, device: Device | None, dtype: str, said: str | None) -> None:
+    found = load(name).layer_kinds(device=device)
+    assert {kind.config.dtype for kind in found.kinds} == {dtype}
+    about_dtype = [warning for warning in found.warnings if "float" in warning]
+    assert len(about_dtype) == (said is not None)
+    assert said is None or said in about_dtype[0]
+
+
+def test_dtype_flag_beats_all() -> None:
+    for name in ("bert-base", "llama-3-8b", "gemma-3-27b"):
+        found = load(name).layer_kinds(device=T4, overrides={"dtype": "fp32"})
+        assert {kind.config.dtype for kind in found.kinds} == {"float32"}
+        assert not [warning for warning in found.warnings if "float" in warning]
+    found = load("gemma-2-27b").layer_kinds(overrides={"dtype": "half"})
+    assert "numerically unstable in float16" in found.warnings[-1]
+    with pytest.raises(ConfigError, match="dtype"):
+        load("llama-3-8b").layer_kinds(overrides={"dtype": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "said"),
+    [
+        ({"torch_dtype": "float16"}, "float16", None),
+        ({"dtype": "torch.bfloat16"}, "bfloat16", None),
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, "float16", None),
+        ({"torch_dtype": None}, "bfloat16", "the config states no dtype"),
+        ({}, "bfloat16", "the config states no dtype"),
+        ({"torch_dtype": "float8_e4m3fn"}, "bfloat16", "'float8_e4m3fn' is no compute dtype"),
+        ({"torch_dtype": 16}, "bfloat16", "dtype 16 is no compute dtype"),
+        ({"model_type": "glm4", "torch_dtype": "float16"}, "bfloat16", "glm4 is unstable in float16"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama", "torch_dtype": "float16"}}, "float16", None),
+        ({"model_type": "llava", "vision_config": {"torch_dtype": "float16"}}, "float16", None),
+    ],
+)
+def test_where_a_config_states_its_dtype(kinds: Kinds, config: dict[str, Any], dtype: str, said: str | None) -> None:
+    found = kinds({"model_type": "llama", **config})
+    assert {kind.config.dtype for kind in found.kinds} == {dtype}
+    assert said is None or any(said in warning for warning in found.warnings)
+
+
+def test_flags_beat_the_model_in_every_kind() -> None:
+    overrides = {"kv_cache_dtype": "fp8", "block_size": 64, "head_size": 96, "num_heads": 48, "num_kv_heads": 12}
+    found = load("gpt-oss-20b").layer_kinds(tensor_parallel_size=4, overrides=overrides)
+    fields = ("num_heads", "num_kv_heads", "head_size", "kv_cache_dtype", "block_size", "sliding_window", "sinks")
+    assert summary(found, *fields) == [
+        ("sliding_attention", 12, 12, 3, 96, "fp8_e4m3", 64, 128, True),
+        ("full_attention", 12, 12, 3, 96, "fp8_e4m3", 64, None, True),
+    ]
+
+
+def test_kinds_that_flags_make_equal_are_one() -> None:
+    found = load("gpt-oss-20b").layer_kinds(overrides={"sliding_window": 512, "sinks": False})
+    assert summary(found, "sliding_window", "sinks") == [("sliding_attention", 24, 512, False)]
+    found = load("gpt-oss-20b").layer_kinds(overrides={"sliding_window": 0})
+    assert summary(found, "sliding_window", "sinks") == [("full_attention", 24, None, True)]
+    found = load("gemma-2-9b").layer_kinds(overrides={"logits_soft_cap": 0})
+    assert {kind.config.logits_soft_cap for kind in found.kinds} == {None}
+    found = load("deepseek-v3.2").layer_kinds(overrides={"sparse_top_k": 0})
+    assert summary(found) == [("mla", 61)]
+    found = load("deepseek-v3").layer_kinds(overrides={"sparse_top_k": 2048})
+    assert summary(found, "sparse_top_k") == [("sparse_mla", 61, 2048)]
+
+
+def test_flags_that_not_every_kind_takes() -> None:
+    """An encoder has no cache, and a window is about a token's own past."""
+    overrides = {"kv_cache_dtype": "fp8", "num_speculative_tokens": 3, "sliding_window": 100, "block_size": 32}
+    found = load("whisper-large-v3").layer_kinds(overrides=overrides)
+    fields = ("kv_cache_dtype", "num_speculative_tokens", "sliding_window", "block_size")
+    assert summary(found, *fields) == [
+        ("encoder", 32, "auto", 0, None, None),
+        ("sliding_attention", 32, "fp8_e4m3", 3, 100, 32),
+        ("cross_attention", 32, "fp8_e4m3", 3, None, 32),
+    ]
+    assert found.warnings == ()
+
+
+def test_flags_without_any_effect_are_said() -> None:
+    found = load("bert-base").layer_kinds(overrides={"kv_cache_dtype": "fp8", "block_size": 16})
+    assert summary(found, "kv_cache_dtype", "block_size") == [("encoder_only", 12, "auto", None)]
+    assert found.warnings[-1] == "kv_cache_dtype, block_size: no effect, no layer of bert-base has a KV cache"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "field"),
+    [
+        ("bert-base", {"non_causal": True}, "non_causal"),
+        ("bert-base", {"mm_prefix": True}, "mm_prefix"),
+        ("llama-3-8b", {"sparse_top_k": 64}, "sparse_top_k"),
+        ("llama-3-8b", {"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
+        ("llama-3-8b", {"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
+        ("llama-3-8b", {"num_kv_heads": 5}, "num_kv_heads"),
+        ("llama-3-8b", {"num_heads": 36, "num_kv_heads": 8}, "num_kv_heads"),
+        ("llama-3-8b", {"num_heads": "32"}, "num_heads"),
+        ("llama-3-8b", {"num_heads": True}, "num_heads"),
+        ("llama-3-8b", {"num_heads": 0}, "num_heads"),
+        ("llama-3-8b", {"head_size": 0}, "head_size"),
+        ("llama-3-8b", {"head_size": 10**6}, "head_size"),
+        ("llama-3-8b", {"sliding_window": -4}, "sliding_window"),
+        ("llama-3-8b", {"attn_type": "sideways"}, "attn_type"),
+        ("deepseek-v3", {"num_kv_heads": 8}, "num_kv_heads"),
+        ("deepseek-v3", {"head_size": 128}, "head_size"),
+        ("deepseek-v3", {"v_head_size": 128}, "v_head_size"),
+    ],
+)
+def test_flags_that_contradict_the_model(name: str, overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(name).layer_kinds(overrides=overrides)
+    assert field in caught.value.fields
+
+
+def test_unknown_field() -> None:
+    with pytest.raises(UnknownNameError, match="unknown field 'num_head'") as caught:
+        load("llama-3-8b").layer_kinds(overrides={"num_head": 3})
+    assert "num_heads" in caught.value.nearest
+
+
+def test_one_kv_head_per_query_head_stays_so() -> None:
+    found = load("llama-2-7b").layer_kinds(overrides={"num_heads": 40})
+    assert summary(found, "num_heads", "num_kv_heads") == [("full_attention", 32, 40, 40)]
+    found = load("llama-3-8b").layer_kinds(overrides={"num_heads": 64})
+    assert summary(found, "num_heads", "num_kv_heads") == [("full_attention", 32, 64, 8)]
+
+
+def test_mla_dims_by_flags() -> None:
+    dims = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    found = load("deepseek-v3").layer_kinds(overrides={"kv_lora_rank": 256})
+    assert summary(found, "head_size", "v_head_dim") == [("mla", 61, 320, 128)]
+    found = load("llama-3-8b").layer_kinds(overrides=dims, tensor_parallel_size=8)
+    assert summary(found, "num_heads", "num_kv_heads", "head_size") == [("mla", 32, 4, 1, 288)]
+
+
+def test_attention_type_by_flag() -> None:
+    found = load("llama-3-8b").layer_kinds(overrides={"attn_type": "encoder_only", "kv_cache_dtype": "fp8"})
+    assert summary(found, "kv_cache_dtype") == [("encoder_only", 32, "auto")]
+
+
+def test_flags_that_are_not_given() -> None:
+    assert load("phi-4").layer_kinds(overrides={"num_heads": None, "dtype": None}) == load("phi-4").layer_kinds()
+
+
+def test_a_layer_by_flags_alone() -> None:
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
+    found = layer_kinds(None, overrides=shape, tensor_parallel_size=4, device=T4)
+    assert summary(found, "num_heads", "num_kv_heads", "head_size", "dtype") == [
+        ("full_attention", 1, 8, 2, 128, "float16")
+    ]
+    assert found.warnings == ()
+    assert summary(layer_kinds(None, overrides={"num_heads": 4, "head_size": 64}), "num_kv_heads") == [
+        ("full_attention", 1, 4)
+    ]
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    found = layer_kinds(None, overrides={"num_heads": 128, **dims}, tensor_parallel_size=8)
+    assert summary(found, "num_heads", "num_kv_heads", "head_size") == [("mla", 1, 16, 1, 576)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({}, "num_heads"),
+        ({"num_heads": 8}, "head_size"),
+        ({"head_size": 8}, "num_heads"),
+        ({"num_heads": 8, "head_size": 64, "attn_type": "encoder", "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    ],
+)
+def test_a_layer_by_flags_that_do_not_do(overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layer_kinds(None, overrides=overrides)
+    assert field in caught.value.fields

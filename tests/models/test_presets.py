@@ -1,0 +1,154 @@
+"""The presets: names that users type, values that agree with what others publish."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select.models import load, presets
+
+WANTED = [
+    "llama-2-7b",
+    "llama-3-8b",
+    "llama-3-70b",
+    "llama-3.1-405b",
+    "llama-4-scout",
+    "mistral-7b",
+    "mixtral-8x7b",
+    "qwen2.5-7b",
+    "qwen3-8b",
+    "qwen3-32b",
+    "qwen3-235b-a22b",
+    "qwen3-next-80b-a3b",
+    "deepseek-v2-lite",
+    "deepseek-v2",
+    "deepseek-v3",
+    "deepseek-r1",
+    "deepseek-v3.2",
+    "kimi-k2",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+    "gemma-2-27b",
+    "gemma-3-27b",
+    "phi-2",
+    "phi-3-mini",
+    "phi-4",
+    "whisper-large-v3",
+    "bert-base",
+    "bloom",
+    "mpt-7b",
+    "glm-4.5",
+]
+# Layers, query heads, KV heads and head size as vLLM's own tests expect them of the published configs
+# (tests/config/base_model_arch_groundtruth.json at 1ac8cdb4c760).
+GROUND_TRUTH = {
+    "deepseek-v3.2": (61, 128, 1, 576),
+    "dbrx": (40, 48, 8, 128),
+    "falcon-40b": (60, 128, 8, 64),
+    "falcon-7b": (32, 71, 1, 64),
+    "glm-4.5": (92, 96, 8, 128),
+    "gpt-oss-20b": (24, 64, 8, 64),
+    "llama-4-scout": (48, 40, 8, 128),
+    "mpt-7b": (32, 32, 32, 128),
+    "qwen3-next-80b-a3b": (12, 16, 2, 256),  # its linear layers are not ours
+}
+# Presets of models whose published config is test data here.
+PUBLISHED = {
+    "bart-large": "bart-large-cnn",
+    "bert-base": "bert-base-uncased",
+    "deepseek-r1": "deepseek-r1",
+    "deepseek-v2-lite": "deepseek-v2-lite",
+    "deepseek-v3": "deepseek-r1",
+    "exaone-4.0-32b": "exaone-4.0-32b",
+    "gemma-2-9b": "gemma-2-9b",
+    "gemma-3-27b": "gemma-3-27b-it",
+    "glm-5": "glm-5-fp8",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "kimi-k2": "kimi-k2-instruct",
+    "llama-3-8b": "llama-3.1-8b-instruct",
+    "llama-3.1-8b": "llama-3.1-8b-instruct",
+    "llama-4-maverick": "llama-4-scout-17b-16e",
+    "llama-4-scout": "llama-4-scout-17b-16e",
+    "minicpm3-4b": "minicpm3-4b",
+    "modernbert-base": "modernbert-base-classifier",
+    "phi-2": "phi-2",
+    "phi-4": "phi-4",
+    "qwen2.5-7b": "qwen2.5-7b-instruct",
+    "qwen3-32b": "qwen3-32b",
+    "qwen3-next-80b-a3b": "qwen3-next-80b-a3b-thinking",
+    "qwen3.5-35b-a3b": "qwen3.5-35b-a3b",
+    "whisper-large-v3": "whisper-large-v3",
+}
+
+
+def test_the_names_that_users_type() -> None:
+    found = presets()
+    assert set(WANTED) <= found.keys()
+    assert len(found) >= 24
+    assert all(name == name.lower() and " " not in name and "_" not in name for name in found)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset(name: str) -> None:
+    preset = presets()[name]
+    assert preset.name == name
+    assert preset.description
+    assert len(preset.source) > 20
+    source = load(name)
+    assert (source.name, source.source) == (name, preset.source)
+    assert source.architecture
+    assert source.model_type == source.raw["model_type"]
+    found = source.layer_kinds()
+    assert found.kinds
+    assert not [warning for warning in found.warnings if "not known" in warning or "class defaults" in warning]
+    for kind in found.kinds:  # the description says what a reader of the list needs
+        size = f"{kind.config.kv_lora_rank} + " if kind.config.mla else str(kind.config.head_size)
+        assert (
+            size in preset.description
+            or f"{kind.config.num_heads}:{kind.config.num_kv_heads}" in preset.description
+            or ("encoder" in preset.description)
+        )
+
+
+@pytest.mark.parametrize(("name", "expected"), GROUND_TRUTH.items())
+def test_presets_beside_the_tests_of_vllm(name: str, expected: tuple[int, int, int, int]) -> None:
+    kinds = load(name).layer_kinds().kinds
+    assert sum(kind.count for kind in kinds) == expected[0]
+    shapes = {(kind.config.num_heads, kind.config.num_kv_heads, kind.config.head_size) for kind in kinds}
+    assert shapes == {expected[1:]}
+
+
+@pytest.mark.parametrize(("name", "folder"), PUBLISHED.items())
+def test_presets_beside_the_published_config(name: str, folder: str, configs: Path) -> None:
+    assert load(name).layer_kinds().kinds == load(str(configs / folder)).layer_kinds().kinds
+
+
+def test_a_preset_cannot_be_changed_by_its_reader() -> None:
+    first: dict[str, Any] = load("gemma-3-27b").raw
+    first["text_config"]["num_hidden_layers"] = 1
+    assert load("gemma-3-27b").raw["text_config"]["num_hidden_layers"] == 62
+
+
+def test_reading_is_fast() -> None:
+    """The whole of it, the data files aside, which are read once: a few tens of microseconds on the slowest machine."""
+    best = 1.0
+    for _ in range(50):
+        start = time.perf_counter()
+        load("deepseek-v3").layer_kinds()
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.002
+
+
+def test_listing_presets_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from attn_select import models; models.presets(); models.load('phi-2'); print(sorted(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = json.loads(result.stdout.replace("'", '"'))
+    assert not {"pydantic", "torch", "transformers", "importlib.resources", "click"} & set(loaded)
