@@ -119,6 +119,8 @@ def test_a_rule_that_an_earlier_one_always_beats(earlier: dict[str, Any], later:
         ({"num_heads": "<=16"}, {"num_heads": "<=17"}),
         ({"num_heads": "!=16"}, {"num_heads": ">8"}),
         ({"logits_soft_cap": 30}, {"logits_soft_cap": ">29.9,<30.1"}),
+        ({"logits_soft_cap": ">=30"}, {"logits_soft_cap": "<30"}),
+        ({"num_heads": ">=30"}, {"num_heads": "<30"}),
         ({"logits_soft_cap": [">0.2", "<0.1"]}, {"logits_soft_cap": ">0"}),
         ({"compute_capability": ">=9.0"}, {"compute_capability": ">=8.9"}),
         ({"compute_capability": "9.x"}, {"compute_capability": ">=9.0"}),

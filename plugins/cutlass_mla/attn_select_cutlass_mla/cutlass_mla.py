@@ -53,7 +53,7 @@ CAPABILITIES = Capabilities(
     mm_prefix=_NO_VARIANTS,
     non_causal=Fact(False, f"{_VLLM}: not declared"),
     batch_invariant=Fact(False, f"{_VLLM}: not declared; the number of KV splits follows the batch ({_VLLM_CSRC})"),
-    per_head_quant_scales=Fact(False, f"{_VLLM}: scales other than 1 raise"),
+    per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{_VLLM_CSRC}: writes 16 bits"),
     decode_context_parallel=Fact(True, f"{_VLLM_CSRC} (lse); vLLM's kernel only"),
     speculative_tokens=Fact(0, f"{_VLLM_CSRC}: one query token per request"),
@@ -85,6 +85,7 @@ _DEVICES = ((10, 0), (10, 3))
 _LABELS = {provider.library.distribution: provider.label for provider in PROVIDERS}
 _PINNED = "its only kernel, from the provider that the options name"
 _BECAUSE = {name: f"its only kernel, from {name}: the first usable provider that runs the layer" for name in _LABELS}
+_CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
 _UNIT_SCALES = "with an FP8 cache the query and KV scales must be 1"
 _GROWS = "the workspace grows to the kernel's own size before CUDA graphs are captured"
 
@@ -128,9 +129,6 @@ def _objections(config: AttentionConfig) -> list[Reason]:
     if config.num_heads > HEADS:
         message = f"{config.num_heads} query heads (supported: 1 to {HEADS})"
         reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {HEADS}"))
-    if config.kv_cache_dtype == "fp8_e4m3" and config.dtype != "bfloat16":
-        message = f"with an FP8 cache the kernel writes bfloat16, not {config.dtype}"
-        reasons.append(Reason("dtype", message, config.dtype, ["bfloat16"], "--dtype bfloat16"))
     return reasons
 
 
@@ -147,6 +145,8 @@ def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOption
     notes: tuple[str, ...] = (_GROWS, *provider.notes)
     if fp8:
         notes = (*notes, _UNIT_SCALES)
+        if config.dtype == "float16":
+            notes = (*notes, _CONVERTED)
     if config.num_heads != HEADS:
         notes = (*notes, f"query heads are padded from {config.num_heads} to {HEADS}")
     if set_by is not None:

@@ -62,7 +62,7 @@ DECODE = Capabilities(
     sinks=Fact(True, f"{MLA_CORE} (trtllm-gen)"),
     non_causal=Fact(True, f"{MLA_CORE} (wrapper: causal=False); {_VLLM_MLA} (one row per query token)"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107; vllm-project/vllm #28967"),
-    per_head_quant_scales=Fact(False, f"{MLA_CORE}: scales are scalars"),
+    per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{MLA_CORE}: out is 16-bit outside the cutlass back end"),
     decode_context_parallel=Fact(True, f"{RAN} (wrapper returns the LSE); {MLA_CORE} (trtllm-gen too, XQA not)"),
     speculative_tokens=Fact(1024, f"{RAN} (wrapper, query length 3); {MLA_CORE} (trtllm-gen: any, XQA: 1)"),
@@ -140,6 +140,7 @@ def plan(
 
 
 _NOT_BLACKWELLS = "fa2 is not made for Blackwell and slow there for MLA"
+_CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 _LSE_256 = "the workspace is 256 MiB because trtllm-gen keeps softmax statistics in it for the log-sum-exp"
 
 
@@ -155,6 +156,8 @@ def _decode_plan(
         notes = (*notes, _LSE_256)
     if blackwell and kernel is FA2:
         notes = (*notes, _NOT_BLACKWELLS)
+    if config.dtype == "float16" and fp8 and kernel.fp8_query:
+        notes = (*notes, _CONVERTED)
     heads = kernel.heads(config.num_heads)
     if heads != config.num_heads:
         notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")

@@ -82,7 +82,8 @@ def dims_reason(config: AttentionConfig, kernel: MLAKernel) -> Reason:
 
 
 def _writes_bfloat16(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
-    if config.dtype != "bfloat16":
+    # With an FP8 cache the query is quantised from either 16-bit dtype, and only the output is converted.
+    if config.dtype != "bfloat16" and config.kv_cache_dtype != "fp8_e4m3":
         message = f"{path} computes and writes bfloat16, not {config.dtype}"
         reasons.append(Reason("dtype", message, config.dtype, ["bfloat16"], "--dtype bfloat16"))
 

@@ -55,7 +55,8 @@ CAPABILITIES = Capabilities(
         f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla (trtllm-gen; backend sparse on 12.x)",
     ),
     dtypes=Fact(
-        ("bfloat16",), f"{MLA_CORE}: out is bfloat16, 12.x takes a bfloat16 query; {_VLLM_SPARSE} declares float16 too"
+        ("bfloat16", "float16"),
+        f"{MLA_CORE}: with an FP8 cache the query is quantised from either; out is bfloat16, which is converted",
     ),
     kv_cache_dtypes=Fact(
         ("bfloat16", "fp8_e4m3", "fp8_ds_mla"), f"{MLA_CORE}; flashinfer tests/attention/test_trtllm_gen_mla.py v0.6.14"
@@ -72,9 +73,9 @@ CAPABILITIES = Capabilities(
     alibi=_NO_VARIANTS,
     mm_prefix=_NO_VARIANTS,
     sinks=Fact(True, f"{MLA_CORE} (sinks; attn_sink on 12.x)"),
-    non_causal=Fact(False, f"{_VLLM_SPARSE}: not declared; what a token sees is what the indexer picks"),
+    non_causal=Fact(True, f"{MLA_CORE}: what a token sees is the list of slots that it is given"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107"),
-    per_head_quant_scales=Fact(False, f"{MLA_CORE}: scales are scalars"),
+    per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{MLA_CORE}: out is bfloat16"),
     decode_context_parallel=Fact(True, f"{LAUNCHER} (lse); {_VLLM_SPARSE} supports_dcp"),
     speculative_tokens=Fact(1024, f"{_VLLM_SPARSE}: every query token is a row of its own"),
@@ -91,6 +92,9 @@ class FlashInferMLASparseOptions(BackendOptions):
 
 _DEVICES = frozenset((*TRTLLM_GEN_CAPABILITIES, (12, 0), (12, 1)))
 _CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
+_CACHE_ON_12 = ("fp8_ds_mla", "fp8_e4m3")
+_ALIAS = "fp8_e4m3 is stored as fp8_ds_mla, the one FP8 format of sparse MLA here"
+_CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 _NOTES_12 = (
     "the workspace is zeroed before its first use and shared by both phases",
     "one row of top-k token slots per query token",
@@ -118,12 +122,15 @@ def plan(
         message = f"{config.num_heads} query heads (supported: 1 to {MAX_HEADS})"
         reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {MAX_HEADS}"))
     cache = config.cache_dtype
+    if config.dtype == "float16" and not (on_10 and cache == "fp8_e4m3"):
+        message = "float16 (supported: bfloat16; on compute capability 10.x float16 too with an fp8_e4m3 cache)"
+        reasons.append(Reason("dtype", message, "float16", ["bfloat16"], "--dtype bfloat16"))
     if on_10:
         if cache not in _CACHE_ON_10:
             reasons.append(_cache_reason(cache, _CACHE_ON_10, "10.x", "--kv-cache-dtype auto"))
     else:
-        if cache != "fp8_ds_mla":
-            reasons.append(_cache_reason(cache, ("fp8_ds_mla",), "12.x", "--kv-cache-dtype fp8_ds_mla"))
+        if cache not in _CACHE_ON_12:
+            reasons.append(_cache_reason(cache, _CACHE_ON_12, "12.x", "--kv-cache-dtype fp8_ds_mla"))
         if config.sparse_top_k != TOP_K_SM12X:
             message = f"top-k {config.sparse_top_k} (supported on compute capability 12.x: {TOP_K_SM12X})"
             reasons.append(
@@ -141,10 +148,15 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: b
         notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
     if on_10 and config.decode_context_parallel_size > 1:
         notes = (*notes, _DCP_NOTE)
+    fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    if fp8 and not on_10:
+        notes = (*notes, _ALIAS)
+    if config.dtype == "float16":
+        notes = (*notes, _CONVERTED)
     return BackendPlan(
         path="TRT-LLM (trtllm-gen, sparse)" if on_10 else "FlashInfer sparse (12.x)",
         because="Blackwell's own sparse MLA kernel" if on_10 else "the sparse MLA kernel for compute capability 12.x",
-        query_dtype="fp8_e4m3" if config.kv_cache_dtype == "fp8_e4m3" else config.dtype,
+        query_dtype="fp8_e4m3" if fp8 and on_10 else config.dtype,
         returns_lse=True,
         kv_layouts=(MLA,) if on_10 else (FP8_DS_MLA,),
         kernel_block_sizes=pages((64, 32) if on_10 else (64,), config.block_size),

@@ -64,7 +64,12 @@ def test_on_12(gpu: str, phase: str) -> None:
 def test_caches_by_device(phase: str) -> None:
     on_12 = reasons_of("sm120", phase)["kv-cache-dtype"]
     assert (on_12.observed, on_12.remedy) == ("bfloat16", "--kv-cache-dtype fp8_ds_mla")
-    assert list(reasons_of("sm120", phase, kv_cache_dtype="fp8")) == ["kv-cache-dtype"]
+    alias = plan_of("sm120", phase, kv_cache_dtype="fp8")
+    assert (alias.kv_layouts, alias.query_dtype) == (("FP8_DS_MLA",), "bfloat16")
+    assert any("stored as fp8_ds_mla" in note for note in alias.notes)
+    assert any("converted" in n for n in plan_of("sm100", phase, kv_cache_dtype="fp8", dtype="float16").notes)
+    for gpu, fields in (("sm100", {}), ("sm120", ON_12)):
+        assert list(reasons_of(gpu, phase, dtype="float16", **fields))[0] == "dtype"
     on_10 = reasons_of("sm100", phase, **ON_12)["kv-cache-dtype"]
     assert (on_10.observed, on_10.remedy) == ("fp8_ds_mla", "--kv-cache-dtype auto")
     for gpu in ("sm100", "sm120"):
@@ -128,7 +133,6 @@ def test_heads(heads: int, padded: int | None) -> None:
         ({"logits_soft_cap": 5.0}, "logits-soft-cap"),
         ({"alibi": True}, "alibi"),
         ({"mm_prefix": True}, "mm-prefix"),
-        ({"non_causal": True}, "non-causal"),
         ({"batch_invariant": True}, "batch-invariant"),
         ({"output_quantization": "fp8"}, "output-quantization"),
     ],

@@ -46,7 +46,7 @@ def _capabilities(reads_cache: bool) -> Capabilities:
         mixed_kv_cache_dtype=Fact(True, f"{OWN}: casts the latent to the query's dtype as it loads"),
         non_causal=Fact(True, f"{OWN}: each query row has its own number of keys"),
         batch_invariant=Fact(True, f"{OWN}: splits of a fixed number of tokens"),
-        per_head_quant_scales=Fact(False, f"{OWN}: one scale per tensor"),
+        per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
         output_quantizations=Fact((), f"{OWN}: no output scale"),
         decode_context_parallel=Fact(True, f"{OWN}: returns the log-sum-exp; positions come from a tensor"),
     )
