@@ -34,7 +34,7 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def command(ctx: click.Context, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
+def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
     """Compare two decisions: another GPU, other rules, another config, or a golden file."""
     from attn_select_cli.layer_options import build_report
     from attn_select_cli.output import print_json, print_lines

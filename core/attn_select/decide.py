@@ -224,7 +224,7 @@ class Decider:
         forced: Mapping[Phase, str],
         warnings: list[str],
     ) -> dict[Phase, str | None]:
-        """Return one backend per phase: the first for all, else the compatible pair of the lowest ranks, decode first."""
+        """Return one backend per phase: the first for all, else the compatible pair of lowest ranks, decode first."""
         if len(rankings) == 1 or not (valid["prefill"] and valid["decode"]):
             return {phase: names[0] if names else None for phase, names in valid.items()}
         by_phase = any(rule.phase is not None for ranking in rankings.values() for rule in ranking.rules)
@@ -297,5 +297,5 @@ def _denied(name: str, rule: Rule) -> Reason:
 
 def _in_order(verdicts: Mapping[str, dict[Phase, Verdict]], rankings: Mapping[Phase, Ranking]) -> tuple[Candidate, ...]:
     """Order candidates by decode rank, then prefill rank, the unranked last as registered."""
-    ranked = [name for phase in reversed(rankings) for name in rankings[phase].order if name in verdicts]
+    ranked = [name for phase in reversed([*rankings]) for name in rankings[phase].order if name in verdicts]
     return tuple([Candidate(name, verdicts[name]) for name in dict.fromkeys((*ranked, *verdicts))])

@@ -17,7 +17,8 @@ from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.dtypes import is_quantized
 from attn_select.environment import BROKEN, WRONG_VERSION, Environment
-from attn_select.errors import shorten
+from attn_select.errors import shorten, show
+from attn_select.layouts import LAYOUTS
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Library, Reason
 
 DENIED = "denied-by-rule"
@@ -83,18 +84,40 @@ def judge(
     try:
         outcome = spec.plan(config, device, environment, options, phase)
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
-        return [*static, _plugin_error(spec, f"plan() raised {type(error).__name__}: {error}")]
+        return [*static, _plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
     if type(outcome) is BackendPlan:
+        if problem := _plan_problem(outcome):
+            return [*static, _plugin_error(spec, problem)]
         if config.cuda_graph != "NEVER" and _LEVEL_RANK[outcome.cuda_graph] < _LEVEL_RANK[config.cuda_graph]:
             return [*static, _graph_reason(outcome, config)]
         return static or outcome
     if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
-        text = f"plan() returned {shorten(repr(outcome))} instead of a BackendPlan or reasons"
+        text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
         return [*static, _plugin_error(spec, text)]
     if not static:
         return outcome
     codes = {reason.code for reason in static}
     return static + [reason for reason in outcome if reason.code not in codes]
+
+
+_SOUND: set[tuple[object, ...]] = set()
+"""What plans stand on, checked before: nearly all plans share a few combinations."""
+
+
+def _plan_problem(plan: BackendPlan) -> str | None:
+    """Return what is wrong with a plan that the decision would stumble over."""
+    key = (plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes)
+    if key in _SOUND:
+        return None
+    if plan.cuda_graph not in _LEVEL_RANK:
+        return f"plan().cuda_graph = {show(plan.cuda_graph)} (accepted: {', '.join(_LEVEL_RANK)})"
+    if unknown := [name for name in plan.kv_layouts if name not in LAYOUTS]:
+        return f"plan().kv_layouts names {show(unknown[0])} (accepted: {', '.join(LAYOUTS)})"
+    sizes = plan.kernel_block_sizes
+    if not all(type(size) is int and size > 0 for size in sizes) or (plan.kv_layouts and not sizes):
+        return f"plan().kernel_block_sizes = {show(sizes)} (accepted: positive integers, at least one with a KV layout)"
+    _SOUND.add(key)
+    return None
 
 
 def _feature(code: str, field: str, what: str) -> tuple[str, _Maker]:
@@ -240,21 +263,20 @@ class CapabilityGate:
             reasons.append(_reason("output-quantization", "output quantisation", asked, supported, remedy))
         if config.num_speculative_tokens > self._most_speculative:
             tokens, most = config.num_speculative_tokens, self._most_speculative
-            remedy = f"--speculative-tokens {most}"
-            reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", remedy))
+            fewer = f"--speculative-tokens {most}"
+            reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", fewer))
         return reasons
 
     def _compare_cache(self, config: AttentionConfig, reasons: list[Reason]) -> None:
-        cache_dtype, dtype, listed = config.kv_cache_dtype, config.dtype, self._kv_dtypes
-        if cache_dtype not in ("auto", dtype):
-            mixed = self._mixed
-            if cache_dtype not in listed or not (mixed or is_quantized(cache_dtype)):
-                supported = ["auto", *(d for d in listed if is_quantized(d) or d == dtype or mixed)]
-                remedy = "--kv-cache-dtype auto"
-                reasons.append(_reason("kv-cache-dtype", "KV-cache dtype", cache_dtype, supported, remedy))
-        elif dtype not in listed and dtype in self._dtypes:
-            remedy = f"--kv-cache-dtype {listed[0]}" if listed else None
-            reasons.append(_reason("kv-cache-dtype", "KV-cache dtype", dtype, list(listed), remedy))
+        asked, dtype, listed = config.cache_dtype, config.dtype, self._kv_dtypes
+        taken = asked in listed and (asked == dtype or self._mixed or is_quantized(asked))
+        # A dtype that the backend does not compute in is a reason of its own.
+        if not taken and (asked != dtype or dtype in self._dtypes):
+            supported = [d for d in listed if self._mixed or is_quantized(d) or d == dtype]
+            if dtype in listed:
+                supported = ["auto", *supported]
+            remedy = f"--kv-cache-dtype {supported[0]}" if supported else None
+            reasons.append(_reason("kv-cache-dtype", "KV-cache dtype", asked, supported, remedy))
         size = config.block_size
         if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
             reasons.append(block_size_reason(size, self._block_sizes))

@@ -78,10 +78,10 @@ def test_without_a_phase_rule_one_backend_for_all_phases_beats_a_better_ranked_p
 
 def test_pairs_are_ordered_by_decode_rank_first(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
     specs = [
-        make_spec("A", phases=["decode"], layouts=["X"]),
+        make_spec("A", phases=["decode"], layouts=["FLASHINFER_NHD"]),
         make_spec("B", phases=["decode"]),
         make_spec("P"),
-        make_spec("Q", layouts=["X"]),
+        make_spec("Q", layouts=["FLASHINFER_NHD"]),
     ]
     rules = [priority("A", "B", phase="decode"), priority("P", "Q", phase="prefill")]
     assert make_decider(specs, rules).decide(gqa, Choice()).selected == {"prefill": "Q", "decode": "A"}
@@ -90,7 +90,10 @@ def test_pairs_are_ordered_by_decode_rank_first(make_spec: Any, make_decider: An
 def test_no_common_layout_is_said_and_nothing_is_chosen(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
-    specs = [make_spec("D", phases=["decode"], layouts=["X"]), make_spec("P", phases=["prefill"], layouts=["Y"])]
+    specs = [
+        make_spec("D", phases=["decode"], layouts=["FLASHINFER_NHD"]),
+        make_spec("P", phases=["prefill"], layouts=["FLASHINFER_HND"]),
+    ]
     selection = make_decider(specs, [priority("D", "P")]).decide(gqa, Choice())
     assert selection.selected == {"prefill": None, "decode": None}
     assert any("no pair of backends shares a KV layout and block size" in w for w in selection.warnings)

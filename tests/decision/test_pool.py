@@ -28,14 +28,14 @@ def test_kinds_that_already_agree_stay_as_they_are(make_spec: Any, make_decider:
 
 def test_kinds_that_disagree_take_the_combination_of_the_least_ranks(make_spec: Any, make_decider: Any) -> None:
     specs = [
-        make_spec("A", layouts=["X"]),
-        make_spec("B", layouts=["Y"], sliding_window=True),
-        make_spec("C", layouts=["X"], sliding_window=True),
+        make_spec("A", layouts=["FLASHINFER_NHD"]),
+        make_spec("B", layouts=["FLASHINFER_HND"], sliding_window=True),
+        make_spec("C", layouts=["FLASHINFER_NHD"], sliding_window=True),
     ]
     full, window = decide(make_decider(specs, RULES), FULL, WINDOW)
     # A with C costs 1 + 3 per phase, B with B 2 + 2: the earlier kind's wish decides the tie.
     assert (full.selected["decode"], window.selected["decode"]) == ("A", "C")
-    assert full.kv_layout == window.kv_layout == "X"
+    assert full.kv_layout == window.kv_layout == "FLASHINFER_NHD"
     assert any("shares its pool" in w for w in window.warnings)
 
 
@@ -56,11 +56,11 @@ def test_block_sizes_without_a_common_wish_meet_at_their_least_common_multiple(
 
 def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_spec: Any, make_decider: Any) -> None:
     specs = [
-        make_spec("A", layouts=["X"]),
-        make_spec("B", layouts=["Y"], sliding_window=True, head_sizes=HeadSizes(values=(32,))),
+        make_spec("A", layouts=["FLASHINFER_NHD"]),
+        make_spec("B", layouts=["FLASHINFER_HND"], sliding_window=True, head_sizes=HeadSizes(values=(32,))),
     ]
     full, window = decide(make_decider(specs, RULES), FULL, WINDOW.model_copy(update={"head_size": 32}))
-    assert (full.kv_layout, window.kv_layout) == ("X", "Y")
+    assert (full.kv_layout, window.kv_layout) == ("FLASHINFER_NHD", "FLASHINFER_HND")
     assert all(
         any("no KV layout and block size serves all layer kinds" in w for w in s.warnings) for s in (full, window)
     )
@@ -68,6 +68,6 @@ def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_sp
 
 def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:
     encoder = AttentionConfig(num_heads=8, head_size=64, attn_type="encoder")
-    specs = [make_spec("A", layouts=["X"]), make_spec("B", layouts=[], attn_types=("encoder",))]
+    specs = [make_spec("A", layouts=["FLASHINFER_NHD"]), make_spec("B", layouts=[], attn_types=("encoder",))]
     selections = decide(make_decider(specs, RULES), FULL, encoder)
-    assert [s.kv_layout for s in selections] == ["X", None]
+    assert [s.kv_layout for s in selections] == ["FLASHINFER_NHD", None]
