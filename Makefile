@@ -20,7 +20,7 @@ EDITABLE := -e . $(addprefix -e ,$(PLUGINS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test venv format bench-select dist clean
+.PHONY: help demo test venv format docs bench-select dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all s
 format: venv ## Rewrite the sources as `make test` wants them
 	$(TEST_ENV)/bin/ruff check --fix
 	$(TEST_ENV)/bin/ruff format
+
+docs: venv ## Run the commands that the documents show and write their present output there
+	$(TEST_ENV)/bin/python tests/docs/console_blocks.py --write
 
 bench-select: venv ## Measure selection: cold start, cached and uncached select, a matrix
 	$(TEST_ENV)/bin/python tests/bench/bench_select.py $(ARGS)

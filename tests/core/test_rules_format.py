@@ -146,6 +146,7 @@ def test_duplicates_within_a_file_are_errors(rules_file: WriteRules) -> None:
         ("version = 1\n[backend.FLASHINFER]\n", 2, ["unknown key 'backend'", "backends"]),
         ("version = 1\nx = \n", 2, ["not valid TOML"]),
         ("version = 1\nversion = 1\n", 2, ["not valid TOML"]),
+        ('version = 1\nx = """\n\n', 4, ["not valid TOML"]),
         ("version = 1\n[[rules]]\nname = 'a'\nname = 'b'\n", 4, ["not valid TOML"]),
         ("version = 1\nx = " + "[" * 5000 + "]" * 5000, None, ["nested too deeply"]),
         ("version = 1\nx = " + "{a=" * 5000, None, ["nested too deeply"]),

@@ -44,6 +44,10 @@ class Document:
     options: dict[str, Options] = field(default_factory=dict)
 
 
+class _Unreadable(Exception):
+    """The file as a whole is no use. Arguments: what is wrong, the line or None."""
+
+
 def read_document(content: bytes, file: str, layer: int, problems: list[Problem]) -> Document:
     """Read one file and append what is wrong with it to ``problems``. Never raises."""
 
@@ -51,44 +55,50 @@ def read_document(content: bytes, file: str, layer: int, problems: list[Problem]
         problems.append((file, line, text))
 
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        report(f"is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8", error.object.count(b"\n", 0, error.start) + 1)
-        return Document()
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.count(".") > MAX_DOTS:
-            report(f"more than {MAX_DOTS} dots in one line: a key this deep is not read", number)
-            return Document()
-    try:
-        table = tomllib.loads(text)
-    except RecursionError:
-        report("is nested too deeply to be read", None)
-        return Document()
-    except ValueError as error:  # TOMLDecodeError, or an integer of too many digits
-        place = re.search(r" \(at line (\d+), column \d+\)$", str(error))
-        report(f"is not valid TOML: {shorten(error, 200)}", int(place[1]) if place else None)
-        return Document()
-    version = table.get("version")
-    if type(version) is not int or version != VERSION:
-        seen = "is missing" if version is None else f"= {show(version)} is not supported"
-        report(f"version {seen}: expected version = {VERSION} at the top of the file", None)
+        text, document = _parse(content)
+    except _Unreadable as error:
+        report(*error.args)
         return Document()
     headers = header_lines(text)
     lines: dict[tuple[str, ...], int] = {}
     for header in headers:  # the first header of a table, or of one in it
         lines.setdefault(header.key[:1], header.line)
         lines.setdefault(header.key[:2], header.line)
-    for key in [key for key in table if key not in _KEYS][:MOST_PROBLEMS]:
+    for key in [key for key in document if key not in _KEYS][:MOST_PROBLEMS]:
         report(f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}", lines.get((key,)))
+    tables = document.get("rules", [])
     rule_lines = [header.line for header in headers if header.is_array and header.key == ("rules",)]
-    tables = table.get("rules", [])
     if isinstance(tables, list) and len(tables) == len(rule_lines):
         rules = _rules(tables, rule_lines, file, layer, report)
     else:
         report("rules must be written as [[rules]] tables", lines.get(("rules",)))
         rules = []
-    return Document(rules, _options(table.get("backends", {}), lines, file, report))
+    return Document(rules, _options(document.get("backends", {}), lines, file, report))
+
+
+def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the file as text and as TOML of the one version that we know."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte, line = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
+        raise _Unreadable(f"is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8", line) from None
+    for number, each in enumerate(text.split("\n"), 1):
+        if each.count(".") > MAX_DOTS:
+            raise _Unreadable(f"more than {MAX_DOTS} dots in one line: a key this deep is not read", number)
+    try:
+        document = tomllib.loads(text)
+    except RecursionError:
+        raise _Unreadable("is nested too deeply to be read", None) from None
+    except ValueError as error:  # TOMLDecodeError, or an integer of too many digits
+        place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)$", str(error))
+        at = int(place[1] or text.count("\n") + 1) if place else None
+        raise _Unreadable(f"is not valid TOML: {shorten(error, 200)}", at) from None
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        seen = "is missing" if version is None else f"= {show(version)} is not supported"
+        raise _Unreadable(f"version {seen}: expected version = {VERSION} at the top of the file", None)
+    return text, document
 
 
 def _rules(tables: list[Any], lines: list[int], file: str, layer: int, report: Report) -> list[Rule]:
