@@ -86,11 +86,12 @@ def judge(
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
         return [*static, _plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
     if type(outcome) is BackendPlan:
-        if problem := _plan_problem(outcome):
-            return [*static, _plugin_error(spec, problem)]
-        if config.cuda_graph != "NEVER" and _LEVEL_RANK[outcome.cuda_graph] < _LEVEL_RANK[config.cuda_graph]:
+        if config.cuda_graph != "NEVER" and _LEVEL_RANK.get(outcome.cuda_graph, 0) < _LEVEL_RANK[config.cuda_graph]:
             return [*static, _graph_reason(outcome, config)]
-        return static or outcome
+        if static:
+            return static
+        problem = _plan_problem(outcome)
+        return [_plugin_error(spec, problem)] if problem else outcome
     if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
         text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
         return [*static, _plugin_error(spec, text)]

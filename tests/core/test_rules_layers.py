@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,3 +219,11 @@ def test_no_home_directory(world: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("platformdirs.user_config_path", fail)
     assert [layer.kind for layer in load_rules().layers] == ["packaged", "working directory"]
+
+
+def test_importing_the_rules_is_light() -> None:
+    """What only some files need (version ranges, the user's folder, plugins) is loaded when it is needed."""
+    code = "import sys, attn_select.rules; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "attn_select.rules.layers" in loaded
+    assert not {"packaging", "platformdirs", "pluggy", "torch", "click"} & {name.split(".")[0] for name in loaded}

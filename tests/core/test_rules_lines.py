@@ -169,7 +169,7 @@ def documents(draw: st.DrawFn) -> tuple[str, list[tuple[int, tuple[str, ...], bo
 
 
 @given(documents())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_headers_of_generated_documents(document: tuple[str, list[tuple[int, tuple[str, ...], bool]]]) -> None:
     text, headers = document
     table = tomllib.loads(text)
@@ -195,7 +195,7 @@ SOUP = [
 
 
 @given(st.lists(st.sampled_from(SOUP), max_size=12).map("".join))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000, deadline=None, derandomize=True)
 def test_whatever_tomllib_accepts_has_as_many_headers_as_tables(text: str) -> None:
     try:
         table = tomllib.loads(text)

@@ -32,7 +32,7 @@ _ESSENTIAL = (
 """Fields that every published config has: worth a word where a class default had to stand in."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerKind:
     """Layers of a model that ask for the same attention.
 
@@ -49,7 +49,7 @@ class LayerKind:
     config: AttentionConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerKinds:
     """The distinct layers of a model in order of appearance, and what a user should know about the reading."""
 
@@ -57,7 +57,7 @@ class LayerKinds:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelSource:
     """A model's config and where it came from.
 
@@ -141,7 +141,7 @@ def layer_kinds(
     where: str | None = None
     notes: list[str] = []
     if source is None:
-        reading = Reading([(Layer(), 1)])
+        reading = Reading([(Layer(), 1)], [])
         compute = given.get("dtype", dtype.preferred(device))
     else:
         where = shorten(source.name, 200)

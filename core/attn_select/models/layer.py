@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):  # a dataclass takes a millisecond to make
     """Head counts are the model's totals. Fields have the names, units and defaults of ``AttentionConfig``.
 
     None for a count or size means that the config does not say it. ``sliding_window`` counts the query's own token; of
@@ -32,9 +31,8 @@ class Layer:
     """Attention inside chunks of the sequence (Llama 4): an engine cuts them, the kernel sees full attention."""
 
 
-@dataclass(slots=True)
-class Reading:
+class Reading(NamedTuple):
     """The distinct layers of a model with their counts, in order of appearance, and what should be said about them."""
 
     layers: list[tuple[Layer, int]]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]

@@ -9,7 +9,7 @@ from typing import Any
 from attn_select.models.tables import load
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Preset:
     """One preset: its name, what it is, and where its values were looked up."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import repeat
 from typing import cast
 
@@ -46,13 +45,12 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
     kv_heads = variants.per_layer(fields, "num_key_value_heads_per_layer", len(kinds))
     rows = Counter(zip(kinds, heads or repeat(None), kv_heads or repeat(None), strict=False))
     left_out: Counter[str] = Counter()
-    reading = Reading([])
+    reading = Reading([], [])
     for (kind, own_heads, own_kv_heads), count in rows.items():
         if kind not in types.ATTENTION or (kind == types.INDEXED and not base.mla):
             left_out[kind] += count
             continue
-        layer = replace(
-            base,
+        layer = base._replace(
             num_heads=own_heads or base.num_heads,
             num_kv_heads=own_kv_heads or base.num_kv_heads,
             sliding_window=window if kind == types.SLIDING else None,
@@ -60,7 +58,7 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
             chunked=kind == types.CHUNKED,
         )
         if kind == types.CROSS:
-            layer = replace(layer, attn_type="encoder_decoder", mm_prefix=False)
+            layer = layer._replace(attn_type="encoder_decoder", mm_prefix=False)
         if variant := variants.VARIANTS.get(fields.family.variant or ""):
             layer = variant(fields, kind, layer)
         reading.layers.append((layer, count))
@@ -140,7 +138,7 @@ def _encoder_decoder(fields: Fields) -> Reading:
     """Whisper, BART, T5 and their kin: no grouped heads, one width for all."""
     name = first_architecture(fields.raw)
     alone = "encoder" if name.endswith("EncoderModel") else "decoder" if name.endswith("ForCausalLM") else None
-    reading = Reading([])
+    reading = Reading([], [])
     for side, kinds in (("encoder", ("encoder",)), ("decoder", ("decoder", "encoder_decoder"))):
         if alone not in (None, side):
             continue
@@ -151,5 +149,5 @@ def _encoder_decoder(fields: Fields) -> Reading:
         layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads))
         if alone:
             kinds = ("encoder_only",) if alone == "encoder" else ("decoder",)
-        reading.layers += [(replace(layer, attn_type=kind), count) for kind in kinds]
+        reading.layers.extend((layer._replace(attn_type=kind), count) for kind in kinds)
     return reading

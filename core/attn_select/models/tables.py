@@ -6,14 +6,14 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 UNIFORM = ("uniform",)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):  # a dataclass takes a millisecond to make
     """What is known of one ``model_type`` beside its config.json.
 
     Attributes:
@@ -33,9 +33,9 @@ class Family:
     model_type: str
     known: bool = False
     source: str = ""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = _NOTHING
     layers: tuple[Any, ...] = UNIFORM
-    names: Mapping[str, list[str]] = field(default_factory=dict)
+    names: Mapping[str, list[str]] = _NOTHING
     reader: str = "decoder"
     variant: str | None = None
     alibi: bool = False

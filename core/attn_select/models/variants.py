@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from attn_select.errors import ModelError
@@ -51,17 +50,16 @@ def _gemma4(fields: Fields, kind: str, layer: Layer) -> Layer:
         return layer
     kv = fields.heads("num_global_key_value_heads") if fields.flag("attention_k_eq_v") else None
     size = fields.size("global_head_dim") or 512
-    return replace(layer, head_size=size, num_kv_heads=kv or layer.num_kv_heads)
+    return layer._replace(head_size=size, num_kv_heads=kv or layer.num_kv_heads)
 
 
 def _mimo(fields: Fields, kind: str, layer: Layer) -> Layer:
     """Sliding layers have sinks and their own counts (vLLM's mimo_v2.py; without those, modeling_mimo_v2_flash.py)."""
     if kind != types.SLIDING:
-        return replace(layer, sinks=fields.flag("add_full_attention_sink_bias"))
+        return layer._replace(sinks=fields.flag("add_full_attention_sink_bias"))
     sinks = fields.get("add_swa_attention_sink_bias")
     kv = fields.heads("swa_num_key_value_heads")
-    return replace(
-        layer,
+    return layer._replace(
         num_heads=fields.heads("swa_num_attention_heads") or layer.num_heads,
         num_kv_heads=kv or (2 * layer.num_kv_heads if layer.num_kv_heads else None),
         head_size=fields.size("swa_head_dim") or layer.head_size,
@@ -77,8 +75,7 @@ def _step3p5(fields: Fields, kind: str, layer: Layer) -> Layer:
         return layer
     inner = Fields(other, fields.family, f"{fields.where}: attention_other_setting")
     heads, kv, size = (other.get(name) for name in ("num_attention_heads", "num_attention_groups", "head_dim"))
-    return replace(
-        layer,
+    return layer._replace(
         num_heads=inner.heads("num_attention_heads") if heads is not None else layer.num_heads,
         num_kv_heads=inner.heads("num_key_value_heads") if kv is not None else layer.num_kv_heads,
         head_size=inner.size("head_dim") if size is not None else layer.head_size,
@@ -90,7 +87,7 @@ def _zamba(fields: Fields, kind: str, layer: Layer) -> Layer:
     hidden, heads = fields.integer("hidden_size"), layer.num_heads
     if fields.size("attention_head_dim") or not hidden or not heads:
         return layer
-    return replace(layer, head_size=min(2 * hidden // heads, 8192))
+    return layer._replace(head_size=min(2 * hidden // heads, 8192))
 
 
 VARIANTS: dict[str, Callable[[Fields, str, Layer], Layer]] = {

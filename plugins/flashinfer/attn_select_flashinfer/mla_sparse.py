@@ -91,6 +91,7 @@ class FlashInferMLASparseOptions(BackendOptions):
 
 
 _DEVICES = frozenset((*TRTLLM_GEN_CAPABILITIES, (12, 0), (12, 1)))
+_PAGES_10, _PAGES_12 = (64, 32), (64,)
 _CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
 _CACHE_ON_12 = ("fp8_ds_mla", "fp8_e4m3")
 _ALIAS = "fp8_e4m3 is stored as fp8_ds_mla, the one FP8 format of sparse MLA here"
@@ -136,8 +137,9 @@ def plan(
             reasons.append(
                 Reason("sparse-top-k", message, config.sparse_top_k, [TOP_K_SM12X], f"--sparse-top-k {TOP_K_SM12X}")
             )
-        if config.block_size is not None and config.block_size % 64:
-            reasons.append(block_size_reason(config.block_size, (64,)))
+    sizes = _PAGES_10 if on_10 else _PAGES_12
+    if config.block_size is not None and not any(config.block_size % size == 0 for size in sizes):
+        reasons.append(block_size_reason(config.block_size, sizes))
     return reasons or _plan(config, options, on_10)
 
 
@@ -159,7 +161,7 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: b
         query_dtype="fp8_e4m3" if fp8 and on_10 else config.dtype,
         returns_lse=True,
         kv_layouts=(MLA,) if on_10 else (FP8_DS_MLA,),
-        kernel_block_sizes=pages((64, 32) if on_10 else (64,), config.block_size),
+        kernel_block_sizes=pages(_PAGES_10 if on_10 else _PAGES_12, config.block_size),
         cuda_graph="UNIFORM_BATCH",
         workspace_bytes=options.workspace_bytes,
         notes=notes,
