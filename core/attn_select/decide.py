@@ -22,6 +22,8 @@ from attn_select.selection import Candidate, Selection, Verdict
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 
 _NO_REASONS: list[Reason] = []
+_Cache = tuple[str | None, int | None]
+"""KV layout and block size (tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +133,16 @@ class Decider:
                 )
             valid[phase] = [name for name in names if verdicts[name][phase].verdict == "valid"]
         chosen = self._choose(config, rankings, valid, verdicts, forced, warnings)
-        cache: tuple[str | None, int | None] | None = None
-        for name, phase in ((name, phase) for phase, name in chosen.items() if name is not None):
-            verdicts[name][phase].verdict = "selected"
+        cache: _Cache | None = None
+        plans: list[BackendPlan] = []
+        for phase, winner in reversed(chosen.items()):
+            if winner is not None:
+                verdict = verdicts[winner][phase]
+                verdict.verdict = "selected"
+                if verdict.plan is not None:
+                    plans.append(verdict.plan)
         if config.has_cache:
-            plans = [verdicts[name][phase].plan for phase, name in reversed(chosen.items()) if name is not None]
-            cache = shared_cache([plan for plan in plans if plan is not None], config.block_size)
+            cache = shared_cache(plans, config.block_size)
         return Selection(
             config=config,
             device=self.device,
@@ -243,7 +249,7 @@ class Decider:
         return {"prefill": None, "decode": None}
 
 
-def shared_cache(plans: Sequence[BackendPlan], block_size: int | None) -> tuple[str | None, int | None] | None:
+def shared_cache(plans: Sequence[BackendPlan], block_size: int | None) -> _Cache | None:
     """Return the KV layout and block size (tokens) that all ``plans`` can read, by the first plan's preference.
 
     Plans without layouts read no cache and do not count; with no other, both are None. ``block_size`` fixes the
@@ -253,17 +259,16 @@ def shared_cache(plans: Sequence[BackendPlan], block_size: int | None) -> tuple[
     readers = [plan for plan in plans if plan.kv_layouts]
     if not readers:
         return None, None
-    layout = next((name for name in readers[0].kv_layouts if all(name in plan.kv_layouts for plan in readers)), None)
-    if layout is None:
+    layouts = [name for name in readers[0].kv_layouts if all([name in plan.kv_layouts for plan in readers])]
+    if not layouts:
         return None
-    if block_size is not None:
-        sizes = [block_size]
-    else:
-        sizes = [*readers[0].kernel_block_sizes, math.lcm(*(plan.kernel_block_sizes[0] for plan in readers))]
+    sizes = [block_size] if block_size is not None else readers[0].kernel_block_sizes
     for size in sizes:
-        if all(any(size % kernel == 0 for kernel in plan.kernel_block_sizes) for plan in readers):
-            return layout, size
-    return None
+        if all([any([size % kernel == 0 for kernel in plan.kernel_block_sizes]) for plan in readers]):
+            return layouts[0], size
+    if block_size is not None:
+        return None
+    return layouts[0], math.lcm(*(plan.kernel_block_sizes[0] for plan in readers))
 
 
 def _restricted(outcome: BackendPlan | list[Reason], kv_layout: str) -> BackendPlan | list[Reason]:

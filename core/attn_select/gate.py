@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
+from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, AttentionType, Phase
 from attn_select.device import Device
-from attn_select.dtypes import is_quantized
+from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, is_quantized
 from attn_select.environment import BROKEN, WRONG_VERSION, Environment
 from attn_select.errors import shorten, show
 from attn_select.layouts import LAYOUTS
@@ -179,10 +179,11 @@ _FEATURES: tuple[tuple[str, _Maker], ...] = (
 class Demands:
     """What one config asks of every backend alike: one bit per feature, with the reason against who lacks it."""
 
-    __slots__ = ("always", "bits", "has_cache", "mla", "reasons", "sparse")
+    __slots__ = ("always", "bits", "cache", "has_cache", "mla", "reasons", "sparse")
 
     def __init__(self, config: AttentionConfig) -> None:
         self.mla, self.sparse, self.has_cache = config.mla, config.sparse, config.has_cache
+        self.cache = (config.cache_dtype, config.dtype)
         self.always = _distance_across_ranks(config) if config.decode_context_parallel_size > 1 else None
         self.bits = 0
         self.reasons: list[tuple[int, Reason]] = []
@@ -203,14 +204,13 @@ class CapabilityGate:
     """
 
     __slots__ = (
-        "_attn_types",
+        "_against_attn_type",
+        "_against_cache_dtype",
+        "_against_dtype",
         "_block_sizes",
-        "_dtypes",
         "_every",
         "_head_sizes",
-        "_kv_dtypes",
         "_lacks",
-        "_mixed",
         "_mla",
         "_most_speculative",
         "_output_quantizations",
@@ -221,11 +221,7 @@ class CapabilityGate:
     def __init__(self, capabilities: Capabilities, device: Device, missing: Sequence[Reason]) -> None:
         self._mla, self._sparse = capabilities.mla, capabilities.sparse
         self._head_sizes = capabilities.head_sizes.value
-        self._dtypes = capabilities.dtypes.value
-        self._attn_types = capabilities.attn_types.value
         self._reads_cache = capabilities.reads_cache
-        self._kv_dtypes = capabilities.kv_cache_dtypes.value
-        self._mixed = capabilities.mixed_kv_cache_dtype.value
         self._block_sizes = capabilities.block_sizes.value
         self._output_quantizations = ("none", *capabilities.output_quantizations.value)
         self._most_speculative = capabilities.speculative_tokens.value
@@ -236,6 +232,24 @@ class CapabilityGate:
             what = "device" if device.compute_capability is None else "compute capability"
             self._every.append(_reason("compute-capability", what, device.capability_text, str(accepted)))
         self._every += missing
+        # Enumerated fields have few values: what speaks against each is written once.
+        dtypes, types = capabilities.dtypes.value, capabilities.attn_types.value
+        self._against_dtype = {
+            dtype: _reason("dtype", "dtype", dtype, list(dtypes), f"--dtype {dtypes[0]}")
+            for dtype in DTYPES
+            if dtype not in dtypes
+        }
+        self._against_attn_type = {
+            name: _reason("attn-type", "attention type", name, list(types))
+            for name in get_args(AttentionType)
+            if name not in types
+        }
+        self._against_cache_dtype = {
+            (asked, dtype): reason
+            for dtype in DTYPES
+            for asked in (dtype, *KV_CACHE_DTYPES)
+            if (reason := _against_cache_dtype(capabilities, asked, dtype)) is not None
+        }
 
     def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
         """Return what plain capabilities and missing libraries say against a config; kind reasons come first."""
@@ -248,12 +262,16 @@ class CapabilityGate:
             reasons.append(_reason("head-size", "head size", config.head_size, str(self._head_sizes)))
         if self._every:
             reasons += self._every
-        if config.dtype not in self._dtypes:
-            reasons.append(_reason("dtype", "dtype", config.dtype, list(self._dtypes), f"--dtype {self._dtypes[0]}"))
-        if config.attn_type not in self._attn_types:
-            reasons.append(_reason("attn-type", "attention type", config.attn_type, list(self._attn_types)))
+        if config.dtype in self._against_dtype:
+            reasons.append(self._against_dtype[config.dtype])
+        if config.attn_type in self._against_attn_type:
+            reasons.append(self._against_attn_type[config.attn_type])
         if demands.has_cache and self._reads_cache:
-            self._compare_cache(config, reasons)
+            if demands.cache in self._against_cache_dtype:
+                reasons.append(self._against_cache_dtype[demands.cache])
+            size = config.block_size
+            if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
+                reasons.append(block_size_reason(size, self._block_sizes))
         if demands.always is not None:
             reasons.append(demands.always)
         if missing := demands.bits & self._lacks:
@@ -268,19 +286,19 @@ class CapabilityGate:
             reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", fewer))
         return reasons
 
-    def _compare_cache(self, config: AttentionConfig, reasons: list[Reason]) -> None:
-        asked, dtype, listed = config.cache_dtype, config.dtype, self._kv_dtypes
-        taken = asked in listed and (asked == dtype or self._mixed or is_quantized(asked))
-        # A dtype that the backend does not compute in is a reason of its own.
-        if not taken and (asked != dtype or dtype in self._dtypes):
-            supported = [d for d in listed if self._mixed or is_quantized(d) or d == dtype]
-            if dtype in listed:
-                supported = ["auto", *supported]
-            remedy = f"--kv-cache-dtype {supported[0]}" if supported else None
-            reasons.append(_reason("kv-cache-dtype", "KV-cache dtype", asked, supported, remedy))
-        size = config.block_size
-        if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
-            reasons.append(block_size_reason(size, self._block_sizes))
+
+def _against_cache_dtype(capabilities: Capabilities, asked: str, dtype: str) -> Reason | None:
+    """Return the reason against storing ``asked`` under a compute dtype; None where it is taken."""
+    listed, mixed = capabilities.kv_cache_dtypes.value, capabilities.mixed_kv_cache_dtype.value
+    if asked == "auto" or (asked in listed and (asked == dtype or mixed or is_quantized(asked))):
+        return None
+    if asked == dtype and dtype not in capabilities.dtypes.value:
+        return None  # the compute dtype is a reason of its own
+    supported = [d for d in listed if mixed or is_quantized(d) or d == dtype]
+    if dtype in listed:
+        supported = ["auto", *supported]
+    remedy = f"--kv-cache-dtype {supported[0]}" if supported else None
+    return _reason("kv-cache-dtype", "KV-cache dtype", asked, supported, remedy)
 
 
 _MLA_ONLY = Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA")

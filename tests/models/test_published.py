@@ -85,7 +85,7 @@ EXPECTED: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
 SAID = {
     "devstral-small-2-24b": ["vision_config"],
     "gemma-2-9b": ["float32 weights"],
-    "gemma-3-27b-it": ["vision_config"],
+    "gemma-3-27b-it": ["vision_config", "image tokens attend to each other in both directions (--no-mm-prefix"],
     "llama-4-scout-17b-16e": ["vision_config", "36 layers attend inside chunks of 8192 tokens"],
     "llava-v1.5-7b": ["mm_vision_tower"],
     "qwen2.5-vl-7b": ["vision_config"],
@@ -317,3 +317,17 @@ def test_family(
 ) -> None:
     """What sets a family apart, on as few fields as it takes."""
     assert seen(kinds(config), expected) == expected
+
+
+def test_quantised_kv_cache_of_a_checkpoint_is_said(kinds: Callable[..., LayerKinds]) -> None:
+    """The layers stay at ``auto``: whether the scales are used is the engine's choice."""
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}, "quant_method": "modelopt"}
+    for quantization in (scheme, {"kv_cache_quant_algo": "FP8"}):
+        found = kinds({"model_type": "llama", "quantization_config": quantization})
+        assert found.kinds[0].config.kv_cache_dtype == "auto"
+        assert "the checkpoint has a quantised KV cache" in found.warnings[0]
+    assert (
+        not kinds({"model_type": "llama", "quantization_config": {"kv_cache_scheme": None}})
+        .warnings[0]
+        .startswith("the c")
+    )

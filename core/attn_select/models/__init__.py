@@ -165,7 +165,9 @@ def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
     from attn_select.models.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
-    reading = read(fields, is_mm_prefix(raw, fields))
+    reading = read(fields, mm_prefix := is_mm_prefix(raw, fields))
+    if mm_prefix:
+        notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
     reading.notes[:0] = notes
     if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL}:
         values = ", ".join(f"{name} = {value}" for name, value in taken.items())

@@ -77,7 +77,7 @@ def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[st
     if not reading.layers:
         raise ModelError(f"{fields.where}: no attention layer that an attention config can describe ({named})")
     if left_out:
-        reading.notes.append(f"{left_out.total()} of {total} layers are left out, they are no plain attention: {named}")
+        reading.notes.append(f"{left_out.total()} of {total} layers are left out, not being plain attention: {named}")
 
 
 def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
