@@ -86,7 +86,9 @@ def judge(
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
         return [*static, _plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
     if type(outcome) is BackendPlan:
-        if config.cuda_graph != "NEVER" and _LEVEL_RANK.get(outcome.cuda_graph, 0) < _LEVEL_RANK[config.cuda_graph]:
+        # The uniform levels speak of decode batches; a prefill can be captured at ALWAYS only.
+        wanted = config.cuda_graph if phase == "decode" or config.cuda_graph == "ALWAYS" else "NEVER"
+        if wanted != "NEVER" and _LEVEL_RANK.get(outcome.cuda_graph, 0) < _LEVEL_RANK[wanted]:
             return [*static, _graph_reason(outcome, config)]
         if static:
             return static
@@ -257,7 +259,9 @@ class CapabilityGate:
         if demands.mla is not self._mla:
             reasons.append(_MLA_ONLY if self._mla else _MLA_UNSUPPORTED)
         elif demands.sparse is not self._sparse:
-            reasons.append(_SPARSE_ONLY if self._sparse else _SPARSE_UNSUPPORTED)
+            top_k = f"sparse_top_k {config.sparse_top_k}"
+            unsupported = Reason("sparse-unsupported", "serves no sparse MLA", top_k, "dense MLA")
+            reasons.append(_SPARSE_ONLY if self._sparse else unsupported)
         elif not self._head_sizes.accepts(config.head_size):
             reasons.append(_reason("head-size", "head size", config.head_size, str(self._head_sizes)))
         if self._every:
@@ -304,7 +308,6 @@ def _against_cache_dtype(capabilities: Capabilities, asked: str, dtype: str) -> 
 _MLA_ONLY = Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA")
 _MLA_UNSUPPORTED = Reason("mla-unsupported", "serves no MLA layers", "MLA", "MHA, GQA, MQA")
 _SPARSE_ONLY = Reason("sparse-only", "serves sparse MLA only", "dense MLA", "sparse MLA (sparse_top_k)")
-_SPARSE_UNSUPPORTED = Reason("sparse-unsupported", "serves no sparse MLA", "sparse_top_k", "dense MLA")
 
 
 def _reason(code: str, what: str, observed: Any, supported: Any, remedy: str | None = None) -> Reason:

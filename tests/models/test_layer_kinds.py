@@ -227,6 +227,12 @@ def test_attention_type_by_flag() -> None:
     assert summary(found, "kv_cache_dtype") == [("encoder_only", 32, "auto")]
 
 
+def test_image_tokens_can_be_left_out() -> None:
+    found = load("gemma-3-27b").layer_kinds(overrides={"mm_prefix": False})
+    assert {kind.config.mm_prefix for kind in found.kinds} == {False}
+    assert not [warning for warning in found.warnings if "image tokens" in warning]
+
+
 def test_flags_that_are_not_given() -> None:
     assert load("phi-4").layer_kinds(overrides={"num_heads": None, "dtype": None}) == load("phi-4").layer_kinds()
 

@@ -151,6 +151,8 @@ def layer_kinds(
     rows, more = build(
         reading.layers, where=where, tensor_parallel_size=tensor_parallel_size, dtype=compute, overrides=given
     )
+    if "mm_prefix" not in given and any(config.mm_prefix for _, _, config in rows):
+        notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
     return LayerKinds(tuple(LayerKind(*row) for row in rows), (*reading.notes, *notes, *more))
 
 
@@ -165,9 +167,7 @@ def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
     from attn_select.models.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
-    reading = read(fields, mm_prefix := is_mm_prefix(raw, fields))
-    if mm_prefix:
-        notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
+    reading = read(fields, is_mm_prefix(raw, fields))
     reading.notes[:0] = notes
     if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL}:
         values = ", ".join(f"{name} = {value}" for name, value in taken.items())

@@ -68,9 +68,7 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
     if towers := [key for key in _TOWER_KEYS if raw.get(key)]:
         notes.append(f"only the text model's layers are counted: {', '.join(towers)} is left out")
     if (scheme := _kv_cache_scheme(raw)) is not None:
-        notes.append(
-            f"the checkpoint has a quantised KV cache ({show(scheme, 60)}): engines follow it, --kv-cache-dtype here"
-        )
+        notes.append(f"the checkpoint quantises its KV cache ({show(scheme, 60)}): here --kv-cache-dtype says so")
     if not fields.family.known:
         named = f"model type {shorten(kind)!r} is not known" if kind else "the config has no model_type"
         notes.append(f"{named}: read as a Llama-like decoder by the usual field names")
