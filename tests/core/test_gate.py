@@ -63,7 +63,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], str, Any, Any, str | None]] = [
     ({}, MLA, "mla-unsupported", "MLA", "MHA, GQA, MQA", None),
     ({}, SPARSE, "mla-unsupported", "MLA", "MHA, GQA, MQA", None),
     ({"mla": True}, PLAIN, "mla-only", "no MLA dims", "MLA", None),
-    ({"mla": True, **WIDE_HEADS}, SPARSE, "sparse-unsupported", "sparse_top_k", "dense MLA", None),
+    ({"mla": True, **WIDE_HEADS}, SPARSE, "sparse-unsupported", "sparse_top_k 2048", "dense MLA", None),
     ({"mla": True, "sparse": True, **WIDE_HEADS}, MLA, "sparse-only", "dense MLA", "sparse MLA (sparse_top_k)", None),
     ({}, {**PLAIN, "head_size": 80 + 4}, "head-size", 84, "multiples of 8 from 1 to 256", None),
     ({}, {**PLAIN, "head_size": 512}, "head-size", 512, "multiples of 8 from 1 to 256", None),
