@@ -35,7 +35,6 @@ WITHOUT_EFFECT = {
     "VLLM_BATCH_INVARIANT": "--batch-invariant or AttentionConfig(batch_invariant=True)",
     "VLLM_KV_CACHE_LAYOUT": "the plan's kv_layout follows from the selected backends",
     "SGLANG_ATTENTION_BACKEND": "--backend NAME, select(backend=…) or a rule",
-    "TORCH_CUDA_ARCH_LIST": "nothing: no kernel is built here at selection",
 }
 
 
@@ -89,9 +88,8 @@ def examine(do_import: bool) -> dict[str, Any]:
             if entry["import_error"]:
                 problems.append(f"{name} {entry['version'] or ''} does not import: {entry['import_error']}")
         elif entry["state"] not in ("installed", "missing"):
-            problems.append(
-                f"{name} {entry['version'] or ''} is {entry['state'].replace('-', ' ')}: {entry['install']}"
-            )
+            version = entry["version"] or "of unknown version (no package metadata)"
+            problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
     layers = inspect_layers()
     problems += [
         f"rules file {x.path}: {x.state}" for x in layers if not x.state.startswith(("read", "not found", "skipped"))
@@ -177,9 +175,9 @@ def _lines(findings: dict[str, Any]) -> list[Any]:
     for name, x in findings["libraries"].items():
         state = f"does not import: {x['import_error']}" if x["import_error"] else x["state"]
         wanted = "" if x["state"] == "installed" else x["install"]
-        libraries.append([name, x["version"] or "-", state, ", ".join(x["needed_by"]), wanted])
+        libraries.append([name, x["version"] or "-", state, wanted, ", ".join(x["needed_by"])])
     if libraries:
-        lines += [[], *table_lines(["library", "version", "state", "used by", "to get it"], libraries)]
+        lines += [[], *table_lines(["library", "version", "state", "to get it", "used by"], libraries)]
     files = [[x["kind"], x["state"], x["path"]] for x in findings["rules_files"]]
     lines += [[], *table_lines(["rules", "state", "path"], files)]
     for title, key, column in (

@@ -95,6 +95,10 @@ class Environment:
         self._versions[distribution] = found
         return found
 
+    def known_version(self, library: Library) -> str:
+        """Return a library's version for messages, or why none is known."""
+        return self.version(library.distribution) or "of unknown version (no package metadata; --with says which)"
+
     def state(self, library: Library) -> LibraryState:
         """Return how a library stands here. Probed once, without importing it.
 

@@ -329,8 +329,7 @@ def _library_reason(group: Sequence[Library], environment: Environment) -> Reaso
         state = states[library.distribution]
         if state == WRONG_VERSION:
             code = "library-version"
-            version = environment.version(library.distribution) or "of unknown version"
-            parts.append(f"{library.distribution} {version} (needs {library.version})")
+            parts.append(f"{library.distribution} {environment.known_version(library)} (needs {library.version})")
         elif state == BROKEN:
             parts.append(f"{library.distribution} is installed but has no module {library.module}")
         else:

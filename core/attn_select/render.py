@@ -204,23 +204,19 @@ def _origin(rule: Rule) -> str:
 
 def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
     """Name the near misses: backends above the chosen one (or any, where none is) that a single remedy would admit."""
-    lines: list[Line] = []
+    admitted: dict[tuple[str, str], list[str]] = {}
     for phase in selection.backends:
-        ranked = [
-            c for c in selection.candidates if c.phases[phase].rank is not None or selection.backends[phase] is None
-        ]
+        ranked = [c for c in selection.candidates if c.phases[phase].rank is not None or not selection.backends[phase]]
         for candidate in sorted(ranked, key=lambda c: _order(c, phase)):
             verdict = candidate.phases[phase]
             if verdict.verdict == "selected":
                 break
             if verdict.verdict == "rejected" and len(verdict.reasons) == 1 and verdict.reasons[0].remedy:
-                entry: Line = [
-                    ("    ", ""),
-                    (verdict.reasons[0].remedy, "remedy"),
-                    (f"  would admit {candidate.backend} for {phase}", ""),
-                ]
-                if entry not in lines and len(lines) < most:
-                    lines.append(entry)
+                admitted.setdefault((verdict.reasons[0].remedy, candidate.backend), []).append(phase)
+    lines: list[Line] = [
+        [("    ", ""), (remedy, "remedy"), (f"  would admit {backend} for {' and '.join(phases)}", "")]
+        for (remedy, backend), phases in list(admitted.items())[:most]
+    ]
     return [[], [("  Nearest misses", "title")], *lines] if lines else []
 
 

@@ -7,11 +7,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from attn_select import __version__
 from attn_select.rules.layers import packaged_rules_path
+
+jsonschema = pytest.importorskip("jsonschema")
 
 COMMANDS = ("explain", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from pydantic import BaseModel, Field
 
@@ -18,6 +17,8 @@ from attn_select.rules import load_rules
 from attn_select.rules.layers import packaged_rules_path
 from attn_select.rules.schema import rules_schema
 from attn_select.spec import BackendOptions, BackendSpec
+
+jsonschema = pytest.importorskip("jsonschema")
 
 
 class Mode(enum.Enum):

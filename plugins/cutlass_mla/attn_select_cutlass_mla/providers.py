@@ -159,8 +159,7 @@ def _missing(library: Library, environment: Environment, remedy: str) -> Reason:
     name, state = library.distribution, environment.state(library)
     pin = f'backends.CUTLASS_MLA.provider = "{name}"'
     if state == WRONG_VERSION:
-        version = environment.version(name) or "of unknown version"
-        message = f"{name} {version} (needs {library.version}; {pin})"
+        message = f"{name} {environment.known_version(library)} (needs {library.version}; {pin})"
         return Reason("library-version", message, {name: state}, [name + library.version], remedy)
     return Reason(
         "library-missing", f"{name} is not usable here ({pin})", {name: state}, [name + library.version], remedy

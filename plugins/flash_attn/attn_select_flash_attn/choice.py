@@ -118,7 +118,7 @@ def _not_installed(left: Sequence[Candidate], environment: Environment, device: 
 def _standing(library: Library, environment: Environment) -> str:
     name = library.distribution
     if environment.state(library) == WRONG_VERSION:
-        return f"{name} {environment.version(name) or 'of unknown version'} (needs {library.version})"
+        return f"{name} {environment.known_version(library)} (needs {library.version})"
     return f"{name} is {environment.state(library)}"
 
 
