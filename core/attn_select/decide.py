@@ -164,7 +164,7 @@ class Decider:
         kv_layout: str | None,
     ) -> dict[str, dict[Phase, Verdict]]:
         """Put every registered backend through the gate, once for capabilities that phases share."""
-        demands = gate.Demands(config)
+        demands, judge = gate.Demands(config), gate.judge
         device, environment = self.device, self.environment
         denials = any(ranking.denied for ranking in rankings.values())
         verdicts: dict[str, dict[Phase, Verdict]] = {}
@@ -180,7 +180,7 @@ class Decider:
                 else:
                     if capability_gate is not last:
                         last, static = capability_gate, capability_gate.reasons(config, demands)
-                    outcome = gate.judge(spec, config, device, environment, options, phase, static)
+                    outcome = judge(spec, config, device, environment, options, phase, static)
                 if kv_layout is not None:
                     outcome = _restricted(outcome, kv_layout)
                 if denials and spec.name in rankings[phase].denied and forced.get(phase) != spec.name:

@@ -206,12 +206,13 @@ class CapabilityGate:
     """
 
     __slots__ = (
+        "_accepts_head_size",
         "_against_attn_type",
         "_against_cache_dtype",
         "_against_dtype",
         "_block_sizes",
         "_every",
-        "_head_sizes",
+        "_head_sizes_text",
         "_lacks",
         "_mla",
         "_most_speculative",
@@ -222,7 +223,8 @@ class CapabilityGate:
 
     def __init__(self, capabilities: Capabilities, device: Device, missing: Sequence[Reason]) -> None:
         self._mla, self._sparse = capabilities.mla, capabilities.sparse
-        self._head_sizes = capabilities.head_sizes.value
+        self._accepts_head_size = capabilities.head_sizes.value.accepts
+        self._head_sizes_text = str(capabilities.head_sizes.value)
         self._reads_cache = capabilities.reads_cache
         self._block_sizes = capabilities.block_sizes.value
         self._output_quantizations = ("none", *capabilities.output_quantizations.value)
@@ -262,8 +264,8 @@ class CapabilityGate:
             top_k = f"sparse_top_k {config.sparse_top_k}"
             unsupported = Reason("sparse-unsupported", "serves no sparse MLA", top_k, "dense MLA")
             reasons.append(_SPARSE_ONLY if self._sparse else unsupported)
-        elif not self._head_sizes.accepts(config.head_size):
-            reasons.append(_reason("head-size", "head size", config.head_size, str(self._head_sizes)))
+        elif not self._accepts_head_size(config.head_size):
+            reasons.append(_reason("head-size", "head size", config.head_size, self._head_sizes_text))
         if self._every:
             reasons += self._every
         if config.dtype in self._against_dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -121,15 +122,20 @@ def decider_for(device: Device | str | None, rules: RulesArgument, environment: 
 
 
 def environment_for(device: Device, pins: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment that goes with a device.
+    """Return the environment that goes with a device: probed on this machine's own, else assumed. Cached.
 
-    Probed on this machine's own, assumed for one only asked about.
+    ``pins`` are the versions of ``--with`` by canonical distribution name; ``cuda`` among them is CUDA's.
     """
-    pins = pins or {}
-    cuda = pins.get("cuda")
-    if device.local and not device.is_cpu:
-        cuda = cuda or detection.detect_device().cuda_driver_version
-    return Environment(assume_installed=not device.local, pins=pins, cuda=cuda)
+    return _environment(device, tuple(sorted((pins or {}).items())))
+
+
+@functools.cache
+def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environment:
+    given = dict(pins)
+    cuda = given.get("cuda")
+    if cuda is None and device.local and not device.is_cpu:
+        cuda = detection.detect_device().cuda_driver_version
+    return Environment(assume_installed=not device.local, pins=given, cuda=cuda)
 
 
 def clear_cache() -> None:
@@ -139,6 +145,7 @@ def clear_cache() -> None:
     _deciders.clear()
     registry.load_plugins.cache_clear()
     detection.detect_device.cache_clear()
+    _environment.cache_clear()
 
 
 __all__ = ["Choice", "clear_cache", "decider_for", "environment_for", "select", "select_model"]
