@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from attn_select.registry import Registry
 
 EPILOG = """\b
 Examples:
@@ -81,6 +84,8 @@ def examine(do_import: bool) -> dict[str, Any]:
                     entry["state"] = environment.state(library)
                 entry["install"] = library.install
     problems = list(registry.warnings)
+    if not registry.specs:
+        problems.append("no plugin is installed, so nothing can be selected: pip install ./plugins/torch in a clone")
     for name, entry in sorted(libraries.items()):
         entry["import_error"] = None
         if entry["state"] == "installed" and do_import:
@@ -91,9 +96,7 @@ def examine(do_import: bool) -> dict[str, Any]:
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
     layers = inspect_layers()
-    problems += [
-        f"rules file {x.path}: {x.state}" for x in layers if not x.state.startswith(("read", "not found", "skipped"))
-    ]
+    problems += _rules_problems(registry)
     return {
         "attn_select": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -125,6 +128,22 @@ def examine(do_import: bool) -> dict[str, Any]:
         },
         "problems": problems,
     }
+
+
+def _rules_problems(registry: Registry) -> list[str]:
+    """Return what is wrong with the rules files, as ``attn-select rules check`` finds it."""
+    from attn_select.errors import RulesError
+    from attn_select.options import read_options
+    from attn_select.rules import load_rules
+    from attn_select.rules.lint import known_names, unknown_names
+
+    try:
+        rules = load_rules()
+        read_options(rules, registry.specs)
+        found = unknown_names(rules, known_names(registry))
+    except RulesError as error:
+        found = list(error.problems)
+    return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in found]
 
 
 def import_error(module: str, timeout: float = 120.0) -> str | None:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the answer is no (no backend, a difference, a lint error),
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 
 import click
 
+BROKEN_PIPE = 141
+"""What a shell reports of a program that SIGPIPE ended."""
 COMMANDS = ("explain", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
 
 
@@ -68,8 +71,11 @@ def main() -> NoReturn:
     gc.disable()
     code = run(sys.argv[1:])
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except BrokenPipeError:
+        code = BROKEN_PIPE
     finally:
         os._exit(code)
 
@@ -80,9 +86,14 @@ def run(arguments: list[str]) -> int:
 
     as_json = "--json" in arguments
     try:
-        result: Any = cli.main(arguments, prog_name="attn-select", standalone_mode=False)
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, "stdout is closed")
+        result: Any = cli.main(arguments or ["--help"], prog_name="attn-select", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
     except click.exceptions.Exit as request:
         return request.exit_code
     except click.Abort:
@@ -90,14 +101,20 @@ def run(arguments: list[str]) -> int:
         return 130
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        hint = f"`{context.command_path} --help` shows the options" if context is not None else None
+        shown = context.command_path.removesuffix(" --to") if context is not None else ""
+        hint = f"`{shown} --help` shows the options" if shown else None
         return _fail(as_json, "usage", error.format_message(), hint, 2)
     except AttnSelectError as error:
         return _fail(as_json, error.code, error.message, error.hint, 1 if isinstance(error, NoBackendError) else 2)
     except BrokenPipeError:
         # The reader (head, less) went away. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return BROKEN_PIPE
+    except OSError as error:
+        # Files that a user names are read elsewhere, with errors of their own: this is the output.
+        if sys.stderr is not None:
+            click.echo(f"error: the output cannot be written: {error.strerror or error}", err=True)
+        return 2
     except Exception as error:
         if os.environ.get("ATTN_SELECT_TRACEBACK"):
             raise

@@ -11,7 +11,7 @@ from attn_select import catalog, gate
 from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.errors import ConfigError, UnknownNameError, shorten
+from attn_select.errors import ConfigError, UnknownNameError, shorten, show
 from attn_select.options import read_options
 from attn_select.ranking import Ranker, Ranking
 from attn_select.registry import Registry
@@ -57,8 +57,8 @@ def parse_choice(backend: str | Sequence[str] | Mapping[str, str] | None, known:
     if isinstance(backend, Mapping):
         items: list[tuple[str, str]] = list(backend.items())
     else:
-        texts = [backend] if isinstance(backend, str) else backend
-        items = [(phase, name) if name else ("", phase) for phase, _, name in (text.partition("=") for text in texts)]
+        texts = [backend] if isinstance(backend, str) or not isinstance(backend, Sequence) else backend
+        items = [_split_choice(text) for text in texts]
     chosen: dict[str, str] = {}
     for phase, name in items:
         if phase and phase not in PHASES:
@@ -75,6 +75,14 @@ def parse_choice(backend: str | Sequence[str] | Mapping[str, str] | None, known:
             )
         chosen[phase] = spelled
     return Choice(chosen.get(""), chosen.get("prefill"), chosen.get("decode"))
+
+
+def _split_choice(text: object) -> tuple[str, str]:
+    """Split ``NAME`` or ``PHASE=NAME``; no phase is the empty string."""
+    if not isinstance(text, str) or text.startswith("=") or text.endswith("="):
+        raise ConfigError(f"backend = {show(text)}: expected NAME or PHASE=NAME", fields=["backend"])
+    phase, equals, name = text.partition("=")
+    return (phase, name) if equals else ("", text)
 
 
 class _Judged:
@@ -132,7 +140,7 @@ class Decider:
                     f"no priority rule matches this layer in {phase}: backends are taken in the order registered"
                 )
             valid[phase] = [name for name in names if verdicts[name][phase].verdict == "valid"]
-        chosen = self._choose(config, rankings, valid, verdicts, forced, warnings)
+        chosen = self._choose(config, rankings, valid, verdicts, forced, kv_layout, warnings)
         cache: _Cache | None = None
         plans: list[BackendPlan] = []
         for phase, winner in reversed(chosen.items()):
@@ -142,7 +150,7 @@ class Decider:
                 if verdict.plan is not None:
                     plans.append(verdict.plan)
         if config.has_cache:
-            cache = shared_cache(plans, config.block_size)
+            cache = shared_cache(plans, config.block_size, kv_layout)
         return Selection(
             config=config,
             device=self.device,
@@ -151,6 +159,7 @@ class Decider:
             block_size=cache[1] if cache else None,
             kv_layout=cache[0] if cache else None,
             candidates=_in_order(verdicts, rankings),
+            explicit=forced,
             rules=tuple({rule.name: rule for ranking in rankings.values() for rule in ranking.rules}.values()),
             warnings=tuple(warnings),
         )
@@ -228,6 +237,7 @@ class Decider:
         valid: Mapping[Phase, list[str]],
         verdicts: Mapping[str, Mapping[Phase, Verdict]],
         forced: Mapping[Phase, str],
+        kv_layout: str | None,
         warnings: list[str],
     ) -> dict[Phase, str | None]:
         """Return one backend per phase: the first for all, else the compatible pair of lowest ranks, decode first."""
@@ -240,7 +250,7 @@ class Decider:
             pairs = []
         for decode, prefill in chain(pairs, product(valid["decode"], valid["prefill"])):
             plans = [verdicts[decode]["decode"].plan, verdicts[prefill]["prefill"].plan]
-            if shared_cache([plan for plan in plans if plan is not None], config.block_size) is not None:
+            if shared_cache([plan for plan in plans if plan is not None], config.block_size, kv_layout) is not None:
                 return {"prefill": prefill, "decode": decode}
         warnings.append(
             f"no pair of backends shares a KV layout and block size: prefill could use {', '.join(valid['prefill'])}, "
@@ -249,17 +259,18 @@ class Decider:
         return {"prefill": None, "decode": None}
 
 
-def shared_cache(plans: Sequence[BackendPlan], block_size: int | None) -> _Cache | None:
+def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout: str | None = None) -> _Cache | None:
     """Return the KV layout and block size (tokens) that all ``plans`` can read, by the first plan's preference.
 
     Plans without layouts read no cache and do not count; with no other, both are None. ``block_size`` fixes the
     allocator's size; otherwise it is the first preferred kernel block size that all can split, else the least common
-    multiple of their first choices. None: no common ground.
+    multiple of their first choices. ``kv_layout`` fixes the layout to a pool's. None: no common ground.
     """
     readers = [plan for plan in plans if plan.kv_layouts]
     if not readers:
         return None, None
-    layouts = [name for name in readers[0].kv_layouts if all([name in plan.kv_layouts for plan in readers])]
+    wanted = readers[0].kv_layouts if kv_layout is None else (kv_layout,)
+    layouts = [name for name in wanted if all([name in plan.kv_layouts for plan in readers])]
     if not layouts:
         return None
     sizes = [block_size] if block_size is not None else readers[0].kernel_block_sizes

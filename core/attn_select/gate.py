@@ -337,7 +337,10 @@ def _library_reason(group: Sequence[Library], environment: Environment) -> Reaso
         else:
             parts.append(f"{library.distribution} is not installed")
     wanted = [library.distribution + library.version for library in group]
-    return Reason(code, "; ".join(parts), states, wanted, group[0].install)
+    install = group[0].install
+    if states[group[0].distribution] == WRONG_VERSION and "--upgrade" not in install:
+        install = install.replace("pip install ", "pip install --upgrade ", 1)
+    return Reason(code, "; ".join(parts), states, wanted, install)
 
 
 def _plugin_error(spec: BackendSpec, what: str) -> Reason:

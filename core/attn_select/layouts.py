@@ -53,8 +53,12 @@ def cache_shape(layout: str, config: AttentionConfig, block_size: int) -> list[i
 
 
 def bytes_per_token(layout: str, config: AttentionConfig) -> int:
-    """Return the bytes that one token of one layer takes in the cache (scales held apart not counted)."""
+    """Return the bytes that one token of one layer takes in the cache; per-tensor scales are apart and not counted.
+
+    nvfp4 keeps one FP8 scale per 16 elements beside the data (vLLM utils/torch_utils.py 0.33, nvfp4_kv_cache_full_dim).
+    """
     if layout == FP8_DS_MLA:
         return FP8_DS_MLA_BYTES
-    bits = BITS["fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype]
-    return math.prod(extent for extent in cache_shape(layout, config, 1) if isinstance(extent, int)) * bits // 8
+    dtype = "fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype
+    elements = math.prod(extent for extent in cache_shape(layout, config, 1) if isinstance(extent, int))
+    return elements * BITS[dtype] // 8 + (elements // 16 if dtype == "nvfp4" else 0)

@@ -26,6 +26,9 @@ STYLES = {
 }
 
 
+_NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
+
+
 def plain(lines: Iterable[Line]) -> str:
     """Return the lines without styles, trailing white space removed."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
@@ -114,9 +117,10 @@ def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
     lines: list[Line] = []
     for phase, name, plan in _merged_plans(selection):
         if name is None or plan is None:
-            lines.append([(f"  {phase:<17}", ""), ("none", "rejected"), ("  no backend can run this", "")])
+            lines.append([(f"  {phase:<17}", ""), ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
             continue
-        lines.append([(f"  {phase:<17}", ""), (name, "selected"), (f"  {plan.path}: {plan.because}", "")])
+        asked = ", asked for by name" if name in selection.explicit.values() else ""
+        lines.append([(f"  {phase:<17}", ""), (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
         facts = [
             f"query {plan.query_dtype}",
             "returns LSE" if plan.returns_lse else "no LSE",
@@ -132,12 +136,22 @@ def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
         lines += [[(" " * 19, ""), (note, "dim")] for note in plan.notes]
     if selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
-        text = f"{selection.kv_layout} ({shape}) {selection.config.cache_dtype}, block size {selection.block_size}, "
+        text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
         text += f"{selection.bytes_per_token} bytes per token and layer"
         if count is not None and count > 1:
             text += f", {_bytes(selection.bytes_per_token * count)} per token for all {count}"
         lines.append([("  KV cache         ", ""), (text, "")])
     return lines
+
+
+def _why_none(selection: Selection, phase: str) -> str:
+    """Say why a phase has no backend; ``phase`` may be the title of both."""
+    names = dict.fromkeys(name for p, name in selection.explicit.items() if p in phase)
+    if names:
+        return f"{' and '.join(names)}, asked for by name, cannot run this"
+    if any(v.verdict == "valid" for c in selection.candidates for p, v in c.phases.items() if p in phase):
+        return "no ranked backend, or no compatible pair, can run this"
+    return "no backend can run this"
 
 
 def _merged_plans(selection: Selection) -> list[tuple[str, str | None, BackendPlan | None]]:
@@ -179,9 +193,11 @@ def _verdict_lines(candidate: Candidate, phase: Phase) -> list[Line]:
         note = "" if verdict.rank is not None else " (no rule ranks it, so it is never chosen by itself)"
         return [[*head, (f"{verdict.plan.path}: {verdict.plan.because}{note}", "")]]
     lines: list[Line] = []
+    # A remedy is worth a try only where no reason is left that nothing removes.
+    removable = all(reason.remedy for reason in verdict.reasons)
     for index, reason in enumerate(verdict.reasons):
         start: Line = head if index == 0 else [(" " * 40, "")]
-        tail: Line = [("; try ", "dim"), (reason.remedy, "remedy")] if reason.remedy else []
+        tail: Line = [("; try ", "dim"), (reason.remedy, "remedy")] if removable and reason.remedy else []
         lines.append([*start, (reason.message, ""), *tail])
     return lines
 
@@ -211,8 +227,10 @@ def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
             verdict = candidate.phases[phase]
             if verdict.verdict == "selected":
                 break
-            if verdict.verdict == "rejected" and len(verdict.reasons) == 1 and verdict.reasons[0].remedy:
-                admitted.setdefault((verdict.reasons[0].remedy, candidate.backend), []).append(phase)
+            # A plugin that is not installed has not been asked, so nothing is known of what it would admit.
+            alone = verdict.reasons[0] if len(verdict.reasons) == 1 else None
+            if alone is not None and alone.remedy and alone.code not in _NOT_JUDGED:
+                admitted.setdefault((alone.remedy, candidate.backend), []).append(phase)
     lines: list[Line] = [
         [("    ", ""), (remedy, "remedy"), (f"  would admit {backend} for {' and '.join(phases)}", "")]
         for (remedy, backend), phases in list(admitted.items())[:most]

@@ -57,6 +57,7 @@ class Selection:
         kv_layout: name from ``attn_select.layouts``; None for layers without a cache.
         candidates: every known backend, the ranked ones first in order.
         rules: the rules that took part, in the order they were applied.
+        explicit: the backend that was asked for by name, per phase; it alone was considered there.
         warnings: what a user should know, one sentence each.
     """
 
@@ -68,6 +69,7 @@ class Selection:
     kv_layout: str | None
     candidates: tuple[Candidate, ...]
     rules: tuple[Rule, ...]
+    explicit: Mapping[Phase, str]
     warnings: tuple[str, ...]
 
     @property
@@ -96,6 +98,13 @@ class Selection:
         if self.kv_layout is None or self.block_size is None:
             return None
         return layouts.cache_shape(self.kv_layout, self.config, self.block_size)
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """What the cache holds: ``fp8_ds_mla`` in that layout, else the KV-cache dtype; None without a cache."""
+        if self.kv_layout is None:
+            return None
+        return "fp8_ds_mla" if self.kv_layout == layouts.FP8_DS_MLA else self.config.cache_dtype
 
     @property
     def bytes_per_token(self) -> int | None:
@@ -129,6 +138,7 @@ class Selection:
         return {
             "config": self.config.model_dump(),
             "selected": self.selected,
+            "explicit": dict(self.explicit),
             "plan": self._plan_dict(),
             "candidates": [_candidate_dict(candidate) for candidate in self.candidates],
             "rules": [
@@ -151,7 +161,7 @@ class Selection:
             "block_size": self.block_size,
             "kv_layout": self.kv_layout,
             "cache_shape": self.cache_shape,
-            "cache_dtype": self.config.cache_dtype if self.kv_layout else None,
+            "cache_dtype": self.stored_dtype,
             "bytes_per_token": self.bytes_per_token,
         }
 

@@ -174,6 +174,15 @@ def test_an_explicit_choice_that_fails_the_gate_is_never_replaced(
     assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": None}
 
 
+def test_an_explicit_choice_is_part_of_the_outcome(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
+    decider = make_decider([make_spec("A"), make_spec("B", head_sizes=_sizes(64))], [priority("A", "B")])
+    chosen = decider.decide(gqa, Choice(decode="A"))
+    assert chosen.to_dict()["explicit"] == {"decode": "A"}
+    assert "asked for by name" in chosen.explain()
+    assert decider.decide(gqa, Choice()).to_dict()["explicit"] == {}
+    assert "B, asked for by name, cannot run this" in decider.decide(gqa, Choice(default="B")).explain()
+
+
 def test_an_explicit_choice_applies_to_the_phases_that_the_backend_serves(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
@@ -291,6 +300,12 @@ KNOWN = ("FLASH_ATTN", "FLASHMLA")
 )
 def test_an_explicit_choice_is_written_in_several_ways(written: Any, choice: Choice) -> None:
     assert parse_choice(written, KNOWN) == choice
+
+
+@pytest.mark.parametrize("written", ["=FLASHMLA", "decode=", "=", 5, ["FLASHMLA", None]])
+def test_a_malformed_choice_is_refused(written: Any) -> None:
+    with pytest.raises(ConfigError, match="expected NAME or PHASE=NAME"):
+        parse_choice(written, KNOWN)
 
 
 def test_unknown_backends_and_phases_name_the_nearest() -> None:

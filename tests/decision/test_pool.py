@@ -39,6 +39,16 @@ def test_kinds_that_disagree_take_the_combination_of_the_least_ranks(make_spec: 
     assert any("shares its pool" in w for w in window.warnings)
 
 
+def test_a_kind_that_prefers_another_layout_takes_the_pools(make_spec: Any, make_decider: Any) -> None:
+    specs = [
+        make_spec("A", layouts=["FLASHINFER_HND"]),
+        make_spec("B", layouts=["FLASH_ATTN_NHD", "FLASHINFER_HND"], sliding_window=True),
+    ]
+    full, window = decide(make_decider(specs, TWO), FULL, WINDOW)
+    assert full.kv_layout == window.kv_layout == "FLASHINFER_HND"
+    assert window.cache_shape == ["num_blocks", 2, 8, 16, 64]
+
+
 def test_block_sizes_are_made_equal(make_spec: Any, make_decider: Any) -> None:
     specs = [make_spec("A", blocks=[16]), make_spec("B", blocks=[64], sliding_window=True)]
     full, window = decide(make_decider(specs, RULES), FULL, WINDOW)
