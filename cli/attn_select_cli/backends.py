@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli import complete
+
 if TYPE_CHECKING:
     from attn_select.environment import Environment
     from attn_select.registry import Registry
@@ -20,7 +22,7 @@ Examples:
 
 
 @click.command("backends", epilog=EPILOG)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete.backends)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> int:
     """List all backends and plugins, or show one backend's capabilities with the source of each fact."""

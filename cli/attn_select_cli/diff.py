@@ -56,6 +56,17 @@ def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: 
     return 1 if changes else 0
 
 
+_PLAN_FIELDS = (
+    "path",
+    "provider",
+    "query_dtype",
+    "returns_lse",
+    "cuda_graph",
+    "workspace_bytes",
+    "block_table_width_multiple",
+)
+
+
 def _other_side(text: str) -> dict[str, Any]:
     """Parse the options of ``--to``: only those given there."""
     try:
@@ -120,26 +131,25 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[st
                         "why": _why(a, b, phase),
                     }
                 )
-            else:
-                paths = [side["plan"]["phases"].get(phase, {}).get("path") for side in (a, b)]
-                if paths[0] != paths[1]:
-                    because = b["plan"]["phases"].get(phase, {}).get("because")
-                    why = [because] if because else []
-                    changes.append(
-                        {"kind": kind, "phase": phase, "what": "path", "from": paths[0], "to": paths[1], "why": why}
-                    )
-        for what in ("block_size", "kv_layout", "cache_dtype", "bytes_per_token"):
-            if a["plan"][what] != b["plan"][what]:
-                changes.append(
-                    {
-                        "kind": kind,
-                        "phase": None,
-                        "what": what,
-                        "from": a["plan"][what],
-                        "to": b["plan"][what],
-                        "why": [],
-                    }
-                )
+            elif names[0] is not None:
+                changes += _plan_changes(kind, phase, a["plan"]["phases"][phase], b["plan"]["phases"][phase])
+        cache = [side["plan"] | {"count": side["count"]} for side in (a, b)]
+        for what in ("count", "block_size", "kv_layout", "cache_shape", "cache_dtype", "bytes_per_token"):
+            if cache[0][what] != cache[1][what]:
+                values = {"from": cache[0][what], "to": cache[1][what]}
+                changes.append({"kind": kind, "phase": None, "what": what, **values, "why": []})
+    return changes
+
+
+def _plan_changes(kind: str, phase: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what changes in how one and the same backend runs a phase."""
+    changes: list[dict[str, Any]] = []
+    for what in _PLAN_FIELDS:
+        if a.get(what) != b.get(what):
+            why = [b["because"]] if what == "path" else []
+            changes.append(
+                {"kind": kind, "phase": phase, "what": what, "from": a.get(what), "to": b.get(what), "why": why}
+            )
     return changes
 
 
@@ -166,5 +176,12 @@ def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
 
 def _change_lines(change: Mapping[str, Any]) -> list[Line]:
     where = f"{change['kind']}{', ' + change['phase'] if change['phase'] else ''}: {change['what']}"
-    lines: list[Line] = [[(where, "title"), (f"  {change['from'] or 'none'} -> {change['to'] or 'none'}", "")]]
+    before, after = (_value(change[side]) for side in ("from", "to"))
+    lines: list[Line] = [[(where, "title"), (f"  {before} -> {after}", "")]]
     return lines + [[(f"  {reason}", "dim")] for reason in change["why"]]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(str, value))})"
+    return "none" if value is None else str(value)

@@ -17,7 +17,7 @@ Examples:
   attn-select explain --model deepseek-v3 --gpu h100 --backend decode=FLASHMLA
   attn-select explain --model gpt-oss-120b --gpu rtx5090 --rules my_rules.toml --json
 
-Exit code: 0 every layer has a backend in every phase, 1 one has none, 2 wrong input.
+Exit code: 0 every layer has a backend in every phase, 1 one has none, 2 wrong input, 3 a bug.
 """
 
 

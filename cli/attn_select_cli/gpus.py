@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from attn_select_cli import complete
+
 EPILOG = """\b
 Examples:
   attn-select gpus
@@ -15,7 +17,7 @@ A GPU that is not listed can be asked about by its compute capability: --gpu sm9
 
 
 @click.command("gpus", epilog=EPILOG)
-@click.argument("words", nargs=-1, metavar="[WORD]...")
+@click.argument("words", nargs=-1, metavar="[WORD]...", shell_complete=complete.gpus)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each row's figures come from.")
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from attn_select_cli import complete
+
 if TYPE_CHECKING:
+    from attn_select.decide import Decider
     from attn_select.report import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,16 +47,27 @@ _FIELDS = {
 _DEEPSEEK_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
+_KV_CACHE_DTYPES = complete.choices("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e5m2", "fp8_ds_mla", "nvfp4")
+_ATTN_TYPES = complete.choices("decoder", "encoder", "encoder_only", "encoder_decoder")
+_RULES_HELP = "One more rules file, above all others (repeatable)."
+
+
 def _flag(name: str, text: str) -> Callable[[F], F]:
     return click.option(f"--{name}/--no-{name}", default=None, help=text)
 
 
 _LAYER: tuple[Callable[[Any], Any], ...] = (
-    click.option("--dtype", metavar="DTYPE", help="Compute dtype: bfloat16, float16, float32 [default: the model's]."),
+    click.option(
+        "--dtype",
+        type=complete.choices("auto", "bfloat16", "float16", "float32"),
+        metavar="DTYPE",
+        help="Compute dtype: bfloat16, float16, float32 [default: the model's].",
+    ),
     click.option(
         "--kv-cache-dtype",
+        type=_KV_CACHE_DTYPES,
         metavar="DTYPE",
-        help="auto, bfloat16, float16, fp8 (= fp8_e4m3), fp8_e5m2, fp8_ds_mla, nvfp4.",
+        help="auto, bfloat16, float16, float32, fp8 (= fp8_e4m3), fp8_e5m2, fp8_ds_mla, nvfp4.",
     ),
     click.option(
         "--block-size", type=int, metavar="TOKENS", help="Tokens per cache block [default: the selection chooses]."
@@ -77,10 +91,13 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
         "--sparse-top-k", type=int, metavar="TOKENS", help="Sparse MLA: tokens attended to (DeepSeek-V3.2: 2048)."
     ),
     click.option(
-        "--attn-type", metavar="TYPE", help="decoder, encoder, encoder_only, encoder_decoder (cross-attention)."
+        "--attn-type",
+        type=_ATTN_TYPES,
+        metavar="TYPE",
+        help="decoder, encoder, encoder_only, encoder_decoder (cross-attention).",
     ),
-    click.option("--sliding-window", type=int, metavar="TOKENS", help="Tokens that a query sees."),
-    click.option("--soft-cap", type=float, help="Logits soft cap."),
+    click.option("--sliding-window", type=int, metavar="TOKENS", help="Tokens that a query sees; 0: no window."),
+    click.option("--soft-cap", type=float, help="Logits soft cap; 0: none."),
     _flag("sinks", "A learned sink logit per head."),
     _flag("alibi", "ALiBi slopes."),
     _flag("mm-prefix", "Image tokens attend to each other in both directions."),
@@ -107,18 +124,26 @@ _CONTEXT: tuple[Callable[[Any], Any], ...] = (
         metavar="LIB==VERSION",
         help="Judge as if this library version were installed (repeatable).",
     ),
-    click.option("--rules", multiple=True, metavar="FILE", help="One more rules file, above all others (repeatable)."),
+    click.option(
+        "--rules",
+        multiple=True,
+        type=click.Path(),
+        metavar="FILE",
+        help=_RULES_HELP,
+    ),
 )
 _WHERE: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--model",
         "-m",
+        shell_complete=complete.models,
         metavar="NAME|PATH",
         help="A preset (`attn-select models`), a config.json or a folder holding one.",
     ),
     click.option(
         "--gpu",
         "-g",
+        shell_complete=complete.gpus,
         default="auto",
         show_default=True,
         metavar="NAME|smNN|N.M|cpu|auto",
@@ -127,6 +152,7 @@ _WHERE: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--backend",
         "-b",
+        shell_complete=complete.backends,
         multiple=True,
         metavar="[PHASE=]NAME",
         help="Choose explicitly, against every rule (repeatable).",
@@ -195,10 +221,28 @@ def build_report(options: Mapping[str, Any]) -> Report:
     kinds = models.layer_kinds(
         source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides
     )
+    decider = decider_for(device, tuple(options["rules"]) or None, environment)
+    warnings += unknown_pins(environment.pins, decider)
     rules = tuple(options["rules"]) or None
     backend = tuple(options["backend"]) or None
     configs = [kind.config for kind in kinds.kinds]
     selections = select_model(configs, device, rules, backend, environment=environment)
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerReport(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
-    return Report(described, layers, [*warnings, *kinds.warnings], decider_for(device, rules, environment))
+    return Report(described, layers, [*warnings, *kinds.warnings], decider)
+
+
+def unknown_pins(pins: Mapping[str, str], decider: Decider) -> list[str]:
+    """Return a warning for every ``--with`` library that neither a backend nor a rule asks about."""
+    from attn_select.environment import canonical_distribution
+    from attn_select.errors import UnknownNameError
+
+    specs = decider.registry.specs.values()
+    known = {"cuda", *(x.distribution for spec in specs for group in spec.libraries for x in group)}
+    conditions = [condition.field for rule in decider.rules.rules for condition in rule.when]
+    known |= {canonical_distribution(f.removeprefix("library.")) for f in conditions if f.startswith("library.")}
+    return [
+        f"--with {name}: no backend and no rule asks about it; {UnknownNameError('library', name, sorted(known)).hint}"
+        for name in pins
+        if name not in known
+    ]

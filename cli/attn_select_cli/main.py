@@ -96,6 +96,8 @@ def run(arguments: list[str]) -> int:
         return 0
     except click.exceptions.Exit as request:
         return request.exit_code
+    except SystemExit as stop:  # click's own: completion, and a reader that went away
+        return BROKEN_PIPE if type(sys.stdout).__name__ == "PacifyFlushWrapper" else int(stop.code or 0)
     except click.Abort:
         click.echo("interrupted", err=True)
         return 130

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from attn_select_cli import complete
 from attn_select_cli.layer_options import context_options, layer_options
 
 EPILOG = """\b
@@ -27,6 +28,7 @@ DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
     "--model",
     "-m",
     "model",
+    shell_complete=complete.models,
     multiple=True,
     metavar="NAME|PATH",
     help=f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].",
@@ -35,6 +37,7 @@ DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
     "--gpu",
     "-g",
     "gpu",
+    shell_complete=complete.gpus,
     multiple=True,
     metavar="NAME|smNN|N.M|cpu|auto",
     help=f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].",
@@ -42,7 +45,12 @@ DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 @click.option("--all-models", is_flag=True, help="Every preset.")
 @click.option("--all-gpus", is_flag=True, help="Every known GPU.")
 @click.option(
-    "--backend", "-b", multiple=True, metavar="[PHASE=]NAME", help="Choose explicitly, against every rule (repeatable)."
+    "--backend",
+    "-b",
+    shell_complete=complete.backends,
+    multiple=True,
+    metavar="[PHASE=]NAME",
+    help="Choose explicitly, against every rule (repeatable).",
 )
 @layer_options
 @context_options
@@ -60,19 +68,22 @@ def command(
     """Show the chosen backend for each layer kind of several models on several GPUs."""
     from attn_select import models as presets
     from attn_select.device import known_gpus
-    from attn_select.errors import AttnSelectError
+    from attn_select.errors import ConfigError, ModelError
     from attn_select_cli.layer_options import build_report
     from attn_select_cli.output import markdown_table, print_json, print_lines, table_lines
 
-    names = tuple(presets.presets()) if all_models else model or DEFAULT_MODELS
+    described = options["num_heads"] is not None and not model and not all_models
+    names: tuple[str | None, ...] = tuple(presets.presets()) if all_models else model or DEFAULT_MODELS
+    if described:
+        names = (None,)  # flags alone describe one layer
     gpus = tuple(known_gpus()) if all_gpus else gpu or DEFAULT_GPUS
     cells: list[dict[str, Any]] = []
     for name in names:
         for device in gpus:
             try:
                 report = build_report({**options, "model": name, "gpu": device})
-            except AttnSelectError as error:
-                error.message = f"{name} on {device}: {error.message}"
+            except (ModelError, ConfigError) as error:
+                error.message = f"{name or 'the layer'} on {device}: {error.message}"
                 raise
             for layer in report.layers:
                 cells.append(
@@ -90,7 +101,7 @@ def command(
         return 0 if ok else 1
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for cell in cells:
-        rows.setdefault((cell["model"], f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = cell_text(
+        rows.setdefault((cell["model"] or "-", f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = cell_text(
             cell["selected"]
         )
     header = ["model", "layers", *gpus]

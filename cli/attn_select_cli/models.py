@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from attn_select_cli import complete
+
 EPILOG = """\b
 Examples:
   attn-select models
@@ -15,7 +17,7 @@ Any other model: give --model the path of its config.json, or of the folder that
 
 
 @click.command("models", epilog=EPILOG)
-@click.argument("words", nargs=-1, metavar="[WORD]...")
+@click.argument("words", nargs=-1, metavar="[WORD]...", shell_complete=complete.models)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each preset's values come from.")
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:

@@ -19,13 +19,28 @@ Examples:
 """
 
 
+_extra_rules = click.option(
+    "--rules",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="One more rules file, above all others (repeatable).",
+)
+
+
 @click.group("rules", epilog=EPILOG)
 def command() -> None:
     """Show, check and find the rules that rank backends."""
 
 
 @command.command("show", epilog="\b\nExample:\n  attn-select rules show --rules my_rules.toml --json\n")
-@click.option("--rules", multiple=True, metavar="FILE", help="One more rules file, above all others (repeatable).")
+@click.option(
+    "--rules",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="One more rules file, above all others (repeatable).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(rules: tuple[str, ...], as_json: bool) -> int:
     """Show the effective rules and backend options with their origin."""
@@ -91,7 +106,7 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
     epilog="\b\nExample:\n  attn-select rules check my_rules.toml\n\n"
     "Exit code: 0 no errors (warnings may be), 1 errors.\n",
 )
-@click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.argument("files", nargs=-1, type=click.Path(), metavar="[FILE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(files: tuple[str, ...], as_json: bool) -> int:
     """Lint the effective rules together with the given FILEs: errors, unknown names, unreachable rules."""
@@ -129,9 +144,13 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
                 [[(f"{file}:{line}: " if line else f"{file}: ", ""), (f"{severity}: ", styles[severity]), (text, "")]]
             )
         read = sum(layer.state == "read" for layer in rule_set.layers) if rule_set else 0
-        checked = f"; {len(rule_set.rules)} rules in {read} files" if rule_set else ""
-        click.echo(f"{errors} errors, {len(found) - errors} warnings{checked}")
+        checked = f"; {_count(len(rule_set.rules), 'rule')} in {_count(read, 'file')}" if rule_set else ""
+        click.echo(f"{_count(errors, 'error')}, {_count(len(found) - errors, 'warning')}{checked}")
     return 1 if errors else 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @command.command("schema")
@@ -146,7 +165,13 @@ def schema() -> int:
 
 
 @command.command("path")
-@click.option("--rules", multiple=True, metavar="FILE", help="One more rules file, above all others (repeatable).")
+@click.option(
+    "--rules",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="One more rules file, above all others (repeatable).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def path(rules: tuple[str, ...], as_json: bool) -> int:
     """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""

@@ -61,7 +61,11 @@ def device_lines(selection: Selection) -> list[Line]:
             ]
         )
     else:
-        lines.append([("Libraries  ", "dim"), ("as installed on this machine (`attn-select doctor` lists them)", "")])
+        pins = ", ".join(f"{library} {version}" for library, version in environment.pins.items())
+        text = (
+            f"as installed on this machine; given: {pins}" if pins else "as installed here (`attn-select doctor` lists)"
+        )
+        lines.append([("Libraries  ", "dim"), (text, "")])
     return lines
 
 

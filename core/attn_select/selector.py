@@ -12,6 +12,7 @@ from attn_select.config import AttentionConfig
 from attn_select.decide import Choice, Decider, parse_choice
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment
+from attn_select.errors import ConfigError, show
 from attn_select.pool import share_pool
 from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.selection import Selection
@@ -65,6 +66,8 @@ def select(
     ):
         found: Selection = recent[5]
         return found
+    if not isinstance(config, AttentionConfig):
+        raise ConfigError(f"config = {show(config)}: expected an AttentionConfig", fields=["config"])
     decider = decider_for(device, rules, environment)
     choice = parse_choice(backend, decider.names)
     key = (config, decider, choice)
@@ -102,6 +105,9 @@ def select_model(
 
 def decider_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Decider:
     """Return the compiled decision procedure for a device, rules and environment. Cached."""
+    if device is not None and not isinstance(device, (str, Device)):
+        text = f"device = {show(device)}: expected a Device, a name such as 'h100', or None for this machine's"
+        raise ConfigError(text, fields=["device"])
     rules_key: Any
     if rules is None or isinstance(rules, RuleSet):
         rules_key = None if rules is None else id(rules)
@@ -111,7 +117,7 @@ def decider_for(device: Device | str | None, rules: RulesArgument, environment: 
     key = (device, rules_key, id(environment) if environment is not None else None)
     decider = _deciders.get(key)
     if decider is None:
-        if device is None:
+        if device is None or device == "auto":
             found: Device = detection.detect_device().device
         else:
             found = lookup(device) if isinstance(device, str) else device

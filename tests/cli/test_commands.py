@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -175,3 +177,66 @@ def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert import_error("broken_kernels") == "ImportError: libcudart.so.12: cannot open shared object file"
     assert import_error("json") is None
+
+
+def test_doctor_finds_a_broken_rules_file(run: Any, tmp_path: Path) -> None:
+    assert run("doctor", "--no-import").code == 0
+    (tmp_path / "selector_rules.toml").write_text('version = 1\n[[rules]]\nname = "a"\ndenny = ["FLASH_ATTN"]\n')
+    result = run("doctor", "--no-import")
+    assert result.code == 1
+    assert "problem: selector_rules.toml:2: rule 'a': unknown key 'denny'; did you mean deny?" in result.out
+
+
+def test_diff_shows_how_a_backend_runs_otherwise_and_the_size_of_the_model(run: Any) -> None:
+    changes = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--model llama-3-70b", "--json").json[
+        "changes"
+    ]
+    assert [(c["what"], c["from"], c["to"]) for c in changes] == [("count", 32, 80)]
+    arguments = ("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--kv-cache-dtype fp8", "--json")
+    found = {(c["phase"], c["what"]): (c["from"], c["to"]) for c in run(*arguments).json["changes"]}
+    assert found["decode", "query_dtype"] == ("bfloat16", "fp8_e4m3")
+    assert found[None, "bytes_per_token"] == (4096, 2048)
+
+
+def test_matrix_of_one_layer_given_by_flags(run: Any) -> None:
+    result = run("matrix", "--num-heads", "32", "--head-size", "128", "--gpu", "h100", "--json")
+    assert result.code == 0
+    assert [(c["model"], c["kind"]) for c in result.json["cells"]] == [(None, "full_attention")]
+
+
+def test_a_library_that_nobody_asks_about_is_a_warning(run: Any) -> None:
+    result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--with", "flashattn==2.8.3", "--json")
+    assert any(
+        "--with flashattn: no backend and no rule asks about it; did you mean flash-attn" in w
+        for w in result.json["warnings"]
+    )
+    assert not run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--with", "triton==3.6.0", "--json").json[
+        "warnings"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("explain --model llama-3-8", "llama-3-8b"),
+        ("explain --gpu b20", "b200"),
+        ("explain --backend FLASHM", "FLASHMLA_SPARSE"),
+        ("explain --kv-cache-dtype fp8_d", "fp8_ds_mla"),
+        ("backends CUT", "CUTLASS_MLA"),
+        ("rule", "rules"),
+    ],
+)
+def test_shell_completion(run: Any, monkeypatch: pytest.MonkeyPatch, words: str, expected: str) -> None:
+    monkeypatch.setenv("COMP_WORDS", f"attn-select {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    monkeypatch.setenv("_ATTN_SELECT_COMPLETE", "bash_complete")
+    assert f"plain,{expected}\n" in run().out
+
+
+def test_output_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None:
+    code = "from attn_select_cli.main import main; main()"
+    command = [sys.executable, "-c", code, "explain", "--model", "llama-3-8b", "--gpu", "h100", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"

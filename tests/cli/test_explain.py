@@ -67,6 +67,7 @@ def test_the_explicit_choice_that_cannot_run_is_exit_1_with_its_reasons(run: Any
     assert result.code == 1
     assert "CUTLASS_MLA" in result.out
     assert "compute capability 9.0 (supported: 10" in result.out
+    assert "CUTLASS_MLA, asked for by name, cannot run this" in result.out
     data = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "CUTLASS_MLA", "--json").json
     assert data["layers"][0]["selected"] == {"prefill": "FLASH_ATTN_MLA", "decode": None}
 
