@@ -189,7 +189,8 @@ class Decider:
                 else:
                     if capability_gate is not last:
                         last, static = capability_gate, capability_gate.reasons(config, demands)
-                    outcome = judge(spec, config, device, environment, options, phase, static)
+                        fits = capability_gate.serves_kind(demands)
+                    outcome = judge(spec, config, device, environment, options, phase, static) if fits else static
                 if kv_layout is not None:
                     outcome = _restricted(outcome, kv_layout)
                 if denials and spec.name in rankings[phase].denied and forced.get(phase) != spec.name:

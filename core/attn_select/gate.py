@@ -23,7 +23,6 @@ from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilit
 
 DENIED = "denied-by-rule"
 _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
-_KIND_CODES = frozenset(("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported"))
 
 _Maker = Callable[[AttentionConfig], "Reason | None"]
 
@@ -43,8 +42,9 @@ def check(
     capabilities = spec.capabilities.get(phase)
     if capabilities is None:
         return [phase_not_served(spec, phase)]
-    gate = CapabilityGate(capabilities, device, library_reasons(spec, environment))
-    return judge(spec, config, device, environment, options, phase, gate.reasons(config, Demands(config)))
+    gate, demands = CapabilityGate(capabilities, device, library_reasons(spec, environment)), Demands(config)
+    static = gate.reasons(config, demands)
+    return judge(spec, config, device, environment, options, phase, static) if gate.serves_kind(demands) else static
 
 
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
@@ -78,9 +78,7 @@ def judge(
     phase: Phase,
     static: list[Reason],
 ) -> BackendPlan | list[Reason]:
-    """Add what ``spec.plan`` says to the ``static`` reasons of a phase that the spec serves."""
-    if static and static[0].code in _KIND_CODES:
-        return static
+    """Add what ``spec.plan`` says to the ``static`` reasons of a phase and kind of attention that the spec serves."""
     try:
         outcome = spec.plan(config, device, environment, options, phase)
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
@@ -254,6 +252,10 @@ class CapabilityGate:
             for asked in (dtype, *KV_CACHE_DTYPES)
             if (reason := _against_cache_dtype(capabilities, asked, dtype)) is not None
         }
+
+    def serves_kind(self, demands: Demands) -> bool:
+        """Whether the backend serves this kind of attention (MLA, sparse); ``spec.plan`` is asked only then."""
+        return demands.mla is self._mla and demands.sparse is self._sparse
 
     def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
         """Return what plain capabilities and missing libraries say against a config; kind reasons come first."""

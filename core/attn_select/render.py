@@ -77,7 +77,8 @@ def config_text(config: AttentionConfig) -> str:
             f"prefill QK {config.qk_nope_head_dim} + {config.qk_rope_head_dim}, V {config.v_head_dim}",
         ]
     else:
-        parts = [f"{config.num_heads} query heads, {config.num_kv_heads} KV heads, head size {config.head_size}"]
+        kv_heads = f"{config.num_kv_heads} KV head{'' if config.num_kv_heads == 1 else 's'}"
+        parts = [f"{config.num_heads} query heads, {kv_heads}, head size {config.head_size}"]
         if config.v_head_size is not None:
             parts.append(f"V head size {config.v_head_size}")
     parts.append(config.dtype)

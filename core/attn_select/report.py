@@ -65,9 +65,8 @@ class Report:
         """Return the report as styled lines."""
         lines: list[Line] = []
         if self.model is not None:
-            lines.append(
-                [("Model      ", "dim"), (self.model["name"], "title"), (f" ({self.model['architecture']})", "")]
-            )
+            architecture = f" ({self.model['architecture']})" if self.model["architecture"] else ""
+            lines.append([("Model      ", "dim"), (self.model["name"], "title"), (architecture, "")])
         lines += device_lines(self.layers[0].selection)
         for layer in self.layers:
             lines += [[], *layer_lines(layer.selection, layer.kind, layer.count)]

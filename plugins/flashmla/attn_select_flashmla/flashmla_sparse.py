@@ -108,11 +108,19 @@ def _describe(code: str, config: AttentionConfig, device: Device) -> Subject:
     return Subject("attention sinks", True)
 
 
+def _wrong_device(device: Device) -> Reason:
+    """Return the reason against a device that no build has kernels for; which build lacks what does not matter then."""
+    seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
+    return Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)
+
+
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashMLASparseOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the phase, or what each one lacks."""
     capability = device.compute_capability
+    if not CAPABILITIES.compute_capabilities.value.accepts(capability):
+        return [_wrong_device(device)]
     fp8 = config.kv_cache_dtype in ("fp8_ds_mla", "fp8_e4m3")
     size = config.block_size
     pages = [block_size_reason(size, _FP8_BLOCKS)] if fp8 and size is not None and size % 64 else []
