@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 def _starting(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(name) for name in names if name.casefold().startswith(incomplete.casefold())]
 
 
 def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete presets, else files."""
+    from click.shell_completion import CompletionItem
+
     from attn_select.models import presets
 
     return _starting(presets(), incomplete) or [CompletionItem(incomplete, type="file")]
@@ -28,6 +35,8 @@ def gpus(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Co
 
 def backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete backend names, also behind ``PHASE=``."""
+    from click.shell_completion import CompletionItem
+
     from attn_select.catalog import DISTRIBUTIONS
 
     phase, equals, name = incomplete.rpartition("=")

@@ -150,6 +150,8 @@ def lookup(name: str) -> Device:
     near = _nearest_names(text)
     listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
     hint = f"did you mean {' or '.join(near)}? {listing}" if near else listing
+    if re.match(r"(amd|gfx|mi\d|instinct|intel|gaudi|tpu)", text.casefold()):
+        hint = f"only NVIDIA GPUs and the CPU are covered; {listing}"
     error = UnknownNameError("gpu", name, [*known_gpus(), "cpu", "auto"], hint=hint)
     error.nearest = near
     raise error
