@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +266,11 @@ def test_a_layer_by_flags_that_do_not_do(overrides: dict[str, Any], field: str) 
     with pytest.raises(ConfigError) as caught:
         layer_kinds(None, overrides=overrides)
     assert field in caught.value.fields
+
+
+def test_a_class_default_that_shapes_attention_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32}')
+    kinds = load(str(path)).layer_kinds()
+    assert kinds.kinds[0].config.sliding_window == 4096
+    assert any("class defaults of mistral" in w and "sliding_window = 4096" in w for w in kinds.warnings)

@@ -28,8 +28,10 @@ _ESSENTIAL = (
     "decoder_layers",
     "encoder_attention_heads",
     "decoder_attention_heads",
+    "num_key_value_heads",
+    "sliding_window",
 )
-"""Fields that every published config has: worth a word where a class default had to stand in."""
+"""Fields that decide which attention a layer asks for: worth a word where a class default had to stand in."""
 
 
 @dataclass(slots=True)
@@ -169,7 +171,7 @@ def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
     fields, notes = text_fields(raw, where)
     reading = read(fields, is_mm_prefix(raw, fields))
     reading.notes[:0] = notes
-    if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL}:
+    if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL and value is not None}:
         values = ", ".join(f"{name} = {value}" for name, value in taken.items())
         reading.notes.append(f"not in the config, so the class defaults of {fields.family.model_type}: {values}")
     return fields, reading
