@@ -14,7 +14,8 @@ from attn_select.spec import ComputeCapabilities, Fact, Library
 # Upstream FA3 is not on PyPI, so its remedy is a wheel that has FA3.
 TORCH = Library("torch", "torch", "pip install torch")
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")
-FLASH_ATTN_2 = Library("flash-attn", "flash_attn", "pip install flash-attn --no-build-isolation", ">=2.7")
+# The sdist of flash-attn needs nvcc and was not seen to build, so the remedy is the wheel that holds FA2 and FA3.
+FLASH_ATTN_2 = Library("flash-attn", "flash_attn", "pip install vllm", ">=2.7")
 FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", "pip install vllm")
 # Looked into: sgl-kernel 0.3.21 (the last of that name) and sglang-kernel 0.4.10.
 SGLANG_KERNEL = Library("sglang-kernel", "sgl_kernel", "pip install sglang-kernel", ">=0.4")
