@@ -124,7 +124,8 @@ def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
         if name is None or plan is None:
             lines.append([(f"  {phase:<17}", ""), ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
             continue
-        asked = ", asked for by name" if name in selection.explicit.values() else ""
+        explicit = any(chosen == name and p in phase for p, chosen in selection.explicit.items())
+        asked = ", asked for by name" if explicit else ""
         lines.append([(f"  {phase:<17}", ""), (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
         facts = [
             f"query {plan.query_dtype}",
