@@ -41,7 +41,9 @@ def command(name: str | None, as_json: bool) -> int:
         names = [spelled]
     if as_json:
         listed = [backend_dict(n, registry, environment, facts=name is not None) for n in names]
-        print_json({"schema_version": 1, "backends": listed, "plugins": _plugins(registry)})
+        print_json(
+            {"schema_version": 1, "backends": listed, "plugins": [plugin.to_dict() for plugin in registry.plugins]}
+        )
     elif name is not None and names[0] in registry.specs:
         print_lines(_facts_lines(registry.specs[names[0]], registry.owners[names[0]], environment))
     else:
@@ -108,21 +110,8 @@ def _fact_text(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else str(value)
 
 
-def _plugins(registry: Registry) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": p.name,
-            "distribution": p.distribution,
-            "version": p.version,
-            "backends": list(p.backends),
-            "error": p.error,
-        }
-        for p in registry.plugins
-    ]
-
-
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
-    from attn_select_cli.output import table_lines
+    from attn_select_cli.output import plugin_lines, table_lines
 
     rows = []
     for name in names:
@@ -136,15 +125,7 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
         phases = ", ".join(entry.get("phases", [])) or "-"
         rows.append([name, entry["state"], phases, ", ".join(installed) or "-", entry["remedy"] or ""])
     lines = table_lines(["backend", "on this machine", "phases", "libraries found", "to get what is missing"], rows)
-    plugins = [[p.name, f"{p.distribution} {p.version}", p.error or ", ".join(p.backends)] for p in registry.plugins]
-    lines += [
-        [],
-        *(
-            table_lines(["plugin", "distribution", "backends, or why it failed"], plugins)
-            if plugins
-            else [[("no plugin is installed", "")]]
-        ),
-    ]
+    lines += [[], *plugin_lines([plugin.to_dict() for plugin in registry.plugins])]
     return [*lines, [], [("`attn-select backends NAME` shows one backend's capabilities with their sources.", "dim")]]
 
 

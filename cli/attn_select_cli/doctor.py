@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from attn_select.registry import Registry
 
 EPILOG = """\b
 Examples:
@@ -69,6 +66,7 @@ def examine(do_import: bool) -> dict[str, Any]:
     from attn_select.environment import Environment, installed_version
     from attn_select.registry import load_plugins
     from attn_select.rules.layers import inspect_layers
+    from attn_select_cli.rules import rules_errors
 
     found = detection.detect_device()
     registry, environment = load_plugins(), Environment()
@@ -96,7 +94,7 @@ def examine(do_import: bool) -> dict[str, Any]:
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
     layers = inspect_layers()
-    problems += _rules_problems(registry)
+    problems += [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in rules_errors()[1]]
     return {
         "attn_select": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -106,18 +104,9 @@ def examine(do_import: bool) -> dict[str, Any]:
         "cuda_driver": found.cuda_driver_version,
         "device": found.device.to_dict(),
         "device_notes": [*([found.note] if found.note else []), *found.warnings],
-        "plugins": [
-            {
-                "name": p.name,
-                "distribution": p.distribution,
-                "version": p.version,
-                "backends": list(p.backends),
-                "error": p.error,
-            }
-            for p in registry.plugins
-        ],
+        "plugins": [plugin.to_dict() for plugin in registry.plugins],
         "libraries": dict(sorted(libraries.items())),
-        "rules_files": [{"kind": x.kind, "path": str(x.path), "state": x.state} for x in layers],
+        "rules_files": [layer.to_dict() for layer in layers],
         "variables": {
             name: {"value": os.environ[name], "effect": text} for name, text in EFFECTIVE.items() if name in os.environ
         },
@@ -128,22 +117,6 @@ def examine(do_import: bool) -> dict[str, Any]:
         },
         "problems": problems,
     }
-
-
-def _rules_problems(registry: Registry) -> list[str]:
-    """Return what is wrong with the rules files, as ``attn-select rules check`` finds it."""
-    from attn_select.errors import RulesError
-    from attn_select.options import read_options
-    from attn_select.rules import load_rules
-    from attn_select.rules.lint import known_names, unknown_names
-
-    try:
-        rules = load_rules()
-        read_options(rules, registry.specs)
-        found = unknown_names(rules, known_names(registry))
-    except RulesError as error:
-        found = list(error.problems)
-    return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in found]
 
 
 def import_error(module: str, timeout: float = 120.0) -> str | None:
@@ -164,7 +137,7 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
 
 def _lines(findings: dict[str, Any]) -> list[Any]:
-    from attn_select_cli.output import table_lines
+    from attn_select_cli.output import plugin_lines, table_lines
 
     device = findings["device"]
     rows = [
@@ -178,18 +151,7 @@ def _lines(findings: dict[str, Any]) -> list[Any]:
     ]
     lines: list[Any] = [[(label.ljust(20), "dim"), (text, "")] for label, text in rows]
     lines += [[(" " * 20, ""), (note, "warning")] for note in findings["device_notes"]]
-    plugins = [
-        [p["name"], f"{p['distribution']} {p['version']}", p["error"] or ", ".join(p["backends"])]
-        for p in findings["plugins"]
-    ]
-    lines += [
-        [],
-        *(
-            table_lines(["plugin", "distribution", "backends, or why it failed"], plugins)
-            if plugins
-            else [[("no plugin is installed", "warning")]]
-        ),
-    ]
+    lines += [[], *plugin_lines(findings["plugins"])]
     libraries = []
     for name, x in findings["libraries"].items():
         state = f"does not import: {x['import_error']}" if x["import_error"] else x["state"]

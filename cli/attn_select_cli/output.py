@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -47,6 +47,14 @@ def table_lines(header: Row, rows: Sequence[Row]) -> list[Line]:
         return [("  ".join([*padded, row[-1]]), style)]
 
     return [line(header, "title"), *(line(row, "") for row in rows)]
+
+
+def plugin_lines(plugins: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Return the table of plugins (``Plugin.to_dict``), or the line that says that there is none."""
+    if not plugins:
+        return [[("no plugin is installed", "warning")]]
+    rows = [[p["name"], f"{p['distribution']} {p['version']}", p["error"] or ", ".join(p["backends"])] for p in plugins]
+    return table_lines(["plugin", "distribution", "backends, or why it failed"], rows)
 
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from attn_select.rules.document import Problem
     from attn_select.rules.layers import RuleSet
     from attn_select.rules.rule import Rule
 
@@ -101,6 +103,24 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
     }
 
 
+def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet | None, list[Problem]]:
+    """Return the effective rules (None where a file is broken) and every error in them, options and names included."""
+    from attn_select.errors import RulesError
+    from attn_select.options import read_options
+    from attn_select.registry import load_plugins
+    from attn_select.rules import load_rules
+    from attn_select.rules.lint import known_names, unknown_names
+
+    rule_set, problems = None, []
+    try:
+        rule_set = load_rules(files)
+        problems = unknown_names(rule_set, known_names(load_plugins()))
+        read_options(rule_set, load_plugins().specs)
+    except RulesError as error:
+        problems = [*error.problems, *problems]
+    return rule_set, problems
+
+
 @command.command(
     "check",
     epilog="\b\nExample:\n  attn-select rules check my_rules.toml\n\n"
@@ -110,23 +130,12 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(files: tuple[str, ...], as_json: bool) -> int:
     """Lint the effective rules together with the given FILEs: errors, unknown names, unreachable rules."""
-    from attn_select.errors import RulesError
-    from attn_select.options import read_options
-    from attn_select.registry import load_plugins
-    from attn_select.rules import load_rules
-    from attn_select.rules.lint import known_names, unknown_names, unreachable
+    from attn_select.rules.lint import unreachable
     from attn_select_cli.output import print_json, print_lines
 
-    found: list[tuple[str, str, int | None, str]] = []
-    rule_set = None
-    try:
-        rule_set = load_rules(files)
-        registry = load_plugins()
-        read_options(rule_set, registry.specs)
-    except RulesError as error:
-        found += [("error", *problem) for problem in error.problems]
+    rule_set, broken = rules_errors(files)
+    found: list[tuple[str, str, int | None, str]] = [("error", *problem) for problem in broken]
     if rule_set is not None:
-        found += [("error", *problem) for problem in unknown_names(rule_set, known_names(registry))]
         found += [
             ("warning", rule.file, rule.line, f"rule {rule.name!r}: {text}")
             for rule in rule_set.rules
@@ -180,9 +189,7 @@ def path(rules: tuple[str, ...], as_json: bool) -> int:
 
     layers = inspect_layers(rules)
     if as_json:
-        print_json(
-            {"schema_version": 1, "files": [{"kind": x.kind, "path": str(x.path), "state": x.state} for x in layers]}
-        )
+        print_json({"schema_version": 1, "files": [layer.to_dict() for layer in layers]})
     else:
         print_lines(table_lines(["layer", "state", "path"], [[x.kind, x.state, str(x.path)] for x in layers]))
     return 0

@@ -39,6 +39,16 @@ class Plugin:
     backends: tuple[str, ...] = ()
     error: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plugin as it stands in JSON output."""
+        return {
+            "name": self.name,
+            "distribution": self.distribution,
+            "version": self.version,
+            "backends": list(self.backends),
+            "error": self.error,
+        }
+
 
 @dataclass(slots=True)
 class Registry:

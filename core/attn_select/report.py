@@ -93,19 +93,8 @@ def environment_dict(decider: Decider) -> dict[str, Any]:
         "assumed": environment.assume_installed,
         "cuda": environment.cuda,
         "libraries": library_states(decider.registry, environment),
-        "plugins": [
-            {
-                "name": p.name,
-                "distribution": p.distribution,
-                "version": p.version,
-                "backends": list(p.backends),
-                "error": p.error,
-            }
-            for p in decider.registry.plugins
-        ],
-        "rules_files": [
-            {"kind": layer.kind, "path": str(layer.path), "state": layer.state} for layer in decider.rules.layers
-        ],
+        "plugins": [plugin.to_dict() for plugin in decider.registry.plugins],
+        "rules_files": [layer.to_dict() for layer in decider.rules.layers],
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from attn_select import detection, registry
 from attn_select.config import AttentionConfig
-from attn_select.decide import Choice, Decider, parse_choice
+from attn_select.decide import Decider, parse_choice
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, show
@@ -152,6 +152,3 @@ def clear_cache() -> None:
     registry.load_plugins.cache_clear()
     detection.detect_device.cache_clear()
     _environment.cache_clear()
-
-
-__all__ = ["Choice", "clear_cache", "decider_for", "environment_for", "select", "select_model"]

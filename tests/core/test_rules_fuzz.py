@@ -41,7 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "rules.toml"
 
 
-def load(file: Path, content: bytes) -> RuleSet | None:
+def check_load(file: Path, content: bytes) -> RuleSet | None:
     """Load a file of this content; None where the documented error says what is wrong with it."""
     file.write_bytes(content)
     try:
@@ -82,13 +82,13 @@ def use(rules: RuleSet) -> None:
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=100).map(lambda tail: b"version = 1\n" + tail)))
 @MANY
 def test_any_bytes(file: Path, content: bytes) -> None:
-    load(file, content)
+    check_load(file, content)
 
 
 @given(st.text(max_size=200), st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252"]))
 @MANY
 def test_any_text(file: Path, text: str, encoding: str) -> None:
-    load(file, f"version = 1\n{text}".encode(encoding, errors="replace"))
+    check_load(file, f"version = 1\n{text}".encode(encoding, errors="replace"))
 
 
 TOKENS = st.sampled_from(
@@ -120,7 +120,7 @@ TOKENS = st.sampled_from(
 @given(st.lists(TOKENS, max_size=30).map("".join))
 @MANY
 def test_any_tokens(file: Path, text: str) -> None:
-    load(file, f"version = 1\n{text}".encode())
+    check_load(file, f"version = 1\n{text}".encode())
 
 
 PACKAGED = packaged_rules_path().read_text(encoding="utf-8")
@@ -143,7 +143,7 @@ def mutants(draw: st.DrawFn) -> str:
 @given(mutants())
 @MANY
 def test_mutants_of_the_packaged_rules(file: Path, text: str) -> None:
-    load(file, text.encode())
+    check_load(file, text.encode())
 
 
 # Documents of the right structure with values of any type in any place.
@@ -225,7 +225,7 @@ def toml_document(document: dict[str, Any]) -> str:
 @given(DOCUMENTS)
 @MANY
 def test_any_document(file: Path, document: dict[str, Any]) -> None:
-    loaded = load(file, toml_document(document).encode())
+    loaded = check_load(file, toml_document(document).encode())
     if loaded is not None:
         names = {rule["name"].strip() for rule in document.get("rules", []) if rule.get("enabled", True)}
         assert {rule.name for rule in loaded.rules if rule.file == str(file)} == names

@@ -60,7 +60,7 @@ def outcome(call: Callable[[], T]) -> T | str:
         return error.message
 
 
-def read(raw: dict[str, Any], **arguments: Any) -> LayerKinds | None:
+def check_read(raw: dict[str, Any], **arguments: Any) -> LayerKinds | None:
     """Read a config; None where a documented error says why not."""
     model_type = raw.get("model_type")
     source = ModelSource("a config", "", model_type if isinstance(model_type, str) else "", raw, "a test")
@@ -77,7 +77,7 @@ def read(raw: dict[str, Any], **arguments: Any) -> LayerKinds | None:
 @no_limits
 @given(raw=objects, model_type=st.sampled_from(TYPES) | st.none(), device=st.sampled_from(DEVICES))
 def test_any_object(raw: dict[str, Any], model_type: str | None, device: Device | None) -> None:
-    read({**raw, "model_type": model_type} if model_type else raw, device=device)
+    check_read({**raw, "model_type": model_type} if model_type else raw, device=device)
 
 
 @no_limits
@@ -93,7 +93,7 @@ def test_any_mutation_of_a_published_config(data: st.DataObject, raw: dict[str, 
             part[name] = data.draw(values)
         else:
             part.pop(name, None)
-    read(changed, tensor_parallel_size=ranks)
+    check_read(changed, tensor_parallel_size=ranks)
 
 
 @no_limits
@@ -104,7 +104,7 @@ def test_any_mutation_of_a_published_config(data: st.DataObject, raw: dict[str, 
     device=st.sampled_from(DEVICES),
 )
 def test_any_flags(name: str, overrides: dict[str, Any], ranks: int, device: Device | None) -> None:
-    read(load(name).raw, tensor_parallel_size=ranks, overrides=overrides, device=device)
+    check_read(load(name).raw, tensor_parallel_size=ranks, overrides=overrides, device=device)
 
 
 @no_limits
@@ -116,7 +116,7 @@ def test_any_file(content: bytes, tmp_path: Path) -> None:
     if isinstance(source, str):
         assert str(path) in source
     else:
-        read(source.raw)
+        check_read(source.raw)
 
 
 @no_limits
@@ -136,13 +136,13 @@ def test_layers_add_up(model_type: str, count: int, heads: int, ranks: int) -> N
     """All layers are counted where nothing says that some are left out; tensor parallelism changes no count."""
     raw = {"model_type": model_type, "num_hidden_layers": count, "num_attention_heads": heads}
     raw |= {"num_key_value_heads": 8, "hidden_size": heads * 64, "dtype": "bfloat16"}
-    found = read(raw)
+    found = check_read(raw)
     if found is None or model_type in ("nemotron_h", "longcat_flash"):  # a list of its own; two blocks in each layer
         return
     total = sum(kind.count for kind in found.kinds)
     left_out = [warning for warning in found.warnings if "layers are left out" in warning]
     assert total + sum(int(warning.split(" of ")[0]) for warning in left_out) == count
-    shared = read(raw, tensor_parallel_size=ranks)
+    shared = check_read(raw, tensor_parallel_size=ranks)
     assert shared is not None
     assert [(kind.kind, kind.count) for kind in shared.kinds] == [(kind.kind, kind.count) for kind in found.kinds]
     assert [kind.config.num_heads * ranks for kind in shared.kinds] == [kind.config.num_heads for kind in found.kinds]
@@ -152,5 +152,5 @@ def test_values_too_deep_to_print() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    assert read({"model_type": "llama", "num_attention_heads": deep}) is None
-    assert read({"model_type": "llama", "text_config": deep}) is None
+    assert check_read({"model_type": "llama", "num_attention_heads": deep}) is None
+    assert check_read({"model_type": "llama", "text_config": deep}) is None

@@ -31,6 +31,10 @@ class Layer:
     path: Path
     state: str = ""
 
+    def to_dict(self) -> dict[str, str]:
+        """Return the layer as it stands in JSON output."""
+        return {"kind": self.kind, "path": str(self.path), "state": self.state}
+
 
 @dataclass(slots=True)
 class BackendOptionsTable:

@@ -22,7 +22,6 @@ SGLANG_KERNEL = Library("sglang-kernel", "sgl_kernel", "pip install sglang-kerne
 SGL_KERNEL = Library("sgl-kernel", "sgl_kernel", "pip install sgl-kernel", ">=0.3.21")
 
 LIBRARIES = ((TORCH,), (VLLM, FLASH_ATTN_3, FLASH_ATTN_2, SGLANG_KERNEL, SGL_KERNEL))
-FA3_LIBRARIES = (VLLM, FLASH_ATTN_3, SGLANG_KERNEL, SGL_KERNEL)
 REMEDY_ORDER = (VLLM, SGLANG_KERNEL, FLASH_ATTN_2)
 """Which missing provider to recommend: prebuilt wheels first."""
 
