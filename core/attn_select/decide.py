@@ -114,8 +114,8 @@ class Decider:
         self._specs: dict[str, BackendSpec] = dict(registry.specs)
         self._absent = _absent_backends(registry)
         self.names = known_names(registry)
-        options = read_options(rules, self._specs)
-        self._judged = [_Judged(spec, options[name], device, environment) for name, spec in self._specs.items()]
+        self._options = read_options(rules, self._specs)
+        self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs))
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
@@ -162,6 +162,7 @@ class Decider:
             explicit=forced,
             rules=tuple({rule.name: rule for ranking in rankings.values() for rule in ranking.rules}.values()),
             warnings=tuple(warnings),
+            options=self._options,
         )
 
     def _verdicts(

@@ -12,7 +12,7 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.errors import NoBackendError
 from attn_select.rules.rule import Rule
-from attn_select.spec import BackendPlan, BackendSpec, Reason
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 
 VerdictName = Literal["selected", "valid", "rejected"]
 
@@ -59,6 +59,7 @@ class Selection:
         rules: the rules that took part, in the order they were applied.
         explicit: the backend that was asked for by name, per phase; it alone was considered there.
         warnings: what a user should know, one sentence each.
+        options: the ``[backends.NAME]`` table of every registered backend.
     """
 
     config: AttentionConfig
@@ -71,6 +72,7 @@ class Selection:
     rules: tuple[Rule, ...]
     explicit: Mapping[Phase, str]
     warnings: tuple[str, ...]
+    options: Mapping[str, BackendOptions]
 
     @property
     def ok(self) -> bool:
@@ -118,6 +120,15 @@ class Selection:
             NoBackendError: a phase has no backend; names every candidate with its reasons.
             RuntimeMissingError: the backend's plugin brings facts but no runtime.
         """
+        self.require()
+        return {phase: spec.load() for phase, spec in self.backends.items() if spec is not None}
+
+    def require(self) -> None:
+        """Make sure that every phase has a backend.
+
+        Raises:
+            NoBackendError: a phase has none; names every candidate with its reasons.
+        """
         missing = [phase for phase, spec in self.backends.items() if spec is None]
         if missing:
             raise NoBackendError(
@@ -125,7 +136,6 @@ class Selection:
                 self,
                 hint="see the reasons and remedies above",
             )
-        return {phase: spec.load() for phase, spec in self.backends.items() if spec is not None}
 
     def explain(self) -> str:
         """Return the decision as text: the plan, every candidate with its reasons, the rules, the nearest remedies."""

@@ -1,1 +1,78 @@
-"""Tensors start here: caches, metadata, the protocols that backends implement, and the layers that engines call."""
+"""Tensors start here: caches, metadata, the protocols that backends implement, and the layers that engines call.
+
+Needs torch. An engine's path: ``attention_group(select(config))``, ``group.allocate_kv_cache``, per step
+``prepare_batch`` and ``group.build``, per layer ``Attention`` or ``MLAAttention``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_select.runtime.attention import Attention
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.batch import BlockTable, prepare_batch
+from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolError
+from attn_select.runtime.cascade import common_prefix_len
+from attn_select.runtime.custom_op import forward_context
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.kv_cache import key_value_views, num_blocks_for
+from attn_select.runtime.metadata import (
+    BatchError,
+    CommonAttentionMetadata,
+    VarlenMetadata,
+    decodes_first,
+    split_decodes_and_prefills,
+)
+from attn_select.runtime.mla_attention import MLAAttention
+from attn_select.runtime.mla_group import MLAAttentionGroup, MLAMetadata
+from attn_select.runtime.scales import Scales
+from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
+from attn_select.selection import Selection
+
+
+def attention_group(selection: Selection, *arguments: Any, **options: Any) -> AttentionGroup:
+    """Return an ``MLAAttentionGroup`` for MLA layers, else an ``AttentionGroup``; arguments are theirs."""
+    made = MLAAttentionGroup if selection.config.mla else AttentionGroup
+    return made(selection, *arguments, **options)
+
+
+__all__ = [
+    "Attention",
+    "AttentionBackend",
+    "AttentionGroup",
+    "AttentionImpl",
+    "AttentionLayer",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "BackendContext",
+    "BatchError",
+    "BlockPool",
+    "BlockTable",
+    "Capacity",
+    "CommonAttentionMetadata",
+    "MLAAttention",
+    "MLAAttentionGroup",
+    "MLAAttentionImpl",
+    "MLAMetadata",
+    "OutOfBlocksError",
+    "PoolError",
+    "ReqToTokenPool",
+    "Scales",
+    "TokenToKVPool",
+    "VarlenMetadata",
+    "attention_group",
+    "common_prefix_len",
+    "decodes_first",
+    "forward_context",
+    "key_value_views",
+    "num_blocks_for",
+    "prepare_batch",
+    "split_decodes_and_prefills",
+]

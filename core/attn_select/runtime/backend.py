@@ -1,0 +1,303 @@
+"""What a backend brings to run: ``AttentionBackend``, ``AttentionMetadataBuilder``, ``AttentionImpl``, the MLA pair.
+
+``BackendSpec.load()`` returns a subclass of ``AttentionBackend``. Per layer kind the runtime makes one builder, per
+layer one impl; per step it calls ``builder.build`` once, and per layer ``impl.do_kv_cache_update`` and
+``impl.forward``. Terms are vLLM's (v1/attention/backend.py, 0.33). Conventions that all backends keep:
+
+- *LSE* is the natural logarithm of the softmax's denominator, float32 ``(num_tokens, num_heads)``, sinks included. A
+  row without keys has output 0 and LSE -inf (or its sink).
+- *Outputs* are written into the caller's tensor; rows behind ``num_actual_tokens`` are left alone.
+- *Block tables* speak of blocks of ``context.block_size`` tokens, a size of the plan's ``kernel_block_sizes``, and
+  their width is a multiple of the plan's ``block_table_width_multiple``.
+- *Scales* come with the layer, as device tensors and host floats. A path whose plan has an FP8 ``query_dtype``
+  quantises the query itself, with ``layer.scales.q``.
+- *No synchronisation*: ``build`` reads ``_cpu`` tensors, never a device tensor. A host buffer that is copied from
+  asynchronously is not written again before the copy is through; ``batch.to_device`` takes fresh pinned memory from
+  torch, which keeps track.
+- *Persistence*: with CUDA graphs (``context.cuda_graphs``) every tensor that a kernel reads keeps its address from
+  build to build.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.runtime import ops
+from attn_select.runtime.cascade import use_cascade_attention
+from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.scales import Scales
+from attn_select.spec import BackendOptions, BackendPlan
+
+M = TypeVar("M")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BackendContext:
+    """What one backend is made for: one kind of layers on one device.
+
+    Attributes:
+        config: the layers.
+        plans: the plan of each phase that this backend serves here.
+        device: where tensors live.
+        options: the backend's ``[backends.NAME]`` table.
+        kv_layout: name from ``attn_select.layouts``; None where no cache is read.
+        block_size: tokens per block of the tables and cache views that this backend sees; None without a cache.
+        max_num_seqs: most requests in a batch.
+        max_num_batched_tokens: most tokens in a batch.
+        max_model_len: most tokens of a request.
+        cuda_graphs: whether steps will be captured: tensors that kernels read must then stay where they are.
+    """
+
+    config: AttentionConfig
+    plans: Mapping[Phase, BackendPlan]
+    device: torch.device
+    options: BackendOptions
+    kv_layout: str | None
+    block_size: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    cuda_graphs: bool = False
+
+
+class AttentionLayer(Protocol):
+    """What an impl sees of the layer that calls it."""
+
+    layer_name: str
+    scales: Scales
+
+
+class AttentionMetadataBuilder(ABC, Generic[M]):
+    """Turns a step's batch into what this backend's kernels want; one per kind of layers.
+
+    Attributes:
+        reorder_batch_threshold: queries up to this many tokens count as decodes and must come first in the batch; None:
+            any order.
+    """
+
+    reorder_batch_threshold: int | None = None
+
+    def __init__(self, context: BackendContext) -> None:
+        self.context = context
+
+    @property
+    def cudagraph_support(self) -> CudaGraphLevel:
+        """Which batches can be captured: the plan's level, by default the decode plan's."""
+        plans = self.context.plans
+        return (plans.get("decode") or plans["prefill"]).cuda_graph
+
+    @abstractmethod
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> M:
+        """Return the metadata for one batch. Called once a step; must not synchronise with the device.
+
+        Args:
+            common_prefix_len: tokens at the start of every request that lie in the same blocks, where
+                ``use_cascade_attention`` said yes, else 0.
+            common_attn_metadata: the batch.
+            fast_build: the metadata serves few layers (a draft model's): prefer a quick build over a quick kernel.
+        """
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """Return the metadata to capture with; by default ``build`` without a common prefix."""
+        return self.build(0, common_attn_metadata)
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether to attend to a common prefix apart; by default the rule of ``attn_select.runtime.cascade``.
+
+        Backends whose ``build`` ignores ``common_prefix_len`` return False.
+        """
+        return use_cascade_attention(self.context, common_prefix_len, common_attn_metadata)
+
+    def build_prefill(self, varlen: VarlenMetadata) -> Any:
+        """Return the metadata of one ``forward_mha`` call (MLA prefill only); by default ``varlen`` itself."""
+        return varlen
+
+
+class AttentionImpl(ABC, Generic[M]):
+    """Runs one layer. Made once per layer.
+
+    Args:
+        context: what the layer is.
+        scale: factor on ``q . k``.
+        alibi_slopes: float32 ``(num_heads,)`` on the device, with ``config.alibi``.
+        sinks: ``(num_heads,)`` logits on the device, with ``config.sinks``.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.context = context
+        self.scale = scale
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the step's keys and values into the cache, by default through ``ops.reshape_and_cache``.
+
+        Args:
+            key: ``(N, num_kv_heads, head_size)`` in the compute dtype, N at least ``len(slot_mapping)``.
+            value: ``(N, num_kv_heads, value_head_size)``.
+            kv_cache: one layer's cache in ``context.kv_layout``.
+            slot_mapping: int64 slots of the first tokens; -1 is skipped.
+        """
+        assert self.context.kv_layout is not None
+        tokens = len(slot_mapping)
+        ops.reshape_and_cache(
+            key[:tokens],
+            value[:tokens],
+            kv_cache,
+            slot_mapping,
+            self.context.kv_layout,
+            self.context.config,
+            layer.scales,
+        )
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: M,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, write the result into ``output`` and return it. The cache already holds this step's tokens.
+
+        Args:
+            layer: gives the scales.
+            query: ``(T', num_heads, head_size)`` in the compute dtype, T' at least ``num_actual_tokens``.
+            key: ``(T', num_kv_heads, head_size)``; read only by layers without a cache. None where nothing is new.
+            value: ``(T', num_kv_heads, value_head_size)``, likewise.
+            kv_cache: one layer's cache in ``context.kv_layout``, blocks of ``context.block_size``; None without.
+            attn_metadata: what the builder built.
+            output: ``(T', num_heads, value_head_size)`` in the compute dtype, or quantised where the config wants it.
+            output_lse: float32 ``(T', num_heads)``, filled where given; only for plans that return the LSE.
+            output_scale: float32 scale of a quantised output.
+            output_block_scale: where the kernel writes the scales of FP4 blocks.
+        """
+
+
+class MLAAttentionImpl:
+    """Runs one MLA layer (arXiv 2405.04434) by one or both of its computation paths.
+
+    ``forward_mqa`` works on the latent cache with absorbed weights (decode, and all of sparse MLA), ``forward_mha`` on
+    decompressed keys and values (prefill). A backend implements the paths of the phases that it serves.
+    """
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        self.context = context
+        self.scale = scale
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the step's latents into the cache, by default through ``ops.concat_and_cache_mla``.
+
+        Args:
+            kv_c_normed: ``(N, kv_lora_rank)``, N at least ``len(slot_mapping)``.
+            k_pe: ``(N, qk_rope_head_dim)``, rope applied.
+            kv_cache: one layer's cache in layout ``MLA`` or ``FP8_DS_MLA``.
+            slot_mapping: int64 slots of the first tokens; -1 is skipped.
+        """
+        assert self.context.kv_layout is not None
+        tokens = len(slot_mapping)
+        ops.concat_and_cache_mla(
+            kv_c_normed[:tokens],
+            k_pe[:tokens],
+            kv_cache,
+            slot_mapping,
+            self.context.kv_layout,
+            self.context.config,
+            layer.scales,
+        )
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over latents with the absorbed query; write the latent output and return it.
+
+        Args:
+            query: ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)`` in the compute dtype.
+            kv_cache: one layer's cache.
+            attn_metadata: what ``build`` built for these requests.
+            output: ``(T, num_heads, kv_lora_rank)`` in the compute dtype.
+            output_lse: float32 ``(T, num_heads)``, filled where given.
+            topk_indices: int32 ``(T, sparse_top_k)``, with sparse MLA: physical slots, negative ones are padding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward_mqa, so its spec must not serve this phase")
+
+    def forward_mha(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to decompressed keys and values; write the output and return it.
+
+        Args:
+            query: ``(T, num_heads, qk_nope_head_dim + qk_rope_head_dim)``.
+            key: ``(S, num_heads, qk_nope_head_dim + qk_rope_head_dim)``; a view, only the last dimension contiguous.
+            value: ``(S, num_heads, v_head_dim)``; likewise.
+            attn_metadata: what ``build_prefill`` built.
+            output: ``(T, num_heads, v_head_dim)``.
+            output_lse: float32 ``(T, num_heads)``, filled where given.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward_mha, so its spec must not serve prefill")
+
+
+class AttentionBackend(ABC):
+    """Ties a backend's parts together; never instantiated."""
+
+    forward_includes_kv_cache_update: ClassVar[bool] = False
+    """Whether ``forward`` writes the cache itself; ``do_kv_cache_update`` is not called then."""
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """Return the name that the spec has."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImpl[Any]] | type[MLAAttentionImpl]:
+        """Return the class that runs a layer."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """Return the class that builds its metadata."""

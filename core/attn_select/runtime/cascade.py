@@ -1,0 +1,121 @@
+"""Cascade attention: a prefix that all requests share is attended to once, each request's rest by itself.
+
+The two partial results are merged by their log-sum-exp (``ops.merge_attn_states``; FlashInfer's cascade inference,
+https://flashinfer.ai/2024/02/02/cascade-inference.html). Without cascade each of B requests reads the prefix's keys and
+values from memory; with it they are read once for all queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.metadata import CommonAttentionMetadata
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import BackendContext
+
+MIN_PREFIX = 256
+"""Tokens of prefix below which a second kernel and the merge cost more than they save."""
+MIN_REQUESTS = 8
+"""Requests below which the prefix is read too few times (both limits are vLLM's, v1/attention/backends/flash_attn.py
+0.33, use_cascade_attention)."""
+
+
+@dataclass(slots=True)
+class CascadeSplit:
+    """One batch as two: every query against the shared prefix, and each request against its own rest.
+
+    The prefix is one request that holds all T queries, not causal. The suffix's tables and lengths start behind the
+    prefix. Sinks are counted in the suffix.
+    """
+
+    prefix: CommonAttentionMetadata
+    suffix: CommonAttentionMetadata
+
+
+def common_prefix_len(block_tables: list[tuple[int, ...]], num_computed_tokens: list[int], block_size: int) -> int:
+    """Return how many tokens at the start of every request lie in the same, completely cached blocks.
+
+    Args:
+        block_tables: block ids per running request (``BlockPool.blocks``).
+        num_computed_tokens: tokens of each request that were cached before this step; the prefix ends before the
+            first that was not, so that every request keeps a suffix.
+        block_size: tokens per block.
+    """
+    if not block_tables:
+        return 0
+    most = min(num_computed_tokens) // block_size
+    shared = 0
+    for ids in zip(*block_tables, strict=False):
+        if shared == most or any(block != ids[0] for block in ids):
+            break
+        shared += 1
+    return shared * block_size
+
+
+def use_cascade_attention(context: BackendContext, prefix_len: int, common: CommonAttentionMetadata) -> bool:
+    """Return whether the shared prefix is attended to apart.
+
+    The rule: a prefix of at least ``MIN_PREFIX`` tokens, at least ``MIN_REQUESTS`` requests, and a layer whose mask is
+    the same for every query on the prefix: causal, without window, ALiBi and image ranges; the plan returns its LSE;
+    and the backend's steps are not captured, since the split changes from step to step.
+    """
+    config = context.config
+    plan = context.plans.get("decode") or context.plans["prefill"]
+    return (
+        prefix_len >= MIN_PREFIX
+        and common.num_reqs >= MIN_REQUESTS
+        and common.causal
+        and plan.returns_lse
+        and not context.cuda_graphs
+        and config.sliding_window is None
+        and not config.alibi
+        and not config.mm_prefix
+        and not config.non_causal
+        and not config.batch_invariant
+    )
+
+
+def split_for_cascade(common: CommonAttentionMetadata, prefix_len: int, block_size: int) -> CascadeSplit:
+    """Cut a batch into prefix and suffix. No device synchronisation.
+
+    Args:
+        prefix_len: tokens, a multiple of ``block_size``, at most what every request had cached before this step.
+        block_size: tokens per block of the batch's tables.
+    """
+    table = common.block_table_tensor
+    assert table is not None
+    assert prefix_len % block_size == 0
+    blocks, tokens = prefix_len // block_size, common.num_actual_tokens
+    device = common.seq_lens.device
+    bounds_cpu = torch.tensor([0, tokens], dtype=torch.int32)
+    lens_cpu = torch.tensor([prefix_len], dtype=torch.int32)
+    prefix = replace(
+        common,
+        query_start_loc=_on(device, bounds_cpu),
+        query_start_loc_cpu=bounds_cpu,
+        seq_lens=_on(device, lens_cpu),
+        seq_lens_cpu=lens_cpu,
+        num_reqs=1,
+        max_query_len=tokens,
+        max_seq_len=prefix_len,
+        block_table_tensor=table[:1, :blocks],
+        causal=False,
+    )
+    suffix = replace(
+        common,
+        seq_lens=common.seq_lens - prefix_len,
+        seq_lens_cpu=common.seq_lens_cpu - prefix_len,
+        max_seq_len=common.max_seq_len - prefix_len,
+        block_table_tensor=table[:, blocks:],
+    )
+    return CascadeSplit(prefix, suffix)
+
+
+def _on(device: torch.device, host: Tensor) -> Tensor:
+    """Copy a small host tensor without waiting; torch keeps pinned memory until the copy is through."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,0 +1,242 @@
+"""What is checked before a kernel starts: shapes and dtypes always, contents in checked mode.
+
+Checked mode (``ATTN_SELECT_CHECK=1`` when a group is made) reads lengths, block ids and slots back from the device, so
+it synchronises and is slow; it turns an illegal memory access into an error that names argument, request and bound.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn_select import layouts
+from attn_select.config import AttentionConfig
+from attn_select.runtime.kv_cache import check_cache_shape
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.scales import Scales
+from attn_select.runtime.torch_dtypes import storage_dtype
+
+if TYPE_CHECKING:
+    from attn_select.runtime.group import AttentionGroup
+
+VARIABLE = "ATTN_SELECT_CHECK"
+
+
+def checks_enabled() -> bool:
+    """Whether ``ATTN_SELECT_CHECK`` asks for checked mode.
+
+    Raises:
+        BatchError: it holds something other than 0 or 1.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise BatchError(f"{VARIABLE} = {value!r}: accepted are 1 (check everything), 0 and nothing")
+    return value == "1"
+
+
+def check_common(
+    common: CommonAttentionMetadata,
+    config: AttentionConfig,
+    device: torch.device,
+    block_size: int | None,
+    max_model_len: int,
+) -> None:
+    """Check a batch against itself. Synchronises.
+
+    Raises:
+        BatchError: a shape, dtype, device or length does not fit; names argument, request and bound.
+    """
+    count = common.num_reqs
+    _tensor("query_start_loc", common.query_start_loc, torch.int32, (count + 1,), device)
+    _tensor("seq_lens", common.seq_lens, torch.int32, (count,), device)
+    _tensor("query_start_loc_cpu", common.query_start_loc_cpu, torch.int32, (count + 1,), torch.device("cpu"))
+    _tensor("seq_lens_cpu", common.seq_lens_cpu, torch.int32, (count,), torch.device("cpu"))
+    for name in ("query_start_loc", "seq_lens"):
+        here, there = getattr(common, name).cpu(), getattr(common, f"{name}_cpu")
+        if not torch.equal(here, there):
+            request = int((here != there).int().argmax())
+            text = f"{name}[{request}] is {int(here[request])} on the device and {int(there[request])} in {name}_cpu"
+            raise BatchError(text)
+    bounds, query_lens, seq_lens = common.query_start_loc_cpu, common.query_lens_cpu, common.seq_lens_cpu
+    if int(bounds[0]) != 0 or int(bounds[-1]) != common.num_actual_tokens:
+        raise BatchError(
+            f"query_start_loc runs from {int(bounds[0])} to {int(bounds[-1])}: accepted is 0 to num_actual_tokens = "
+            f"{common.num_actual_tokens}"
+        )
+    for request, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        if query_len < 0 or query_len > common.max_query_len:
+            text = f"query of request {request} has {query_len} tokens: max_query_len is {common.max_query_len}"
+            raise BatchError(text)
+        if not 0 <= seq_len <= common.max_seq_len:
+            raise BatchError(f"seq_lens[{request}] = {seq_len}: accepted is 0 to max_seq_len = {common.max_seq_len}")
+        if seq_len > max_model_len:
+            raise BatchError(
+                f"seq_lens[{request}] = {seq_len}: this group was made for max_model_len = {max_model_len}"
+            )
+        # A padded request of a CUDA graph has no keys; in cross-attention both lengths are independent.
+        if config.attn_type == "decoder" and 0 < seq_len < query_len:
+            text = f"request {request} has {query_len} query tokens but seq_lens = {seq_len}, which includes them"
+            raise BatchError(text)
+        if not config.has_cache and seq_len != query_len:
+            text = (
+                f"request {request}: seq_lens = {seq_len}, but without a cache keys are as many as queries, {query_len}"
+            )
+            raise BatchError(text)
+    if not config.has_cache or common.block_table_tensor is None or block_size is None:
+        return
+    table = common.block_table_tensor
+    _tensor("block_table_tensor", table, torch.int32, (count, table.shape[-1]), device)
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise BatchError(f"block_table_tensor has strides {table.stride()}: the last dimension must be contiguous")
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len > table.shape[1] * block_size:
+            raise BatchError(
+                f"seq_lens[{request}] = {seq_len}: block_table_tensor has {table.shape[1]} blocks of {block_size} "
+                f"tokens per request, {table.shape[1] * block_size} tokens"
+            )
+    slots = common.slot_mapping
+    if slots is not None:
+        wanted = (len(slots),) if config.attn_type == "encoder_decoder" else (common.num_actual_tokens,)
+        _tensor("slot_mapping", slots, torch.int64, wanted, device)
+
+
+def check_blocks(
+    common: CommonAttentionMetadata,
+    config: AttentionConfig,
+    kv_cache: Tensor,
+    layout: str,
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    """Check every block id and slot that the batch uses against one layer's cache. Synchronises.
+
+    Args:
+        num_blocks: blocks of ``block_size`` tokens, the allocator's, that the cache holds.
+
+    Raises:
+        BatchError: a block id or slot lies outside; names the request and its position in the table.
+    """
+    table = common.block_table_tensor
+    assert table is not None
+    rows = table.cpu()
+    for request, seq_len in enumerate(common.seq_lens_cpu.tolist()):
+        used = rows[request, : -(-seq_len // block_size)]
+        bad = ((used < 0) | (used >= num_blocks)).nonzero().flatten()
+        if len(bad):
+            column = int(bad[0])
+            raise BatchError(
+                f"block_table_tensor[{request}, {column}] = {int(used[column])}: the pool has blocks 0 to "
+                f"{num_blocks - 1} (request {request}, {seq_len} tokens, kv_cache {tuple(kv_cache.shape)} in {layout})"
+            )
+    if common.slot_mapping is None:
+        return
+    slots = common.slot_mapping.cpu()
+    outside = ((slots < -1) | (slots >= num_blocks * block_size)).nonzero().flatten()
+    if len(outside):
+        token = int(outside[0])
+        request = int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
+        owner = f"of request {request}" if config.attn_type == "decoder" else "of the encoder"
+        raise BatchError(
+            f"slot_mapping[{token}] = {int(slots[token])} (a token {owner}): accepted are 0 to "
+            f"{num_blocks * block_size - 1}, and -1 for none"
+        )
+    written = slots[slots >= 0]
+    twice = written.sort().values
+    same = (twice[1:] == twice[:-1]).nonzero().flatten()
+    if len(same):
+        raise BatchError(
+            f"slot_mapping holds slot {int(twice[same[0]])} twice: two tokens would be written to one place"
+        )
+
+
+def check_scales(scales: Scales) -> None:
+    """Check that the scales on the device are positive and finite. Synchronises.
+
+    Raises:
+        BatchError: names the scale and its value.
+    """
+    for name in ("q", "k", "v"):
+        values = getattr(scales, name).flatten().cpu()
+        for value in values.tolist():
+            if not 0 < value < float("inf"):
+                raise BatchError(f"{name}_scale = {value}: accepted are finite numbers above 0")
+
+
+def check_cache(kv_cache: Tensor | None, layout: str, config: AttentionConfig, device: torch.device) -> None:
+    """Check one layer's cache: presence, shape, dtype, device. Cheap.
+
+    Raises:
+        BatchError, ConfigError: names what was seen and what is accepted.
+    """
+    if kv_cache is None:
+        raise BatchError(f"kv_cache is None: attn_type = {config.attn_type!r} keeps one in layout {layout}")
+    check_cache_shape(kv_cache, layout, config)
+    wanted = storage_dtype(config.cache_dtype)
+    if kv_cache.dtype != wanted or kv_cache.device != device:
+        raise BatchError(f"kv_cache is {kv_cache.dtype} on {kv_cache.device}: accepted is {wanted} on {device}")
+
+
+def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, least_tokens: int) -> None:
+    """Check a ``(tokens, *shape)`` tensor of a layer call. Cheap: no device is asked.
+
+    Raises:
+        BatchError: names argument, shape or dtype, and what is accepted.
+    """
+    if tensor.shape[1:] != shape or tensor.ndim != len(shape) + 1 or tensor.shape[0] < least_tokens:
+        extents = ", ".join(map(str, shape))
+        raise BatchError(
+            f"{name} of shape {tuple(tensor.shape)}: accepted is (at least {least_tokens} tokens, {extents})"
+        )
+    if dtype is not None and tensor.dtype != dtype:
+        raise BatchError(f"{name} is {tensor.dtype}: accepted is {dtype}")
+
+
+def check_strides(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Check that the last dimension is contiguous and the tensor lives on ``device``.
+
+    Raises:
+        BatchError: names argument, strides or device.
+    """
+    if tensor.device != device:
+        raise BatchError(f"{name} is on {tensor.device}: accepted is {device}")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise BatchError(f"{name} has strides {tensor.stride()}: the last dimension must be contiguous")
+
+
+def check_contents(
+    group: AttentionGroup,
+    scales: Scales,
+    tensors: Mapping[str, Tensor | None],
+    kv_cache: Tensor | None,
+    common: CommonAttentionMetadata,
+) -> None:
+    """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises.
+
+    Raises:
+        BatchError, ConfigError: names the argument, what was seen and what is accepted.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_strides(name, tensor, group.device)
+    check_scales(scales)
+    if group.kv_layout is None or group.block_size is None or group.kernel_block_size is None:
+        return
+    check_cache(kv_cache, group.kv_layout, group.config, group.device)
+    assert kv_cache is not None
+    blocks_axis = layouts.cache_shape(group.kv_layout, group.config, 1).index("num_blocks")
+    size = layouts.cache_shape(group.kv_layout, group.config, group.kernel_block_size)
+    if any(extent not in ("num_blocks", seen) for extent, seen in zip(size, kv_cache.shape, strict=True)):
+        text = f"kv_cache of shape {tuple(kv_cache.shape)}: accepted is {tuple(size)}"
+        raise BatchError(text, hint="allocate it with group.allocate_kv_cache")
+    num_blocks = kv_cache.shape[blocks_axis] * group.kernel_block_size // group.block_size
+    check_blocks(common, group.config, kv_cache, group.kv_layout, num_blocks, group.block_size)
+
+
+def _tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        seen = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        raise BatchError(f"{name} is {seen}: accepted is {dtype} {shape} on {device}")

@@ -1,0 +1,112 @@
+"""Attention as an opaque operator, so that ``torch.compile`` neither traces into it nor splits the graph at it.
+
+A compiled graph cannot carry the step's metadata as an argument: it comes from ``forward_context``, and the layer by
+its name. The operators are made with ``torch.library.Library.define`` (1.3 us a call; ``custom_op`` takes 18).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from attn_select.errors import ConfigError
+from attn_select.runtime.metadata import BatchError
+
+
+class Runnable(Protocol):
+    """A layer as the operators call it."""
+
+    layer_name: str
+
+    def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
+        """Compute the layer with the metadata of the forward context."""
+
+
+_layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+_context: ContextVar[Mapping[Any, Any] | None] = ContextVar("attn_select_forward_context", default=None)
+
+
+@contextmanager
+def forward_context(attn_metadata: Mapping[Any, Any]) -> Iterator[None]:
+    """Give the layers of each ``AttentionGroup`` the step's metadata while a (compiled) model runs.
+
+    Args:
+        attn_metadata: what ``group.build`` returned, by group.
+    """
+    token = _context.set(attn_metadata)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def current_metadata(group: Any, layer_name: str) -> Any:
+    """Return the forward context's metadata for a group.
+
+    Raises:
+        BatchError: no forward context, or none for this group.
+    """
+    metadata = (_context.get() or {}).get(group)
+    if metadata is None:
+        raise BatchError(
+            f"layer {layer_name!r}: no attn_metadata was given and the forward context has none for its group",
+            hint="pass attn_metadata, or run inside `with forward_context({group: group.build(common)})`",
+        )
+    return metadata
+
+
+def register_layer(layer: Runnable, name: str) -> str:
+    """Make a layer known to the operators under ``name``, or under a new one if empty. Returns the name.
+
+    Raises:
+        ConfigError: a living layer has that name.
+    """
+    name = name or f"attention.{next(_numbers)}"
+    if name in _layers:
+        raise ConfigError(f"layer_name = {name!r}: a layer of that name exists", fields=["layer_name"])
+    _layers[name] = layer
+    return name
+
+
+def _attention(
+    query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None, output: Tensor, layer_name: str
+) -> None:
+    _layers[layer_name].run((query, key, value), kv_cache, output)
+
+
+def _mla_attention(
+    query: Tensor,
+    kv_c_normed: Tensor | None,
+    k_pe: Tensor | None,
+    topk_indices: Tensor | None,
+    kv_cache: Tensor | None,
+    output: Tensor,
+    layer_name: str,
+) -> None:
+    _layers[layer_name].run((query, kv_c_normed, k_pe, topk_indices), kv_cache, output)
+
+
+def _fake(*_: Any) -> None:
+    """Nothing is returned: the operators write into their arguments."""
+
+
+_library: Any = torch.library.Library("attn_select", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "attention(Tensor query, Tensor? key, Tensor? value, Tensor(a!)? kv_cache, Tensor(b!) output, str layer_name) -> ()"
+)
+_library.define(
+    "mla_attention(Tensor query, Tensor? kv_c_normed, Tensor? k_pe, Tensor? topk_indices, Tensor(a!)? kv_cache, "
+    "Tensor(b!) output, str layer_name) -> ()"
+)
+for _name, _function in (("attention", _attention), ("mla_attention", _mla_attention)):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    torch.library.register_fake(f"attn_select::{_name}", _fake, lib=_library)

@@ -1,0 +1,341 @@
+"""The layers of one kind: the loaded backends of a selection, and one metadata build per step for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select import layouts
+from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
+from attn_select.errors import ConfigError
+from attn_select.runtime import kv_cache as caches
+from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.checks import check_common, checks_enabled
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
+from attn_select.selection import Selection
+from attn_select.spec import BackendPlan, BackendSpec
+
+_SPLIT_IN_PLACE = (layouts.FLASH_ATTN_NHD, layouts.MLA, layouts.FP8_DS_MLA)
+"""Layouts in which tokens lie one behind the other from block to block, so that any block size is a view."""
+
+
+@dataclass(slots=True)
+class Capacity:
+    """The most that a batch may hold; persistent buffers and workspaces are sized by it.
+
+    Attributes:
+        max_num_seqs: requests.
+        max_num_batched_tokens: tokens of one step, all requests together.
+        max_model_len: tokens of one request.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 131072
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from 1", fields=[name])
+
+
+@dataclass(slots=True)
+class Served:
+    """One backend as a group uses it: what was chosen, loaded, and the builder that all layers share."""
+
+    spec: BackendSpec
+    backend: type[AttentionBackend]
+    context: BackendContext
+    builder: AttentionMetadataBuilder[Any]
+
+
+@dataclass(slots=True)
+class Part:
+    """The requests of a batch that one backend computes.
+
+    Attributes:
+        phase: which of the group's backends.
+        start, end: the tokens, ``start .. end - 1``.
+        metadata: what its builder built.
+    """
+
+    phase: Phase
+    start: int
+    end: int
+    metadata: Any
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's batch as the layers of a group want it.
+
+    Attributes:
+        common: the batch, tables in the allocator's blocks.
+        num_actual_tokens: tokens; what lies behind is padding.
+        slot_mapping: int64 slots of the step's keys and values; None without a cache.
+        parts: one, or decodes and prefills apart where different backends serve them.
+    """
+
+    common: CommonAttentionMetadata
+    num_actual_tokens: int
+    slot_mapping: Tensor | None
+    parts: tuple[Part, ...]
+
+
+class AttentionGroup:
+    """Loads what a ``Selection`` chose and builds its metadata: once per step for all layers of the kind.
+
+    Args:
+        selection: from ``select``; every phase must have a backend.
+        device: where the layers run; None: the CPU, or the current CUDA device, as the selection was made for.
+        capacity: bounds of a batch.
+        cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
+        phases: only these phases' backends are loaded; None: all that the layer has. A batch that needs another is
+            refused.
+
+    Attributes:
+        config: the layers.
+        kv_layout, block_size: of the cache; the block size is the allocator's. None without a cache.
+        kernel_block_size: tokens per block in which the cache is laid out; divides ``block_size``.
+        served: the backends per phase; the same object in both where one serves both.
+
+    Raises:
+        NoBackendError: a phase has no backend.
+        RuntimeMissingError, ImportError: a backend cannot be loaded.
+        ConfigError: the phases' kernels share no block size within this layout.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        device: torch.device | str | None = None,
+        capacity: Capacity | None = None,
+        *,
+        cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
+    ) -> None:
+        self.selection = selection
+        self.config: AttentionConfig = selection.config
+        self.capacity = capacity or Capacity()
+        self.device = torch.device(device if device is not None else ("cpu" if selection.device.is_cpu else "cuda"))
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.cuda_graphs = cuda_graphs
+        self.checked = checks_enabled()
+        selection.require()
+        self.kv_layout, self.block_size = selection.kv_layout, selection.block_size
+        self.served: dict[Phase, Served] = {}
+        plans = self._plans(selection, phases)
+        sizes = self._kernel_block_sizes(plans)
+        self.kernel_block_size = max(sizes.values(), default=None)
+        for name, own in plans.items():
+            served = self._serve(own, sizes.get(name))
+            self.served.update(dict.fromkeys(own, served))
+        self._tables: dict[int, Tensor] = {}
+
+    @staticmethod
+    def _plans(selection: Selection, phases: Sequence[Phase] | None) -> dict[str, dict[Phase, BackendPlan]]:
+        """Return per backend the plans of the phases that it was chosen for."""
+        plans: dict[str, dict[Phase, BackendPlan]] = {}
+        for phase, name in selection.selected.items():
+            if name is not None and (phases is None or phase in phases):
+                plans.setdefault(name, {})[phase] = selection.plans[phase]
+        return plans
+
+    def _kernel_block_sizes(self, plans: Mapping[str, Mapping[Phase, BackendPlan]]) -> dict[str, int]:
+        """Return the kernel block size per backend that reads the cache; one for all where the layout ties them."""
+        size = self.block_size
+        if size is None:
+            return {}
+        able: dict[str, list[int]] = {}
+        for name, own in plans.items():
+            if readers := [plan.kernel_block_sizes for plan in own.values() if plan.kv_layouts]:
+                able[name] = [k for k in readers[0] if size % k == 0 and all(k in other for other in readers)]
+        # The allocator's own size where the kernel runs it, else the plan's first choice.
+        wanted = {name: size if size in sizes else sizes[0] for name, sizes in able.items() if sizes}
+        if len(wanted) == len(able):
+            if self.kv_layout in _SPLIT_IN_PLACE or len(set(wanted.values())) < 2:
+                return wanted
+            # K and V of one block lie next to each other: a block of another size is another place in memory.
+            common = [size for size in next(iter(able.values())) if all(size in sizes for sizes in able.values())]
+            if common:
+                return dict.fromkeys(wanted, common[0])
+        text = f"block_size = {size}: kernels of {' and '.join(able)} share no block size in {self.kv_layout} ({able})"
+        raise ConfigError(text, fields=["block_size"])
+
+    def _serve(self, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
+        selection, phase = self.selection, next(iter(plans))
+        spec = selection.backends[phase]
+        assert spec is not None
+        backend: type[AttentionBackend] = spec.load()
+        context = BackendContext(
+            config=self.config,
+            plans=plans,
+            device=self.device,
+            options=selection.options[spec.name],
+            kv_layout=None if block_size is None else self.kv_layout,
+            block_size=block_size,
+            max_num_seqs=self.capacity.max_num_seqs,
+            max_num_batched_tokens=self.capacity.max_num_batched_tokens,
+            max_model_len=self.capacity.max_model_len,
+            cuda_graphs=self.cuda_graphs,
+        )
+        return Served(spec, backend, context, backend.get_builder_cls()(context))
+
+    @property
+    def backends(self) -> tuple[Served, ...]:
+        """Every backend once."""
+        return tuple({id(served): served for served in self.served.values()}.values())
+
+    @property
+    def cudagraph_support(self) -> CudaGraphLevel:
+        """The batches that all of the group's builders can capture."""
+        return min((served.builder.cudagraph_support for served in self.backends), key=CUDA_GRAPH_LEVELS.index)
+
+    @property
+    def reorder_batch_threshold(self) -> int | None:
+        """Queries up to this many tokens count as decodes and must come first; None: any order will do."""
+        wanted = [served.builder.reorder_batch_threshold for served in self.backends]
+        if len(self.backends) > 1:
+            wanted.append(1 + self.config.num_speculative_tokens)
+        return min((threshold for threshold in wanted if threshold is not None), default=None)
+
+    def allocate_kv_cache(self, num_blocks: int) -> Tensor:
+        """Return one layer's cache for ``num_blocks`` of the allocator's blocks, zeroed.
+
+        Raises:
+            ConfigError: the layers keep no cache, or ``num_blocks`` is below 1.
+        """
+        if self.kv_layout is None or self.block_size is None or self.kernel_block_size is None:
+            raise ConfigError(
+                f"attn_type = {self.config.attn_type!r}: its layers keep no KV cache", fields=["attn_type"]
+            )
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks = {num_blocks}: accepted are integers from 1", fields=["num_blocks"])
+        ratio = self.block_size // self.kernel_block_size
+        return caches.allocate_kv_cache(
+            self.kv_layout, self.config, num_blocks * ratio, self.kernel_block_size, self.device
+        )
+
+    def build(
+        self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
+    ) -> Any:
+        """Build the step's metadata for all layers of the kind. Does not synchronise with the device.
+
+        Args:
+            common_attn_metadata: the batch; tables in the allocator's blocks.
+            common_prefix_len: tokens that all requests share (``cascade.common_prefix_len``); used where the backend's
+                rule finds it worthwhile.
+            fast_build: prefer a quick build over a quick kernel.
+
+        Returns:
+            ``AttentionMetadata``, with MLA ``MLAMetadata``.
+
+        Raises:
+            BatchError: decodes do not come first where they must, a phase has no backend here, or (in checked mode)
+                anything else is wrong with the batch.
+        """
+        self._check(common_attn_metadata)
+        if self._unified():
+            return self._metadata(
+                common_attn_metadata, [self._whole(common_attn_metadata, common_prefix_len, fast_build)]
+            )
+        parts = []
+        split = split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold or 1)
+        for phase, first, last in _by_phase(split):
+            served = self._server(phase)
+            start = 0 if phase == "decode" else split.num_decode_tokens
+            common = self._for_kernel(served.context, common_attn_metadata.requests(first, last))
+            metadata = served.builder.build(self._prefix(served, common_prefix_len, common), common, fast_build)
+            parts.append(Part(phase, start, start + common.num_actual_tokens, metadata))
+        return self._metadata(common_attn_metadata, parts)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Build what a graph is captured with. All requests are of one phase unless one backend serves both."""
+        self._check(common_attn_metadata)
+        phase = self._only_phase(common_attn_metadata)
+        served = self._server(phase)
+        common = self._for_kernel(served.context, common_attn_metadata)
+        metadata = served.builder.build_for_cudagraph_capture(common)
+        return self._metadata(common_attn_metadata, [Part(phase, 0, common.num_actual_tokens, metadata)])
+
+    def _only_phase(self, common: CommonAttentionMetadata) -> Phase:
+        if self._unified():
+            return next(iter(self.served))
+        return "decode" if common.max_query_len <= 1 + self.config.num_speculative_tokens else "prefill"
+
+    def _unified(self) -> bool:
+        """Whether one backend serves every phase that the layer has."""
+        return len(self.backends) == 1 and len(self.served) == len(self.config.phases)
+
+    def _whole(self, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
+        phase, served = next(iter(self.served.items()))
+        common = self._for_kernel(served.context, common)
+        metadata = served.builder.build(self._prefix(served, prefix, common), common, fast)
+        return Part(phase, 0, common.num_actual_tokens, metadata)
+
+    @staticmethod
+    def _metadata(common: CommonAttentionMetadata, parts: Sequence[Part]) -> AttentionMetadata:
+        return AttentionMetadata(common, common.num_actual_tokens, common.slot_mapping, tuple(parts))
+
+    def _server(self, phase: Phase) -> Served:
+        if phase not in self.served:
+            here = " and ".join(self.served)
+            raise BatchError(f"the batch has requests in {phase}, but this group was made for {here} alone")
+        return self.served[phase]
+
+    def _prefix(self, served: Served, prefix: int, common: CommonAttentionMetadata) -> int:
+        return prefix if prefix and served.builder.use_cascade_attention(prefix, common) else 0
+
+    def _check(self, common: CommonAttentionMetadata) -> None:
+        capacity = self.capacity
+        if common.num_reqs > capacity.max_num_seqs or common.num_actual_tokens > capacity.max_num_batched_tokens:
+            raise BatchError(
+                f"a batch of {common.num_reqs} requests and {common.num_actual_tokens} tokens: this group was made for "
+                f"max_num_seqs = {capacity.max_num_seqs} and max_num_batched_tokens = {capacity.max_num_batched_tokens}"
+            )
+        if self.config.has_cache and (common.block_table_tensor is None or common.slot_mapping is None):
+            missing = "block_table_tensor" if common.block_table_tensor is None else "slot_mapping"
+            raise BatchError(f"{missing} is None: layers with a KV cache need it")
+        if self.checked:
+            check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
+
+    def _for_kernel(self, context: BackendContext, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the batch with tables in the kernel's blocks and of the width that it wants."""
+        table = common.block_table_tensor
+        if table is None or context.block_size is None or self.block_size is None:
+            return common
+        ratio = self.block_size // context.block_size
+        multiple = math.lcm(*(plan.block_table_width_multiple for plan in context.plans.values()))
+        width = table.shape[1] * ratio
+        if ratio == 1 and width % multiple == 0:
+            return common
+        out = self._persistent_table(context, -(-width // multiple) * multiple) if self.cuda_graphs else None
+        return replace(common, block_table_tensor=caches.kernel_block_table(table, ratio, multiple, out))
+
+    def _persistent_table(self, context: BackendContext, width: int) -> Tensor:
+        """Return a buffer that stays where it is as long as tables are no wider than at first."""
+        assert context.block_size is not None
+        table = self._tables.get(id(context))
+        if table is None:
+            widest = -(-self.capacity.max_model_len // context.block_size)
+            shape = (self.capacity.max_num_seqs, max(width, widest))
+            table = self._tables[id(context)] = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        if width > table.shape[1]:
+            raise BatchError(
+                f"block_table_tensor of {width} kernel blocks: max_model_len = {self.capacity.max_model_len} reserved "
+                f"{table.shape[1]}"
+            )
+        return table
+
+
+def _by_phase(split: Split) -> list[tuple[Phase, int, int]]:
+    """Return phase, first and end request of each part that is not empty."""
+    decodes, total = split.num_decodes, split.num_decodes + split.num_prefills
+    parts: list[tuple[Phase, int, int]] = [("decode", 0, decodes), ("prefill", decodes, total)]
+    return [part for part in parts if part[1] < part[2]]

@@ -1,0 +1,154 @@
+"""Paged KV caches as tensors: allocation, and strided views that cost no conversion.
+
+A cache is allocated in the kernel's blocks: an allocator's block of ``r`` kernel blocks is ``r`` of them in a row,
+block ``b`` holding kernel blocks ``b * r .. b * r + r - 1``. So one physical cache serves an allocator of large blocks
+and a kernel of small ones in every layout, and only the block tables are converted (``kernel_block_table``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_select import layouts
+from attn_select.config import AttentionConfig
+from attn_select.errors import ConfigError
+from attn_select.runtime.torch_dtypes import storage_dtype
+
+
+def kv_cache_shape(layout: str, config: AttentionConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Return the shape of one layer's cache in elements of ``storage_dtype`` (``attn_select.layouts``)."""
+    shape = layouts.cache_shape(layout, config, block_size)
+    return tuple(num_blocks if extent == "num_blocks" else int(extent) for extent in shape)
+
+
+def num_blocks_for(budget_bytes: int, bytes_per_token: Sequence[int], block_size: int) -> int:
+    """Return how many blocks a byte budget holds.
+
+    Args:
+        budget_bytes: device memory for all layers' caches.
+        bytes_per_token: of each layer that shares the block table (``Selection.bytes_per_token``).
+        block_size: tokens per block of the allocator.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    block = sum(bytes_per_token) * block_size
+    if block <= 0 or budget_bytes < block:
+        text = f"KV-cache budget of {budget_bytes} bytes: one block of {block_size} tokens in all layers takes {block}"
+        raise ConfigError(text, fields=["budget_bytes"])
+    return budget_bytes // block
+
+
+def allocate_kv_cache(
+    layout: str,
+    config: AttentionConfig,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device | str,
+) -> Tensor:
+    """Return one layer's cache, zeroed, of ``num_blocks`` blocks of ``block_size`` tokens (the kernel's).
+
+    Zeros, since kernels may read slots that no token was written to and mask the result: NaN would survive that.
+    """
+    shape = kv_cache_shape(layout, config, num_blocks, block_size)
+    return torch.zeros(shape, dtype=storage_dtype(config.cache_dtype), device=device)
+
+
+def key_value_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return K ``(num_blocks, block_size, num_kv_heads, head_size)`` and V ``(…, value_head_size)`` as views.
+
+    Any layout but the classic one's K, which splits the head dimension: ``paged_attention_views`` is for that. With
+    ``MLA`` both are views of the latent, with one head: K all of it, V its first ``kv_lora_rank`` elements.
+
+    Raises:
+        ConfigError: the cache's shape is not the layout's, or the layout has no such views.
+    """
+    check_cache_shape(kv_cache, layout, config)
+    if layout == layouts.FLASH_ATTN_NHD:
+        key, value = kv_cache.unbind(0)
+    elif layout == layouts.FLASHINFER_NHD:
+        key, value = kv_cache.unbind(1)
+    elif layout == layouts.FLASHINFER_HND:
+        key, value = (half.transpose(1, 2) for half in kv_cache.unbind(1))
+    elif layout == layouts.MLA:
+        key = kv_cache.unsqueeze(2)
+        return key, key[..., : config.kv_lora_rank]
+    else:
+        text = f"layout {layout}: K and V are no strided (num_blocks, block_size, heads, size) views in it"
+        raise ConfigError(text, fields=["layout"])
+    return key[..., : config.head_size], value[..., : config.value_head_size]
+
+
+def paged_attention_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return views of the classic layout: K ``(num_blocks, heads, head_size/x, block_size, x)``, V
+    ``(num_blocks, heads, value_head_size, block_size)``; ``x`` is 16 bytes of elements (vLLM
+    csrc/attention/paged_attention_v1.cu).
+
+    Raises:
+        ConfigError: the cache's shape is not the layout's, or ``x`` does not divide the head size.
+    """
+    check_cache_shape(kv_cache, layouts.PAGED_ATTENTION, config)
+    x = 16 // kv_cache.element_size()
+    num_blocks, heads, size = kv_cache.shape[1], config.num_kv_heads, config.head_size
+    if size % x:
+        text = f"head_size = {size}: the classic layout packs {x} elements, so multiples of {x} are accepted"
+        raise ConfigError(text, fields=["head_size"])
+    width = max(size, config.value_head_size)
+    key, value = kv_cache.unbind(0)
+    block_size = key.shape[2] // width
+    key = key[..., : block_size * size].view(num_blocks, heads, size // x, block_size, x)
+    return key, value.view(num_blocks, heads, width, block_size)[:, :, : config.value_head_size]
+
+
+def check_cache_shape(kv_cache: Tensor, layout: str, config: AttentionConfig) -> None:
+    """Compare a cache with its layout.
+
+    Raises:
+        ConfigError: names the layout, the shape seen and the shape accepted.
+    """
+    if layout not in layouts.LAYOUTS:
+        raise ConfigError(f"layout {layout!r} is unknown; known are {', '.join(layouts.LAYOUTS)}", fields=["layout"])
+    open_extents = {layouts.cache_shape(layout, config, 1).index("num_blocks"): "num_blocks"}
+    one, two = layouts.cache_shape(layout, config, 1), layouts.cache_shape(layout, config, 2)
+    block_axis = next(axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+    seen = tuple(kv_cache.shape)
+    per_token = one[block_axis]
+    assert isinstance(per_token, int)
+    fits = len(seen) == len(one) and all(
+        axis in open_extents or (seen[axis] % per_token == 0 if axis == block_axis else seen[axis] == extent)
+        for axis, extent in enumerate(one)
+    )
+    if not fits:
+        shown = [
+            "block_size" + (f" * {per_token}" if per_token > 1 else "") if axis == block_axis else str(extent)
+            for axis, extent in enumerate(one)
+        ]
+        raise ConfigError(f"kv_cache of shape {seen}: layout {layout} is ({', '.join(shown)})", fields=["kv_cache"])
+
+
+def kernel_block_table(block_table: Tensor, ratio: int, width_multiple: int = 1, out: Tensor | None = None) -> Tensor:
+    """Return a block table in the kernel's blocks, int32 ``(B, W')``, W' a multiple of ``width_multiple``.
+
+    No device synchronisation. Columns added behind the last one repeat block 0, which every pool has.
+
+    Args:
+        block_table: int32 ``(B, W)`` in the allocator's blocks.
+        ratio: kernel blocks per block.
+        out: int32, at least ``(B, W')``: where to write, for CUDA graphs; its leading part is returned.
+    """
+    requests, width = block_table.shape
+    wanted = -(-width * ratio // width_multiple) * width_multiple
+    if out is None:
+        out = block_table.new_empty(requests, wanted)
+    table = out[:requests, :wanted]
+    if ratio == 1:
+        table[:, :width].copy_(block_table)
+    else:
+        offsets = torch.arange(ratio, dtype=torch.int32, device=block_table.device)
+        table[:, : width * ratio] = ((block_table * ratio).unsqueeze(-1) + offsets).flatten(1)
+    if wanted > width * ratio:
+        table[:, width * ratio :] = 0
+    return table

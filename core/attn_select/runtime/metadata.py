@@ -1,0 +1,188 @@
+"""What one step's batch looks like to every attention layer: ``CommonAttentionMetadata``, and how to cut it in parts.
+
+Tokens of all requests lie one request behind the other. Token t of request r stands at position
+``seq_lens[r] - query_len + t`` of its sequence: the step's tokens are the last ones. Names are vLLM's
+(v1/attention/backend.py, 0.33).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_select.errors import AttnSelectError
+
+Ranges = Sequence[tuple[int, int]]
+"""Inclusive ``(first, last)`` positions of one request's image tokens."""
+
+
+class BatchError(AttnSelectError, ValueError):
+    """A batch that a layer, builder or graph cannot take: names the argument, the request and what is accepted."""
+
+    code = "invalid-batch"
+
+
+@dataclass(slots=True)
+class CommonAttentionMetadata:
+    """One batch of B requests and T tokens, the same for all layers. Treat as immutable.
+
+    Builders take what the host must know from the ``_cpu`` copies; reading a device tensor back would stop the GPU.
+
+    Attributes:
+        query_start_loc: int32 ``(B + 1,)`` on the device, prefix sums of the query lengths.
+        query_start_loc_cpu: the same on the host.
+        seq_lens: int32 ``(B,)`` on the device: keys of each request, this step's included. In cross-attention the
+            length of the encoder's sequence; without a cache (encoders) the query length.
+        seq_lens_cpu: the same on the host.
+        num_reqs: B.
+        num_actual_tokens: T; query tensors may be longer (padding), and what lies behind is neither read nor written.
+        max_query_len: the longest query, tokens.
+        max_seq_len: the most keys of a request, or any bound above it (the model's length, for CUDA graphs).
+        block_table_tensor: int32 ``(B, W)`` on the device, block ids of each request in order, stale behind its last
+            block; None without a cache.
+        slot_mapping: int64 ``(T,)`` on the device, where each token's key and value go
+            (``block * block_size + offset``), -1 for nowhere; None without a cache. In cross-attention ``(S,)`` for the
+            encoder's S tokens in the step that writes them, else ``(0,)``.
+        causal: False where the step attends in both directions although its layers are causal (diffusion drafters).
+        mm_prefix_ranges: per request the ranges of positions that attend to each other in both directions.
+        dcp_local_seq_lens: int32 ``(B,)``, this rank's share of the keys under decode context parallelism; no backend
+            reads it yet.
+    """
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    causal: bool = True
+    mm_prefix_ranges: Sequence[Ranges] | None = None
+    dcp_local_seq_lens: Tensor | None = None
+
+    @property
+    def query_lens_cpu(self) -> Tensor:
+        """int32 ``(B,)`` on the host."""
+        return self.query_start_loc_cpu.diff()
+
+    @property
+    def num_computed_tokens_cpu(self) -> Tensor:
+        """int32 ``(B,)`` on the host: keys that were cached before this step."""
+        return self.seq_lens_cpu - self.query_lens_cpu
+
+    def requests(self, first: int, last: int) -> CommonAttentionMetadata:
+        """Return the batch of requests ``first .. last - 1`` alone, as views. No device synchronisation.
+
+        Its tokens are those from ``query_start_loc_cpu[first]`` on, and its ``slot_mapping`` is cut likewise (so that
+        of cross-attention, which belongs to the encoder's tokens, is to be taken from the whole batch).
+        """
+        start, end = int(self.query_start_loc_cpu[first]), int(self.query_start_loc_cpu[last])
+        bounds_cpu = self.query_start_loc_cpu[first : last + 1]
+        bounds = self.query_start_loc[first : last + 1]
+        if start:
+            bounds, bounds_cpu = bounds - start, bounds_cpu - start
+        return replace(
+            self,
+            query_start_loc=bounds,
+            query_start_loc_cpu=bounds_cpu,
+            seq_lens=self.seq_lens[first:last],
+            seq_lens_cpu=self.seq_lens_cpu[first:last],
+            num_reqs=last - first,
+            num_actual_tokens=end - start,
+            max_query_len=int(bounds_cpu.diff().max()) if last > first else 0,
+            max_seq_len=int(self.seq_lens_cpu[first:last].max()) if last > first else 0,
+            block_table_tensor=None if self.block_table_tensor is None else self.block_table_tensor[first:last],
+            slot_mapping=None if self.slot_mapping is None else self.slot_mapping[start:end],
+            mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
+            dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[first:last],
+        )
+
+
+@dataclass(slots=True)
+class VarlenMetadata:
+    """One prefill call of MLA on decompressed keys and values, without a cache: B requests, T queries, S keys.
+
+    Attributes:
+        query_start_loc: int32 ``(B + 1,)`` on the device; ``query_start_loc_cpu`` on the host.
+        key_start_loc: int32 ``(B + 1,)`` on the device; ``key_start_loc_cpu`` on the host.
+        max_query_len: the longest query.
+        max_key_len: the most keys of a request.
+        causal: whether a query sees only keys at or before its position. False for keys that all lie before the
+            queries (cached context), so that no mask is needed but a window's.
+        query_offsets_cpu: int32 ``(B,)`` on the host: position of each request's first query relative to its first
+            key here; 0 for a step's own tokens. Windows, ALiBi and image ranges are measured with it.
+        counts_sinks: whether attention sinks are counted in this call; they are in exactly one of the calls that
+            are merged.
+        mm_prefix_ranges: as in ``CommonAttentionMetadata``, relative to the first key here (and so may be negative).
+    """
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    key_start_loc: Tensor
+    key_start_loc_cpu: Tensor
+    max_query_len: int
+    max_key_len: int
+    causal: bool
+    query_offsets_cpu: Tensor
+    counts_sinks: bool
+    mm_prefix_ranges: Sequence[Ranges] | None = None
+
+
+@dataclass(slots=True)
+class Split:
+    """A batch whose decodes come first, counted."""
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+
+
+def split_decodes_and_prefills(
+    common: CommonAttentionMetadata, decode_threshold: int = 1, *, require_uniform: bool = False
+) -> Split:
+    """Count the leading requests whose query is at most ``decode_threshold`` tokens long; the rest are prefills.
+
+    Reads host copies only. With ``require_uniform`` the decodes end at the first request whose query length differs
+    from the first one's.
+
+    Raises:
+        BatchError: a request that counts as a decode stands behind a prefill; names both.
+    """
+    lens = common.query_lens_cpu
+    is_prefill = lens > decode_threshold
+    if require_uniform and common.num_reqs:
+        is_prefill |= lens != lens[0]
+    num_reqs = common.num_reqs
+    first = int(is_prefill.int().argmax()) if num_reqs else 0
+    if num_reqs and not bool(is_prefill[first]):
+        first = num_reqs
+    behind = lens[first:] <= decode_threshold
+    if not require_uniform and bool(behind.any()):
+        request = first + int(behind.int().argmax())
+        raise BatchError(
+            f"request {request} (query of {int(lens[request])} tokens) is a decode behind request {first} "
+            f"(query of {int(lens[first])} tokens), a prefill: decodes of up to {decode_threshold} tokens come first",
+            hint="order the batch with attn_select.runtime.decodes_first(query_lens, threshold)",
+        )
+    tokens = int(common.query_start_loc_cpu[first])
+    return Split(first, num_reqs - first, tokens, common.num_actual_tokens - tokens)
+
+
+def decodes_first(query_lens: Sequence[int], decode_threshold: int = 1) -> list[int]:
+    """Return the order of requests with decodes (queries up to ``decode_threshold`` tokens) first, else as given."""
+    decodes = [i for i, length in enumerate(query_lens) if length <= decode_threshold]
+    return decodes + [i for i, length in enumerate(query_lens) if length > decode_threshold]
+
+
+def prefix_sums(lengths: Tensor) -> Tensor:
+    """Return int32 ``(B + 1,)``: 0 and the running sums of ``(B,)`` lengths, on their device."""
+    sums = lengths.new_zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=sums[1:])
+    return sums

@@ -1,0 +1,150 @@
+"""The shared operations in torch (``attn_select.runtime.ops`` documents them). None synchronises with a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.layouts import FP8_DS_MLA, PAGED_ATTENTION
+from attn_select.runtime.kv_cache import key_value_views, paged_attention_views
+from attn_select.runtime.scales import Scales
+from attn_select.runtime.torch_dtypes import FP8_DTYPES
+
+DS_MLA_LATENT, DS_MLA_TILE = 512, 128
+"""Of a 656-byte token: latent values, and how many of them share one scale (deepseek-ai/FlashMLA README)."""
+
+
+def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``ops.quantize_fp8``; ``scale`` may be anything that broadcasts over ``numbers``."""
+    limit = torch.finfo(dtype).max
+    return (numbers.float() / scale).clamp_(-limit, limit).to(dtype)
+
+
+def _stored(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``(T, heads, size)`` numbers as the cache holds them, FP8 as its bytes."""
+    if dtype not in FP8_DTYPES.values():
+        return numbers.to(dtype)
+    per_head = scale.reshape(-1, 1) if scale.ndim else scale
+    return quantize_fp8(numbers, per_head, dtype).view(torch.uint8)
+
+
+def _scatter(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    """Write ``rows (T, …)`` into ``view (num_blocks, block_size, …)`` at their slots, leaving out slot -1."""
+    block_size = view.shape[1]
+    if view.device.type == "cpu":
+        keep = slot_mapping >= 0
+        if not bool(keep.all()):
+            rows, slot_mapping = rows[keep], slot_mapping[keep]
+    elif len(slot_mapping):
+        # Choosing rows by a mask would wait for the GPU. A row without a slot repeats the write of the first that has
+        # one instead, and where there is none, it writes back what slot 0 holds.
+        keep = slot_mapping >= 0
+        first = keep.int().argmax().reshape(1)
+        target = slot_mapping.index_select(0, first).clamp_min(0)
+        held = view[torch.div(target, block_size, rounding_mode="floor"), target % block_size]
+        any_kept = keep.any().reshape(-1, *[1] * (rows.ndim - 1))
+        instead = torch.where(any_kept, rows.index_select(0, first), held)
+        rows = torch.where(keep.reshape(-1, *[1] * (rows.ndim - 1)), rows, instead)
+        slot_mapping = torch.where(keep, slot_mapping, target)
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    view.index_put_((blocks, slot_mapping % block_size), rows)
+
+
+def _bytes(view: Tensor) -> Tensor:
+    """Return an FP8 view as bytes: torch's index operations know no FP8."""
+    return view.view(torch.uint8) if view.dtype in FP8_DTYPES.values() else view
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str,
+    config: AttentionConfig,
+    scales: Scales,
+) -> None:
+    """As ``ops.reshape_and_cache``."""
+    stored_key = _stored(key, scales.k, kv_cache.dtype)
+    stored_value = _stored(value, scales.v, kv_cache.dtype)
+    if layout == PAGED_ATTENTION:
+        k, v = paged_attention_views(kv_cache, config)
+        _scatter(
+            _bytes(k).permute(0, 3, 1, 2, 4), stored_key.view(*key.shape[:-1], k.shape[2], k.shape[4]), slot_mapping
+        )
+        _scatter(_bytes(v).permute(0, 3, 1, 2), stored_value, slot_mapping)
+        return
+    for view, stored in zip(key_value_views(kv_cache, layout, config), (stored_key, stored_value), strict=True):
+        _scatter(_bytes(view), stored, slot_mapping)
+
+
+def concat_and_cache_mla(
+    kv_c_normed: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str,
+    config: AttentionConfig,
+    scales: Scales,
+) -> None:
+    """As ``ops.concat_and_cache_mla``."""
+    if layout == FP8_DS_MLA:
+        _scatter(kv_cache, _packed(kv_c_normed, k_pe), slot_mapping)
+        return
+    latent = torch.cat([kv_c_normed, k_pe], dim=-1)
+    _scatter(_bytes(kv_cache), _stored(latent, scales.k, kv_cache.dtype), slot_mapping)
+
+
+def _packed(latent: Tensor, rope: Tensor) -> Tensor:
+    """Return 656 bytes a token: 512 e4m3, 4 float32 scales (powers of two, at least 1e-4), 64 bfloat16."""
+    tiles = latent.float().reshape(-1, DS_MLA_LATENT // DS_MLA_TILE, DS_MLA_TILE)
+    scales = tiles.abs().amax(dim=-1) / torch.finfo(torch.float8_e4m3fn).max
+    scales = torch.exp2(scales.clamp_min(1e-4).log2().ceil())
+    codes = quantize_fp8(tiles, scales.unsqueeze(-1), torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
+    rope = rope.to(torch.bfloat16).contiguous()
+    return torch.cat([codes, scales.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
+
+
+def gather_cache_mla(
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    start_loc: Tensor,
+    num_tokens: int,
+    block_size: int,
+    config: AttentionConfig,
+    scales: Scales,
+) -> None:
+    """As ``ops.gather_cache_mla``."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=kv_cache.device)
+    request = torch.searchsorted(start_loc[1:], tokens, right=True)
+    position = tokens - start_loc[request] + starts[request]
+    blocks = block_table[request, torch.div(position, block_size, rounding_mode="floor")].long()
+    offsets = (position % block_size).long()
+    stored = _bytes(kv_cache)[blocks, offsets]
+    if kv_cache.dtype in FP8_DTYPES.values():
+        output[:num_tokens] = stored.view(kv_cache.dtype).float() * scales.k
+    else:
+        output[:num_tokens] = stored
+
+
+def merge_attn_states(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None = None,
+) -> None:
+    """As ``ops.merge_attn_states``."""
+    lse = torch.logaddexp(prefix_lse, suffix_lse)
+    finite = lse.masked_fill(lse.isneginf(), 0.0)
+    merged = torch.zeros((), dtype=torch.float32, device=output.device)
+    for part, part_lse in ((prefix_output, prefix_lse), (suffix_output, suffix_lse)):
+        weight = torch.exp(part_lse - finite).unsqueeze(-1)
+        merged = merged + torch.where(weight == 0, 0.0, weight * part.float())
+    output.copy_(merged)
+    if output_lse is not None:
+        output_lse.copy_(lse)
