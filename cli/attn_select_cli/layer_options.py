@@ -197,11 +197,12 @@ def build_report(options: Mapping[str, Any]) -> Report:
     Raises:
         AttnSelectError: any documented error of input.
     """
-    from attn_select import detection, models
+    from attn_select import detection
     from attn_select.device import Device, lookup
     from attn_select.environment import parse_pins
     from attn_select.report import LayerReport, Report
     from attn_select.selector import decider_for, environment_for, select_model
+    from attn_select_cli import model_configs
 
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:
@@ -217,8 +218,8 @@ def build_report(options: Mapping[str, Any]) -> Report:
     else:
         device = lookup(options["gpu"])
     environment = environment_for(device, parse_pins(options["pins"]))
-    source = models.load(options["model"]) if options["model"] is not None else None
-    kinds = models.layer_kinds(
+    source = model_configs.load(options["model"]) if options["model"] is not None else None
+    kinds = model_configs.layer_kinds(
         source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides
     )
     decider = decider_for(device, tuple(options["rules"]) or None, environment)

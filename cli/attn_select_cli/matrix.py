@@ -66,14 +66,14 @@ def command(
     **options: Any,
 ) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
-    from attn_select import models as presets
     from attn_select.device import known_gpus
     from attn_select.errors import ConfigError, ModelError
+    from attn_select_cli import model_configs
     from attn_select_cli.layer_options import build_report
     from attn_select_cli.output import markdown_table, print_json, print_lines, table_lines
 
     described = options["num_heads"] is not None and not model and not all_models
-    names: tuple[str | None, ...] = tuple(presets.presets()) if all_models else model or DEFAULT_MODELS
+    names: tuple[str | None, ...] = tuple(model_configs.presets()) if all_models else model or DEFAULT_MODELS
     if described:
         names = (None,)  # flags alone describe one layer
     gpus = tuple(known_gpus()) if all_gpus else gpu or DEFAULT_GPUS

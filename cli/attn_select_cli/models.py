@@ -22,7 +22,7 @@ Any other model: give --model the path of its config.json, or of the folder that
 @click.option("--sources", is_flag=True, help="Show where each preset's values come from.")
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     """List the model presets, those that contain every WORD if any is given."""
-    from attn_select import models
+    from attn_select_cli import model_configs as models
     from attn_select_cli.output import print_json, print_lines, table_lines
 
     presets = [

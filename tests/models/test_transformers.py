@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from attn_select.errors import ModelError
-from attn_select.models import load
-from attn_select.models.fields import Fields
-from attn_select.models.layer_types import layer_types
-from attn_select.models.readers import read
-from attn_select.models.tables import defaults, family
-from attn_select.models.variants import sliding_window
+from attn_select_cli.model_configs import load
+from attn_select_cli.model_configs.fields import Fields
+from attn_select_cli.model_configs.layer_types import layer_types
+from attn_select_cli.model_configs.readers import read
+from attn_select_cli.model_configs.tables import defaults, family
+from attn_select_cli.model_configs.variants import sliding_window
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 with warnings.catch_warnings():

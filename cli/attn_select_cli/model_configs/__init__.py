@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attn_select.errors import ConfigError, shorten, show
-from attn_select.models.presets import Preset, find_preset, presets
+from attn_select_cli.model_configs.presets import Preset, find_preset, presets
 
 if TYPE_CHECKING:
     from attn_select.config import AttentionConfig
     from attn_select.device import Device
-    from attn_select.models.fields import Fields
-    from attn_select.models.layer import Reading
+    from attn_select_cli.model_configs.fields import Fields
+    from attn_select_cli.model_configs.layer import Reading
 
 __all__ = ["LayerKind", "LayerKinds", "ModelSource", "Preset", "layer_kinds", "load", "presets"]
 
@@ -112,7 +112,7 @@ def load(name_or_path: str) -> ModelSource:
     """
     from copy import deepcopy
 
-    from attn_select.models import source
+    from attn_select_cli.model_configs import source
 
     if (path := source.find_path(name_or_path)) is not None:
         return _source(name_or_path, source.read_json(path), path)
@@ -132,9 +132,9 @@ def layer_kinds(
 
     As ``ModelSource.layer_kinds``.
     """
-    from attn_select.models import dtype
-    from attn_select.models.build import build
-    from attn_select.models.layer import Layer, Reading
+    from attn_select_cli.model_configs import dtype
+    from attn_select_cli.model_configs.build import build
+    from attn_select_cli.model_configs.layer import Layer, Reading
 
     if type(tensor_parallel_size) is not int or not 1 <= tensor_parallel_size <= 4096:
         text = f"tensor_parallel_size = {show(tensor_parallel_size)}: expected an integer from 1 to 4096"
@@ -159,14 +159,14 @@ def layer_kinds(
 
 
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
-    from attn_select.models.text import first_architecture, model_type_of
+    from attn_select_cli.model_configs.text import first_architecture, model_type_of
 
     return ModelSource(name, first_architecture(raw), model_type_of(raw, shorten(name, 200)), raw, origin)
 
 
 def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
-    from attn_select.models.readers import read
-    from attn_select.models.text import is_mm_prefix, text_fields
+    from attn_select_cli.model_configs.readers import read
+    from attn_select_cli.model_configs.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
     reading = read(fields, is_mm_prefix(raw, fields))

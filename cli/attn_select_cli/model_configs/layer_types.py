@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attn_select.errors import ModelError
-from attn_select.models.fields import MAX_LAYERS, Fields
+from attn_select_cli.model_configs.fields import MAX_LAYERS, Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED, HYBRID, LINEAR, CROSS = "indexed_attention", "hybrid", "linear_attention", "cross_attention"
@@ -242,7 +242,7 @@ def _twice(fields: Fields) -> list[str]:
 
 
 def _nemotron_nas(fields: Fields) -> list[str]:
-    from attn_select.models.variants import attention_block, blocks
+    from attn_select_cli.model_configs.variants import attention_block, blocks
 
     return [LINEAR if attention_block(fields, block).get("no_op") else FULL for block in blocks(fields)]
 

@@ -42,7 +42,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _hint(name: str) -> str:
-    from attn_select.models.presets import preset_rows
+    from attn_select_cli.model_configs.presets import preset_rows
 
     base = name.rstrip("/").rpartition("/")[2].removesuffix("/config.json")
     near = nearest(base, preset_rows())
@@ -58,7 +58,7 @@ def _reason(error: Exception) -> str:
 
 def unknown(name: str) -> UnknownNameError:
     """Return the error for a name that is neither a path nor a preset."""
-    from attn_select.models.presets import preset_rows
+    from attn_select_cli.model_configs.presets import preset_rows
 
     names = [*preset_rows()]
     near = nearest(name, names)
