@@ -1,0 +1,272 @@
+"""CUDA graphs of steps: capture for a list of sizes, then replay with other lengths, block tables and slots.
+
+A captured kernel reads the addresses it was captured with, so every step's batch is copied into buffers that stay where
+they are (``StaticBatch``) and padded to a captured size. A uniform batch (decode) is padded with requests of the same
+query length and no keys, a mixed one with tokens of no request. Builders write into buffers of their own that stay too
+(``BackendContext.cuda_graphs``); their level says which batches they can do that for, and the runner refuses the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_select.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
+from attn_select.errors import ConfigError
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.group import AttentionGroup
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+
+G = TypeVar("G", bound=AttentionGroup)
+Commons = Mapping[Any, CommonAttentionMetadata]
+"""The step's batch per group: groups with caches of their own have tables and slots of their own."""
+Function = Callable[[Mapping[str, Tensor], Mapping[Any, Any]], Tensor]
+WARM_UPS = 2
+"""Eager runs before a capture: libraries allocate and compile in the first, the second runs as it will stay."""
+
+
+class StaticBatch:
+    """One group's batch at fixed addresses.
+
+    Args:
+        group: its capacity sizes the buffers.
+        query_len: tokens per request of uniform batches; None: mixed batches.
+    """
+
+    def __init__(self, group: AttentionGroup, query_len: int | None) -> None:
+        capacity, device = group.capacity, group.device
+        self.group, self.query_len = group, query_len
+        requests, size = capacity.max_num_seqs, group.block_size or 1
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.query_start_loc = torch.arange(requests + 1, **ints) * (query_len or 0)
+        self.seq_lens = torch.zeros(requests, **ints)
+        self.block_table = torch.zeros(requests, -(-capacity.max_model_len // size), **ints)
+        self.slot_mapping = torch.full((capacity.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
+
+    def padded_requests(self, size: int) -> int:
+        """Return how many requests a batch of a captured size (requests, or tokens where mixed) has."""
+        return size if self.query_len is not None else self.group.capacity.max_num_seqs
+
+    def padded_tokens(self, size: int) -> int:
+        """Return how many tokens a batch of a captured size has."""
+        return size if self.query_len is None else size * self.query_len
+
+    def load(self, common: CommonAttentionMetadata, size: int) -> CommonAttentionMetadata:
+        """Copy a batch into the buffers and return it padded to a captured size. Does not synchronise.
+
+        Raises:
+            BatchError: the batch is not uniform, or its block table is wider than ``max_model_len`` allows.
+        """
+        requests, tokens = self.padded_requests(size), self.padded_tokens(size)
+        bounds_cpu = self._bounds(common, requests)
+        seq_lens_cpu = torch.zeros(requests, dtype=torch.int32)
+        seq_lens_cpu[: common.num_reqs] = common.seq_lens_cpu
+        if self.query_len is None:
+            self.query_start_loc[: requests + 1].copy_(to_device(bounds_cpu, self.group.device), non_blocking=True)
+        self.seq_lens[: common.num_reqs].copy_(common.seq_lens)
+        self.seq_lens[common.num_reqs : requests].zero_()
+        if common.slot_mapping is not None:
+            self.slot_mapping[: common.num_actual_tokens].copy_(common.slot_mapping)
+            self.slot_mapping[common.num_actual_tokens : tokens].fill_(-1)
+        if (table := common.block_table_tensor) is not None:
+            if table.shape[1] > self.block_table.shape[1]:
+                raise BatchError(
+                    f"block_table_tensor of {table.shape[1]} columns: max_model_len = "
+                    f"{self.group.capacity.max_model_len} reserved {self.block_table.shape[1]}"
+                )
+            self.block_table[: common.num_reqs, : table.shape[1]].copy_(table)
+        return self._common(bounds_cpu, seq_lens_cpu, requests, tokens, common.max_seq_len, common.causal)
+
+    def dummy(self, size: int) -> CommonAttentionMetadata:
+        """Return a batch to capture with: short requests in block 0 that write nothing, bounds as long as they get."""
+        requests, tokens = self.padded_requests(size), self.padded_tokens(size)
+        each = self.query_len
+        lens = torch.full((requests,), each or 0, dtype=torch.int32)
+        if each is None:
+            lens[: tokens % requests] = 1
+            lens += tokens // requests
+        bounds_cpu = torch.zeros(requests + 1, dtype=torch.int32)
+        torch.cumsum(lens, 0, dtype=torch.int32, out=bounds_cpu[1:])
+        self.query_start_loc[: requests + 1].copy_(bounds_cpu)
+        self.seq_lens[:requests].copy_(lens)
+        self.slot_mapping.fill_(-1)
+        longest = self.group.capacity.max_model_len
+        return self._common(bounds_cpu, lens, requests, tokens, longest, True)
+
+    def _bounds(self, common: CommonAttentionMetadata, requests: int) -> Tensor:
+        """Return the padded prefix sums on the host, int32 ``(requests + 1,)``."""
+        if (each := self.query_len) is None:
+            bounds = torch.full((requests + 1,), common.num_actual_tokens, dtype=torch.int32)
+            bounds[: common.num_reqs + 1] = common.query_start_loc_cpu
+            return bounds
+        lens = common.query_lens_cpu
+        if bool((lens != each).any()):
+            request = int((lens != each).int().argmax())
+            raise BatchError(
+                f"request {request} has a query of {int(lens[request])} tokens: these graphs were captured for uniform "
+                f"batches of {each}"
+            )
+        return torch.arange(requests + 1, dtype=torch.int32) * each
+
+    def _common(
+        self, bounds_cpu: Tensor, seq_lens_cpu: Tensor, requests: int, tokens: int, max_seq_len: int, causal: bool
+    ) -> CommonAttentionMetadata:
+        cached = self.group.block_size is not None
+        return CommonAttentionMetadata(
+            query_start_loc=self.query_start_loc[: requests + 1],
+            query_start_loc_cpu=bounds_cpu,
+            seq_lens=self.seq_lens[:requests],
+            seq_lens_cpu=seq_lens_cpu,
+            num_reqs=requests,
+            num_actual_tokens=tokens,
+            # A bound that holds for every batch of this size, since launch grids are captured with it.
+            max_query_len=self.query_len or tokens,
+            max_seq_len=max_seq_len,
+            block_table_tensor=self.block_table[:requests] if cached else None,
+            slot_mapping=self.slot_mapping[:tokens] if cached else None,
+            causal=causal,
+        )
+
+
+class CudaGraphRunner(Generic[G]):
+    """Captures a step for a list of sizes and replays it.
+
+    Args:
+        function: ``(inputs, attn_metadata) -> output``: runs the layers. Gets views of the static inputs and the
+            metadata by group; returns a tensor with one row per token. Must not synchronise.
+        groups: made with ``cuda_graphs=True``.
+        inputs: per name a tensor with one row per token, of the dtype, device and trailing shape that steps will have.
+        sizes: batch sizes (requests) to capture; with ``mixed`` numbers of tokens. A batch runs in the smallest that
+            holds it.
+        query_len: tokens per request of uniform batches (1, or 1 + draft tokens).
+        mixed: capture mixed batches of prefill and decode; every backend must be at level ALWAYS.
+
+    Raises:
+        ConfigError: no CUDA device, a group without ``cuda_graphs``, a level below what is asked for (the group's
+            backends are named with theirs), or a size beyond the groups' capacity.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        groups: Sequence[G],
+        inputs: Mapping[str, Tensor],
+        sizes: Sequence[int],
+        *,
+        query_len: int = 1,
+        mixed: bool = False,
+    ) -> None:
+        self.function, self.groups = function, tuple(groups)
+        self.query_len = None if mixed else query_len
+        self.sizes = sorted(set(sizes))
+        for group in self.groups:
+            check_level(group, query_len, mixed)
+            if not group.cuda_graphs:
+                raise ConfigError("a group was made without cuda_graphs=True: its tensors move", fields=["cuda_graphs"])
+        self.batches = {group: StaticBatch(group, self.query_len) for group in self.groups}
+        self._check_sizes()
+        if any(group.device.type != "cuda" for group in self.groups):
+            raise ConfigError(f"device = {self.groups[0].device}: CUDA graphs need a CUDA device", fields=["device"])
+        most = next(iter(self.batches.values())).padded_tokens(self.sizes[-1])
+        self.inputs = {name: tensor.new_zeros(most, *tensor.shape[1:]) for name, tensor in inputs.items()}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+
+    def capture(self) -> None:
+        """Capture every size, the largest first, so that the others fit in its memory."""
+        for size in reversed(self.sizes):
+            views = self._views(size)
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    self.function(views, self._capture_metadata(size))
+            torch.cuda.current_stream().wait_stream(stream)
+            # Built anew: what a warm-up has filled in (a schedule) would otherwise stay out of the graph.
+            metadata = self._capture_metadata(size)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = self.function(views, metadata)
+            self._pool = self._pool or graph.pool()
+            self._graphs[size] = (graph, output)
+
+    def size_for(self, common: CommonAttentionMetadata) -> int:
+        """Return the smallest captured size that holds a batch.
+
+        Raises:
+            BatchError: the batch is larger than all of them.
+        """
+        wanted = common.num_actual_tokens if self.query_len is None else common.num_reqs
+        for size in self.sizes:
+            if wanted <= size:
+                return size
+        unit = "tokens" if self.query_len is None else "requests"
+        raise BatchError(f"a batch of {wanted} {unit}: graphs were captured for {', '.join(map(str, self.sizes))}")
+
+    def __call__(self, inputs: Mapping[str, Tensor], commons: Commons) -> Tensor:
+        """Replay a step; return its output rows, ``(num_actual_tokens, …)``, valid until the next replay.
+
+        Args:
+            inputs: per name at least ``num_actual_tokens`` rows.
+            commons: the batch per group.
+
+        Raises:
+            BatchError: nothing was captured, the batch fits no size, or it is not uniform.
+        """
+        first = commons[self.groups[0]]
+        size = self.size_for(first)
+        if size not in self._graphs:
+            raise BatchError("nothing is captured yet", hint="call capture() first")
+        tokens = first.num_actual_tokens
+        for name, static in self.inputs.items():
+            static[:tokens].copy_(inputs[name][:tokens], non_blocking=True)
+        for group, batch in self.batches.items():
+            group.build(batch.load(commons[group], size))
+        graph, output = self._graphs[size]
+        graph.replay()
+        return output[:tokens]
+
+    def _views(self, size: int) -> dict[str, Tensor]:
+        tokens = next(iter(self.batches.values())).padded_tokens(size)
+        return {name: tensor[:tokens] for name, tensor in self.inputs.items()}
+
+    def _capture_metadata(self, size: int) -> dict[Any, Any]:
+        return {group: group.build_for_cudagraph_capture(batch.dummy(size)) for group, batch in self.batches.items()}
+
+    def _check_sizes(self) -> None:
+        if not self.sizes or self.sizes[0] < 1:
+            raise ConfigError(f"sizes = {self.sizes}: accepted are integers from 1", fields=["sizes"])
+        for group, batch in self.batches.items():
+            capacity, largest = group.capacity, self.sizes[-1]
+            requests, tokens = batch.padded_requests(largest), batch.padded_tokens(largest)
+            if requests > capacity.max_num_seqs or tokens > capacity.max_num_batched_tokens:
+                raise ConfigError(
+                    f"size {largest} is {requests} requests and {tokens} tokens: a group was made for max_num_seqs = "
+                    f"{capacity.max_num_seqs} and max_num_batched_tokens = {capacity.max_num_batched_tokens}",
+                    fields=["sizes"],
+                )
+
+
+def check_level(group: AttentionGroup, query_len: int = 1, mixed: bool = False) -> None:
+    """Compare what a group's builders can capture with what is wanted.
+
+    Raises:
+        ConfigError: names every backend below the level that is needed, with its own.
+    """
+    needed: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE" if query_len == 1 else "UNIFORM_BATCH"
+    if mixed:
+        needed = "ALWAYS"
+    # Uniform batches are decodes: what serves prefill takes no part.
+    used = [group.served["decode"]] if not mixed and "decode" in group.served else group.backends
+    below = []
+    for served in used:
+        levels = [served.builder.cudagraph_support, *(p.cuda_graph for p in served.context.plans.values() if mixed)]
+        level = min(levels, key=CUDA_GRAPH_LEVELS.index)
+        if CUDA_GRAPH_LEVELS.index(level) < CUDA_GRAPH_LEVELS.index(needed):
+            below.append(f"{served.spec.name} is at {level}")
+    if below:
+        what = "mixed batches" if mixed else f"uniform batches of query length {query_len}"
+        raise ConfigError(f"CUDA graphs of {what} need level {needed}: {', '.join(below)}", fields=["cuda_graph"])
