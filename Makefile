@@ -20,16 +20,16 @@ EDITABLE := -e . $(addprefix -e ,$(PLUGINS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test venv format docs bench-select dist clean
+.PHONY: help demo test venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, then run one attention layer on this CPU
+demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, then run and check one attention layer here
 	@echo; echo '$$ attn-select explain --model deepseek-v3 --gpu h100 --kv-cache-dtype fp8'
 	@$(DEMO_ENV)/bin/attn-select explain --model deepseek-v3 --gpu h100 --kv-cache-dtype fp8
-	@echo; echo '$$ python -m attn_select_torch.demo --model llama-3-8b'
-	@$(DEMO_ENV)/bin/python -m attn_select_torch.demo --model llama-3-8b
+	@echo; echo '$$ attn-select run --model llama-3-8b'
+	@$(DEMO_ENV)/bin/attn-select run --model llama-3-8b
 
 test: venv ## Lint, type-check and test (ARGS="-k name -x" goes to pytest)
 	$(TEST_ENV)/bin/ruff check
@@ -48,6 +48,9 @@ docs: venv ## Run the commands that the documents show and write their present o
 
 bench-select: venv ## Measure selection: cold start, cached and uncached select, a matrix
 	$(TEST_ENV)/bin/python tests/bench/bench_select.py $(ARGS)
+
+bench-runtime: venv ## Measure the runtime's host time: metadata and dispatch
+	$(TEST_ENV)/bin/python tests/bench/bench_runtime.py $(ARGS)
 
 dist: venv ## Build the wheels and sdists of all seven projects into dist/
 	rm -rf dist

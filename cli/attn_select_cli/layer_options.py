@@ -132,31 +132,29 @@ _CONTEXT: tuple[Callable[[Any], Any], ...] = (
         help=_RULES_HELP,
     ),
 )
-_WHERE: tuple[Callable[[Any], Any], ...] = (
-    click.option(
-        "--model",
-        "-m",
-        shell_complete=complete.models,
-        metavar="NAME|PATH",
-        help="A preset (`attn-select models`), a config.json or a folder holding one.",
-    ),
-    click.option(
-        "--gpu",
-        "-g",
-        shell_complete=complete.gpus,
-        default="auto",
-        show_default=True,
-        metavar="NAME|smNN|N.M|cpu|auto",
-        help="The device; auto is this machine's.",
-    ),
-    click.option(
-        "--backend",
-        "-b",
-        shell_complete=complete.backends,
-        multiple=True,
-        metavar="[PHASE=]NAME",
-        help="Choose explicitly, against every rule (repeatable).",
-    ),
+_MODEL = click.option(
+    "--model",
+    "-m",
+    shell_complete=complete.models,
+    metavar="NAME|PATH",
+    help="A preset (`attn-select models`), a config.json or a folder holding one.",
+)
+_GPU = click.option(
+    "--gpu",
+    "-g",
+    shell_complete=complete.gpus,
+    default="auto",
+    show_default=True,
+    metavar="NAME|smNN|N.M|cpu|auto",
+    help="The device; auto is this machine's.",
+)
+_BACKEND = click.option(
+    "--backend",
+    "-b",
+    shell_complete=complete.backends,
+    multiple=True,
+    metavar="[PHASE=]NAME",
+    help="Choose explicitly, against every rule (repeatable).",
 )
 
 
@@ -178,7 +176,12 @@ def context_options(function: F) -> F:
 
 def report_options(function: F) -> F:
     """Add everything that one report needs: model, GPU, backend, layer, libraries, rules."""
-    return _apply(function, (*_WHERE, *_LAYER, *_CONTEXT))
+    return _apply(function, (_MODEL, _GPU, _BACKEND, *_LAYER, *_CONTEXT))
+
+
+def run_options(function: F) -> F:
+    """Add what a run on this machine needs: all of ``report_options`` but the GPU."""
+    return _apply(function, (_MODEL, _BACKEND, *_LAYER, *_CONTEXT))
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:

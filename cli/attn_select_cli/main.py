@@ -17,7 +17,7 @@ import click
 
 BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
-COMMANDS = ("explain", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
+COMMANDS = ("explain", "run", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
 
 
 class LazyGroup(click.Group):
@@ -45,6 +45,7 @@ class LazyGroup(click.Group):
 EPILOG = """\b
 Examples:
   attn-select explain --model llama-3-8b --gpu h100
+  attn-select run --model llama-3-8b
   attn-select matrix --model deepseek-v3 --gpu h100 --gpu b200
   attn-select doctor
 
@@ -59,7 +60,7 @@ Shell completion: eval "$(_ATTN_SELECT_COMPLETE=bash_source attn-select)" (or zs
 )
 @click.version_option(None, "-V", "--version", package_name="attn-select", prog_name="attn-select")
 def cli() -> None:
-    """Pick the attention kernel for an LLM layer, and say why."""
+    """Pick the attention kernel for an LLM layer, say why, and run it."""
 
 
 def main() -> NoReturn:

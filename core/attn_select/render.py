@@ -109,17 +109,17 @@ def config_text(config: AttentionConfig) -> str:
 
 def layer_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
     """Render one layer kind: the plan, every candidate, the rules, the nearest remedies."""
-    title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
-    lines: list[Line] = [[(title, "title"), (f"  {config_text(selection.config)}", "")]]
-    lines += _plan_lines(selection, count)
+    lines = plan_lines(selection, kind, count)
     lines += _candidate_lines(selection)
     lines += _rule_lines(selection)
     lines += _remedy_lines(selection)
     return lines
 
 
-def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
-    lines: list[Line] = []
+def plan_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
+    """Render what one layer kind asks for and the plan of each phase."""
+    title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
+    lines: list[Line] = [[(title, "title"), (f"  {config_text(selection.config)}", "")]]
     for phase, name, plan in _merged_plans(selection):
         if name is None or plan is None:
             lines.append([(f"  {phase:<17}", ""), ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
@@ -133,7 +133,7 @@ def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
             f"CUDA graphs {plan.cuda_graph}",
         ]
         if plan.workspace_bytes:
-            facts.append(f"workspace {_bytes(plan.workspace_bytes)}")
+            facts.append(f"workspace {byte_text(plan.workspace_bytes)}")
         if plan.block_table_width_multiple > 1:
             facts.append(f"block table width a multiple of {plan.block_table_width_multiple}")
         if plan.provider:
@@ -145,7 +145,7 @@ def _plan_lines(selection: Selection, count: int | None) -> list[Line]:
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
         text += f"{selection.bytes_per_token} bytes per token and layer"
         if count is not None and count > 1:
-            text += f", {_bytes(selection.bytes_per_token * count)} per token for all {count}"
+            text += f", {byte_text(selection.bytes_per_token * count)} per token for all {count}"
         lines.append([("  KV cache         ", ""), (text, "")])
     return lines
 
@@ -249,7 +249,8 @@ def warning_lines(warnings: Sequence[str]) -> list[Line]:
     return [[], *([("warning: ", "warning"), (w, "")] for w in warnings)] if warnings else []
 
 
-def _bytes(count: int) -> str:
+def byte_text(count: int) -> str:
+    """Return a number of bytes in the largest binary unit that it fills."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.4g} {unit}"

@@ -61,13 +61,17 @@ class Report:
                 seen[warning if everywhere else f"{layer.kind}: {warning}"] = None
         return list(seen)
 
-    def lines(self) -> list[Line]:
-        """Return the report as styled lines."""
+    def head_lines(self) -> list[Line]:
+        """Return the lines that say which model and device the report is about."""
         lines: list[Line] = []
         if self.model is not None:
             architecture = f" ({self.model['architecture']})" if self.model["architecture"] else ""
             lines.append([("Model      ", "dim"), (self.model["name"], "title"), (architecture, "")])
-        lines += device_lines(self.layers[0].selection)
+        return lines + device_lines(self.layers[0].selection)
+
+    def lines(self) -> list[Line]:
+        """Return the report as styled lines."""
+        lines = self.head_lines()
         for layer in self.layers:
             lines += [[], *layer_lines(layer.selection, layer.kind, layer.count)]
         return lines + warning_lines(self.all_warnings)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore = ["example_plugin"]  # its tests run where it is installed (test_third_party.py)
 BUILD = """
 import pathlib, sys
 from hatchling.build import build_sdist, build_wheel

@@ -1,12 +1,13 @@
-"""A stranger's plugin of at most 40 lines.
+"""A stranger's plugin: its facts in at most 40 lines, its runtime and its tests as the documentation shows them.
 
-Installed with pip it is listed, selected by a rule and explained; removed, nothing stays.
+Installed with pip it is listed, selected by a rule, explained, and held to its word; removed, nothing stays.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [python, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False
+            [python, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
 
     return call
@@ -51,6 +52,19 @@ def _attn_select(run: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run("-c", "from attn_select_cli.main import main; main()", *arguments)
 
 
+def _shown(end: str) -> set[str]:
+    """Return the lines of the documentation's block of plain text that has a line with this end."""
+    text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text("utf-8")
+    blocks = [block.splitlines() for block in re.findall(r"(?ms)^```text\n(.*?)^```$", text)]
+    return next(set(lines) for lines in blocks if any(line.endswith(end) for line in lines))
+
+
+def _tested(run: Run, source: Path) -> set[str]:
+    """Return the lines that pytest prints for the example's tests, without their marks."""
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(source / "test_acme_attention.py"))
+    return {re.sub(r"^E +", "", line) for line in done.stdout.splitlines()}
+
+
 def _files(run: Run) -> set[str]:
     listing = run(
         "-c", "import pathlib, sys; print(*sorted(map(str, pathlib.Path(sys.prefix).rglob('*'))), sep='\\n')"
@@ -58,14 +72,16 @@ def _files(run: Run) -> set[str]:
     return {line for line in listing.splitlines() if "__pycache__" not in line}
 
 
-def test_the_example_is_at_most_40_lines() -> None:
+def test_the_facts_take_at_most_40_lines() -> None:
     assert len((EXAMPLE / "acme_attention.py").read_text().splitlines()) <= 40
 
 
 def test_the_documentation_shows_the_example_as_it_is() -> None:
     text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text("utf-8")
-    assert f"```python\n{(EXAMPLE / 'acme_attention.py').read_text()}```" in text
-    assert f"```toml\n{(EXAMPLE / 'pyproject.toml').read_text()}```" in text
+    for file in sorted(EXAMPLE.iterdir()):
+        if file.is_file():
+            language = {".py": "python", ".toml": "toml"}[file.suffix]
+            assert f"```{language}\n{file.read_text()}```" in text, file.name
 
 
 @pytest.mark.slow
@@ -107,6 +123,7 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     assert rejected.returncode == 1
     assert "head size 80 (supported: 64, 128)" in rejected.stdout
     assert "more than 8 query heads per KV head" in rejected.stdout
+    assert _shown("0 failed, 0 skipped") <= _tested(run, source)
 
     done = run("-m", "pip", "uninstall", "--quiet", "--yes", "acme-attention")
     assert done.returncode == 0, done.stderr
@@ -114,3 +131,13 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     answer = json.loads(_attn_select(run, *explain).stdout)
     assert any("unknown backend 'ACME_ATTN'" in warning for warning in answer["warnings"])
     assert answer["layers"][0]["selected"]["decode"] != "ACME_ATTN"
+
+
+@pytest.mark.slow
+def test_the_suite_says_what_the_documentation_shows(run: Run, tmp_path: Path) -> None:
+    source = shutil.copytree(EXAMPLE, tmp_path / "acme")
+    runtime = source / "acme_runtime.py"
+    right = runtime.read_text()
+    runtime.write_text(right.replace("distance <= -window", "distance <= -window - 1"))
+    assert runtime.read_text() != right
+    assert _shown("sliding_window=16)") <= _tested(run, source)

@@ -13,13 +13,17 @@ from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
+OUTPUT_DTYPES = {"fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
+"""By ``output_quantization``; a byte holds two FP4 numbers."""
+
 
 class Attention(nn.Module):
-    """One attention layer of a group.
+    """One attention layer of a group, for inference: no gradient flows through it.
 
     Args:
         group: its kind.
@@ -57,13 +61,24 @@ class Attention(nn.Module):
             impl = cast(type[AttentionImpl[Any]], served.backend.get_impl_cls())
             made[id(served)] = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
         self.impls: dict[Phase, AttentionImpl[Any]] = {p: made[id(served)] for p, served in group.served.items()}
-        self._first: AttentionImpl[Any] = next(iter(self.impls.values()))
-        self._updates = config.has_cache and not group.backends[0].backend.forward_includes_kv_cache_update
+        # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
+        separate = [p for p, s in group.served.items() if not s.backend.forward_includes_kv_cache_update]
+        self._writer: Phase | None = separate[0] if separate and config.has_cache else None
+        self._block_sizes = {
+            phase: served.context.block_size
+            for phase, served in group.served.items()
+            if served.context.block_size not in (None, group.kernel_block_size)
+        }
+        self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
         self._dtype = PLAIN_DTYPES[config.dtype]
+        self._quantizes = config.output_quantization != "none"
+        self._output_dtype = OUTPUT_DTYPES.get(config.output_quantization, self._dtype)
         self._query_shape = (config.num_heads, config.head_size)
         self._key_shape = (config.num_kv_heads, config.head_size)
         self._value_shape = (config.num_kv_heads, config.value_head_size)
-        self._output_shape = (config.num_heads, config.value_head_size)
+        packed = 2 if config.output_quantization == "fp4" else 1
+        self._output_shape = (config.num_heads, config.value_head_size // packed)
+        self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
         self.layer_name = register_layer(self, layer_name)
 
     def forward(
@@ -88,43 +103,52 @@ class Attention(nn.Module):
             kv_cache: one layer's cache (``group.allocate_kv_cache``); None for encoders.
             attn_metadata: what ``group.build`` returned; None takes the forward context's. Under ``torch.compile`` it
                 must be the forward context's.
-            output: ``(T', num_heads, value_head_size)``, written; None makes one. Rows behind ``num_actual_tokens`` are
+            output: ``(T', num_heads, value_head_size)`` in the layer's dtype, written; None makes one. With
+                ``output_quantization`` float8_e4m3fn, or uint8 of half the size. Rows behind ``num_actual_tokens`` are
                 left alone.
             output_lse: float32 ``(T', num_heads)``, written where given; for plans that return the LSE.
-            output_scale, output_block_scale: scales of an output that the kernel quantises.
+            output_scale: float32 ``()`` on the device, with ``output_quantization`` and only then.
+            output_block_scale: where the kernel writes the scales of FP4 blocks, with fp4 and only then.
 
         Raises:
             BatchError: an argument's shape or dtype (in checked mode also device, strides, block ids, scales) does not
                 fit; named with what is accepted, before a kernel starts.
         """
         if output is None:
-            output = query.new_empty(query.shape[0], *self._output_shape)
+            output = query.new_empty((query.shape[0], *self._output_shape), dtype=self._output_dtype)
         if torch.compiler.is_compiling():
-            if attn_metadata is not None or output_lse is not None or output_scale is not None:
-                raise BatchError("under torch.compile the metadata comes from forward_context, and no LSE is returned")
+            if attn_metadata is not None or output_lse is not None or self._quantizes:
+                raise BatchError(
+                    "under torch.compile the metadata comes from forward_context, no LSE is returned and no output "
+                    "quantised"
+                )
             torch.ops.attn_select.attention(query, key, value, kv_cache, output, self.layer_name)
             return output
+        if torch.is_grad_enabled():
+            # A key that wants a gradient would chain the cache, and with it every step, to the first.
+            with torch.no_grad():
+                extras = (output_lse, output_scale, output_block_scale)
+                return self.forward(query, key, value, kv_cache, attn_metadata, output, *extras)
         if attn_metadata is None:
             attn_metadata = current_metadata(self.group, self.layer_name)
-        self._check(query, key, value, kv_cache, attn_metadata, output, output_lse)
-        if self._updates and key is not None and value is not None:
-            assert kv_cache is not None
-            assert attn_metadata.slot_mapping is not None
-            self._first.do_kv_cache_update(self, key, value, kv_cache, attn_metadata.slot_mapping)
+        self._check(query, key, value, kv_cache, attn_metadata, output)
+        if self._quantizes or not (output_lse is output_scale is output_block_scale is None):
+            self._check_extras(attn_metadata, output_lse, output_scale, output_block_scale)
+        if self.group.checked:
+            named = {"query": query, "key": key, "value": value, "output": output, "output_lse": output_lse}
+            checks.check_contents(self.group, self.scales, named, kv_cache, attn_metadata.common)
+        if key is not None and value is not None and (writer := self._writer) is not None:
+            slots = attn_metadata.slot_mapping
+            cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
+            assert cache is not None
+            assert slots is not None
+            self.impls[writer].do_kv_cache_update(self, key, value, cache, slots)
         parts = attn_metadata.parts
-        if len(parts) == 1 and parts[0].start == 0:
-            return self.impls[parts[0].phase].forward(
-                self,
-                query,
-                key,
-                value,
-                kv_cache,
-                parts[0].metadata,
-                output,
-                output_lse,
-                output_scale,
-                output_block_scale,
-            )
+        if len(parts) == 1:
+            phase, metadata = parts[0].phase, parts[0].metadata
+            cache = self._cache_for(phase, kv_cache) if self._block_sizes else kv_cache
+            written = (output, output_lse, output_scale, output_block_scale)
+            return self.impls[phase].forward(self, query, key, value, cache, metadata, *written)
         for part in parts:
             rows = slice(part.start, part.end)
             self.impls[part.phase].forward(
@@ -132,14 +156,23 @@ class Attention(nn.Module):
                 query[rows],
                 None if key is None else key[rows],
                 None if value is None else value[rows],
-                kv_cache,
+                self._cache_for(part.phase, kv_cache),
                 part.metadata,
                 output[rows],
                 None if output_lse is None else output_lse[rows],
                 output_scale,
-                output_block_scale,
+                None,
             )
         return output
+
+    def _cache_for(self, phase: Phase, kv_cache: Tensor | None) -> Tensor | None:
+        """Return the cache in the blocks of a phase's kernel."""
+        if phase not in self._block_sizes or kv_cache is None:
+            return kv_cache
+        size, layout = self._block_sizes[phase], self.group.kv_layout
+        assert size is not None
+        assert layout is not None
+        return in_blocks_of(size, kv_cache, layout, self.group.config)
 
     def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.attention``."""
@@ -155,27 +188,56 @@ class Attention(nn.Module):
         kv_cache: Tensor | None,
         metadata: AttentionMetadata,
         output: Tensor,
-        output_lse: Tensor | None,
     ) -> None:
-        tokens, group = metadata.num_actual_tokens, self.group
-        if query.shape[1:] != self._query_shape or query.dtype != self._dtype or query.shape[0] < tokens:
-            checks.check_rows("query", query, self._query_shape, self._dtype, tokens)
-        if output.shape[1:] != self._output_shape or output.shape[0] < tokens:
-            checks.check_rows("output", output, self._output_shape, None, tokens)
+        # Inline, and each shape asked for once: this runs for every layer of every step.
+        tokens, group, dtype = metadata.num_actual_tokens, self.group, self._dtype
+        shape = query.shape
+        if shape[1:] != self._query_shape or shape[0] < tokens or query.dtype is not dtype:
+            checks.check_rows("query", query, self._query_shape, dtype, tokens)
+        shape = output.shape
+        if shape[1:] != self._output_shape or shape[0] < tokens or output.dtype is not self._output_dtype:
+            checks.check_rows("output", output, self._output_shape, self._output_dtype, tokens)
         if key is not None and value is not None:
-            written = tokens if metadata.slot_mapping is None else len(metadata.slot_mapping)
-            if key.shape[1:] != self._key_shape or key.dtype != self._dtype or key.shape[0] < written:
-                checks.check_rows("key", key, self._key_shape, self._dtype, written)
-            if value.shape[1:] != self._value_shape or value.dtype != self._dtype or value.shape[0] < written:
-                checks.check_rows("value", value, self._value_shape, self._dtype, written)
+            written = tokens if metadata.slot_mapping is None else metadata.slot_mapping.shape[0]
+            shape = key.shape
+            if shape[1:] != self._key_shape or shape[0] < written or key.dtype is not dtype:
+                checks.check_rows("key", key, self._key_shape, dtype, written)
+            shape = value.shape
+            if shape[1:] != self._value_shape or shape[0] < written or value.dtype is not dtype:
+                checks.check_rows("value", value, self._value_shape, dtype, written)
         elif key is not None or value is not None or group.kv_layout is None:
             missing = "value" if key is not None else "key"
             raise BatchError(f"{missing} is None: key and value come together, and layers without a cache need both")
-        if group.kv_layout is not None and kv_cache is None:
-            checks.check_cache(kv_cache, group.kv_layout, group.config, group.device)
-        if group.checked:
-            named = {"query": query, "key": key, "value": value, "output": output}
-            checks.check_contents(group, self.scales, named, kv_cache, metadata.common)
+        if group.kv_layout is not None and (kv_cache is None or (kv_cache.shape, kv_cache.dtype) != self._cache_seen):
+            size = group.kernel_block_size
+            assert size is not None
+            checks.check_cache(kv_cache, group.kv_layout, group.config, group.device, size)
+            assert kv_cache is not None
+            self._cache_seen = kv_cache.shape, kv_cache.dtype  # engines bring the same one every time
+
+    def _check_extras(
+        self,
+        metadata: AttentionMetadata,
+        output_lse: Tensor | None,
+        output_scale: Tensor | None,
+        output_block_scale: Tensor | None,
+    ) -> None:
+        """Check what few calls bring."""
+        quantization = self.group.config.output_quantization
+        if output_lse is not None:
+            heads = self._output_shape[:1]
+            checks.check_rows("output_lse", output_lse, heads, torch.float32, metadata.num_actual_tokens)
+            if self._silent:
+                raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
+        for name, tensor, kinds in (
+            ("output_scale", output_scale, ("fp8", "fp4")),
+            ("output_block_scale", output_block_scale, ("fp4",)),
+        ):
+            if (tensor is None) == (quantization in kinds):
+                seen = "missing" if tensor is None else "given"
+                raise BatchError(f"{name} {seen}, but output_quantization = {quantization!r}")
+        if output_block_scale is not None and len(metadata.parts) > 1:
+            raise BatchError("output_block_scale given, but two backends share the batch: its rows cannot be parted")
 
 
 def layer_scales(group: AttentionGroup, scales: Scales | None) -> Scales:

@@ -6,13 +6,15 @@ before the copy that reads it is through: nothing is overwritten too early, and 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges, prefix_sums
 
 
 def staging(num_bytes: int, device: torch.device) -> Tensor:
@@ -93,7 +95,13 @@ class BlockTable:
             table[[first, second]] = table[[second, first]]
 
     def commit(self, num_reqs: int) -> Tensor:
-        """Copy the first rows to the device, not waiting; return int32 ``(num_reqs, W)``, W the longest row in use."""
+        """Copy the first rows to the device, not waiting; return int32 ``(num_reqs, W)``, W the longest row in use.
+
+        Raises:
+            BatchError: no request, or more than there are rows.
+        """
+        if not 0 < num_reqs <= len(self.host):
+            raise BatchError(f"{num_reqs} requests: the block table has rows for 1 to {len(self.host)} (max_num_reqs)")
         width = max(1, int(self.num_blocks_per_row[:num_reqs].max()))
         table = self.device_table[:num_reqs, :width]
         if self.device_table is not self.host:
@@ -108,6 +116,7 @@ def prepare_batch(
     seq_lens: Sequence[int],
     block_table: BlockTable | None = None,
     *,
+    new_lens: Sequence[int] | None = None,
     device: torch.device | str | None = None,
     causal: bool = True,
     mm_prefix_ranges: Sequence[Ranges] | None = None,
@@ -118,80 +127,89 @@ def prepare_batch(
         query_lens: tokens of each request in this step.
         seq_lens: keys of each request, this step's included.
         block_table: its first ``len(query_lens)`` rows are committed; None for layers without a cache.
+        new_lens: how many of each request's keys, its last ones, this step writes; None: as many as it has queries. In
+            cross-attention all of the encoder's in the step that brings them, then 0.
         device: None: the block table's, else the CPU.
         causal, mm_prefix_ranges: see ``CommonAttentionMetadata``.
 
     Raises:
-        BatchError: no request, different counts, a query longer than its sequence, or a table too short for it.
+        BatchError: no request, different counts, more new keys than a sequence has, or a table too short for it.
     """
     target = block_table.device if device is None and block_table is not None else torch.device(device or "cpu")
     num_reqs = len(query_lens)
-    if not num_reqs or len(seq_lens) != num_reqs:
+    if new_lens is None:
+        new_lens = query_lens
+    if not num_reqs or len(seq_lens) != num_reqs or len(new_lens) != num_reqs:
         raise BatchError(
-            f"{num_reqs} query_lens and {len(seq_lens)} seq_lens: accepted are as many of both, at least 1"
+            f"{num_reqs} query_lens, {len(seq_lens)} seq_lens and {len(new_lens)} new_lens: accepted are as many of "
+            "all, at least 1"
         )
-    num_tokens, max_seq_len = sum(query_lens), max(seq_lens)
-    ints = 2 * num_reqs + 1
-    slots_at = -(-ints // 2) * 2 * 4
-    host = staging(slots_at + 8 * num_tokens, target)
-    header, slot_mapping = host[: 4 * ints].view(torch.int32), host[slots_at:].view(torch.int64)
-    bounds_cpu, seq_lens_cpu = header[: num_reqs + 1], header[num_reqs + 1 :]
-    lens = torch.tensor(query_lens, dtype=torch.int32)
-    seq_lens_cpu.copy_(torch.tensor(seq_lens, dtype=torch.int32))
-    bounds_cpu[0] = 0
-    torch.cumsum(lens, 0, dtype=torch.int32, out=bounds_cpu[1:])
+    table = None if block_table is None else block_table.commit(num_reqs)
+    # One array, since a tensor made of a list takes four times as long; int64 slots behind it, aligned.
+    ints = array("i", [0, *accumulate(query_lens), *seq_lens])
+    slots_at, num_slots = -(-len(ints) // 2) * 8, 0 if table is None else max(0, sum(new_lens))
+    host = staging(slots_at + 8 * num_slots, target)
+    header = host[: 4 * len(ints)].view(torch.int32)
+    header.copy_(torch.frombuffer(ints, dtype=torch.int32))
+    bounds_cpu, seq_lens_cpu = bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
+    lens = bounds_cpu.diff()
+    if new_lens is not query_lens:
+        _check_lens("query_lens", lens, seq_lens_cpu, lens)
+        lens = torch.tensor(new_lens, dtype=torch.int32)
     first_positions = seq_lens_cpu - lens
-    _check_lens(lens, seq_lens_cpu, first_positions, block_table)
+    _check_lens("query_lens" if new_lens is query_lens else "new_lens", lens, seq_lens_cpu, first_positions)
     if block_table is not None:
-        _fill_slots(slot_mapping, num_tokens, lens, bounds_cpu, first_positions, block_table)
-    here = to_device(host, target)
-    header = here[: 4 * ints].view(torch.int32)
+        _check_rows(seq_lens_cpu, block_table)
+        _fill_slots(host[slots_at:].view(torch.int64), lens, first_positions, block_table)
+    if (here := to_device(host, target)) is not host:
+        header = here[: 4 * len(ints)].view(torch.int32)
+        bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
     return CommonAttentionMetadata(
-        query_start_loc=header[: num_reqs + 1],
+        query_start_loc=bounds,
         query_start_loc_cpu=bounds_cpu,
-        seq_lens=header[num_reqs + 1 :],
+        seq_lens=on_device,
         seq_lens_cpu=seq_lens_cpu,
         num_reqs=num_reqs,
-        num_actual_tokens=num_tokens,
+        num_actual_tokens=ints[num_reqs],
         max_query_len=max(query_lens),
-        max_seq_len=max_seq_len,
-        block_table_tensor=None if block_table is None else block_table.commit(num_reqs),
-        slot_mapping=None if block_table is None else here[slots_at:].view(torch.int64),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=table,
+        slot_mapping=None if table is None else here[slots_at:].view(torch.int64),
         causal=causal,
         mm_prefix_ranges=mm_prefix_ranges,
     )
 
 
-def _fill_slots(
-    slots: Tensor, num_tokens: int, lens: Tensor, bounds: Tensor, first_positions: Tensor, block_table: BlockTable
-) -> None:
-    """Write each token's slot, ``block * block_size + offset``."""
-    if num_tokens == len(lens):  # one token each: no need to spread requests over tokens
-        request: Tensor = torch.arange(num_tokens)
-        positions = first_positions
+def _fill_slots(slots: Tensor, lens: Tensor, first_positions: Tensor, block_table: BlockTable) -> None:
+    """Write each new key's slot, ``block * block_size + offset``."""
+    num_slots, size = slots.shape[0], block_table.block_size
+    if num_slots == lens.shape[0] and int(lens.max()) == 1:  # one each: no need to spread requests over tokens
+        request, positions = torch.arange(num_slots), first_positions
     else:
-        request = torch.repeat_interleave(lens, output_size=num_tokens)
-        positions = torch.arange(num_tokens, dtype=torch.int32) + (first_positions - bounds[:-1])[request]
-    size = block_table.block_size
-    blocks = block_table.host[request, positions // size]
-    slots.copy_(blocks).mul_(size).add_(positions % size)
+        request = torch.repeat_interleave(lens, output_size=num_slots)
+        firsts = first_positions - prefix_sums(lens)[:-1]
+        positions = torch.arange(num_slots, dtype=torch.int32) + firsts[request]
+    column = positions // size
+    # The offset is position - column * size, and so the slot position + (block - column) * size.
+    torch.add(positions, block_table.host[request, column].sub_(column), alpha=size, out=slots)
 
 
-def _check_lens(lens: Tensor, seq_lens: Tensor, first_positions: Tensor, block_table: BlockTable | None) -> None:
+def _check_lens(name: str, lens: Tensor, seq_lens: Tensor, first_positions: Tensor) -> None:
     """Find the request whose lengths cannot be."""
-    bad = (first_positions < 0) | (lens < 0)
-    if bool(bad.any()):
-        request = int(bad.int().argmax())
+    if int(lens.min()) < 0 or int(first_positions.min()) < 0:
+        request = int(((first_positions < 0) | (lens < 0)).int().argmax())
         raise BatchError(
-            f"request {request}: query_lens = {int(lens[request])} with seq_lens = {int(seq_lens[request])}: accepted "
-            "is 0 to seq_lens, which includes this step's tokens"
+            f"request {request}: {name} = {int(lens[request])} with seq_lens = {int(seq_lens[request])}: accepted is 0 "
+            "to seq_lens, which includes this step's tokens (in cross-attention any query from 0)"
         )
-    if block_table is None:
-        return
-    size, held = block_table.block_size, block_table.num_blocks_per_row[: len(lens)]
-    short = seq_lens > held * size
-    if bool(short.any()):
-        request = int(short.int().argmax())
+
+
+def _check_rows(seq_lens: Tensor, block_table: BlockTable) -> None:
+    """Find the request whose row is too short for it."""
+    size, held = block_table.block_size, block_table.num_blocks_per_row[: len(seq_lens)]
+    missing = torch.add(seq_lens, held, alpha=-size)
+    if int(missing.max()) > 0:
+        request = int((missing > 0).int().argmax())
         raise BatchError(
             f"request {request}: seq_lens = {int(seq_lens[request])}, but its row of the block table holds "
             f"{int(held[request])} blocks of {size} tokens"

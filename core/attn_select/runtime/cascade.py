@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata
 
 if TYPE_CHECKING:
@@ -61,17 +63,18 @@ def use_cascade_attention(context: BackendContext, prefix_len: int, common: Comm
     """Return whether the shared prefix is attended to apart.
 
     The rule: a prefix of at least ``MIN_PREFIX`` tokens, at least ``MIN_REQUESTS`` requests, and a layer whose mask is
-    the same for every query on the prefix: causal, without window, ALiBi and image ranges; the plan returns its LSE;
-    and the backend's steps are not captured, since the split changes from step to step.
+    the same for every query on the prefix: a causal decoder without window, ALiBi and image ranges; all plans return
+    the LSE; a request's result may depend on the rest of the batch; and the backend's steps are not captured, since
+    the split changes from step to step.
     """
     config = context.config
-    plan = context.plans.get("decode") or context.plans["prefill"]
     return (
         prefix_len >= MIN_PREFIX
         and common.num_reqs >= MIN_REQUESTS
         and common.causal
-        and plan.returns_lse
+        and all(plan.returns_lse for plan in context.plans.values())
         and not context.cuda_graphs
+        and config.attn_type == "decoder"
         and config.sliding_window is None
         and not config.alibi
         and not config.mm_prefix
@@ -80,12 +83,15 @@ def use_cascade_attention(context: BackendContext, prefix_len: int, common: Comm
     )
 
 
-def split_for_cascade(common: CommonAttentionMetadata, prefix_len: int, block_size: int) -> CascadeSplit:
+def split_for_cascade(
+    common: CommonAttentionMetadata, prefix_len: int, block_size: int, width_multiple: int = 1
+) -> CascadeSplit:
     """Cut a batch into prefix and suffix. No device synchronisation.
 
     Args:
         prefix_len: tokens, a multiple of ``block_size``, at most what every request had cached before this step.
         block_size: tokens per block of the batch's tables.
+        width_multiple: the plan's ``block_table_width_multiple``; above 1 the halves of the tables are copies.
     """
     table = common.block_table_tensor
     assert table is not None
@@ -96,14 +102,14 @@ def split_for_cascade(common: CommonAttentionMetadata, prefix_len: int, block_si
     lens_cpu = torch.tensor([prefix_len], dtype=torch.int32)
     prefix = replace(
         common,
-        query_start_loc=_on(device, bounds_cpu),
+        query_start_loc=to_device(bounds_cpu, device),
         query_start_loc_cpu=bounds_cpu,
-        seq_lens=_on(device, lens_cpu),
+        seq_lens=to_device(lens_cpu, device),
         seq_lens_cpu=lens_cpu,
         num_reqs=1,
         max_query_len=tokens,
         max_seq_len=prefix_len,
-        block_table_tensor=table[:1, :blocks],
+        block_table_tensor=_padded(table[:1, :blocks], width_multiple),
         causal=False,
     )
     suffix = replace(
@@ -111,11 +117,10 @@ def split_for_cascade(common: CommonAttentionMetadata, prefix_len: int, block_si
         seq_lens=common.seq_lens - prefix_len,
         seq_lens_cpu=common.seq_lens_cpu - prefix_len,
         max_seq_len=common.max_seq_len - prefix_len,
-        block_table_tensor=table[:, blocks:],
+        block_table_tensor=_padded(table[:, blocks:], width_multiple),
     )
     return CascadeSplit(prefix, suffix)
 
 
-def _on(device: torch.device, host: Tensor) -> Tensor:
-    """Copy a small host tensor without waiting; torch keeps pinned memory until the copy is through."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+def _padded(table: Tensor, width_multiple: int) -> Tensor:
+    return table if width_multiple == 1 else kernel_block_table(table, 1, width_multiple)

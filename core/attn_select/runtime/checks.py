@@ -6,19 +6,18 @@ it synchronises and is slow; it turns an illegal memory access into an error tha
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attn_select import layouts
 from attn_select.config import AttentionConfig
-from attn_select.runtime.kv_cache import check_cache_shape
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.kv_cache import cache_dtype, check_cache_shape
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 from attn_select.runtime.scales import Scales
-from attn_select.runtime.torch_dtypes import storage_dtype
 
 if TYPE_CHECKING:
     from attn_select.runtime.group import AttentionGroup
@@ -62,10 +61,10 @@ def check_common(
             text = f"{name}[{request}] is {int(here[request])} on the device and {int(there[request])} in {name}_cpu"
             raise BatchError(text)
     bounds, query_lens, seq_lens = common.query_start_loc_cpu, common.query_lens_cpu, common.seq_lens_cpu
-    if int(bounds[0]) != 0 or int(bounds[-1]) != common.num_actual_tokens:
+    if int(bounds[0]) != 0 or int(bounds[-1]) > common.num_actual_tokens:
         raise BatchError(
-            f"query_start_loc runs from {int(bounds[0])} to {int(bounds[-1])}: accepted is 0 to num_actual_tokens = "
-            f"{common.num_actual_tokens}"
+            f"query_start_loc runs from {int(bounds[0])} to {int(bounds[-1])}: accepted is 0 to at most "
+            f"num_actual_tokens = {common.num_actual_tokens}"
         )
     for request, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         if query_len < 0 or query_len > common.max_query_len:
@@ -86,6 +85,8 @@ def check_common(
                 f"request {request}: seq_lens = {seq_len}, but without a cache keys are as many as queries, {query_len}"
             )
             raise BatchError(text)
+    if common.mm_prefix_ranges is not None:
+        _ranges(common.mm_prefix_ranges, count)
     if not config.has_cache or common.block_table_tensor is None or block_size is None:
         return
     table = common.block_table_tensor
@@ -154,7 +155,7 @@ def check_blocks(
 
 
 def check_scales(scales: Scales) -> None:
-    """Check that the scales on the device are positive and finite. Synchronises.
+    """Check that the scales on the device are positive, finite and the host's. Synchronises.
 
     Raises:
         BatchError: names the scale and its value.
@@ -164,20 +165,30 @@ def check_scales(scales: Scales) -> None:
         for value in values.tolist():
             if not 0 < value < float("inf"):
                 raise BatchError(f"{name}_scale = {value}: accepted are finite numbers above 0")
+        here, there = float(values.max()), getattr(scales, f"{name}_float")
+        if not math.isclose(here, there, rel_tol=1e-6):  # the host's may be a double
+            text = f"{name}_scale is {here} on the device and {there} on the host: accepted are equal numbers"
+            raise BatchError(text)
 
 
-def check_cache(kv_cache: Tensor | None, layout: str, config: AttentionConfig, device: torch.device) -> None:
-    """Check one layer's cache: presence, shape, dtype, device. Cheap.
+def check_cache(
+    kv_cache: Tensor | None, layout: str, config: AttentionConfig, device: torch.device, block_size: int
+) -> int:
+    """Check one layer's cache: presence, shape, dtype, device, tokens per block. Cheap. Return its number of blocks.
 
     Raises:
         BatchError, ConfigError: names what was seen and what is accepted.
     """
     if kv_cache is None:
         raise BatchError(f"kv_cache is None: attn_type = {config.attn_type!r} keeps one in layout {layout}")
-    check_cache_shape(kv_cache, layout, config)
-    wanted = storage_dtype(config.cache_dtype)
+    num_blocks, held = check_cache_shape(kv_cache, layout, config)
+    if held != block_size:
+        text = f"kv_cache of shape {tuple(kv_cache.shape)} has {held} tokens per block: accepted are {block_size}"
+        raise BatchError(text, hint="allocate it with group.allocate_kv_cache")
+    wanted = cache_dtype(layout, config)
     if kv_cache.dtype != wanted or kv_cache.device != device:
         raise BatchError(f"kv_cache is {kv_cache.dtype} on {kv_cache.device}: accepted is {wanted} on {device}")
+    return num_blocks
 
 
 def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, least_tokens: int) -> None:
@@ -216,24 +227,34 @@ def check_contents(
 ) -> None:
     """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises.
 
+    While a CUDA graph is captured nothing can be read back, and nothing is checked: its batch is made up.
+
     Raises:
         BatchError, ConfigError: names the argument, what was seen and what is accepted.
     """
+    if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
     for name, tensor in tensors.items():
         if tensor is not None:
             check_strides(name, tensor, group.device)
     check_scales(scales)
     if group.kv_layout is None or group.block_size is None or group.kernel_block_size is None:
         return
-    check_cache(kv_cache, group.kv_layout, group.config, group.device)
+    size = group.kernel_block_size
+    num_blocks = check_cache(kv_cache, group.kv_layout, group.config, group.device, size) * size // group.block_size
     assert kv_cache is not None
-    blocks_axis = layouts.cache_shape(group.kv_layout, group.config, 1).index("num_blocks")
-    size = layouts.cache_shape(group.kv_layout, group.config, group.kernel_block_size)
-    if any(extent not in ("num_blocks", seen) for extent, seen in zip(size, kv_cache.shape, strict=True)):
-        text = f"kv_cache of shape {tuple(kv_cache.shape)}: accepted is {tuple(size)}"
-        raise BatchError(text, hint="allocate it with group.allocate_kv_cache")
-    num_blocks = kv_cache.shape[blocks_axis] * group.kernel_block_size // group.block_size
+    check_strides("kv_cache", kv_cache, group.device)
     check_blocks(common, group.config, kv_cache, group.kv_layout, num_blocks, group.block_size)
+
+
+def _ranges(per_request: Sequence[Ranges], count: int) -> None:
+    if len(per_request) != count:
+        raise BatchError(f"mm_prefix_ranges of {len(per_request)} requests: the batch has {count}")
+    for request, ranges in enumerate(per_request):
+        for first, last in ranges:
+            if not 0 <= first <= last:
+                text = f"mm_prefix_ranges[{request}] holds ({first}, {last}): accepted is 0 <= first <= last"
+                raise BatchError(text)
 
 
 def _tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:

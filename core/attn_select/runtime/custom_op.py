@@ -69,17 +69,25 @@ def register_layer(layer: Runnable, name: str) -> str:
     Raises:
         ConfigError: a living layer has that name.
     """
-    name = name or f"attention.{next(_numbers)}"
-    if name in _layers:
+    if not name:
+        name = next(made for number in _numbers if (made := f"attention.{number}") not in _layers)
+    elif name in _layers:
         raise ConfigError(f"layer_name = {name!r}: a layer of that name exists", fields=["layer_name"])
     _layers[name] = layer
     return name
 
 
+def _run(layer_name: str, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
+    layer = _layers.get(layer_name)
+    if layer is None:
+        raise BatchError(f"layer_name = {layer_name!r}: the layer that a compiled graph calls exists no more")
+    layer.run(arguments, kv_cache, output)
+
+
 def _attention(
     query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None, output: Tensor, layer_name: str
 ) -> None:
-    _layers[layer_name].run((query, key, value), kv_cache, output)
+    _run(layer_name, (query, key, value), kv_cache, output)
 
 
 def _mla_attention(
@@ -91,7 +99,7 @@ def _mla_attention(
     output: Tensor,
     layer_name: str,
 ) -> None:
-    _layers[layer_name].run((query, kv_c_normed, k_pe, topk_indices), kv_cache, output)
+    _run(layer_name, (query, kv_c_normed, k_pe, topk_indices), kv_cache, output)
 
 
 def _fake(*_: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select import layouts
 from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.errors import ConfigError
 from attn_select.runtime import kv_cache as caches
@@ -19,9 +18,6 @@ from attn_select.runtime.checks import check_common, checks_enabled
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
-
-_SPLIT_IN_PLACE = (layouts.FLASH_ATTN_NHD, layouts.MLA, layouts.FP8_DS_MLA)
-"""Layouts in which tokens lie one behind the other from block to block, so that any block size is a view."""
 
 
 @dataclass(slots=True)
@@ -101,8 +97,10 @@ class AttentionGroup:
     Attributes:
         config: the layers.
         kv_layout, block_size: of the cache; the block size is the allocator's. None without a cache.
-        kernel_block_size: tokens per block in which the cache is laid out; divides ``block_size``.
+        kernel_block_size: tokens per block in which the cache is laid out; divides ``block_size``. A kernel of smaller
+            blocks gets a view (``kv_cache.in_blocks_of``).
         served: the backends per phase; the same object in both where one serves both.
+        backends: every backend once.
 
     Raises:
         NoBackendError: a phase has no backend.
@@ -136,6 +134,9 @@ class AttentionGroup:
         for name, own in plans.items():
             served = self._serve(own, sizes.get(name))
             self.served.update(dict.fromkeys(own, served))
+        self.backends = tuple({id(served): served for served in self.served.values()}.values())
+        # Whether one backend serves every phase that the layer has: then batches are not split.
+        self._unified = len(self.backends) == 1 and len(self.served) == len(self.config.phases)
         self._tables: dict[int, Tensor] = {}
 
     @staticmethod
@@ -159,7 +160,7 @@ class AttentionGroup:
         # The allocator's own size where the kernel runs it, else the plan's first choice.
         wanted = {name: size if size in sizes else sizes[0] for name, sizes in able.items() if sizes}
         if len(wanted) == len(able):
-            if self.kv_layout in _SPLIT_IN_PLACE or len(set(wanted.values())) < 2:
+            if self.kv_layout in caches.SPLIT_IN_PLACE or len(set(wanted.values())) < 2:
                 return wanted
             # K and V of one block lie next to each other: a block of another size is another place in memory.
             common = [size for size in next(iter(able.values())) if all(size in sizes for sizes in able.values())]
@@ -186,11 +187,6 @@ class AttentionGroup:
             cuda_graphs=self.cuda_graphs,
         )
         return Served(spec, backend, context, backend.get_builder_cls()(context))
-
-    @property
-    def backends(self) -> tuple[Served, ...]:
-        """Every backend once."""
-        return tuple({id(served): served for served in self.served.values()}.values())
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -237,11 +233,13 @@ class AttentionGroup:
             ``AttentionMetadata``, with MLA ``MLAMetadata``.
 
         Raises:
-            BatchError: decodes do not come first where they must, a phase has no backend here, or (in checked mode)
-                anything else is wrong with the batch.
+            BatchError: the batch exceeds the capacity, decodes do not come first where they must, a phase has no
+                backend here, the common prefix is none, or (in checked mode) anything else is wrong with the batch.
         """
         self._check(common_attn_metadata)
-        if self._unified():
+        if common_prefix_len:
+            self._check_prefix(common_attn_metadata, common_prefix_len)
+        if self._unified:
             return self._metadata(
                 common_attn_metadata, [self._whole(common_attn_metadata, common_prefix_len, fast_build)]
             )
@@ -265,13 +263,9 @@ class AttentionGroup:
         return self._metadata(common_attn_metadata, [Part(phase, 0, common.num_actual_tokens, metadata)])
 
     def _only_phase(self, common: CommonAttentionMetadata) -> Phase:
-        if self._unified():
+        if self._unified:
             return next(iter(self.served))
         return "decode" if common.max_query_len <= 1 + self.config.num_speculative_tokens else "prefill"
-
-    def _unified(self) -> bool:
-        """Whether one backend serves every phase that the layer has."""
-        return len(self.backends) == 1 and len(self.served) == len(self.config.phases)
 
     def _whole(self, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
         phase, served = next(iter(self.served.items()))
@@ -302,8 +296,22 @@ class AttentionGroup:
         if self.config.has_cache and (common.block_table_tensor is None or common.slot_mapping is None):
             missing = "block_table_tensor" if common.block_table_tensor is None else "slot_mapping"
             raise BatchError(f"{missing} is None: layers with a KV cache need it")
+        if common.mm_prefix_ranges is not None and not self.config.mm_prefix:
+            raise BatchError("mm_prefix_ranges given, but the layers were selected with mm_prefix = False")
         if self.checked:
             check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
+
+    def _check_prefix(self, common: CommonAttentionMetadata, prefix: int) -> None:
+        """Compare a common prefix with the blocks and with what every request had cached."""
+        if self.block_size is None or prefix < 0 or prefix % self.block_size:
+            raise BatchError(f"common_prefix_len = {prefix}: accepted are multiples of block_size = {self.block_size}")
+        computed = common.num_computed_tokens_cpu
+        if prefix > int(computed.min()):
+            request = int(computed.argmin())
+            raise BatchError(
+                f"common_prefix_len = {prefix}: request {request} had {int(computed[request])} tokens cached before "
+                "this step, and accepted is at most that"
+            )
 
     def _for_kernel(self, context: BackendContext, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the batch with tables in the kernel's blocks and of the width that it wants."""
@@ -312,26 +320,25 @@ class AttentionGroup:
             return common
         ratio = self.block_size // context.block_size
         multiple = math.lcm(*(plan.block_table_width_multiple for plan in context.plans.values()))
-        width = table.shape[1] * ratio
-        if ratio == 1 and width % multiple == 0:
+        # A captured kernel reads one address: there a table that happens to be wide enough is copied as well.
+        if ratio == 1 and (multiple == 1 or (table.shape[1] % multiple == 0 and not self.cuda_graphs)):
             return common
-        out = self._persistent_table(context, -(-width // multiple) * multiple) if self.cuda_graphs else None
+        out = self._persistent_table(context, table.shape[1], ratio, multiple) if self.cuda_graphs else None
         return replace(common, block_table_tensor=caches.kernel_block_table(table, ratio, multiple, out))
 
-    def _persistent_table(self, context: BackendContext, width: int) -> Tensor:
-        """Return a buffer that stays where it is as long as tables are no wider than at first."""
-        assert context.block_size is not None
-        table = self._tables.get(id(context))
-        if table is None:
-            widest = -(-self.capacity.max_model_len // context.block_size)
-            shape = (self.capacity.max_num_seqs, max(width, widest))
-            table = self._tables[id(context)] = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        if width > table.shape[1]:
+    def _persistent_table(self, context: BackendContext, columns: int, ratio: int, multiple: int) -> Tensor:
+        """Return a buffer for kernel block tables that stays where it is."""
+        assert self.block_size is not None
+        most = -(-self.capacity.max_model_len // self.block_size)
+        if columns > most:
             raise BatchError(
-                f"block_table_tensor of {width} kernel blocks: max_model_len = {self.capacity.max_model_len} reserved "
-                f"{table.shape[1]}"
+                f"block_table_tensor of {columns} columns: max_model_len = {self.capacity.max_model_len} reserved "
+                f"{most}"
             )
-        return table
+        if id(context) not in self._tables:
+            shape = (self.capacity.max_num_seqs, -(-most * ratio // multiple) * multiple)
+            self._tables[id(context)] = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return self._tables[id(context)]
 
 
 def _by_phase(split: Split) -> list[tuple[Phase, int, int]]:

@@ -7,6 +7,7 @@ and a kernel of small ones in every layout, and only the block tables are conver
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,9 @@ from attn_select import layouts
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
 from attn_select.runtime.torch_dtypes import storage_dtype
+
+SPLIT_IN_PLACE = (layouts.FLASH_ATTN_NHD, layouts.MLA, layouts.FP8_DS_MLA)
+"""Layouts in which a block's tokens, and then the next block's, lie one behind the other: any block size is a view."""
 
 
 def kv_cache_shape(layout: str, config: AttentionConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -54,7 +58,29 @@ def allocate_kv_cache(
     Zeros, since kernels may read slots that no token was written to and mask the result: NaN would survive that.
     """
     shape = kv_cache_shape(layout, config, num_blocks, block_size)
-    return torch.zeros(shape, dtype=storage_dtype(config.cache_dtype), device=device)
+    return torch.zeros(shape, dtype=cache_dtype(layout, config), device=device)
+
+
+def cache_dtype(layout: str, config: AttentionConfig) -> torch.dtype:
+    """Return the dtype of a cache: the config's, but bytes in ``FP8_DS_MLA``, as which fp8_e4m3 may be stored too."""
+    return torch.uint8 if layout == layouts.FP8_DS_MLA else storage_dtype(config.cache_dtype)
+
+
+def in_blocks_of(block_size: int, kv_cache: Tensor, layout: str, config: AttentionConfig) -> Tensor:
+    """Return a cache as a view in blocks of another size; the same tokens lie in the same slots.
+
+    Raises:
+        ConfigError: the layout is not in ``SPLIT_IN_PLACE``, or its tokens do not fill blocks of that size.
+    """
+    num_blocks, held = check_cache_shape(kv_cache, layout, config)
+    if held == block_size:
+        return kv_cache
+    if layout not in SPLIT_IN_PLACE or num_blocks * held % block_size:
+        text = (
+            f"block_size = {block_size}: a cache of {num_blocks} blocks of {held} tokens in {layout} is none in these"
+        )
+        raise ConfigError(text, fields=["block_size"])
+    return kv_cache.view(kv_cache_shape(layout, config, num_blocks * held // block_size, block_size))
 
 
 def key_value_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> tuple[Tensor, Tensor]:
@@ -79,6 +105,8 @@ def key_value_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> t
     else:
         text = f"layout {layout}: K and V are no strided (num_blocks, block_size, heads, size) views in it"
         raise ConfigError(text, fields=["layout"])
+    if config.v_head_size is None:  # both fill their half: two views fewer to make per call
+        return key, value
     return key[..., : config.head_size], value[..., : config.value_head_size]
 
 
@@ -103,30 +131,34 @@ def paged_attention_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Te
     return key, value.view(num_blocks, heads, width, block_size)[:, :, : config.value_head_size]
 
 
-def check_cache_shape(kv_cache: Tensor, layout: str, config: AttentionConfig) -> None:
-    """Compare a cache with its layout.
+def check_cache_shape(kv_cache: Tensor, layout: str, config: AttentionConfig) -> tuple[int, int]:
+    """Compare a cache with its layout; return its number of blocks and the tokens per block.
 
     Raises:
         ConfigError: names the layout, the shape seen and the shape accepted.
     """
+    extents, blocks, tokens = _pattern(layout, config)
+    seen = tuple(kv_cache.shape)
+    if len(seen) == len(extents):
+        wanted = list(extents)
+        wanted[blocks] = seen[blocks]
+        wanted[tokens] = seen[tokens] - seen[tokens] % extents[tokens] or extents[tokens]
+        if seen == tuple(wanted):
+            return seen[blocks], seen[tokens] // extents[tokens]
+    shown = list(map(str, extents))
+    shown[blocks] = "num_blocks"
+    shown[tokens] = "block_size" + (f" * {extents[tokens]}" if extents[tokens] > 1 else "")
+    raise ConfigError(f"kv_cache of shape {seen}: layout {layout} is ({', '.join(shown)})", fields=["kv_cache"])
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(layout: str, config: AttentionConfig) -> tuple[tuple[int, ...], int, int]:
+    """Return a cache's extents with one block of one token, the axis of blocks, and the axis of a block's tokens."""
     if layout not in layouts.LAYOUTS:
         raise ConfigError(f"layout {layout!r} is unknown; known are {', '.join(layouts.LAYOUTS)}", fields=["layout"])
-    open_extents = {layouts.cache_shape(layout, config, 1).index("num_blocks"): "num_blocks"}
-    one, two = layouts.cache_shape(layout, config, 1), layouts.cache_shape(layout, config, 2)
-    block_axis = next(axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
-    seen = tuple(kv_cache.shape)
-    per_token = one[block_axis]
-    assert isinstance(per_token, int)
-    fits = len(seen) == len(one) and all(
-        axis in open_extents or (seen[axis] % per_token == 0 if axis == block_axis else seen[axis] == extent)
-        for axis, extent in enumerate(one)
-    )
-    if not fits:
-        shown = [
-            "block_size" + (f" * {per_token}" if per_token > 1 else "") if axis == block_axis else str(extent)
-            for axis, extent in enumerate(one)
-        ]
-        raise ConfigError(f"kv_cache of shape {seen}: layout {layout} is ({', '.join(shown)})", fields=["kv_cache"])
+    one, two = kv_cache_shape(layout, config, 1, 1), kv_cache_shape(layout, config, 1, 2)
+    tokens = next(axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+    return one, layouts.cache_shape(layout, config, 1).index("num_blocks"), tokens
 
 
 def kernel_block_table(block_table: Tensor, ratio: int, width_multiple: int = 1, out: Tensor | None = None) -> Tensor:

@@ -39,6 +39,8 @@ class CommonAttentionMetadata:
         seq_lens_cpu: the same on the host.
         num_reqs: B.
         num_actual_tokens: T; query tensors may be longer (padding), and what lies behind is neither read nor written.
+            In a padded batch of a CUDA graph ``query_start_loc`` may end before T: those tokens are nobody's, and what
+            is written to their outputs does not matter.
         max_query_len: the longest query, tokens.
         max_seq_len: the most keys of a request, or any bound above it (the model's length, for CUDA graphs).
         block_table_tensor: int32 ``(B, W)`` on the device, block ids of each request in order, stale behind its last
@@ -82,6 +84,8 @@ class CommonAttentionMetadata:
         Its tokens are those from ``query_start_loc_cpu[first]`` on, and its ``slot_mapping`` is cut likewise (so that
         of cross-attention, which belongs to the encoder's tokens, is to be taken from the whole batch).
         """
+        if first == 0 and last == self.num_reqs:
+            return self
         start, end = int(self.query_start_loc_cpu[first]), int(self.query_start_loc_cpu[last])
         bounds_cpu = self.query_start_loc_cpu[first : last + 1]
         bounds = self.query_start_loc[first : last + 1]
@@ -155,24 +159,26 @@ def split_decodes_and_prefills(
     Raises:
         BatchError: a request that counts as a decode stands behind a prefill; names both.
     """
+    num_reqs, tokens = common.num_reqs, common.num_actual_tokens
+    if not require_uniform and common.max_query_len <= decode_threshold:
+        return Split(num_reqs, 0, tokens, 0)
     lens = common.query_lens_cpu
     is_prefill = lens > decode_threshold
-    if require_uniform and common.num_reqs:
-        is_prefill |= lens != lens[0]
-    num_reqs = common.num_reqs
-    first = int(is_prefill.int().argmax()) if num_reqs else 0
-    if num_reqs and not bool(is_prefill[first]):
-        first = num_reqs
-    behind = lens[first:] <= decode_threshold
-    if not require_uniform and bool(behind.any()):
-        request = first + int(behind.int().argmax())
-        raise BatchError(
-            f"request {request} (query of {int(lens[request])} tokens) is a decode behind request {first} "
-            f"(query of {int(lens[first])} tokens), a prefill: decodes of up to {decode_threshold} tokens come first",
-            hint="order the batch with attn_select.runtime.decodes_first(query_lens, threshold)",
-        )
-    tokens = int(common.query_start_loc_cpu[first])
-    return Split(first, num_reqs - first, tokens, common.num_actual_tokens - tokens)
+    if require_uniform:
+        is_prefill |= lens != lens[:1]
+        first = int(is_prefill.int().argmax()) if bool(is_prefill.any()) else num_reqs
+    else:
+        first = num_reqs - int(is_prefill.sum())
+        if not bool(is_prefill[first:].all()):
+            first = int(is_prefill.int().argmax())
+            request = first + int((~is_prefill[first:]).int().argmax())
+            raise BatchError(
+                f"request {request} (query of {int(lens[request])} tokens) is a decode behind request {first} (query "
+                f"of {int(lens[first])} tokens), a prefill: decodes of up to {decode_threshold} tokens come first",
+                hint="order the batch with attn_select.runtime.decodes_first(query_lens, threshold)",
+            )
+    decode_tokens = int(common.query_start_loc_cpu[first])
+    return Split(first, num_reqs - first, decode_tokens, tokens - decode_tokens)
 
 
 def decodes_first(query_lens: Sequence[int], decode_threshold: int = 1) -> list[int]:

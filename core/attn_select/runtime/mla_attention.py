@@ -6,6 +6,7 @@ prefills decompress keys and values (least arithmetic). ``attn_select.runtime.ml
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,14 +17,16 @@ from attn_select.runtime import checks, ops
 from attn_select.runtime.attention import layer_scales, per_head
 from attn_select.runtime.backend import MLAAttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
+from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
-from attn_select.runtime.mla_group import ContextChunk, MLAAttentionGroup, MLAMetadata
+from attn_select.runtime.mla_context import Spans
+from attn_select.runtime.mla_group import MLAAttentionGroup, MLAMetadata, MLAPart
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
 class MLAAttention(nn.Module):
-    """One MLA layer of a group.
+    """One MLA layer of a group, for inference: no gradient flows through it.
 
     Args:
         group: its kind.
@@ -57,7 +60,18 @@ class MLAAttention(nn.Module):
         self.value_size, self.heads = cast(int, config.v_head_dim), config.num_heads
         self.scale = (self.nope + self.rope) ** -0.5 if scale is None else scale
         self.scales = layer_scales(group, scales)
-        self._dtype = PLAIN_DTYPES[config.dtype]
+        dtype = PLAIN_DTYPES[config.dtype]
+        self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "query": ((self.heads, self.nope + self.rope), dtype),
+            "kv_c_normed": ((self.rank,), dtype),
+            "k_pe": ((self.rope,), dtype),
+            "output": ((self.heads, self.value_size), dtype),
+            "topk_indices": ((config.sparse_top_k or 0,), torch.int32),
+            "output_lse": ((self.heads,), torch.float32),
+        }
+        self._layout = cast(str, group.kv_layout)
+        self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
+        self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
         self._absorb(kv_b_proj)
         options: dict[str, Any] = {
             "scale": self.scale,
@@ -69,16 +83,19 @@ class MLAAttention(nn.Module):
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
-        """Keep the decompressing weight once for prefill, and turned for both sides of decode."""
+        """Keep the decompressing weight, and views of it for both sides of decode."""
         wanted = (self.heads * (self.nope + self.value_size), self.rank)
         if tuple(kv_b_proj.shape) != wanted:
             text = f"kv_b_proj of shape {tuple(kv_b_proj.shape)}: accepted is {wanted}"
             raise ConfigError(text, fields=["kv_b_proj"])
-        weight = kv_b_proj.detach().to(self.group.device, self._dtype)
+        weight = kv_b_proj.detach().to(self.group.device, PLAIN_DTYPES[self.group.config.dtype])
         by_head = weight.view(self.heads, self.nope + self.value_size, self.rank)
         self.register_buffer("kv_b_proj", weight, persistent=False)
-        self.register_buffer("w_uk_t", by_head[:, : self.nope].contiguous(), persistent=False)
-        self.register_buffer("w_uv", by_head[:, self.nope :].transpose(1, 2).contiguous(), persistent=False)
+        w_uv = by_head[:, self.nope :].transpose(1, 2)
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+            w_uv = w_uv.contiguous()  # oneDNN would turn it around at every call, which takes ten times the product
+        self.register_buffer("w_uk_t", by_head[:, : self.nope], persistent=False)
+        self.register_buffer("w_uv", w_uv, persistent=False)
 
     kv_b_proj: Tensor
     """``(num_heads * (P + V), R)``."""
@@ -125,27 +142,24 @@ class MLAAttention(nn.Module):
                 query, kv_c_normed, k_pe, topk_indices, kv_cache, output, self.layer_name
             )
             return output
+        if torch.is_grad_enabled():  # matmuls that write where they are told to have no gradient
+            with torch.no_grad():
+                extras = (output, topk_indices, output_lse)
+                return self.forward(query, kv_c_normed, k_pe, kv_cache, attn_metadata, *extras)
         metadata = attn_metadata or current_metadata(self.group, self.layer_name)
-        self._check(query, kv_c_normed, k_pe, kv_cache, metadata, output, topk_indices)
-        assert kv_c_normed is not None
-        assert k_pe is not None
-        assert kv_cache is not None
-        writer = self.impls.get("decode") or self.impls["prefill"]
-        writer.do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, metadata.slot_mapping)
-        decodes, tokens = metadata.num_decode_tokens, metadata.num_actual_tokens
-        for rows, part, phase in (
-            (slice(0, decodes), metadata.decode, "decode"),
-            (slice(decodes, tokens), metadata.prefill, "prefill"),
-        ):
-            if part is None:
-                continue
-            lse = None if output_lse is None else output_lse[rows]
-            if phase == "decode" or self.group.config.sparse:
-                chosen = None if topk_indices is None else topk_indices[rows]
-                impl = self.impls["decode" if phase == "decode" else "prefill"]
-                self._mqa(impl, query[rows], kv_cache, part, output[rows], lse, chosen)
+        given = (query, kv_c_normed, k_pe, output, topk_indices, output_lse)
+        self._check(metadata, kv_cache, dict(zip(self._accepted, given, strict=True)))
+        kv_c, rope, cache = cast(tuple[Tensor, ...], (kv_c_normed, k_pe, kv_cache))
+        self._write(kv_c, rope, cache, metadata.slot_mapping)
+        for part in metadata.parts:
+            rows = part.rows
+            lse = None if output_lse is None else _rows(output_lse, rows)
+            if part.phase == "decode" or self.group.config.sparse:
+                chosen = None if topk_indices is None else _rows(topk_indices, rows)
+                self._mqa(part, _rows(query, rows), cache, _rows(output, rows), lse, chosen)
             else:
-                self._mha(query[rows], kv_c_normed[rows], k_pe[rows], kv_cache, part, output[rows], lse)
+                own = [_rows(tensor, rows) for tensor in (query, kv_c, rope)]
+                self._mha(part, own, cache, _rows(output, rows), lse)
         return output
 
     def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
@@ -154,102 +168,95 @@ class MLAAttention(nn.Module):
         assert query is not None
         self.forward(query, kv_c_normed, k_pe, kv_cache, None, output, topk_indices)
 
+    def _write(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write the step's latents by the backend that reads them; a group for dense prefill alone has none."""
+        group, tokens = self.group, len(slot_mapping)
+        for phase, impl in self.impls.items():
+            if group.served[phase].context.kv_layout is not None:
+                impl.do_kv_cache_update(self, kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping)
+                return
+        new = (kv_c_normed[:tokens], k_pe[:tokens])
+        ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.scales)
+
+    def _view(self, impl: MLAAttentionImpl, kv_cache: Tensor) -> Tensor:
+        """Return the cache in the backend's blocks."""
+        size = impl.context.block_size
+        if size is None or size == kv_cache.shape[1]:
+            return kv_cache
+        return in_blocks_of(size, kv_cache, self._layout, self.group.config)
+
     def _mqa(
-        self,
-        impl: MLAAttentionImpl,
-        query: Tensor,
-        kv_cache: Tensor,
-        metadata: Any,
-        output: Tensor,
-        output_lse: Tensor | None,
-        topk_indices: Tensor | None,
+        self, part: MLAPart, query: Tensor, kv_cache: Tensor, output: Tensor, *lse_and_indices: Tensor | None
     ) -> None:
-        tokens = query.shape[0]
-        absorbed = query.new_empty(tokens, self.heads, self.rank + self.rope)
-        # (H, T, P) x (H, P, R), written where the kernel reads it.
-        absorbed[..., : self.rank].copy_(
-            torch.bmm(query[..., : self.nope].transpose(0, 1), self.w_uk_t).transpose(0, 1)
-        )
-        absorbed[..., self.rank :].copy_(query[..., self.nope :])
-        latent = query.new_empty(tokens, self.heads, self.rank)
-        impl.forward_mqa(self, absorbed, kv_cache, metadata, latent, output_lse, topk_indices)
-        output.copy_(torch.bmm(latent.transpose(0, 1), self.w_uv).transpose(0, 1))
+        impl = self.impls[part.phase]
+        nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
+        absorbed = query.new_empty(query.shape[0], self.heads, self.rank + self.rope)
+        latent_query, rope_query = absorbed.split_with_sizes([self.rank, self.rope], dim=-1)
+        rope_query.copy_(rope)
+        _project(nope, self.w_uk_t, latent_query, part.spans)
+        latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
+        impl.forward_mqa(self, absorbed, self._view(impl, kv_cache), part.metadata, latent, *lse_and_indices)
+        _project(latent, self.w_uv, output, part.spans)
 
-    def _mha(
-        self,
-        query: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        metadata: Any,
-        output: Tensor,
-        output_lse: Tensor | None,
-    ) -> None:
-        impl = self.impls["prefill"]
-        lse = output_lse
-        if lse is None and metadata.chunks:
+    def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+        group, impl, (query, kv_c, k_pe) = self.group, self.impls[part.phase], own
+        if lse is None and part.chunks:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        impl.forward_mha(self, query, *self._decompressed(kv_c_normed, k_pe), metadata.new, output, lse)
-        for chunk in metadata.chunks:
-            latents = self._gathered(chunk, kv_cache, metadata.block_table)
-            keys, values = self._decompressed(latents[:, : self.rank], latents[:, self.rank :])
-            part = torch.empty_like(output)
-            part_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-            impl.forward_mha(self, query, keys, values, chunk.metadata, part, part_lse)
+        impl.forward_mha(self, query, *self._decompressed(kv_c, k_pe, part.spans), part.metadata, output, lse)
+        for chunk in part.chunks:
             assert lse is not None
-            ops.merge_attn_states(output, part, part_lse, output, lse, lse)
+            where = (chunk.block_table, chunk.starts, chunk.start_loc, chunk.num_tokens, kv_cache.shape[1])
+            ops.gather_cache_mla(kv_cache, group.workspace, *where, group.config, self.scales)
+            kv_c, k_pe = group.workspace[: chunk.num_tokens].split_with_sizes([self.rank, self.rope], dim=1)
+            merged, merged_lse = output[chunk.rows], lse[chunk.rows]
+            some, some_lse = torch.empty_like(merged), torch.empty_like(merged_lse)
+            keys_values = self._decompressed(kv_c, k_pe, chunk.spans)
+            impl.forward_mha(self, query[chunk.rows], *keys_values, chunk.metadata, some, some_lse)
+            del keys_values  # its memory can serve the next chunk
+            ops.merge_attn_states(merged, some, some_lse, merged, merged_lse, merged_lse)
 
-    def _gathered(self, chunk: ContextChunk, kv_cache: Tensor, block_table: Tensor) -> Tensor:
-        """Return a chunk's latents ``(num_tokens, R + Pr)`` in the compute dtype, in the group's workspace."""
-        group = self.group
-        size = group.kernel_block_size or group.block_size
-        assert size is not None
-        ops.gather_cache_mla(
-            kv_cache,
-            group.workspace,
-            block_table,
-            chunk.starts,
-            chunk.start_loc,
-            chunk.num_tokens,
-            size,
-            group.config,
-            self.scales,
-        )
-        return group.workspace[: chunk.num_tokens]
-
-    def _decompressed(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Return keys ``(S, H, P + Pr)`` and values ``(S, H, V)``."""
-        both = torch.nn.functional.linear(kv_c, self.kv_b_proj).view(-1, self.heads, self.nope + self.value_size)
+        both = kv_c.new_empty(kv_c.shape[0], self.kv_b_proj.shape[0])
+        for span in spans:
+            torch.mm(kv_c[span], self.kv_b_proj.t(), out=both[span])
+        both = both.view(-1, self.heads, self.nope + self.value_size)
         keys = both.new_empty(both.shape[0], self.heads, self.nope + self.rope)
         keys[..., : self.nope] = both[..., : self.nope]
         keys[..., self.nope :] = k_pe.unsqueeze(1)
         return keys, both[..., self.nope :]
 
-    def _check(
-        self,
-        query: Tensor,
-        kv_c_normed: Tensor | None,
-        k_pe: Tensor | None,
-        kv_cache: Tensor | None,
-        metadata: MLAMetadata,
-        output: Tensor,
-        topk_indices: Tensor | None,
-    ) -> None:
-        tokens, group = metadata.num_actual_tokens, self.group
-        checks.check_rows("query", query, (self.heads, self.nope + self.rope), self._dtype, tokens)
-        checks.check_rows("output", output, (self.heads, self.value_size), None, tokens)
-        for name, tensor, size in (("kv_c_normed", kv_c_normed, self.rank), ("k_pe", k_pe, self.rope)):
-            if tensor is None:
-                raise BatchError(f"{name} is None: accepted is (at least {tokens} tokens, {size})")
-            checks.check_rows(name, tensor, (size,), self._dtype, tokens)
-        if kv_cache is None:
-            checks.check_cache(kv_cache, group.kv_layout or "", group.config, group.device)
-        top_k = group.config.sparse_top_k
-        if (topk_indices is None) != (top_k is None):
-            seen = "missing" if topk_indices is None else "given"
-            raise BatchError(f"topk_indices {seen}, but sparse_top_k = {top_k}")
-        if topk_indices is not None and top_k is not None:
-            checks.check_rows("topk_indices", topk_indices, (top_k,), torch.int32, tokens)
+    def _check(self, metadata: MLAMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
+        group, tokens, wanted = self.group, metadata.num_actual_tokens, self.group.config.sparse
+        for name, (shape, dtype) in self._accepted.items():
+            tensor = given[name]
+            if name == "topk_indices" and (tensor is not None) != wanted:
+                seen = "missing" if tensor is None else "given"
+                raise BatchError(f"topk_indices {seen}, but sparse_top_k = {group.config.sparse_top_k}")
+            if tensor is not None:
+                if tensor.shape[1:] != shape or tensor.dtype != dtype or tensor.shape[0] < tokens:
+                    checks.check_rows(name, tensor, shape, dtype, tokens)
+            elif name in ("kv_c_normed", "k_pe"):
+                raise BatchError(f"{name} is None: accepted is (at least {tokens} tokens, {shape[0]})")
+        if kv_cache is None or (kv_cache.shape, kv_cache.dtype) != self._cache_seen:
+            checks.check_cache(kv_cache, self._layout, group.config, group.device, cast(int, group.kernel_block_size))
+            assert kv_cache is not None
+            self._cache_seen = kv_cache.shape, kv_cache.dtype  # engines bring the same one every time
+        if self._silent and given["output_lse"] is not None:
+            raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
         if group.checked:
-            named = {"query": query, "kv_c_normed": kv_c_normed, "k_pe": k_pe, "output": output}
-            checks.check_contents(group, self.scales, named, kv_cache, metadata.common)
+            checks.check_contents(group, self.scales, given, kv_cache, metadata.common)
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
+
+
+def _project(tokens: Tensor, weight: Tensor, out: Tensor, spans: Spans) -> None:
+    """Write ``(T, H, D)`` times ``(H, D, E)`` into ``(T, H, E)``, whatever its strides."""
+    left, out = tokens.transpose(0, 1), out.transpose(0, 1)
+    if len(spans) == 1:
+        torch.bmm(left, weight, out=out)
+        return
+    for span in spans:
+        torch.bmm(left[:, span], weight, out=out[:, span])

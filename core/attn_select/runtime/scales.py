@@ -45,9 +45,11 @@ class Scales:
         """
         made: list[tuple[Tensor, float]] = []
         for name, value in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
-            host = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+            # Cloned: a caller that writes to its tensor later would part the device's scale from the host's.
+            host = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
             shapes: list[tuple[int, ...]] = [(), (1,)]
-            if num_kv_heads and name != "q_scale":
+            per_head = num_kv_heads > 0 and name != "q_scale"
+            if per_head and num_kv_heads > 1:
                 shapes.append((num_kv_heads,))
             if tuple(host.shape) not in shapes:
                 accepted = " or ".join(str(shape) for shape in shapes)
@@ -55,10 +57,8 @@ class Scales:
             bad = [number for number in host.flatten().tolist() if not (math.isfinite(number) and number > 0)]
             if bad:
                 raise ConfigError(f"{name} = {bad[0]}: accepted are finite numbers above 0", fields=[name])
-            if host.shape == (1,) and num_kv_heads != 1:
-                host = host.reshape(())
-            if num_kv_heads and name != "q_scale" and host.ndim == 0:
-                host = host.expand(num_kv_heads).contiguous()
+            if host.numel() == 1:
+                host = host.reshape(()).expand(num_kv_heads if per_head else ()).contiguous()
             made.append((host.to(device), float(host.max())))
         (q_t, q_f), (k_t, k_f), (v_t, v_f) = made
         return cls(q_t, k_t, v_t, q_f, k_f, v_f)

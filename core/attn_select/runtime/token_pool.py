@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from attn_select.runtime.batch import to_device
 from attn_select.runtime.block_pool import BlockPool, PoolError, RequestId
 
 
@@ -67,6 +68,8 @@ class ReqToTokenPool:
     def extend(self, request: RequestId, num_tokens: int) -> torch.Tensor:
         """Give a request, new or running, room for ``num_tokens`` tokens in all and write the new slots into its row.
 
+        No device synchronisation.
+
         Returns:
             The new slots, int32 ``(added,)`` on the pool's device: the slot mapping of the tokens to be written.
 
@@ -86,7 +89,7 @@ class ReqToTokenPool:
         added = self.slots.allocate(request, num_tokens)
         if request not in self._rows:
             self._rows[request] = self._free_rows.pop()
-        slots = torch.tensor(added, dtype=torch.int32, device=self.req_to_token.device)
+        slots = to_device(torch.tensor(added, dtype=torch.int32), self.req_to_token.device)
         held = len(self.slots.blocks(request))
         self.req_to_token[self._rows[request], held - len(added) : held] = slots
         return slots

@@ -31,24 +31,32 @@ def _stored(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scatter(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
     """Write ``rows (T, …)`` into ``view (num_blocks, block_size, …)`` at their slots, leaving out slot -1."""
-    block_size = view.shape[1]
-    if view.device.type == "cpu":
-        keep = slot_mapping >= 0
-        if not bool(keep.all()):
-            rows, slot_mapping = rows[keep], slot_mapping[keep]
-    elif len(slot_mapping):
-        # Choosing rows by a mask would wait for the GPU. A row without a slot repeats the write of the first that has
-        # one instead, and where there is none, it writes back what slot 0 holds.
-        keep = slot_mapping >= 0
-        first = keep.int().argmax().reshape(1)
-        target = slot_mapping.index_select(0, first).clamp_min(0)
-        held = view[torch.div(target, block_size, rounding_mode="floor"), target % block_size]
-        any_kept = keep.any().reshape(-1, *[1] * (rows.ndim - 1))
-        instead = torch.where(any_kept, rows.index_select(0, first), held)
-        rows = torch.where(keep.reshape(-1, *[1] * (rows.ndim - 1)), rows, instead)
-        slot_mapping = torch.where(keep, slot_mapping, target)
-    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-    view.index_put_((blocks, slot_mapping % block_size), rows)
+    if len(slot_mapping):
+        made = _kept if view.device.type == "cpu" else _repeated
+        slots, rows = made(view, rows, slot_mapping)
+        view.index_put_(_places(view, slots), rows)
+
+
+def _kept(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the rows that have a slot by a mask: on a GPU, its host would wait for their number."""
+    keep = slot_mapping >= 0
+    return (slot_mapping, rows) if bool(keep.all()) else (slot_mapping[keep], rows[keep])
+
+
+def _repeated(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Let a row without a slot repeat the write of the first that has one; where none has, write back slot 0."""
+    keep = slot_mapping >= 0
+    first = keep.int().argmax().reshape(1)
+    target = slot_mapping.index_select(0, first).clamp_min(0)
+    flags = (-1, *[1] * (rows.ndim - 1))
+    instead = torch.where(keep.any().reshape(flags), rows.index_select(0, first), view[_places(view, target)])
+    return torch.where(keep, slot_mapping, target), torch.where(keep.reshape(flags), rows, instead)
+
+
+def _places(view: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return block and offset of each slot."""
+    size = view.shape[1]
+    return torch.div(slots, size, rounding_mode="floor"), slots % size
 
 
 def _bytes(view: Tensor) -> Tensor:
@@ -139,12 +147,15 @@ def merge_attn_states(
     output_lse: Tensor | None = None,
 ) -> None:
     """As ``ops.merge_attn_states``."""
-    lse = torch.logaddexp(prefix_lse, suffix_lse)
-    finite = lse.masked_fill(lse.isneginf(), 0.0)
-    merged = torch.zeros((), dtype=torch.float32, device=output.device)
+    # Weights relative to the larger LSE are exact to a rounding, however large both are; that of the larger is 1.
+    most = torch.maximum(prefix_lse, suffix_lse)
+    most = most.masked_fill(most.isneginf(), 0.0)
+    merged = total = torch.zeros((), dtype=torch.float32, device=output.device)
     for part, part_lse in ((prefix_output, prefix_lse), (suffix_output, suffix_lse)):
-        weight = torch.exp(part_lse - finite).unsqueeze(-1)
+        weight = torch.exp(part_lse - most)
+        total = total + weight
+        weight = weight.unsqueeze(-1)
         merged = merged + torch.where(weight == 0, 0.0, weight * part.float())
-    output.copy_(merged)
+    output.copy_(merged / total.clamp_min(1.0).unsqueeze(-1))
     if output_lse is not None:
-        output_lse.copy_(lse)
+        output_lse.copy_(most + torch.log(total))

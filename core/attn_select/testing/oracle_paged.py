@@ -228,7 +228,7 @@ def _views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Ten
         k, v = (first[0], first[1]) if layout == FLASH_ATTN_NHD else (first[:, 0], first[:, 1])
         if layout == FLASHINFER_HND:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        views = (k, v[..., :value_size])
+        views = (k[..., :size], v[..., :value_size])
         expected = [(heads, size), (heads, value_size)]
     if [tuple(view.shape[2:]) for view in views] != expected:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in pair)

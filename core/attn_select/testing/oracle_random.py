@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_select.config import AttentionConfig
-from attn_select.layouts import cache_shape
+from attn_select.layouts import FP8_DS_MLA, cache_shape
 from attn_select.testing.oracle import last_positions
 from attn_select.testing.oracle_paged import slot_mapping_reference, write_reference
 from attn_select.testing.oracle_problems import Problem, Request
@@ -87,13 +87,13 @@ def random_problem(
     problem = Problem(
         config=config,
         requests=requests,
-        scale=_softmax_scale(config),
+        scale=softmax_scale(config),
         query=_normal(config, draw, tokens, config.num_heads, config.head_size),
         key=key,
         value=value,
         query_start_loc=starts.int(),
         seq_lens=torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
-        alibi_slopes=_alibi_slopes(config.num_heads) if config.alibi else None,
+        alibi_slopes=alibi_slopes(config.num_heads) if config.alibi else None,
         sinks=_normal(config, draw, config.num_heads) if config.sinks else None,
         mm_prefix_ranges=_ranges(seed, requests) if config.mm_prefix else None,
         k_scale=k_scale,
@@ -121,7 +121,9 @@ def _with_cache(
     slot_mapping = slot_mapping_reference(block_table, positions, block_size, problem.query_start_loc)
 
     shape = [num_blocks if size == "num_blocks" else int(size) for size in cache_shape(layout, config, block_size)]
-    cache = torch.empty(shape, dtype=storage_dtype(config.cache_dtype))
+    # As which fp8_e4m3 may be stored too.
+    dtype = torch.uint8 if layout == FP8_DS_MLA else storage_dtype(config.cache_dtype)
+    cache = torch.empty(shape, dtype=dtype)
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every float format, and in all parts of an fp8_ds_mla token
 
     def write(row: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
@@ -174,12 +176,12 @@ def _key_and_value(config: AttentionConfig, tokens: int, draw: torch.Generator) 
     )
 
 
-def _alibi_slopes(heads: int) -> Tensor:
+def alibi_slopes(heads: int) -> Tensor:
     """Return the paper's slopes for a power of two of heads, as good as any for others; float32 ``(H,)``."""
     return torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
 
 
-def _softmax_scale(config: AttentionConfig) -> float:
+def softmax_scale(config: AttentionConfig) -> float:
     """Return ``width ** -0.5``, with MLA the width of the decompressed form."""
     width = config.head_size
     if config.qk_nope_head_dim is not None and config.qk_rope_head_dim is not None:

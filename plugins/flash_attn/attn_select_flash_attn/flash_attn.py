@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import (
     BackendOptions,
@@ -36,6 +35,9 @@ from attn_select_flash_attn.providers import (
     Kernel,
     candidates_for,
 )
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/flash_attn.py 0.33.0"
 _BOTH = f"{UPSTREAM_FA2}; {UPSTREAM_FA3}"
@@ -241,15 +243,15 @@ def compile_key(config: AttentionConfig) -> object:
     return ("FA2", bucket, config.dtype, causal, config.has_cache)
 
 
-def load() -> NoReturn:
-    """Raise: the runtime is not part of this release.
+def load() -> type[AttentionBackend]:
+    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
 
     Raises:
-        RuntimeMissingError: always.
+        ImportError: torch is not installed.
     """
-    raise RuntimeMissingError(
-        "FLASH_ATTN: this release brings its facts, not its runtime", hint="selection and `attn-select explain` work"
-    )
+    from attn_select_flash_attn.runtime import FlashAttnBackend  # facts are read without torch
+
+    return FlashAttnBackend
 
 
 FLASH_ATTN = BackendSpec(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.layouts import MLA
 from attn_select.spec import (
     BackendOptions,
@@ -34,6 +33,9 @@ from attn_select_flash_attn.providers import (
     Kernel,
     candidates_for,
 )
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla.py 0.33.0"
 _VLLM_PREFILL = "vllm-project/vllm v1/attention/backends/mla/prefill/flash_attn.py 0.33.0"
@@ -197,7 +199,7 @@ def _prefill_plan(
 ) -> BackendPlan:
     qk, v = _prefill_sizes(config)
     notes = candidate.notes
-    if v != qk and not (candidate.kernel.version == 3 and capability == HOPPER and _fa3_takes(qk, v)):
+    if v != qk and not (candidate.kernel.version == 3 and capability == HOPPER and fa3_takes(qk, v)):
         notes = (*notes, f"V is padded from {v} to {qk} columns, as wide as QK")
     return BackendPlan(
         f"{candidate.path} varlen",
@@ -214,21 +216,20 @@ def _prefill_plan(
     )
 
 
-def _fa3_takes(qk: int, v: int) -> bool:
+def fa3_takes(qk: int, v: int) -> bool:
     """Return whether FA3 takes these widths on Hopper without padding (hopper/flash_api.cpp 0251105, mha_fwd)."""
     return v % 8 == 0 and ((128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512))
 
 
-def load() -> NoReturn:
-    """Raise: the runtime is not part of this release.
+def load() -> type[AttentionBackend]:
+    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
 
     Raises:
-        RuntimeMissingError: always.
+        ImportError: torch is not installed.
     """
-    raise RuntimeMissingError(
-        "FLASH_ATTN_MLA: this release brings its facts, not its runtime",
-        hint="selection and `attn-select explain` work",
-    )
+    from attn_select_flash_attn.mla_runtime import FlashAttnMLABackend  # facts are read without torch
+
+    return FlashAttnMLABackend
 
 
 FLASH_ATTN_MLA = BackendSpec(

@@ -1,13 +1,26 @@
-"""Fixtures for the facts of the FlashAttention plugin."""
+"""Fixtures of the FlashAttention plugin's tests."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attn_select.environment import Environment
 from attn_select_flash_attn.providers import LIBRARIES
+
+# Tests are imported one by one, so what they share is put in `sys.modules` by hand.
+for _name in ("emulated", "layers"):
+    _spec = importlib.util.spec_from_file_location(f"flash_attn_{_name}", Path(__file__).with_name(f"{_name}.py"))
+    assert _spec is not None
+    assert _spec.loader is not None
+    if importlib.util.find_spec("torch") is not None:
+        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[_spec.name])
 
 MODULES = {library.distribution: library.module for group in LIBRARIES for library in group}
 
@@ -23,3 +36,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Environment()
 
     return make
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """Return a function that replaces a provider's module with an emulated one, and returns the list of its calls."""
+    torch = pytest.importorskip("torch")
+    from attn_select_flash_attn.provider_adapters import adapter
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors as small as these more of them wait for each other
+    adapter.cache_clear()
+    yield lambda provider: sys.modules["flash_attn_emulated"].install(monkeypatch, provider)
+    adapter.cache_clear()
+    torch.set_num_threads(threads)

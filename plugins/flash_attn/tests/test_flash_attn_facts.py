@@ -12,7 +12,6 @@ from attn_select import gate
 from attn_select.config import AttentionConfig
 from attn_select.device import CPU, Device
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
 from attn_select_flash_attn.plugin import attn_select_register_backends
@@ -83,9 +82,9 @@ def test_kernels_come_from_declared_libraries() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
-def test_load_says_that_the_runtime_is_missing(spec: BackendSpec) -> None:
-    with pytest.raises(RuntimeMissingError, match=rf"^{spec.name}: .*runtime"):
-        spec.load()
+def test_load_returns_the_backend_of_that_name(spec: BackendSpec) -> None:
+    pytest.importorskip("torch")
+    assert spec.load().get_name() == spec.name
 
 
 # --- Version --------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.layouts import MLA
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select_flashmla.providers import (
@@ -25,6 +24,9 @@ from attn_select_flashmla.providers import (
     pinned,
     refuse,
 )
+
+if TYPE_CHECKING:
+    from attn_select_flashmla.runtime import FlashMLABackend
 
 _DENSE = f"{UPSTREAM}/dense_decode.h"
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashmla.py 0.33.0"
@@ -126,15 +128,15 @@ def _plan(kernel: Kernel, config: AttentionConfig, options: FlashMLAOptions) -> 
     )
 
 
-def load() -> NoReturn:
-    """Raise: the runtime is not part of this release.
+def load() -> type[FlashMLABackend]:
+    """Import torch and return the runtime backend; the kernels are imported when a group is made.
 
     Raises:
-        RuntimeMissingError: always.
+        ImportError: torch is not installed.
     """
-    raise RuntimeMissingError(
-        "FLASHMLA: this release brings its facts, not its runtime", hint="selection and `attn-select explain` work"
-    )
+    from attn_select_flashmla.runtime import FlashMLABackend
+
+    return FlashMLABackend
 
 
 FLASHMLA = BackendSpec(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.gate import block_size_reason
 from attn_select.layouts import FP8_DS_MLA, MLA
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
@@ -25,6 +24,9 @@ from attn_select_flashmla.providers import (
     pinned,
     refuse,
 )
+
+if TYPE_CHECKING:
+    from attn_select_flashmla.sparse_runtime import FlashMLASparseBackend
 
 _DECODE = f"{UPSTREAM}/sparse_decode.h"
 _PREFILL = f"{UPSTREAM}/sparse_fwd.h"
@@ -64,6 +66,9 @@ MOST_HEADS = 128
 FEW_HEADS = 32
 """Below this FP8 prefill runs through the decode kernel, as in vLLM (MIN_HEADS_FOR_BF16_PREFILL, 0.33.0)."""
 
+DEQUANTISED = "sparse bf16 over dequantised KV"
+"""The path of a prefill that reads a bfloat16 copy of an FP8 cache."""
+
 _FP8_LAYOUTS, _FP8_BLOCKS = (FP8_DS_MLA,), (64,)
 _BF16_LAYOUTS, _BF16_BLOCKS = (MLA,), (64, 1)
 _ALIAS = "fp8_e4m3 is stored as fp8_ds_mla (656 bytes a token)"
@@ -74,7 +79,7 @@ _PATHS = {
 }
 _FEW = ("sparse FP8", f"below {FEW_HEADS} query heads the decode kernel serves prefill without a bfloat16 copy")
 _MANY = (
-    "sparse bf16 over dequantised KV",
+    DEQUANTISED,
     f"from {FEW_HEADS} query heads on the bfloat16 kernel is worth a copy",
 )
 _WORKSPACE = "prefill gathers and dequantises the context: 1152 bytes a token"
@@ -173,16 +178,15 @@ def _plan(kernel: Kernel, config: AttentionConfig, phase: Phase, fp8: bool) -> B
     )
 
 
-def load() -> NoReturn:
-    """Raise: the runtime is not part of this release.
+def load() -> type[FlashMLASparseBackend]:
+    """Import torch and return the runtime backend; the kernels are imported when a group is made.
 
     Raises:
-        RuntimeMissingError: always.
+        ImportError: torch is not installed.
     """
-    raise RuntimeMissingError(
-        "FLASHMLA_SPARSE: this release brings its facts, not its runtime",
-        hint="selection and `attn-select explain` work",
-    )
+    from attn_select_flashmla.sparse_runtime import FlashMLASparseBackend
+
+    return FlashMLASparseBackend
 
 
 FLASHMLA_SPARSE = BackendSpec(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from attn_select.config import AttentionConfig
 from attn_select.device import Device
-from attn_select.errors import RuntimeMissingError
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
 TORCH = Library("torch", "torch", "pip install torch", ">=2.5")
@@ -48,12 +45,19 @@ def notes(config: AttentionConfig, device: Device) -> tuple[str, ...]:
     return found
 
 
-def no_runtime(name: str) -> NoReturn:
-    """Raise: the runtime of backend ``name`` is not part of this release.
+def takes_varlen(config: AttentionConfig, capability: tuple[int, int] | None) -> bool:
+    """Whether ``torch.nn.attention.varlen`` computes these layers: FlashAttention-2 with windows, without biases.
 
-    Raises:
-        RuntimeMissingError: always.
+    Its limits are in pytorch/pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
-    raise RuntimeMissingError(
-        f"{name}: this release brings its facts, not its runtime", hint="selection and `attn-select explain` work"
+    return (
+        capability is not None
+        and capability >= (8, 0)
+        and config.dtype in ("float16", "bfloat16")
+        and config.head_size % 8 == 0
+        and config.head_size <= 256
+        and config.value_head_size == config.head_size
+        and config.logits_soft_cap is None
+        and not config.alibi
+        and not config.mm_prefix
     )

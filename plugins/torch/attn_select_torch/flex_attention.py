@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -22,8 +22,11 @@ from attn_select.spec import (
     Library,
     Reason,
 )
-from attn_select_torch.common import RAN_ON_CPU, no_runtime
+from attn_select_torch.common import RAN_ON_CPU
 from attn_select_torch.toolchain import compiler_reason
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
 
 TORCH = Library("torch", "torch", "pip install torch", ">=2.9")
 """2.9 has ``AuxRequest``, by which the log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has none)."""
@@ -65,7 +68,7 @@ CAPABILITIES = Capabilities(
 _WHY_CPU = "inductor's C++ template"
 _WHY_GPU = "inductor's Triton template"
 _CPU_COMPILES = "compiles C++ at the first call of each shape class, for a CPU with AVX2"
-_GPU_COMPILES = "compiles at the first call of each head count, head size, dtype and kind of mask"
+_GPU_COMPILES = "compiles at the first call of each head count, head size and dtype"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
 _FIXED_TILES = "batch invariance: tiles of 16 by 16, keys in a request's own order"
 
@@ -109,6 +112,17 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def shared_room(capability: tuple[int, int]) -> int:
+    """Return the bytes of shared memory that one block may have."""
+    return _SHARED_KIB.get(capability, 64 if capability < (8, 0) else 99) * 1024
+
+
+def shared_need(config: AttentionConfig, stages: int) -> int:
+    """Return the bytes that one tile of Q and ``stages`` of K and V take."""
+    k_size, v_size = _padded(config.head_size), _padded(config.value_head_size)
+    return TILE * (k_size + stages * (k_size + v_size)) * BITS[config.dtype] // 8
+
+
 def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: tuple[int, int]) -> list[Reason]:
     found: list[Reason] = []
     if not environment.has(TRITON):
@@ -128,8 +142,7 @@ def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: 
     if v_size < least and config.v_head_size is not None:
         message = f"V head size {v_size} on a GPU (supported: {least} and up)"
         found.append(Reason("v-head-size", message, v_size, f"{least} and up"))
-    room = _SHARED_KIB.get(capability, 64 if old else 99) * 1024
-    need = TILE * (2 * _padded(k_size) + _padded(v_size)) * BITS[config.dtype] // 8
+    room, need = shared_room(capability), shared_need(config, 1)
     if need > room:
         sizes = f"head size {k_size}" if k_size == v_size else f"head sizes {k_size} and {v_size}"
         message = f"{sizes} in {config.dtype}: tiles of {need} bytes (supported: {room} bytes of shared memory)"
@@ -167,8 +180,11 @@ def plan(
 
 
 def compile_key(config: AttentionConfig) -> object:
-    """Group layers that share one compilation: head counts and sizes are static (flex_attention.py v2.13.0)."""
-    causal = config.attn_type == "decoder" and not config.non_causal
+    """Group layers that share one compilation: head counts and sizes are static (flex_attention.py v2.13.0).
+
+    Causality, windows and lengths are numbers that the mask reads; only image ranges, and the way from a place in the
+    cache to a position, are code.
+    """
     return (
         config.num_heads,
         config.num_kv_heads,
@@ -176,16 +192,16 @@ def compile_key(config: AttentionConfig) -> object:
         config.value_head_size,
         config.dtype,
         config.cache_dtype,
-        config.block_size,
-        causal,
-        config.sliding_window is not None,
+        config.has_cache,
         config.mm_prefix,
     )
 
 
-def load() -> NoReturn:
-    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
-    no_runtime("FLEX_ATTENTION")
+def load() -> type[AttentionBackend]:
+    """Return the backend's class; imports torch."""
+    from attn_select_torch.flex_runtime import FlexBackend  # facts are read without torch
+
+    return FlexBackend
 
 
 FLEX_ATTENTION = BackendSpec(

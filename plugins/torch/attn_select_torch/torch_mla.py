@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -18,9 +18,11 @@ from attn_select_torch.common import (
     OWN,
     PER_REQUEST,
     TORCH,
-    no_runtime,
     notes,
 )
+
+if TYPE_CHECKING:
+    from attn_select_torch.mla_runtime import TorchMLABackend
 
 
 def _capabilities(reads_cache: bool) -> Capabilities:
@@ -65,9 +67,11 @@ def plan(
     return BackendPlan("latent", _DECODE, config.dtype, True, (MLA,), ANY_BLOCK, "NEVER", 0, 1, None, (*said, _GATHER))
 
 
-def load() -> NoReturn:
-    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
-    no_runtime("TORCH_MLA")
+def load() -> type[TorchMLABackend]:
+    """Import torch and return the runtime backend."""
+    from attn_select_torch.mla_runtime import TorchMLABackend
+
+    return TorchMLABackend
 
 
 TORCH_MLA = BackendSpec(

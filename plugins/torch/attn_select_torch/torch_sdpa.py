@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -19,9 +19,12 @@ from attn_select_torch.common import (
     PER_REQUEST,
     RAN_ON_CPU,
     TORCH,
-    no_runtime,
     notes,
+    takes_varlen,
 )
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
 
 CAPABILITIES = Capabilities(
     compute_capabilities=EVERY_DEVICE,
@@ -35,11 +38,11 @@ CAPABILITIES = Capabilities(
     sliding_window=Fact(True, MASKED),
     logits_soft_cap=Fact(True, f"{OWN}: matmul, tanh, softmax, matmul"),
     alibi=Fact(True, MASKED),
-    sinks=Fact(True, f"{OWN}: one more column of scores, its value zero"),
+    sinks=Fact(True, f"{OWN}: the output is weighed by the log-sum-exp and the sink"),
     mm_prefix=Fact(True, MASKED),
     non_causal=Fact(True, MASKED),
     batch_invariant=Fact(True, PER_REQUEST),
-    per_head_quant_scales=Fact(True, f"{OWN}: the gathered blocks are multiplied by any broadcastable scale"),
+    per_head_quant_scales=Fact(True, f"{OWN}: the query is multiplied by K's scales and the output by V's"),
     output_quantizations=Fact((), "pytorch/pytorch torch/nn/functional.py v2.13.0: no output scale"),
     decode_context_parallel=Fact(True, f"{OWN}: the scores are there to take the log-sum-exp of, positions are free"),
 )
@@ -48,27 +51,43 @@ LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 """Gathered through strides. The classic layout splits the head dimension of K, which a gather would have to undo."""
 
 _SDPA = "scaled_dot_product_attention"
+_VARLEN = "varlen_attn"
 _EXPLICIT = "matmul and softmax"
 _PLAIN = "torch's fused kernels take the whole layer"
-_MASKED = "windows, slopes, image ranges and sinks go in as an additive mask"
+_PACKED = "torch's FlashAttention takes the packed batch"
+_MASKED = "windows, slopes and image ranges go in as an additive mask"
 _SOFT_CAP = "scaled_dot_product_attention has no soft cap"
-_LSE = "scaled_dot_product_attention returns no log-sum-exp, which decode context parallelism merges"
+_LSE = "scaled_dot_product_attention returns no log-sum-exp on a GPU, which decode context parallelism merges"
 _GATHER = "copies the keys and values it reads out of the cache at each call; nothing is reserved"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
+_OR_SDPA = "scaled_dot_product_attention instead where the installed torch's varlen_attn takes no window"
+_FLOAT32 = "computes in float32: this dtype has no fast kernels on a CPU"
+
+
+def _path(config: AttentionConfig, capability: tuple[int, int] | None) -> tuple[str, str]:
+    """Return what attends, and why."""
+    if config.logits_soft_cap is not None:
+        return _EXPLICIT, _SOFT_CAP
+    if takes_varlen(config, capability):
+        return _VARLEN, _PACKED
+    if capability is not None and config.decode_context_parallel_size > 1:
+        return _EXPLICIT, _LSE
+    if config.sliding_window is not None or config.alibi or config.mm_prefix:
+        return _SDPA, _MASKED
+    return _SDPA, _PLAIN
 
 
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the plan; plain capabilities say everything that speaks against it."""
-    path, because = _SDPA, _PLAIN
-    if config.logits_soft_cap is not None:
-        path, because = _EXPLICIT, _SOFT_CAP
-    elif config.decode_context_parallel_size > 1:
-        path, because = _EXPLICIT, _LSE
-    elif config.sliding_window is not None or config.alibi or config.sinks or config.mm_prefix:
-        because = _MASKED
+    capability = device.compute_capability
+    path, because = _path(config, capability)
     said = notes(config, device)
+    if path == _VARLEN:
+        said = (*said, _OR_SDPA)
+    if capability is None and config.dtype == "float16":
+        said = (*said, _FLOAT32)
     if not config.has_cache:
         return BackendPlan(path, because, config.dtype, True, (), (), "NEVER", 0, 1, None, said)
     said = (*said, _GATHER)
@@ -78,9 +97,11 @@ def plan(
     return BackendPlan(path, because, config.dtype, True, LAYOUTS, ANY_BLOCK, "NEVER", 0, 1, None, said)
 
 
-def load() -> NoReturn:
-    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
-    no_runtime("TORCH_SDPA")
+def load() -> type[AttentionBackend]:
+    """Return the backend's class; imports torch."""
+    from attn_select_torch.sdpa_runtime import SDPABackend  # facts are read without torch
+
+    return SDPABackend
 
 
 TORCH_SDPA = BackendSpec(

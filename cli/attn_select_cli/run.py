@@ -1,0 +1,178 @@
+"""``attn-select run``: one layer of a model serves requests on this machine, and every output is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attn_select_cli.layer_options import build_report, run_options
+
+if TYPE_CHECKING:
+    from attn_select.render import Line
+    from attn_select.report import LayerReport
+    from attn_select.testing.serving import Served, Workload
+
+EPILOG = """\b
+Examples:
+  attn-select run --model llama-3-8b
+  attn-select run --model deepseek-v3 --requests 2 --prompt-tokens 128
+  attn-select run --model gemma-3-27b --layer sliding_attention --kv-cache-dtype fp8
+  attn-select run --model llama-3-8b --backend TORCH_SDPA --json
+  attn-select run --num-heads 8 --num-kv-heads 2 --head-size 64 --prompt-tokens 1000 --max-num-batched-tokens 256
+
+Queries, keys and values are random. The reference is float64; an error is relative, in the Euclidean norm: of all
+outputs of a step together, and of the worst row (one head of one token).
+Exit code: 0 every error is within its bound, 1 one is not or a layer has no backend, 2 wrong input, 3 a bug.
+"""
+
+
+def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
+    return click.option(name, type=int, default=default, show_default=True, metavar="N", help=text)
+
+
+@click.command("run", epilog=EPILOG)
+@run_options
+@click.option("--layer", "layer", metavar="KIND", help="Run only this kind of the model's layers [default: each].")
+@_count("--requests", 4, "Requests in the batch.")
+@_count("--prompt-tokens", 256, "Length of the longest prompt; the others have half of it or more.")
+@_count("--decode-steps", 16, "Tokens generated per request.")
+@_count("--max-num-batched-tokens", 192, "Tokens of one step: longer prompts are prefilled in chunks.")
+@_count("--seed", 0, "Of everything that is random.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
+def command(layer: str | None, as_json: bool, **options: Any) -> int:
+    """Run one attention layer of a model here, chunked prefill and decode on a paged cache, checked against float64."""
+    from attn_select_cli.output import print_json, print_lines
+
+    report = build_report({**options, "gpu": "auto"})
+    chosen = _chosen(report.layers, layer)
+    for one in chosen:
+        one.selection.require()
+    serve, workload = _serving(options)
+    served = []
+    for one in chosen:
+        tokens = sum(workload.prompts()) + workload.num_requests * workload.decode_steps
+        with _progress(one.kind, tokens) as advance:
+            served.append((one, serve(one.selection, workload, advance)))
+    ok = all(outcome.ok for _, outcome in served)
+    if as_json:
+        document = report.to_dict()
+        document["layers"] = [
+            {"kind": one.kind, "count": one.count, **_to_dict(one, outcome)} for one, outcome in served
+        ]
+        print_json({**document, "ok": ok, "workload": _workload_dict(workload)})
+    else:
+        lines = report.head_lines()
+        for one, outcome in served:
+            lines += [[], *_lines(one, outcome, workload)]
+        print_lines(lines)
+    return 0 if ok else 1
+
+
+def _chosen(layers: Any, kind: str | None) -> list[LayerReport]:
+    from attn_select.errors import UnknownNameError
+
+    if kind is not None and kind not in [one.kind for one in layers]:
+        raise UnknownNameError("layer kind", kind, [one.kind for one in layers])
+    return [one for one in layers if kind in (None, one.kind)]
+
+
+def _serving(options: dict[str, Any]) -> tuple[Any, Workload]:
+    """Import the runtime, which needs torch, and read the workload."""
+    from attn_select.errors import RuntimeMissingError
+
+    try:
+        from attn_select.testing.serving import Workload, serve
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        raise RuntimeMissingError(
+            "running a layer needs torch, which is not installed", hint="pip install torch"
+        ) from None
+    names = ("prompt_tokens", "decode_steps", "max_num_batched_tokens", "seed")
+    return serve, Workload(num_requests=options["requests"], **{name: options[name] for name in names})
+
+
+def _progress(kind: str, tokens: int) -> Any:
+    """Return a context that shows a bar on a terminal's stderr and gives the function that advances it."""
+    import sys
+    from contextlib import contextmanager
+
+    @contextmanager
+    def bar() -> Any:
+        if not sys.stderr.isatty():
+            yield None
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(f"{kind}: checking {tokens} tokens", total=tokens)
+            yield lambda done: progress.advance(task, done)
+
+    return bar()
+
+
+def _lines(one: LayerReport, served: Served, workload: Workload) -> list[Line]:
+    from attn_select.render import byte_text, plan_lines
+    from attn_select_cli.output import table_lines
+
+    lines = plan_lines(one.selection, one.kind, one.count)
+    if served.cache_shape is not None:
+        size = f"{served.num_blocks} blocks, {byte_text(served.cache_bytes)} for one layer"
+        lines.append([("  allocated        ", "dim"), (size, "")])
+    prompts, steps = served.prompts, workload.decode_steps if one.selection.config.has_cache else 0
+    work = f"  {len(prompts)} requests of {min(prompts)} to {max(prompts)} prompt tokens"
+    work += (
+        f", then {steps} decode steps each; at most {workload.max_num_batched_tokens} tokens a step" if steps else ""
+    )
+    lines += [[], [(work, "")]]
+    header = ["  steps", "number", "tokens", "ms a step", "us a token", "error", "worst row", "verdict"]
+    rows = []
+    for kind in served.kinds:
+        good = kind.error.norm <= served.bound.norm and kind.error.row <= served.bound.row
+        rows.append(
+            [
+                f"  {kind.name}",
+                str(kind.steps),
+                str(kind.tokens),
+                f"{kind.seconds / kind.steps * 1e3:.2f}",
+                f"{kind.seconds / kind.tokens * 1e6:.1f}",
+                f"{kind.error.norm:.1e}",
+                f"{kind.error.row:.1e}",
+                "within" if good else "ABOVE",
+            ]
+        )
+    bound = ["  bound", "", "", "", "", f"{served.bound.norm:.1e}", f"{served.bound.row:.1e}", served.bound.because]
+    return lines + table_lines(header, [*rows, bound])
+
+
+def _to_dict(one: LayerReport, served: Served) -> dict[str, Any]:
+    return {
+        **one.selection.to_dict(),
+        "run": {
+            "ok": served.ok,
+            "prompts": served.prompts,
+            "num_blocks": served.num_blocks,
+            "cache_shape": None if served.cache_shape is None else list(served.cache_shape),
+            "cache_bytes": served.cache_bytes,
+            "bound": {"norm": served.bound.norm, "row": served.bound.row, "because": served.bound.because},
+            "steps": [
+                {
+                    "kind": kind.name,
+                    "steps": kind.steps,
+                    "tokens": kind.tokens,
+                    "seconds": kind.seconds,
+                    "error": {"norm": kind.error.norm, "row": kind.error.row},
+                }
+                for kind in served.kinds
+            ],
+        },
+    }
+
+
+def _workload_dict(workload: Workload) -> dict[str, int]:
+    from dataclasses import asdict
+
+    return asdict(workload)

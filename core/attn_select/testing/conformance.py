@@ -1,0 +1,271 @@
+"""``BackendConformance``: a pytest class that holds a backend to what its spec declares.
+
+    from attn_select.testing import BackendConformance
+
+    class TestAcme(BackendConformance):
+        spec = ACME_ATTN
+
+Each configuration is one test. The gate must refuse what is not declared, for that reason, and may refuse what is
+declared only through ``plan``, with a reason. What it accepts runs on this machine and is compared with the float64
+oracle; what this machine cannot run is skipped in the gate's own words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, NoReturn
+
+import pytest
+import torch
+
+from attn_select import detection
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import CPU, Device, known_gpus, lookup
+from attn_select.environment import Environment
+from attn_select.errors import RuntimeMissingError
+from attn_select.selector import environment_for
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec
+from attn_select.spec_check import problems_of
+from attn_select.testing import conformance_gate as gate
+from attn_select.testing import error_bounds
+from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
+from attn_select.testing.conformance_run import Rig, Terms
+
+
+class BackendConformance:
+    """Subclass it in a test file, with a name that starts with ``Test``, and set ``spec``.
+
+    Attributes:
+        spec: the backend.
+        seed: of everything drawn; a failure prints it with the configuration's number.
+        num_configs: configurations to draw, two of five from outside the declared capabilities.
+        max_compile_keys: distinct ``spec.compile_key`` values to run. Most configurations beyond are brought to one
+            of them, the others are judged and not run.
+        heads: ``(num_heads, num_kv_heads)`` to draw from.
+        device: where tensors live; None: ``cuda`` if there is one, else ``cpu``.
+        gate_device: what the gate judges for, a ``Device`` or its name; None: the machine's own. With a name such as
+            ``h100`` and ``device = "cpu"`` an emulated kernel runs anywhere.
+        environment: the libraries to judge by; None: this machine's, or all with a ``gate_device`` that is not here.
+        options: the ``[backends.NAME]`` table.
+        nan_tail_safe: slots behind a sequence's end in its last block may hold NaN; else they hold large numbers.
+        rows_without_keys: a request without keys (padding of a CUDA graph) gives output 0 and LSE -inf.
+        exact_alibi_lse: with ALiBi the LSE is that of ``slope * -distance``; False: it has row constants of its own
+            and is not compared.
+        fp8_cache_steps: FP8 numbers that a written one may be off (1 where the scale's inverse is multiplied with).
+    """
+
+    spec: ClassVar[BackendSpec]
+    seed: ClassVar[int] = 0
+    num_configs: ClassVar[int] = 200
+    max_compile_keys: ClassVar[int] = 12
+    heads: ClassVar[Heads] = ((1, 1), (4, 4), (4, 2), (8, 1), (14, 2))
+    device: ClassVar[str | None] = None
+    gate_device: ClassVar[Device | str | None] = None
+    environment: ClassVar[Environment | None] = None
+    options: ClassVar[Mapping[str, Any]] = {}
+    nan_tail_safe: ClassVar[bool] = False
+    rows_without_keys: ClassVar[bool] = True
+    exact_alibi_lse: ClassVar[bool] = True
+    fp8_cache_steps: ClassVar[int] = 0
+
+    def error_bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> error_bounds.ErrorBound:
+        """Return the errors that are accepted; override it for a path that needs other bounds, and say why there."""
+        return error_bounds.error_bound(config, plans)
+
+    def kernel_accepts(self, config: AttentionConfig, phase: Phase) -> bool | None:
+        """Return what the kernel itself says to a configuration on this machine; None: it cannot be asked."""
+        return None
+
+    def test_spec_is_sound(self) -> None:
+        """The registry would take it."""
+        assert problems_of(self.spec) == []
+
+    def test_other_devices_are_refused(self) -> None:
+        """On a device that is not declared every phase is refused for that."""
+        for phase, capabilities in self.spec.capabilities.items():
+            config = next(case.config for case in self._cases() if phase in case.config.phases)
+            for device in (CPU, *known_gpus().values()):
+                if not capabilities.compute_capabilities.value.accepts(device.compute_capability):
+                    found = gate.outcomes(self.spec, config, device, gate.ASSUMED, self._options())[phase]
+                    assert "compute-capability" in gate.codes(found), f"{phase} on {device.name}: {found}"
+
+    def test_config(self, index: int) -> None:
+        """The gate is right about one configuration, and what it accepts gives the oracle's results."""
+        case = self._cases()[index]
+        with self._named(case):
+            found, lacking = self._judge(case)
+            gate.check_outcomes(self.spec, case, found)
+            plans = gate.plans_of(found)
+            self._tally["accepted" if plans else "rejected"] += 1
+            if lacking is None:
+                for phase, outcome in found.items():
+                    gate.check_kernel(phase, outcome, self.kernel_accepts(case.config, phase))
+            if plans:
+                why = lacking or self._not_run(case.config)
+                if why is not None:
+                    self._skip(why)
+                self._run(case, plans)
+                self._tally["run"] += 1
+
+    # What happened so far, per subclass.
+    _tally: ClassVar[Counter[str]]
+    _skipped: ClassVar[Counter[str]]
+    _drawn: ClassVar[list[Case]]
+    _compiled: ClassVar[dict[object, AttentionConfig]]
+    _threads: ClassVar[int]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make each configuration a test, and see to the summary."""
+        if "index" in metafunc.fixturenames:
+            metafunc.parametrize("index", range(self.num_configs))
+            manager = metafunc.config.pluginmanager
+            summary: Any = manager.get_plugin(_Summary.name)
+            if summary is None:
+                manager.register(summary := _Summary(), _Summary.name)
+            summary.suites[type(self)] = None
+
+    @classmethod
+    def setup_class(cls) -> None:
+        """Begin to count. On tensors as tiny as these more threads only wait for each other."""
+        cls._tally, cls._skipped = Counter(), Counter()
+        cls._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """Give the threads back."""
+        torch.set_num_threads(cls._threads)
+
+    def _options(self) -> BackendOptions:
+        return self.spec.options(**self.options)
+
+    def _place(self) -> tuple[torch.device, Device, Environment]:
+        """Return where tensors live, and what the gate judges for."""
+        here = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = self.gate_device or (CPU if here.type == "cpu" else detection.detect_device().device)
+        device = lookup(device) if isinstance(device, str) else device
+        return here, device, self.environment or environment_for(device)
+
+    def _here(self, config: AttentionConfig) -> gate.Outcomes:
+        return gate.outcomes(self.spec, config, *self._place()[1:], self._options())
+
+    def _judge(self, case: Case) -> tuple[gate.Outcomes, str | None]:
+        """Return the gate's answers, and what this machine lacks if they are for another one."""
+        found = self._here(case.config)
+        if gate.plans_of(found):
+            return found, None
+        device = self._place()[1]
+        taken = self.spec.capabilities[case.phase].compute_capabilities.value
+        if not taken.accepts(device.compute_capability):
+            others = [gpu for gpu in known_gpus().values() if taken.accepts(gpu.compute_capability)]
+            device = others[case.index % len(others)] if others else CPU
+        elsewhere = gate.outcomes(self.spec, case.config, device, gate.ASSUMED, self._options())
+        missing = [found[phase] for phase in gate.plans_of(elsewhere)]
+        if not missing:
+            return found, None
+        reasons = [reason for outcome in missing if isinstance(outcome, list) for reason in outcome]
+        return elsewhere, "; ".join(dict.fromkeys(reason.message for reason in reasons))
+
+    def _cases(self) -> list[Case]:
+        """Draw all configurations, once, and keep the number of compilations down."""
+        cls = type(self)
+        if "_drawn" not in cls.__dict__:
+            cls._compiled = {}
+            drawn = (draw_case(self.spec, self.seed, index, self.heads) for index in range(self.num_configs))
+            cls._drawn = [self._with_few_keys(case) for case in drawn]
+        return cls._drawn
+
+    def _with_few_keys(self, case: Case) -> Case:
+        known, key = self._compiled, self.spec.compile_key(case.config)
+        if key in known or case.changed is not None or not gate.plans_of(self._here(case.config)):
+            return case
+        if len(known) < self.max_compile_keys:
+            known[key] = case.config
+        elif case.index % 4:
+            near = with_known_key(self.spec, self.seed, case, [*known.values()][case.index % len(known)])
+            declared = case.phase in near.phases and not gate.undeclared(self.spec, case.phase, near)
+            if declared and gate.plans_of(self._here(near)):
+                return replace(case, config=near)
+        return case
+
+    def _not_run(self, config: AttentionConfig) -> str | None:
+        """Return why an accepted configuration is not run, or None."""
+        if self.spec.compile_key(config) not in self._compiled:
+            return f"its compile key is beyond max_compile_keys = {self.max_compile_keys}"
+        if config.decode_context_parallel_size > 1:
+            return "decode context parallelism needs several processes"
+        if config.cache_dtype == "nvfp4" or config.output_quantization == "fp4":
+            return "the oracle has no FP4"
+        return None
+
+    def _run(self, case: Case, plans: Mapping[Phase, BackendPlan]) -> None:
+        """Run all phases together where they share a cache, else each by itself."""
+        __tracebackhide__ = True
+        here, device, environment = self._place()
+        selection = gate.selection_for(
+            self.spec, plans, case.config, device, environment, self._options(), layout_choice=case.index
+        )
+        if selection is None:
+            for phase, plan in plans.items():
+                self._run(case, {phase: plan})
+            return
+        terms = Terms(
+            self.error_bound, self.nan_tail_safe, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps
+        )
+        seed = 1000 * self.seed + case.index
+        try:
+            rig = Rig(selection, here, seed, terms)
+        except RuntimeMissingError as missing:
+            self._skip(missing.message)
+        self._tally["batches"] += rig.check_batches()
+        if here.type == "cuda" and rig.can_capture:
+            self._tally["replays"] += Rig(selection, here, seed, terms, cuda_graphs=True).check_graphs()
+
+    def _skip(self, why: str) -> NoReturn:
+        self._skipped[why] += 1
+        pytest.skip(why)
+
+    @contextmanager
+    def _named(self, case: Case) -> Iterator[None]:
+        """Add to whatever goes wrong which configuration it is, ready to be pasted."""
+        try:
+            yield
+        except Exception as error:
+            kind = f"outside in {case.changed}" if case.changed else "inside"
+            where = f"{self.spec.name}, seed {self.seed}, index {case.index}, drawn for {case.phase}, {kind}"
+            error.add_note(f"{where}:\n{config_text(case.config)}")
+            self._tally["failed"] += 1
+            raise
+
+    @classmethod
+    def summary(cls) -> list[str]:
+        """Return what became of the configurations, as lines; none where no test ran."""
+        tally: Counter[str] = cls.__dict__.get("_tally", Counter())
+        drawn = tally["accepted"] + tally["rejected"]
+        if not drawn:
+            return []
+        runs = f"{tally['run']} run ({tally['batches']} batches, {tally['replays']} graph replays)"
+        line = (
+            f"{cls.__name__} ({cls.spec.name}): {drawn} configurations of seed {cls.seed}: {tally['accepted']} accepted"
+        )
+        line += f", {tally['rejected']} rejected, {runs}, {tally['failed']} failed, {cls._skipped.total()} skipped"
+        return [line, *(f"  {count} skipped: {why}" for why, count in cls._skipped.most_common())]
+
+
+class _Summary:
+    """Prints every suite's counts at the end of the session."""
+
+    name = "attn-select-conformance"
+
+    def __init__(self) -> None:
+        self.suites: dict[type[BackendConformance], None] = {}
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        lines = [line for suite in self.suites for line in suite.summary()]
+        if lines:
+            terminalreporter.section("attention backends held to their specs")
+            for line in lines:
+                terminalreporter.write_line(line)

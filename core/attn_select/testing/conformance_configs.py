@@ -1,0 +1,232 @@
+"""Configurations to hold a backend to: from inside its declared capabilities, and from just outside them.
+
+Outside means that one question of a configuration from inside is changed to a value that is not declared. Everything is
+drawn from a seed. Sizes are small: what breaks in kernels breaks at edges, not at scale.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from attn_select.config import AttentionConfig, AttentionType, Phase
+from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, OUTPUT_QUANTIZATIONS, is_quantized
+from attn_select.errors import ConfigError
+from attn_select.spec import BackendSpec, Capabilities
+
+Fields = dict[str, Any]
+Heads = Sequence[tuple[int, int]]
+"""``(num_heads, num_kv_heads)`` to choose from; MLA takes the first of each."""
+
+_SIZES = (1, 7, 16, 32, 40, 64, 80, 96, 112, 128, 192, 256, 512)
+_MLA_DIMS = (
+    (512, 128, 64, 128),
+    (512, 192, 64, 256),
+    (256, 64, 64, 64),
+    (64, 32, 16, 32),
+    (40, 24, 8, 16),
+    (3, 5, 2, 4),
+)
+"""In the order of ``_MLA_FIELDS``: DeepSeek-V3's first."""
+_MLA_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MLA = dict(zip(_MLA_FIELDS, _MLA_DIMS[0], strict=True))
+_SWITCHES = ("alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant", "per_head_quant_scales")
+_CODES = {
+    "decode_context_parallel_size": "decode-context-parallel",
+    "num_speculative_tokens": "speculative-tokens",
+    "kv_lora_rank": "head-size",
+}
+"""Reason codes that are not the field's own name."""
+_MOST_TRIES = 1000
+
+
+@dataclass(slots=True)
+class Case:
+    """One configuration to hold a backend to.
+
+    Attributes:
+        index: its number; with the suite's seed it gives the same configuration again.
+        config: what is asked for.
+        phase: the phase whose capabilities it was drawn from.
+        changed: the question that was changed to something not declared; None: all of it is declared.
+        code: of the reason that must then be among those against this phase.
+    """
+
+    index: int
+    config: AttentionConfig
+    phase: Phase
+    changed: str | None = None
+    code: str | None = None
+
+
+def config_text(config: AttentionConfig) -> str:
+    """Return the Python expression that makes ``config``."""
+    given = config.model_dump(exclude_defaults=True)
+    return f"AttentionConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
+    """Draw configuration ``index`` of a seed; two of five are from outside where there is an outside."""
+    rng = random.Random(f"{spec.name} {seed} {index}")
+    phase: Phase = rng.choice(list(spec.capabilities))
+    capabilities = spec.capabilities[phase]
+    config = _inside(rng, capabilities, heads, phase)
+    if index % 5 in (1, 3):
+        changes: dict[tuple[str, str], list[AttentionConfig]] = {}
+        for changed, code, fields in _changes(capabilities, config):
+            if (outside := _made(fields)) is not None and phase in outside.phases:
+                changes.setdefault((changed, code), []).append(outside)
+        if changes:
+            question = rng.choice(list(changes))
+            return Case(index, rng.choice(changes[question]), phase, *question)
+    return Case(index, config, phase)
+
+
+def with_known_key(spec: BackendSpec, seed: int, case: Case, known: AttentionConfig) -> AttentionConfig:
+    """Return ``known`` with as much of the case's configuration as leaves its ``compile_key`` the same."""
+    rng = random.Random(f"{spec.name} {seed} {case.index} key")
+    compiled, wanted = spec.compile_key(known), _fields(case.config)
+    names = sorted({*_fields(known), *wanted})
+    for name in rng.sample(names, len(names)):
+        fields = _fields(known)
+        fields.pop(name, None)
+        config = _made(fields | {name: wanted[name]} if name in wanted else fields)
+        if config is not None and spec.compile_key(config) == compiled:
+            known = config
+    return known
+
+
+def _fields(config: AttentionConfig) -> Fields:
+    """Return what a configuration was made of, without what MLA fills in."""
+    fields = config.model_dump(exclude_defaults=True)
+    for name in ("head_size", "num_kv_heads") if config.mla else ():
+        fields.pop(name, None)
+    return fields
+
+
+def _made(fields: Fields) -> AttentionConfig | None:
+    try:
+        return AttentionConfig(**fields)
+    except ConfigError:  # two fields contradict each other
+        return None
+
+
+def _cache_dtypes(capabilities: Capabilities, dtype: str, sparse: bool) -> list[str]:
+    """Return what may be asked of a cache beside ``dtype``."""
+    listed, mixed = capabilities.kv_cache_dtypes.value, capabilities.mixed_kv_cache_dtype.value
+    found = [d for d in listed if d == dtype or mixed or is_quantized(d)]
+    found = [d for d in found if d != "fp8_ds_mla" or sparse]
+    return [*["auto"] * len(found), *found] if dtype in listed else found
+
+
+def _sizes(capabilities: Capabilities) -> list[int]:
+    """Return the head sizes to draw from: the declared ones, or those at the ends of a range and some between."""
+    sizes = capabilities.head_sizes.value
+    ends = {sizes.minimum, sizes.maximum} if sizes.maximum <= 1024 else {sizes.minimum}
+    return list(sizes.values) or sorted(size for size in {*_SIZES, *ends} if sizes.accepts(size))
+
+
+def _inside(rng: random.Random, capabilities: Capabilities, heads: Heads, phase: Phase) -> AttentionConfig:
+    """Draw a configuration that has this phase and of which every question is declared."""
+    for _ in range(_MOST_TRIES):
+        config = _made(_inside_fields(rng, capabilities, heads))
+        if config is not None and phase in config.phases:
+            return config
+    raise ValueError(f"the declared capabilities gave no valid configuration with {phase} in {_MOST_TRIES} tries")
+
+
+def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads) -> Fields:
+    """Draw fields that are declared one by one; they may contradict each other."""
+    num_heads, num_kv_heads = rng.choice(heads)
+    fields: Fields = {"num_heads": num_heads, "dtype": rng.choice(capabilities.dtypes.value)}
+    if capabilities.mla:
+        dims = [d for d in _MLA_DIMS if capabilities.head_sizes.value.accepts(d[0] + d[2])]
+        fields |= zip(_MLA_FIELDS, rng.choice(dims or _MLA_DIMS), strict=True)
+        if capabilities.sparse:
+            fields["sparse_top_k"] = rng.choice((64, 128))
+    else:
+        sizes = _sizes(capabilities)
+        fields |= {"num_kv_heads": num_kv_heads, "head_size": rng.choice(sizes)}
+        if capabilities.v_head_size_differs.value and rng.random() < 0.2:
+            fields["v_head_size"] = rng.choice(sizes)
+        if rng.random() < 0.3:
+            fields["attn_type"] = rng.choice(capabilities.attn_types.value)
+    encoder = fields.get("attn_type") in ("encoder", "encoder_only")
+    if not encoder and (stored := _cache_dtypes(capabilities, fields["dtype"], capabilities.sparse)):
+        fields["kv_cache_dtype"] = rng.choice(stored)
+    if rng.random() < 0.6:
+        fields["block_size"] = rng.choice(capabilities.block_sizes.value or (16,)) * rng.choice((1, 2, 3))
+    some: Fields = {
+        "sliding_window": rng.choice((1, 5, 16, 33, 100)),
+        "logits_soft_cap": rng.choice((5.0, 30.0)),
+        **dict.fromkeys(_SWITCHES, True),
+        "decode_context_parallel_size": 2,
+    }
+    for name, value in some.items():
+        declared = getattr(capabilities, name.removesuffix("_size")).value
+        likely = 0.05 if name == "decode_context_parallel_size" else 0.2
+        if declared and rng.random() < likely and not (encoder and name in ("mm_prefix", "non_causal")):
+            fields[name] = value
+    if fields.get("decode_context_parallel_size"):  # no kernel measures distances across ranks
+        fields = {name: value for name, value in fields.items() if name not in ("sliding_window", "alibi")}
+    if not is_quantized(fields.get("kv_cache_dtype", "auto")):
+        fields.pop("per_head_quant_scales", None)
+    most = min(4, capabilities.speculative_tokens.value)
+    if most and not encoder and rng.random() < 0.3:
+        fields["num_speculative_tokens"] = rng.randint(1, most)
+    if rng.random() < 0.1:
+        fields["output_quantization"] = rng.choice(("none", *capabilities.output_quantizations.value))
+    return fields
+
+
+def _changes(capabilities: Capabilities, config: AttentionConfig) -> Iterator[tuple[str, str, Fields]]:
+    """Yield ``(question, code of the reason, fields)`` for all that can be changed to something not declared."""
+    base = _fields(config)
+    plain: Fields = {"num_heads": config.num_heads, "dtype": config.dtype}
+    if not capabilities.mla:
+        yield "kv_lora_rank", "mla-unsupported", {**plain, **_MLA}
+    elif not capabilities.sparse:
+        yield "kv_lora_rank", "mla-only", {**plain, "head_size": 128}
+        yield "sparse_top_k", "sparse-unsupported", {**base, "sparse_top_k": 64}
+    else:
+        yield "sparse_top_k", "sparse-only", {**plain, **_MLA}
+    for name, value in _undeclared(capabilities, config):
+        if name == "head_size" and config.kv_lora_rank is not None:  # there it is the latent's width
+            name, value = "kv_lora_rank", value - config.head_size + config.kv_lora_rank
+        yield name, _CODES.get(name, name.replace("_", "-")), {**base, name: value}
+
+
+def _undeclared(capabilities: Capabilities, config: AttentionConfig) -> Iterator[tuple[str, Any]]:
+    """Yield fields with values near the configuration's own that the capabilities do not declare."""
+    size = config.head_size
+    for other in (size - 1, size + 1, size - 8, size + 8, size + 16, 2 * size):
+        if 1 <= other <= 8192 and not capabilities.head_sizes.value.accepts(other):
+            yield "head_size", other
+    yield from (("dtype", dtype) for dtype in DTYPES if dtype not in capabilities.dtypes.value)
+    yield from (("attn_type", name) for name in get_args(AttentionType) if name not in capabilities.attn_types.value)
+    if capabilities.reads_cache and config.has_cache:
+        taken = _cache_dtypes(capabilities, config.dtype, config.sparse)
+        yield from (("kv_cache_dtype", dtype) for dtype in KV_CACHE_DTYPES if dtype not in taken)
+        kernels = capabilities.block_sizes.value
+        around = {other for kernel in kernels for other in (1, kernel // 2, kernel - 1, kernel + 1, 3 * kernel // 2)}
+        for other in sorted(around):
+            if other > 0 and all(other % kernel for kernel in kernels):
+                yield "block_size", other
+    if not capabilities.v_head_size_differs.value:
+        yield from (("v_head_size", other) for other in (size + 8, max(1, size // 2)) if other != size)
+    values: Fields = {
+        "sliding_window": 16,
+        "logits_soft_cap": 30.0,
+        **dict.fromkeys(_SWITCHES, True),
+        "decode_context_parallel_size": 2,
+    }
+    for name, value in values.items():
+        if not getattr(capabilities, name.removesuffix("_size")).value:
+            yield name, value
+    for name in OUTPUT_QUANTIZATIONS:
+        if name not in ("none", *capabilities.output_quantizations.value):
+            yield "output_quantization", name
+    if (most := capabilities.speculative_tokens.value) < 1024:
+        yield "num_speculative_tokens", most + 1

@@ -1,0 +1,291 @@
+"""One attention layer serves a batch of requests as an engine would, and every output is compared with the oracle.
+
+Prompts are prefilled in chunks under a token budget while earlier requests already decode (continuous batching), on a
+paged cache whose blocks a pool hands out. Queries, keys and values are random; the references are computed in float64
+from what the cache holds.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.errors import ConfigError
+from attn_select.runtime import Attention, BlockPool, BlockTable, Capacity, MLAAttention, Scales, attention_group
+from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime.mla_group import MLAAttentionGroup
+from attn_select.selection import Selection
+from attn_select.testing.error_bounds import ErrorBound, error_bound
+from attn_select.testing.oracle import attention_options, attention_reference
+from attn_select.testing.oracle_errors import RelativeError, relative_error
+from attn_select.testing.oracle_mla import mla_reference
+from attn_select.testing.oracle_quant import decode, encode, quantize_query
+from attn_select.testing.oracle_random import alibi_slopes, softmax_scale
+
+FP8_SCALE = 0.02
+"""Of keys and values in an FP8 cache: standard normal numbers reach 5, and e4m3 holds 448 scales."""
+Batch = list[tuple[int, int, int]]
+"""``(request, first position, tokens)`` of one step."""
+
+
+@dataclass(slots=True)
+class Workload:
+    """What the layer is asked to serve.
+
+    Attributes:
+        num_requests: requests; the first prompt is the longest, the others are drawn from half of it up.
+        prompt_tokens: of the longest prompt.
+        decode_steps: tokens generated per request.
+        max_num_batched_tokens: tokens of one step; longer prompts are prefilled in chunks.
+        seed: of everything that is random.
+
+    Raises:
+        ConfigError: a number is too small.
+    """
+
+    num_requests: int = 4
+    prompt_tokens: int = 256
+    decode_steps: int = 16
+    max_num_batched_tokens: int = 192
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"num_requests": 1, "prompt_tokens": 1, "decode_steps": 0, "max_num_batched_tokens": self.num_requests}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from {bound}", fields=[name])
+
+    def prompts(self) -> list[int]:
+        """Return the prompt lengths."""
+        rng = random.Random(self.seed)
+        shorter = [rng.randint(-(-self.prompt_tokens // 2), self.prompt_tokens) for _ in range(self.num_requests - 1)]
+        return [self.prompt_tokens, *shorter]
+
+    def steps(self, has_cache: bool) -> Iterator[Batch]:
+        """Yield the batches: decodes first, then prompts as far as the budget goes; whole prompts without a cache."""
+        prompts = self.prompts()
+        if not has_cache:
+            yield from ([(request, 0, length)] for request, length in enumerate(prompts))
+            return
+        done = [0] * len(prompts)
+        while True:
+            running = [r for r, prompt in enumerate(prompts) if prompt <= done[r] < prompt + self.decode_steps]
+            batch = [(r, done[r], 1) for r in running]
+            budget = self.max_num_batched_tokens - len(batch)
+            for request, prompt in enumerate(prompts):
+                if done[request] < prompt and budget:
+                    tokens = min(budget, prompt - done[request])
+                    batch.append((request, done[request], tokens))
+                    budget -= tokens
+            if not batch:
+                return
+            for request, _, tokens in batch:
+                done[request] += tokens
+            yield batch
+
+
+@dataclass(slots=True)
+class StepKind:
+    """Steps of one kind: ``prefill``, ``decode``, or both in one batch, ``mixed``.
+
+    Attributes:
+        steps, tokens: how many.
+        seconds: metadata, cache update and attention together, host time with the device idle at the end.
+        error: the largest of the steps' errors.
+    """
+
+    name: str
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    error: RelativeError = field(default_factory=lambda: RelativeError(0.0, 0.0))
+
+
+@dataclass(slots=True)
+class Served:
+    """How one layer did.
+
+    Attributes:
+        kinds: per kind of step.
+        bound: what the errors may be.
+        num_blocks: blocks that the pool had.
+        cache_shape, cache_bytes: of the cache; None and 0 without one.
+        prompts: the prompts' lengths in tokens.
+    """
+
+    kinds: list[StepKind]
+    bound: ErrorBound
+    num_blocks: int
+    cache_shape: tuple[int, ...] | None
+    cache_bytes: int
+    prompts: list[int]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within the bound."""
+        return all(kind.error.norm <= self.bound.norm and kind.error.row <= self.bound.row for kind in self.kinds)
+
+
+def serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None = None) -> Served:
+    """Serve the workload twice through one layer: once checked, then once timed.
+
+    Args:
+        selection: for this machine's device.
+        progress: called with the number of tokens checked after each step.
+
+    Raises:
+        ConfigError: the layer is cross-attention or sparse MLA, which this workload has no inputs for.
+        NoBackendError, RuntimeMissingError: from loading the selection.
+    """
+    config = selection.config
+    if config.attn_type == "encoder_decoder" or config.sparse:
+        why = "sparse MLA needs an indexer's choice" if config.sparse else "cross-attention needs an encoder's tokens"
+        raise ConfigError(f"this layer cannot be served alone: {why}", fields=["sparse_top_k", "attn_type"])
+    layer = _Layer(selection, workload)
+    kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
+    for checked in (True, False):
+        layer.restart()
+        for batch in workload.steps(config.has_cache):
+            began = time.perf_counter()
+            output, num_decode_tokens = layer.step(batch)
+            seconds = time.perf_counter() - began
+            kind = kinds[_kind(batch, workload.prompts())]
+            if not checked:
+                kind.steps, kind.tokens = kind.steps + 1, kind.tokens + len(output)
+                kind.seconds += seconds
+                continue
+            error = relative_error(output, layer.reference(batch, num_decode_tokens))
+            kind.error = RelativeError(*map(max, kind.error, error))
+            if progress is not None:
+                progress(len(output))
+    cache = layer.kv_cache
+    return Served(
+        [kind for kind in kinds.values() if kind.steps],
+        error_bound(config, selection.plans),
+        layer.pool.num_blocks,
+        None if cache is None else tuple(cache.shape),
+        0 if cache is None else cache.nbytes,
+        workload.prompts(),
+    )
+
+
+def _kind(batch: Batch, prompts: Sequence[int]) -> str:
+    decodes = [start >= prompts[request] for request, start, _ in batch]
+    return "decode" if all(decodes) else "mixed" if any(decodes) else "prefill"
+
+
+class _Layer:
+    """The layer, its random inputs and its cache."""
+
+    def __init__(self, selection: Selection, workload: Workload) -> None:
+        config = self.config = selection.config
+        self.plans, self.workload = selection.plans, workload
+        self.lengths = [prompt + workload.decode_steps for prompt in workload.prompts()]
+        budget = max(workload.max_num_batched_tokens, 0 if config.has_cache else workload.prompt_tokens)
+        capacity = Capacity(workload.num_requests, budget, max(self.lengths))
+        self.group = attention_group(selection, capacity=capacity)
+        draw = torch.Generator().manual_seed(workload.seed)
+        self.scale = softmax_scale(config)
+        self.slopes = alibi_slopes(config.num_heads) if config.alibi else None
+        self.sinks = self._normal(draw, config.num_heads) if config.sinks else None
+        fp8 = FP8_SCALE if config.cache_dtype.startswith("fp8") else 1.0
+        heads = config.num_kv_heads if config.per_head_quant_scales else 0
+        self.scales = Scales.make(self.group.device, q=fp8, k=fp8, v=fp8, num_kv_heads=heads)
+        options: dict[str, Any] = {"alibi_slopes": self.slopes, "sinks": self.sinks, "scales": self.scales}
+        self.layer: Any
+        if isinstance(self.group, MLAAttentionGroup):
+            nope, rank = config.qk_nope_head_dim or 0, config.kv_lora_rank or 0
+            self.rank, self.nope = rank, nope
+            width = nope + (config.v_head_dim or 0)
+            # Decompressed keys and values are then about standard normal, too.
+            self.kv_b_proj = self._normal(draw, config.num_heads * width, rank) * rank**-0.5
+            self.layer = MLAAttention(self.group, self.kv_b_proj, scale=self.scale, **options)
+            shapes = [(config.num_heads, nope + (config.qk_rope_head_dim or 0)), (rank,), (config.head_size - rank,)]
+        else:
+            self.layer = Attention(self.group, scale=self.scale, **options)
+            kv = config.num_kv_heads
+            shapes = [(config.num_heads, config.head_size), (kv, config.head_size), (kv, config.value_head_size)]
+        # Per request: query, key, value, or with MLA query, latent, rope part.
+        self.inputs = [[self._normal(draw, length, *shape) for shape in shapes] for length in self.lengths]
+        self.restart()
+
+    def _normal(self, draw: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(self.group.device, getattr(torch, self.config.dtype))
+
+    def restart(self) -> None:
+        """Begin anew with an empty cache."""
+        size = self.group.block_size or 1
+        needed = sum(-(-length // size) for length in self.lengths)
+        self.pool = BlockPool(needed + 1, size)
+        self.table = BlockTable(len(self.lengths), -(-max(self.lengths) // size), size, self.group.device)
+        self.kv_cache = self.group.allocate_kv_cache(needed + 1) if self.config.has_cache else None
+
+    def step(self, batch: Batch) -> tuple[Tensor, int]:
+        """Run one batch; return the output and how many of its tokens went the decode path of MLA."""
+        query_lens, seq_lens = [n for _, _, n in batch], [start + n for _, start, n in batch]
+        table = self.table if self.config.has_cache else None
+        if table is not None:
+            for row, (request, start, tokens) in enumerate(batch):
+                self.pool.allocate(request, start + tokens)
+                table.set_row(row, self.pool.blocks(request))
+        common = prepare_batch(query_lens, seq_lens, table, device=self.group.device)
+        metadata = self.group.build(common)
+        tensors = [torch.cat(parts) for parts in zip(*(self._slices(part) for part in batch), strict=True)]
+        output: Tensor = self.layer(*tensors, self.kv_cache, metadata)
+        if output.is_cuda:
+            torch.cuda.synchronize()
+        return output, getattr(metadata, "num_decode_tokens", 0)
+
+    def _slices(self, part: tuple[int, int, int]) -> list[Tensor]:
+        request, start, tokens = part
+        return [tensor[start : start + tokens] for tensor in self.inputs[request]]
+
+    def reference(self, batch: Batch, num_decode_tokens: int) -> Tensor:
+        """Return the batch's outputs in float64, ``(T, H, Dv)``."""
+        outputs: list[Tensor] = []
+        for request, start, tokens in batch:
+            query, key, value = (tensor[: start + tokens] for tensor in self.inputs[request])
+            query = self._quantized(query[start:], "decode" if tokens == 1 else "prefill")
+            if self.config.mla:
+                is_decode = sum(map(len, outputs)) < num_decode_tokens
+                outputs.append(self._mla(query, key, value, start + tokens if is_decode else start))
+                continue
+            k, v = self._stored(key, self.scales.k), self._stored(value, self.scales.v)
+            options = attention_options(self.config, self.slopes, self.sinks)
+            outputs.append(attention_reference(query, k, v, scale=self.scale, **options)[0])
+        return torch.cat(outputs)
+
+    def _quantized(self, query: Tensor, phase: Phase) -> Tensor:
+        dtype = self.plans[phase].query_dtype if phase in self.plans else self.config.dtype
+        return quantize_query(query, dtype, self.scales.q) if dtype.startswith("fp8") and not self.config.mla else query
+
+    def _mla(self, query: Tensor, latent: Tensor, rope: Tensor, cached: int) -> Tensor:
+        """Attend decompressed to the first ``cached`` tokens as the cache holds them and to the rest as they are."""
+        both = torch.cat([latent, rope], dim=-1)
+        stored = self._stored(both[:, None], self.scales.k)[:, 0]
+        both = torch.cat([stored[:cached], both[cached:].double()])
+        config, by_head = self.config, self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
+        return mla_reference(
+            query[..., : self.nope],
+            query[..., self.nope :],
+            both[:, : self.rank],
+            both[:, self.rank :],
+            by_head[..., : self.nope],
+            by_head[..., self.nope :],
+            scale=self.scale,
+            **attention_options(config, self.slopes, self.sinks),
+        )[0]
+
+    def _stored(self, numbers: Tensor, scale: Tensor) -> Tensor:
+        """Return numbers as the cache gives them back, float64."""
+        config: AttentionConfig = self.config
+        fp8 = config.cache_dtype.startswith("fp8")
+        used = scale if fp8 else None
+        return decode(encode(numbers, config.cache_dtype, used), config.cache_dtype, used)

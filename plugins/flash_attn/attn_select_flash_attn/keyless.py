@@ -1,0 +1,57 @@
+"""Requests without keys, which FA2's paged kernel does not take (padding of CUDA graphs, an empty encoder).
+
+Where a request has no keys it writes +inf to where its log-sum-exp would lie in a padded layout, ``(B, H, longest
+query)``, though the layout is packed: its own stays unwritten, another's is overwritten, and in a batch of unequal
+queries the write may lie behind the tensor (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3,
+compute_attn_1rowblock_splitkv; seen on H100 with vLLM 0.26.0). Outputs are right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import BackendContext
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select_flash_attn.lse import request_of_rows
+
+
+class KeylessRequests:
+    """Gives such requests one key, the first of block 0, and says which rows are to be blanked then.
+
+    Args:
+        context: with CUDA graphs what it makes stays where it is.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        self._context = context
+        self._graphs = context.cuda_graphs
+        self._lens: Tensor | None = None
+        self._table: Tensor | None = None
+        self._rows: Tensor | None = None
+        if self._graphs:
+            size, device = context.max_num_seqs, context.device
+            self._lens = torch.zeros(size, dtype=torch.int32, device=device)
+            self._rows = torch.zeros(context.max_num_batched_tokens, dtype=torch.bool, device=device)
+            most = -(-context.max_model_len // (context.block_size or 1))
+            self._table = torch.zeros(size, most, dtype=torch.int32, device=device)
+
+    def guarded(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Tensor] | None:
+        """Return the batch with a key for every request, and bool ``(T,)`` rows to blank. Does not synchronise.
+
+        None where every request has keys, as far as the host knows: with CUDA graphs it does not.
+        """
+        table = common.block_table_tensor
+        if table is None or not (self._graphs or bool((common.seq_lens_cpu == 0).any())):
+            return None
+        empty = common.seq_lens == 0
+        lens, tables = common.seq_lens.clamp_min(1), table.masked_fill(empty.unsqueeze(1), 0)
+        rows = empty[request_of_rows(common.query_start_loc, common.num_actual_tokens)]
+        if self._lens is not None and self._table is not None and self._rows is not None:
+            lens = self._lens[: len(lens)].copy_(lens)
+            tables = self._table[: len(tables), : tables.shape[1]].copy_(tables)
+            rows = self._rows[: len(rows)].copy_(rows)
+        longest = max(common.max_seq_len, 1)
+        return replace(common, seq_lens=lens, block_table_tensor=tables, max_seq_len=longest), rows

@@ -1,0 +1,30 @@
+"""FlashAttention's log-sum-exp in the runtime's convention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def by_token(lse: Tensor, version: int, sinks: Tensor | None = None) -> Tensor:
+    """Return ``(T, num_heads)`` of a kernel's ``(num_heads, T)``; a row without keys has -inf, or its sink.
+
+    FA2 gives +inf there (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3), FA3 -inf (hopper/epilogue_fwd.hpp 0251105,
+    store_zero; seen on H100), and no sink where it skipped the row.
+    """
+    found = lse.T
+    if version == 2:
+        return torch.where(found.isposinf(), -torch.inf, found)
+    return found if sinks is None else torch.where(found.isneginf(), sinks, found)
+
+
+def request_of_rows(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """Return int64 ``(num_tokens,)``: whose query each row is. Does not synchronise."""
+    rows = torch.arange(num_tokens, device=query_start_loc.device)
+    return torch.searchsorted(query_start_loc[1:], rows, right=True).clamp_max(len(query_start_loc) - 2)
+
+
+def row_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> Tensor:
+    """Return int64 ``(num_tokens,)``: where each query stands in its sequence. Does not synchronise."""
+    request = request_of_rows(query_start_loc, num_tokens)
+    return torch.arange(num_tokens, device=seq_lens.device) - query_start_loc[request + 1] + seq_lens[request]

@@ -1,0 +1,241 @@
+"""``FLASH_ATTN_MLA`` at run time: decodes by FA3 on the latent cache, prefills by FA2 or FA3 on packed keys and values.
+
+In decode the rope parts are Q and K, and the latent is V as well as the second part of K, scored with a query of its
+own (``q_v``): it is read once for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_select.config import Phase
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
+from attn_select_flash_attn.flash_attn_mla import fa3_takes
+from attn_select_flash_attn.lse import by_token
+from attn_select_flash_attn.provider_adapters import adapter, kernel_of
+from attn_select_flash_attn.providers import HOPPER
+from attn_select_flash_attn.schedule import Scheduler
+from attn_select_flash_attn.views import CacheViews, latent_parts
+
+_NOTHING: Arguments = {}
+_NO_WINDOW = (-1, -1)
+
+
+@dataclass(slots=True)
+class MLACall:
+    """Decodes, or one call of a prefill.
+
+    Attributes:
+        num_tokens: queries.
+        arguments: of the call.
+    """
+
+    num_tokens: int
+    arguments: Arguments
+
+
+def _adapter(context: BackendContext, phase: Phase) -> Adapter | None:
+    """Return the function that a phase's plan names; None where this backend does not serve it here."""
+    plan = context.plans.get(phase)
+    return None if plan is None else adapter(kernel_of(plan), paged=phase == "decode")
+
+
+class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
+    """Builds the metadata of one kind of layers.
+
+    Raises:
+        ImportError, KernelMismatchError: a plan's provider cannot be called.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        config = context.config
+        self._causal = not config.non_causal
+        dtype, heads = PLAIN_DTYPES[config.dtype], config.num_heads
+        rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
+        self._decode: Scheduler | None = None
+        if (decode := _adapter(context, "decode")) is not None:
+            self._decode = Scheduler(context, decode, Shape(heads, 1, rope, rank, dtype, 0.0, context.block_size))
+        self._prefill: Scheduler | None = None
+        if (prefill := _adapter(context, "prefill")) is not None:
+            size, value_size = cast(int, config.qk_nope_head_dim) + rope, cast(int, config.v_head_dim)
+            self._prefill = Scheduler(context, prefill, Shape(heads, heads, size, value_size, dtype, 0.0, None))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLACall:
+        common = common_attn_metadata
+        assert self._decode is not None
+        step = Step(
+            query_start_loc=common.query_start_loc,
+            num_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_key_len=common.max_seq_len,
+            causal=self._causal and common.causal,
+            window=_NO_WINDOW,
+            num_splits=0,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+        )
+        return MLACall(common.num_actual_tokens, self._decode.arguments(step, fast_build=fast_build))
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: ``build`` ignores a common prefix."""
+        return False
+
+    def build_prefill(self, varlen: VarlenMetadata) -> MLACall:
+        """Return the metadata of one ``forward_mha`` call."""
+        assert self._prefill is not None
+        num_tokens = int(varlen.query_start_loc_cpu[-1])
+        step = Step(
+            query_start_loc=varlen.query_start_loc,
+            num_tokens=num_tokens,
+            max_query_len=varlen.max_query_len,
+            max_key_len=varlen.max_key_len,
+            causal=varlen.causal,
+            window=_NO_WINDOW,
+            num_splits=0,
+            key_start_loc=varlen.key_start_loc,
+        )
+        return MLACall(num_tokens, self._prefill.arguments(step))
+
+
+class FlashAttnMLAImpl(MLAAttentionImpl):
+    """Runs one layer."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        config = context.config
+        self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
+        self._parts = CacheViews(latent_parts(self._sizes))
+        self._decode = _adapter(context, "decode")
+        self._latent_query = "" if self._decode is None else self._decode.latent_query
+        self._prefill = _adapter(context, "prefill")
+        self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(scale)
+        self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(scale)
+        size, value_size = cast(int, config.qk_nope_head_dim) + self._sizes[1], cast(int, config.v_head_dim)
+        self._value_size, self._padding = value_size, 0
+        if self._prefill is not None and size != value_size and not self._takes(size, value_size):
+            self._padding = size - value_size
+
+    def _takes(self, size: int, value_size: int) -> bool:
+        """Whether prefill's kernel takes a V of its own width on this device; a CPU emulates FA3 on Hopper."""
+        assert self._prefill is not None
+        device = self.context.device
+        hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER
+        return self._prefill.kernel.version == 3 and hopper and fa3_takes(size, value_size)
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: MLACall,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``."""
+        assert self._decode is not None
+        tokens = attn_metadata.num_tokens
+        if not tokens:
+            return output
+        if query.shape[0] != tokens:
+            query = query[:tokens]
+        part = output if output.shape[0] == tokens else output[:tokens]
+        latent_query, rope_query = query.split_with_sizes(self._sizes, dim=-1)
+        latent, rope = self._parts(kv_cache)
+        direct = self._decode.kernel.out.value
+        extra = {self._latent_query: latent_query}
+        if direct and output_lse is None:
+            arguments = attn_metadata.arguments
+            self._decode.function(rope_query, rope, latent, out=part, **self._decode_layer, **arguments, **extra)
+            return output
+        out, lse = self._decode.run(
+            rope_query,
+            rope,
+            latent,
+            part if direct else None,
+            output_lse is not None,
+            self._decode_layer,
+            attn_metadata.arguments,
+            extra,
+        )
+        if not direct:
+            part.copy_(out)
+        if output_lse is not None and lse is not None:
+            output_lse[:tokens] = by_token(lse, 3)
+        return output
+
+    def forward_mha(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_metadata: MLACall,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mha``."""
+        assert self._prefill is not None
+        tokens = attn_metadata.num_tokens
+        part, part_lse = output[:tokens], None if output_lse is None else output_lse[:tokens]
+        if not tokens or not key.shape[0]:
+            part.zero_()
+            if part_lse is not None:
+                part_lse.fill_(-torch.inf)
+            return output
+        if self._padding:
+            value = pad(value, (0, self._padding))
+        direct = self._prefill.kernel.out.value and not self._padding
+        out, lse = self._prefill.run(
+            query[:tokens],
+            key,
+            value,
+            part if direct else None,
+            part_lse is not None,
+            self._prefill_layer,
+            attn_metadata.arguments,
+            _NOTHING,
+        )
+        if not direct:
+            part.copy_(out[..., : self._value_size])
+        if part_lse is not None and lse is not None:
+            part_lse.copy_(by_token(lse, self._prefill.kernel.version))
+        return output
+
+
+class FlashAttnMLABackend(AttentionBackend):
+    """``FLASH_ATTN_MLA``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``FLASH_ATTN_MLA``."""
+        return "FLASH_ATTN_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[MLAAttentionImpl]:
+        """Return ``FlashAttnMLAImpl``."""
+        return FlashAttnMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """Return ``FlashAttnMLAMetadataBuilder``."""
+        return FlashAttnMLAMetadataBuilder

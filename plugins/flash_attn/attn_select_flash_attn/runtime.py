@@ -1,0 +1,293 @@
+"""``FLASH_ATTN`` at run time: FlashAttention 2 or 3 over the paged cache, or without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime import ops
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+)
+from attn_select.runtime.cascade import split_for_cascade
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.scales import Scales
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+from attn_select.spec import BackendPlan
+from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
+from attn_select_flash_attn.keyless import KeylessRequests
+from attn_select_flash_attn.lse import by_token, row_positions
+from attn_select_flash_attn.provider_adapters import adapter, kernel_of
+from attn_select_flash_attn.schedule import Scheduler, window_of
+from attn_select_flash_attn.views import CacheViews, key_value_halves
+
+_NOTHING: Arguments = {}
+E4M3 = torch.float8_e4m3fn
+LEAST_SAVED = {"torch": 512 << 20, "fused": 128 << 20}
+"""Bytes of keys and values that a cascade must spare from being read again, by who merges. On an H100 (bfloat16, 32
+and 8 heads of 128, FA3, 8 to 128 decodes) prefix and rest broke even at 56 to 140 MiB with Triton's
+``merge_attn_states`` and at about 500 MiB with torch's, which is many small kernels (bench/bench_flash_attn.py)."""
+
+
+@dataclass(slots=True)
+class FlashAttnMetadata:
+    """One step for all layers of a kind.
+
+    Attributes:
+        num_actual_tokens, num_reqs: T and B.
+        arguments: of the call; with a prefix that of each request's rest.
+        query_start_loc: int32 ``(B + 1,)``.
+        seq_lens: int32 ``(B,)`` keys.
+        position_bias: whether the kernel's LSE has ALiBi's ``slope * position`` in it.
+        prefix: arguments of the call for a prefix that all requests share, which is one request of T queries.
+        keyless: bool ``(T,)`` rows of requests without keys, to be blanked; None where the kernel does that.
+        for_lse: arguments and ``keyless`` of the call where the LSE is wanted, if they are others.
+    """
+
+    num_actual_tokens: int
+    num_reqs: int
+    arguments: Arguments
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    position_bias: bool = False
+    prefix: Arguments | None = None
+    keyless: Tensor | None = None
+    for_lse: tuple[Arguments, Tensor] | None = None
+
+
+def adapter_of(context: BackendContext) -> Adapter:
+    """Return the function that the plan names."""
+    return adapter(kernel_of(_plan(context)), paged=context.kv_layout is not None)
+
+
+def _plan(context: BackendContext) -> BackendPlan:
+    return next(iter(context.plans.values()))  # both phases have the same: `plan` does not look at the phase
+
+
+def _is_fp8(context: BackendContext) -> bool:
+    return _plan(context).query_dtype == "fp8_e4m3"
+
+
+class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
+    """Builds the metadata of one kind of layers.
+
+    Raises:
+        ImportError, KernelMismatchError: the plan's provider cannot be called.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        config = context.config
+        shape = Shape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            value_size=config.value_head_size,
+            dtype=E4M3 if _is_fp8(context) else PLAIN_DTYPES[config.dtype],
+            softcap=config.logits_soft_cap or 0.0,
+            page_size=context.block_size,
+        )
+        adapter = adapter_of(context)
+        self._scheduler = Scheduler(context, adapter, shape)
+        self._keyless: KeylessRequests | None = None
+        if adapter.kernel.version == 2 and adapter.paged:
+            self._keyless, self._guarded = KeylessRequests(context), Scheduler(context, adapter, shape)
+        self._causal = config.attn_type == "decoder" and not config.non_causal
+        self._key_bytes = shape.num_kv_heads * (shape.head_size + shape.value_size) * shape.dtype.itemsize
+        merged_by = ops.implementation("merge_attn_states", context.device)[1]
+        self._least_saved = LEAST_SAVED["torch" if merged_by == "torch" else "fused"]
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether to attend to a common prefix apart: the shared rule, and what it saves is above ``LEAST_SAVED``."""
+        saved = (common_attn_metadata.num_reqs - 1) * common_prefix_len * self._key_bytes
+        return saved >= self._least_saved and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttnMetadata:
+        common, prefix = common_attn_metadata, None
+        if common_prefix_len:
+            assert self.context.block_size is not None
+            split = split_for_cascade(common, common_prefix_len, self.context.block_size)
+            prefix = self._scheduler.arguments(self._step(split.prefix), fast_build=fast_build)
+            common = split.suffix
+        step = self._step(common)
+        left, _ = step.window
+        metadata = FlashAttnMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            num_reqs=common.num_reqs,
+            arguments=self._scheduler.arguments(step, fast_build=fast_build),
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            # FA2's mask is a window's unless that reaches over all keys; it then takes the distance.
+            position_bias=self.context.config.alibi and step.causal and (left < 0 or left >= step.max_key_len),
+            prefix=prefix,
+        )
+        if self._keyless is not None and (safe := self._keyless.guarded(common)) is not None:
+            arguments, rows = self._guarded.arguments(self._step(safe[0])), safe[1]
+            if self.context.cuda_graphs:  # of uniform batches: there outputs are right and no write lies outside
+                metadata.for_lse = arguments, rows
+            else:
+                metadata.arguments, metadata.keyless = arguments, rows
+        return metadata
+
+    def _step(self, common: CommonAttentionMetadata) -> Step:
+        causal = self._causal and common.causal
+        paged = self.context.kv_layout is not None
+        return Step(
+            query_start_loc=common.query_start_loc,
+            num_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_key_len=common.max_seq_len if paged else common.max_query_len,
+            causal=causal,
+            window=window_of(self.context.config, causal),
+            num_splits=0,
+            seq_lens=common.seq_lens if paged else None,
+            block_table=common.block_table_tensor if paged else None,
+            key_start_loc=None if paged else common.query_start_loc,
+        )
+
+
+class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
+    """Runs one layer."""
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+        config = context.config
+        self._adapter = adapter_of(context)
+        self._run, self._function = self._adapter.run, self._adapter.function
+        self._fp8 = _is_fp8(context)
+        # With FP8 the kernel writes bfloat16 whatever the layer computes in.
+        self._direct = self._adapter.kernel.out.value and not (self._fp8 and config.dtype != "bfloat16")
+        self._plain = self._direct and not self._fp8
+        softcap = config.logits_soft_cap or 0.0
+        rounded = None if sinks is None else sinks.to(torch.bfloat16)
+        self._layer = self._adapter.layer_arguments(scale, softcap, alibi_slopes, rounded)
+        self._layer_without_sinks = self._adapter.layer_arguments(scale, softcap, alibi_slopes)
+        self._sinks = None if rounded is None else rounded.float()
+        self._views = CacheViews(key_value_halves(context))
+        self._descales: tuple[Scales | None, dict[int, Arguments]] = (None, {})
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: FlashAttnMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        metadata, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        if not tokens:
+            return output
+        if query.shape[0] != tokens:
+            query = query[:tokens]
+        part = output if output.shape[0] == tokens else output[:tokens]
+        if kv_cache is None:
+            assert key is not None
+            assert value is not None
+            key, value = key[:tokens], value[:tokens]
+        else:
+            key, value = self._views(kv_cache)
+        if self._plain and output_lse is None and metadata.prefix is None and metadata.keyless is None:
+            self._function(query, key, value, out=part, **self._layer, **metadata.arguments)
+            return output
+        extra = _NOTHING
+        if self._fp8:
+            query = ops.quantize_fp8(query, layer.scales.q, E4M3)
+            extra = self._descaled(layer.scales, metadata.num_reqs)
+        if metadata.prefix is not None:
+            self._cascade(layer.scales, query, key, value, metadata, part, output_lse)
+            return output
+        arguments, keyless = metadata.arguments, metadata.keyless
+        if output_lse is not None and metadata.for_lse is not None:
+            arguments, keyless = metadata.for_lse
+        own, wanted = part if self._direct else None, output_lse is not None
+        out, lse = self._run(query, key, value, own, wanted, self._layer, arguments, extra)
+        if not self._direct:
+            part.copy_(out)
+        if keyless is not None:
+            part.masked_fill_(keyless.view(-1, 1, 1), 0.0)
+        if output_lse is not None and lse is not None:
+            found = self._by_token(lse, metadata)
+            output_lse[:tokens] = found if keyless is None else found.masked_fill(keyless.unsqueeze(1), -torch.inf)
+        return output
+
+    def _cascade(
+        self,
+        scales: Scales,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: FlashAttnMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        """Attend to the shared prefix with all queries as one request, to each request's rest, and merge."""
+        of_prefix = self._descaled(scales, 1) if self._fp8 else _NOTHING
+        of_rest = self._descaled(scales, metadata.num_reqs) if self._fp8 else _NOTHING
+        assert metadata.prefix is not None
+        tensors = (query, key, value)
+        prefix, prefix_lse = self._run(*tensors, None, True, self._layer_without_sinks, metadata.prefix, of_prefix)
+        own = output if self._direct else None
+        rest, rest_lse = self._run(*tensors, own, True, self._layer, metadata.arguments, of_rest)
+        assert prefix_lse is not None
+        assert rest_lse is not None
+        lse = None if output_lse is None else output_lse[: len(output)]
+        ops.merge_attn_states(output, prefix, prefix_lse.T, rest, self._by_token(rest_lse, metadata), lse)
+
+    def _by_token(self, lse: Tensor, metadata: FlashAttnMetadata) -> Tensor:
+        """Return the kernel's LSE in the runtime's convention, ``(T, num_heads)``."""
+        found = by_token(lse, self._adapter.kernel.version, self._sinks)
+        if metadata.position_bias and self.alibi_slopes is not None:
+            positions = row_positions(metadata.query_start_loc, metadata.seq_lens, len(found))
+            found = found - positions.unsqueeze(1) * self.alibi_slopes
+        return found
+
+    def _descaled(self, scales: Scales, num_reqs: int) -> Arguments:
+        """Return the scales as the kernel reads them, views of ``(num_reqs, num_kv_heads)``."""
+        if scales is not self._descales[0]:
+            self._descales = (scales, {})
+        known = self._descales[1]
+        if num_reqs not in known:
+            shape = (num_reqs, self.context.config.num_kv_heads)
+            named = {"q_descale": scales.q, "k_descale": scales.k, "v_descale": scales.v}
+            known[num_reqs] = {name: scale.expand(shape) for name, scale in named.items()}
+        return known[num_reqs]
+
+
+class FlashAttnBackend(AttentionBackend):
+    """``FLASH_ATTN``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``FLASH_ATTN``."""
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
+        """Return ``FlashAttnImpl``."""
+        return FlashAttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """Return ``FlashAttnMetadataBuilder``."""
+        return FlashAttnMetadataBuilder

@@ -1,0 +1,103 @@
+"""What a step fixes for all layers of a kind: bounds, splits, FA3's schedule, and where it lies for CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.runtime.backend import BackendContext
+from attn_select.runtime.kv_cache import kernel_block_table
+from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
+from attn_select_flash_attn.provider_adapters import KvCacheAdapter
+
+MAX_SPLITS = 32
+"""Of a request's keys in captured steps (vLLM 0.33 config/attention.py, flash_attn_max_num_splits_for_cuda_graph)."""
+SPLIT_BYTES = 256 << 20
+"""Of the partial sums of a captured step. A step of so many tokens that this allows one split fills a GPU without."""
+_MAX_SCHEDULED_BATCH = 992
+"""Requests up to which FA3 splits keys (hopper/flash_prepare_scheduler.cu, PREPARE_VARLEN_MAX_BATCHES_1CTA)."""
+
+
+def window_of(config: AttentionConfig, causal: bool) -> tuple[int, int]:
+    """Return how many keys a query sees to its left and right, -1 for all."""
+    if config.sliding_window is None:
+        return -1, -1
+    left = config.sliding_window - 1
+    return left, 0 if causal else left
+
+
+class Scheduler:
+    """Turns a step's lengths into a call's arguments; one per builder.
+
+    Args:
+        context: what the builder is made for.
+        adapter: the function that will be called.
+        shape: of its Q, K and V.
+    """
+
+    def __init__(self, context: BackendContext, adapter: Adapter, shape: Shape) -> None:
+        self.adapter, self.shape, self._context = adapter, shape, context
+        self._graphs, self._invariant = context.cuda_graphs, context.config.batch_invariant
+        self._fa3 = adapter.kernel.version == 3
+        self._split_bytes = shape.num_heads * (shape.value_size + 1) * 4
+        self._most_keys = context.max_model_len if self._invariant or (self._graphs and adapter.paged) else 0
+        # A schedule's size and parts follow from tile sizes and these from bounds: captured and replayed are the same.
+        self._scheduled = self._fa3 and adapter.paged and not self._invariant
+        self._buffer: Tensor | None = None
+        self._key_start_loc: Tensor | None = None
+        if self._graphs and adapter.paged:
+            rounded = -(-context.max_num_seqs // 4) * 4
+            # One word to count tiles, and per request at most four (hopper/flash_api.cpp, num_prepare_batch_vectors).
+            self._buffer = _zeros(1 + rounded * 4, context.device) if self._fa3 else None
+            self._key_start_loc = _zeros(context.max_num_seqs + 1, context.device)
+
+    def arguments(self, step: Step, *, fast_build: bool = False) -> Arguments:
+        """Return the arguments of a step's calls. Does not synchronise with the device.
+
+        Args:
+            step: with exact lengths; bounds and splits are set here.
+            fast_build: without a schedule; the kernel then makes one per layer.
+        """
+        step = self._bounded(step)
+        schedule = None
+        if self._scheduled and (self._graphs or not fast_build):
+            schedule = self.adapter.schedule(step, self.shape)
+            if schedule is not None and self._buffer is not None:
+                schedule = self._stored(schedule, self._buffer)
+        return self.adapter.step_arguments(step, schedule, self._key_start_loc)
+
+    def _bounded(self, step: Step) -> Step:
+        """Set what must not follow from the batch: FA3 chooses tiles by the longest query and key sequence."""
+        step.num_splits = self._num_splits(step)
+        step.max_key_len = max(step.max_key_len, self._most_keys)
+        if not (self._invariant and self._fa3):
+            return step
+        step.max_query_len = max(step.max_query_len, self._context.max_num_batched_tokens)
+        # For graphs the table is as wide already, and must stay where it is.
+        if isinstance(self.adapter, KvCacheAdapter) and step.block_table is not None and not self._graphs:
+            pages = -(-self._context.max_model_len // (self.shape.page_size or 1))
+            return replace(step, block_table=kernel_block_table(step.block_table, 1, pages))
+        return step
+
+    def _num_splits(self, step: Step) -> int:
+        if self._invariant or (self._fa3 and step.num_reqs > _MAX_SCHEDULED_BATCH):
+            return 1
+        if not (self._graphs and self._fa3):
+            return 0
+        # Known from the padded size alone, so that it is the same at capture and replay.
+        return max(1, min(MAX_SPLITS, SPLIT_BYTES // (self._split_bytes * max(1, step.num_tokens))))
+
+    @staticmethod
+    def _stored(schedule: Tensor, buffer: Tensor) -> Tensor:
+        """Copy a schedule to where the captured kernels read it."""
+        size = len(schedule)
+        buffer[:size].copy_(schedule)
+        buffer[size:].zero_()
+        return buffer[:size]
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,0 +1,138 @@
+"""What the runtime's tests share: groups and layers of one provider, and batches on small caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from attn_select.config import AttentionConfig
+from attn_select.device import lookup
+from attn_select.environment import Environment
+from attn_select.runtime import (
+    Attention,
+    AttentionGroup,
+    BlockTable,
+    Capacity,
+    CommonAttentionMetadata,
+    attention_group,
+)
+from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime.kv_cache import key_value_views
+from attn_select.selection import Selection
+from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
+from attn_select.testing.oracle import attention_reference
+from attn_select_flash_attn.flash_attn import FLASH_ATTN
+
+BF16 = torch.bfloat16
+
+
+def layer_config(**fields: Any) -> AttentionConfig:
+    return AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
+
+
+def mla_config(**fields: Any) -> AttentionConfig:
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return AttentionConfig(**{"num_heads": 4, **dims, **fields})
+
+
+def selected(
+    spec: BackendSpec, config: AttentionConfig, layout: str | None = None, gpu: str = "h100", **options: Any
+) -> Selection:
+    """Return the selection of this backend alone for a GPU whose libraries are all assumed to be there."""
+    device, environment = lookup(gpu), Environment(assume_installed=True)
+    made = spec.options(**options)
+    found = outcomes(spec, config, device, environment, made)
+    assert all(isinstance(outcome, BackendPlan) for outcome in found.values()), found
+    choice = 0
+    if layout is not None:
+        choice = next(plan.kv_layouts for plan in plans_of(found).values() if plan.kv_layouts).index(layout)
+    selection = selection_for(spec, plans_of(found), config, device, environment, made, layout_choice=choice)
+    assert selection is not None
+    return selection
+
+
+def group_of(selection: Selection, device: str = "cpu", **options: Any) -> AttentionGroup:
+    options.setdefault("capacity", Capacity(16, 512, 512))
+    return attention_group(selection, device, **options)
+
+
+def batch(
+    group: AttentionGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
+) -> tuple[CommonAttentionMetadata, torch.Tensor]:
+    """Return a batch whose requests lie in random blocks (the first ``shared_blocks`` the same), and a random cache."""
+    assert group.block_size is not None
+    width = -(-max(*seq_lens, 1) // group.block_size)
+    draw = torch.Generator().manual_seed(len(query_lens) + sum(seq_lens))
+    blocks = torch.randperm(len(seq_lens) * width + 1, generator=draw).tolist()
+    table = BlockTable(len(seq_lens), width, group.block_size, group.device)
+    for row in range(len(seq_lens)):
+        own = blocks[row * width : (row + 1) * width]
+        table.set_row(row, [*blocks[:shared_blocks], *own[shared_blocks:]])
+    cache = group.allocate_kv_cache(len(blocks))
+    numbers = torch.randn(cache.shape, generator=draw)
+    cache.copy_(numbers.to(cache.dtype) if cache.element_size() > 1 else (numbers * 8).to(cache.dtype))
+    return prepare_batch(query_lens, seq_lens, table), cache
+
+
+def made(provider: str, gpu: str = "h100", layout: str | None = None, **fields: Any) -> Any:
+    """Return a group on the CPU of one provider's emulated kernels; ``group_*`` fields go to the group."""
+    options = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
+    selection = selected(FLASH_ATTN, layer_config(**fields), layout, gpu, provider=provider)
+    return group_of(selection, **options)
+
+
+def run(group: Any, common: Any, cache: Any, layer: Any = None, padding: int = 0, **build: Any) -> tuple[Any, Any]:
+    """Return output and LSE of random queries; ``padding`` rows behind the batch's are poisoned."""
+    config = group.config
+    torch.manual_seed(1)
+    tokens = common.num_actual_tokens + padding
+    query = torch.randn(tokens, config.num_heads, config.head_size).to(getattr(torch, config.dtype))
+    output = torch.full((tokens, config.num_heads, config.value_head_size), torch.nan, dtype=query.dtype)
+    lse = torch.full((tokens, config.num_heads), torch.nan)
+    layer = layer or Attention(group)
+    layer.forward(query, None, None, cache, group.build(common, **build), output, lse)
+    return output, lse
+
+
+def calls_of(calls: list[dict[str, Any]], scheduling: bool = False) -> list[dict[str, Any]]:
+    return [call for call in calls if (call["function"] == "get_scheduler_metadata") == scheduling]
+
+
+def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -> tuple[Any, Any]:
+    """Attend request by request in float64 to the queries that ``run`` draws."""
+    torch.manual_seed(1)
+    config = group.config
+    query = torch.randn(common.num_actual_tokens, config.num_heads, config.head_size).bfloat16()
+    key, value = key_value_views(cache, group.kv_layout, config)
+    parts = []
+    for request, (first, last) in enumerate(common.query_start_loc.unfold(0, 2, 1).tolist()):
+        length, size = int(common.seq_lens[request]), key.shape[1]
+        table = common.block_table_tensor[request, : -(-length // size)].long()
+        keys, values = (half[table].flatten(0, 1)[:length] for half in (key, value))
+        parts.append(attention_reference(query[first:last], keys, values, scale=layer.scale, **options))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def always_cascade(group: Any) -> None:
+    group.backends[0].builder._least_saved = 0
+
+
+def on_gpu(**fields: Any) -> Any:
+    """Return a group of the real kernels, or skip."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from attn_select import Environment, select
+    from attn_select.environment import installed_version
+
+    options = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
+    bare = installed_version("vllm") is None
+    environment = Environment(pins={"vllm": "0.26.0"}) if bare else None
+    selection = select(layer_config(**fields), backend="FLASH_ATTN", environment=environment)
+    try:
+        return group_of(selection, "cuda", **options)
+    except ImportError as error:
+        pytest.skip(str(error))

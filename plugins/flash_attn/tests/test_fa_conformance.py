@@ -1,0 +1,162 @@
+"""Both backends run what their specs promise: every provider emulated on a CPU, the real ones where there is a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.detection import detect_device
+from attn_select.environment import Environment, installed_version
+from attn_select.selector import environment_for
+from attn_select.spec import BackendPlan
+from attn_select_flash_attn.flash_attn import FLASH_ATTN
+from attn_select_flash_attn.flash_attn_mla import FLASH_ATTN_MLA
+
+pytest.importorskip("torch")
+
+import torch
+
+from attn_select.testing import BackendConformance
+from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
+from attn_select.testing.conformance_run import Rig, Terms
+from attn_select.testing.error_bounds import ErrorBound, error_bound
+
+FEW = 60
+"""Configurations per provider: the real kernels are run on more."""
+
+
+class Suite(BackendConformance):
+    def error_bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
+        """Kernels take sinks in bfloat16, which the plan notes: a float16 layer's are off by that rounding."""
+        bound = error_bound(config, plans)
+        if not config.sinks or config.dtype == "bfloat16":
+            return bound
+        in_bf16 = error_bound(config.model_copy(update={"dtype": "bfloat16"}), plans)
+        return ErrorBound(
+            max(bound.norm, in_bf16.norm), max(bound.row, in_bf16.row), 2 * in_bf16.lse, "sinks rounded to bfloat16"
+        )
+
+
+class Emulated(Suite):
+    device = "cpu"
+    gate_device = "h100"
+    num_configs = FEW
+    provider = ""
+
+    @pytest.fixture(autouse=True)
+    def _emulated(self, emulate: Callable[[str], Any]) -> None:
+        emulate(self.provider)
+
+
+def emulated(provider: str, gpu: str = "h100", **options: Any) -> dict[str, Any]:
+    return {"provider": provider, "gate_device": gpu, "options": {"provider": provider, **options}}
+
+
+@pytest.mark.slow
+class TestVllmFA3(Emulated):
+    spec = FLASH_ATTN
+    locals().update(emulated("vllm", version=3))
+
+
+@pytest.mark.slow
+class TestVllmFA2(Emulated):
+    spec = FLASH_ATTN
+    locals().update(emulated("vllm", "a100"))
+
+
+@pytest.mark.slow
+class TestUpstreamFA3(Emulated):
+    spec = FLASH_ATTN
+    locals().update(emulated("flash-attn-3"))
+
+
+@pytest.mark.slow
+class TestUpstreamFA2(Emulated):
+    spec = FLASH_ATTN
+    locals().update(emulated("flash-attn", "a100"))
+
+
+@pytest.mark.slow
+class TestSglangKernel(Emulated):
+    spec = FLASH_ATTN
+    locals().update(emulated("sglang-kernel"))
+
+
+@pytest.mark.slow
+class TestSglKernel(Emulated):
+    spec = FLASH_ATTN
+    locals().update(emulated("sgl-kernel"))
+
+
+@pytest.mark.slow
+class TestVllmMLA(Emulated):
+    spec = FLASH_ATTN_MLA
+    locals().update(emulated("vllm"))
+
+
+@pytest.mark.slow
+class TestUpstreamMLA(Emulated):
+    spec = FLASH_ATTN_MLA
+    locals().update(emulated("flash-attn-3"))
+
+
+@pytest.mark.slow
+class TestSglKernelMLA(Emulated):
+    spec = FLASH_ATTN_MLA
+    locals().update(emulated("sgl-kernel"))
+
+
+def here() -> Environment | None:
+    """This machine's libraries; kernels of vLLM that lie in a folder, without metadata, count as vLLM's 0.26.0."""
+    bare = installed_version("vllm") is None and importlib.util.find_spec("vllm") is not None
+    return Environment(pins={"vllm": "0.26.0"}) if bare else None
+
+
+class Real(Suite):
+    environment = here()
+
+    @pytest.fixture(autouse=True)
+    def _needs_a_gpu(self) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestFlashAttn(Real):
+    spec = FLASH_ATTN
+    max_compile_keys = 1  # FA2 on Hopper compiles for a minute per kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestFlashAttnMLA(Real):
+    spec = FLASH_ATTN_MLA
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"alibi": True}, {"logits_soft_cap": 30.0}], ids=str)
+def test_fa2_in_two_compilations(fields: dict[str, Any]) -> None:
+    """On Hopper the driver compiles FA2 for a minute per head size, dtype and causality: so these two and no more."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    config = AttentionConfig(num_heads=8, num_kv_heads=2, head_size=128, block_size=16, **fields)
+    device, options = detect_device().device, FLASH_ATTN.options(version=2)
+    environment = here() or environment_for(device)
+    found = outcomes(FLASH_ATTN, config, device, environment, options)
+    plans = plans_of(found)
+    if not plans:
+        pytest.skip(str(found))
+    selection = selection_for(FLASH_ATTN, plans, config, device, environment, options)
+    assert selection is not None
+    try:
+        rig = Rig(selection, torch.device("cuda"), 0, Terms(error_bound))
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert rig.check_batches() == 2
+    assert Rig(selection, torch.device("cuda"), 0, Terms(error_bound), cuda_graphs=True).check_graphs() > 0

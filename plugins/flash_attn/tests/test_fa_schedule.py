@@ -1,0 +1,204 @@
+"""FLASH_ATTN's builder: schedules, what graphs capture, and batch invariance."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from attn_select.runtime import Attention, Capacity
+from attn_select_flash_attn.schedule import MAX_SPLITS, SPLIT_BYTES
+
+layers: Any = sys.modules["flash_attn_layers"]
+Emulate = Callable[[str], list[dict[str, Any]]]
+FA3 = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]
+SCHEDULED = ["vllm", "flash-attn-3", "sglang-kernel"]
+FA2 = ["vllm", "flash-attn"]
+
+
+# --- The schedule ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", SCHEDULED)
+def test_one_schedule_serves_all_layers(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider, block_size=16)
+    common, cache = layers.batch(group, [1, 5, 30], [40, 5, 31])
+    metadata = group.build(common)
+    query = torch.randn(36, 4, 64).bfloat16()
+    for _ in range(3):
+        Attention(group)(query, None, None, cache, metadata)
+    (scheduled,) = layers.calls_of(calls, scheduling=True)
+    attended = layers.calls_of(calls)
+    assert len(attended) == 3
+    schedule = attended[0]["scheduler_metadata"]
+    assert schedule is not None
+    assert all(call["scheduler_metadata"] is schedule for call in attended)
+    assert scheduled["batch_size"] == 3
+    assert scheduled["page_size"] == 16
+    assert scheduled["has_softcap"] is False
+
+
+@pytest.mark.parametrize("provider", SCHEDULED)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": 8},
+        {"sliding_window": 8, "non_causal": True},
+        {"logits_soft_cap": 20.0},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"head_size": 192, "v_head_size": 128},
+        {"attn_type": "encoder_decoder"},
+    ],
+    ids=str,
+)
+def test_the_schedule_is_made_for_the_call(provider: str, fields: dict[str, Any], emulate: Emulate) -> None:
+    # The emulated kernel refuses a schedule that was made for anything else.
+    emulate(provider)
+    group = layers.made(provider, **fields)
+    common, cache = layers.batch(group, [1, 3], [33, 20])
+    output, _ = layers.run(group, common, cache)
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("provider", SCHEDULED)
+def test_a_fast_build_has_no_schedule(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider)
+    common, cache = layers.batch(group, [1], [40])
+    fast, _ = layers.run(group, common, cache, fast_build=True)
+    assert not layers.calls_of(calls, scheduling=True)
+    assert layers.calls_of(calls)[0]["scheduler_metadata"] is None
+    slow, _ = layers.run(group, common, cache)
+    assert torch.equal(fast, slow)
+
+
+@pytest.mark.parametrize("provider", ["flash-attn", "sgl-kernel"])
+def test_providers_without_a_scheduler_need_none(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider, "a100" if provider == "flash-attn" else "h100")
+    common, cache = layers.batch(group, [1, 4], [300, 20])
+    layers.run(group, common, cache)
+    assert not layers.calls_of(calls, scheduling=True)
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", SCHEDULED)
+def test_a_captured_schedule_stays_in_place_and_its_rest_is_zero(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider, group_cuda_graphs=True, group_capacity=Capacity(10, 64, 512))
+    builder = group.served["decode"].builder
+    buffer = builder._scheduler._buffer
+    assert buffer.shape == (1 + 12 * 4,)
+    seen = []
+    for seq_lens in ([9] * 10, [40, 3], [300, 200, 100]):
+        common, cache = layers.batch(group, [1] * len(seq_lens), seq_lens)
+        buffer.fill_(7)
+        layers.run(group, common, cache, fast_build=True)  # a graph replays whatever was captured, so it is not skipped
+        schedule = layers.calls_of(calls)[-1]["scheduler_metadata"]
+        assert schedule.data_ptr() == buffer.data_ptr()
+        assert not buffer[len(schedule) :].any()
+        seen.append(len(schedule))
+    assert seen[0] > seen[1]
+
+
+def test_what_a_graph_captures_does_not_depend_on_the_lengths(emulate: Emulate) -> None:
+    calls = emulate("vllm")
+    group = layers.made("vllm", sliding_window=32, group_cuda_graphs=True)
+    for seq_len in (5, 400):
+        common, cache = layers.batch(group, [1, 1], [seq_len, seq_len])
+        layers.run(group, common, cache)
+    scalars = [{k: v for k, v in c.items() if isinstance(v, int | float | tuple)} for c in layers.calls_of(calls)]
+    assert scalars[0] == scalars[1]
+    assert scalars[0]["max_seqlen_k"] == group.capacity.max_model_len
+    sizes = [len(call["scheduler_metadata"]) for call in layers.calls_of(calls)]
+    assert sizes[0] == sizes[1]
+
+
+def test_captured_splits_are_bounded_in_number_and_memory(emulate: Emulate) -> None:
+    calls = emulate("vllm")
+    group = layers.made("vllm", num_heads=32, group_cuda_graphs=True, group_capacity=Capacity(8, 8192, 512))
+    scheduler = group.served["decode"].builder._scheduler
+    per_split = 32 * (64 + 1) * 4
+    splits = {}
+    for tokens in (1, 64, 2048, 8192):
+        bounds = torch.tensor([0, tokens], dtype=torch.int32)
+        step = layers_step(bounds, tokens)
+        splits[tokens] = scheduler.arguments(step)["num_splits"]
+        assert splits[tokens] == 1 or splits[tokens] * per_split * tokens <= SPLIT_BYTES
+    assert splits[1] == splits[64] == MAX_SPLITS
+    assert MAX_SPLITS > splits[2048] > splits[8192] >= 1
+    assert {call["num_splits"] for call in layers.calls_of(calls, scheduling=True)} == set(splits.values())
+
+
+def layers_step(bounds: Any, tokens: int) -> Any:
+    from attn_select_flash_attn.adapters import Step
+
+    table, lens = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    return Step(bounds, tokens, tokens, tokens, True, (-1, -1), 0, lens, table)
+
+
+def test_eager_steps_leave_the_splits_to_the_kernel(emulate: Emulate) -> None:
+    calls = emulate("vllm")
+    group = layers.made("vllm")
+    common, cache = layers.batch(group, [1], [300])
+    layers.run(group, common, cache)
+    assert [call["num_splits"] for call in calls] == [0, 0]
+
+
+def test_fa2_keeps_its_key_bounds_in_place_for_graphs(emulate: Emulate) -> None:
+    calls = emulate("flash-attn")
+    group = layers.made("flash-attn", "a100", group_cuda_graphs=True)
+    for seq_lens in ([5, 300], [17, 1]):
+        common, cache = layers.batch(group, [1, 1], seq_lens)
+        layers.run(group, common, cache)
+    first, second = (call["cu_seqlens_k"] for call in layers.calls_of(calls))
+    assert first.data_ptr() == second.data_ptr()
+    assert second.tolist() == [0, 17, 18]
+
+
+# --- Batch invariance -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", FA3)
+def test_batch_invariance_fixes_splits_and_bounds(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider, batch_invariant=True, sliding_window=100)
+    for query_lens, seq_lens in (([1], [30]), ([1, 40], [30, 200])):
+        common, cache = layers.batch(group, query_lens, seq_lens)
+        layers.run(group, common, cache)
+    alone, together = layers.calls_of(calls)
+    assert not layers.calls_of(calls, scheduling=True)
+    assert alone["num_splits"] == together["num_splits"] == 1
+    assert alone["max_seqlen_q"] == together["max_seqlen_q"] == group.capacity.max_num_batched_tokens
+    if provider == "vllm":
+        assert alone["max_seqlen_k"] == together["max_seqlen_k"] == group.capacity.max_model_len
+    else:
+        assert alone["page_table"].shape[1] == together["page_table"].shape[1]
+
+
+@pytest.mark.parametrize("provider", FA2)
+def test_batch_invariant_fa2_does_not_split_decodes(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider, "a100", batch_invariant=True)
+    common, cache = layers.batch(group, [1], [30])
+    layers.run(group, common, cache)
+    assert calls[0]["max_seqlen_q"] == 2  # 1 lets it split as it likes
+    assert calls[0].get("num_splits", 1) == 1
+
+
+@pytest.mark.parametrize("provider", FA3)
+def test_a_batch_invariant_graph_reads_the_table_where_it_is(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider, batch_invariant=True, group_cuda_graphs=True)
+    common, cache = layers.batch(group, [1, 1], [30, 9])
+    layers.run(group, common, cache)
+    assert layers.calls_of(calls)[0]["block_table" if provider == "vllm" else "page_table"] is common.block_table_tensor

@@ -1,0 +1,201 @@
+"""``FLASHMLA`` at run time: dense decoding on the latent cache.
+
+The kernel takes queries of one length, ``(B, q_len, H, 576)``. Where the decodes of a batch have different lengths, up
+to ``1 + num_speculative_tokens``, shorter ones get rows in front, so that the last query still stands at the last key;
+what comes out of these is dropped. Which rows those are is known on the host, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime import ops
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.scales import Scales
+from attn_select_flashmla.adapter_base import Adapter
+from attn_select_flashmla.adapters import adapter_for
+
+
+@dataclass(slots=True)
+class Padding:
+    """Queries of different lengths as ``B * q_len`` rows.
+
+    Attributes:
+        sources: int64 ``(B * q_len,)``, the token that each row takes; rows in front repeat their request's first.
+        places: int64 ``(T,)``, the row of each token.
+    """
+
+    sources: Tensor
+    places: Tensor
+
+
+@dataclass(slots=True)
+class FlashMLAMetadata:
+    """One batch of B decodes.
+
+    Attributes:
+        num_reqs: B.
+        query_len: the longest query.
+        block_table: int32 ``(B, W)``.
+        seq_lens: int32 ``(B,)`` on the device.
+        causal: whether a query sees no key after itself.
+        schedule: shared by all layers, filled by the first.
+        padding: None where all queries are ``query_len`` long.
+    """
+
+    num_reqs: int
+    query_len: int
+    block_table: Tensor
+    seq_lens: Tensor
+    causal: bool
+    schedule: Any
+    padding: Padding | None = None
+
+
+class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
+    """Launches nothing: the schedule is made by the first layer's call, in a CUDA graph at each replay."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        adapter = adapter_for(context.plans["decode"].provider)
+        self._new_schedule = adapter.new_fp8_schedule if quantized(context) else adapter.new_schedule
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashMLAMetadata:
+        """As ``AttentionMetadataBuilder.build``."""
+        common = common_attn_metadata
+        assert common.block_table_tensor is not None
+        query_len, padding = common.max_query_len, None
+        if common.num_reqs * query_len != common.num_actual_tokens:
+            query_len, padding = padded(common)
+        return FlashMLAMetadata(
+            num_reqs=common.num_reqs,
+            query_len=query_len,
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
+            causal=common.causal and not self.context.config.non_causal,
+            schedule=self._new_schedule(),
+            padding=padding,
+        )
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: there is no such path."""
+        return False
+
+
+class FlashMLAImpl(MLAAttentionImpl):
+    """Runs one layer. FP8 follows the cache: the query is quantised with ``layer.scales.q``."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        self._adapter: Adapter = adapter_for(context.plans["decode"].provider)
+        self._fp8 = quantized(context)
+        self._dense, self._writes_output = self._adapter.dense, self._adapter.writes_output
+        self._descales: tuple[Scales, tuple[Tensor, Tensor]] | None = None
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashMLAMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (blocks, 64, 576)`` is bfloat16, float16 or e4m3."""
+        metadata, padding = attn_metadata, attn_metadata.padding
+        if not metadata.query_len:
+            return output
+        if padding is not None:
+            query = query.index_select(0, padding.sources)
+        call = (kv_cache.unsqueeze(2), metadata.block_table, metadata.seq_lens, metadata.schedule, self.scale)
+        in_place = False
+        if self._fp8:
+            query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
+            rows = query.view(metadata.num_reqs, metadata.query_len, -1, query.shape[2])
+            found, lse = self._adapter.dense_fp8(rows, *call, metadata.causal, self._descales_of(layer.scales))
+        else:
+            in_place = self._writes_output and padding is None and output.is_contiguous()
+            rows = query.view(metadata.num_reqs, metadata.query_len, -1, query.shape[2])
+            found, lse = self._dense(rows, *call, metadata.causal, output if in_place else None)
+        if not in_place:
+            found = found.reshape(-1, *output.shape[1:])
+            if padding is None:
+                output.copy_(found)
+            else:
+                output[: len(padding.places)] = found.index_select(0, padding.places)
+        if output_lse is not None:
+            lse = lse.transpose(1, 2).reshape(-1, lse.shape[1])
+            if padding is not None:
+                lse = lse.index_select(0, padding.places)
+            store_lse(output_lse[: len(lse)], lse)
+        return output
+
+    def _descales_of(self, scales: Scales) -> tuple[Tensor, Tensor]:
+        """Return the scales of query and latents as the kernel wants them, views made once."""
+        if self._descales is None or self._descales[0] is not scales:
+            # By way of a scalar: the kernel wants a stride of 1, even of one number.
+            q, k = (scale.reshape(()).reshape(1) for scale in (scales.q, scales.k))
+            self._descales = scales, (q, k)
+        return self._descales[1]
+
+
+def quantized(context: BackendContext) -> bool:
+    """Whether the cache is FP8 with one scale."""
+    return context.config.cache_dtype == "fp8_e4m3"
+
+
+def padded(common: CommonAttentionMetadata) -> tuple[int, Padding]:
+    """Return the longest query's length, and how the others are padded to it. One copy to the device, not waiting."""
+    lens, starts = common.query_lens_cpu, common.query_start_loc_cpu[:-1]
+    requests, most = len(lens), int(lens.max())
+    firsts = (most - lens).unsqueeze(1)
+    offsets = torch.arange(most, dtype=torch.int32)
+    # A request without a query takes its neighbour's token, which is as good as any.
+    sources = (starts.unsqueeze(1) + (offsets - firsts).clamp_min(0)).clamp_max(int(common.query_start_loc_cpu[-1]) - 1)
+    places = (offsets >= firsts).flatten().nonzero().flatten()
+    both = to_device(torch.cat([sources.flatten().long(), places]), common.seq_lens.device)
+    return most, Padding(both[: requests * most], both[requests * most :])
+
+
+def store_lse(target: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Write FlashMLA's LSE ``(T, H)`` as the protocol has it: -inf without keys, sinks ``(H,)`` counted."""
+    target.copy_(lse)
+    target.masked_fill_(target == torch.inf, -torch.inf)
+    if sinks is not None:
+        torch.logaddexp(target, sinks, out=target)
+
+
+class FlashMLABackend(AttentionBackend):
+    """``FLASHMLA``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``FLASHMLA``."""
+        return "FLASHMLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashMLAImpl]:
+        """Return ``FlashMLAImpl``."""
+        return FlashMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashMLAMetadataBuilder]:
+        """Return ``FlashMLAMetadataBuilder``."""
+        return FlashMLAMetadataBuilder

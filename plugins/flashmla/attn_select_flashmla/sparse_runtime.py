@@ -1,0 +1,277 @@
+"""``FLASHMLA_SPARSE`` at run time: every token attends to the slots that its indexer chose.
+
+Nothing else of a batch matters to the kernels, so tokens are rows, whichever request they belong to. Three paths:
+
+- a bfloat16 cache is one flat run of tokens, which the prefill kernel reads in both phases;
+- the decode kernel reads the 656-byte tokens of ``FP8_DS_MLA``: decodes, and prefills of few heads;
+- prefills of many heads read a bfloat16 copy of their requests' contexts, made per layer and part of the batch; slots
+  become positions in the copy. A part is as many requests as have ``max_model_len`` tokens together, which bounds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attn_select.layouts import FP8_DS_MLA
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select_flashmla.adapter_base import RANK
+from attn_select_flashmla.adapters import adapter_for
+from attn_select_flashmla.flashmla_sparse import DEQUANTISED, MOST_HEADS
+from attn_select_flashmla.runtime import store_lse
+
+BLOCK = 64
+"""Tokens per block of the FP8 cache."""
+TILE = 128
+"""Latent values that share a scale."""
+COPIED_BLOCKS = 256
+"""Blocks that are dequantised at a time: what lies between takes 28 MB."""
+MAX_DECODE_ROWS = 1024
+"""Tokens per call of the decode kernel. Its float32 partial sums take about (tokens + 132) x heads x 2 KiB: at 64 heads
+145 MiB, where a prefill of 8192 tokens in one call would take 1 GiB."""
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Tokens that one call of a kernel computes.
+
+    Attributes:
+        rows: the tokens.
+        schedule: of the decode kernel, shared by all layers; None: the prefill kernel.
+        blocks: int64 ``(n,)``, the blocks to copy first; None: the cache itself is read.
+        positions: int32 ``(num_blocks,)``, where each block of the cache lies in the copy, negative if nowhere. Made by
+            the first layer, which knows how many blocks there are.
+    """
+
+    rows: slice
+    schedule: Any = None
+    blocks: Tensor | None = None
+    positions: Tensor | None = None
+
+    def position_of(self, indices: Tensor, num_blocks: int) -> Tensor:
+        """Return int32 positions in the copy for slots of the cache, negative for void ones."""
+        blocks = self.blocks
+        assert blocks is not None
+        if self.positions is None or len(self.positions) != num_blocks:
+            self.positions = torch.full((num_blocks,), -1, dtype=torch.int32, device=blocks.device)
+            self.positions[blocks] = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)
+        slots = indices.clamp_min(0)
+        block = self.positions.index_select(0, (slots >> 6).flatten()).view_as(slots)
+        return torch.where(indices < 0, -1, (block << 6) + (slots & (BLOCK - 1)))
+
+
+@dataclass(slots=True)
+class FlashMLASparseMetadata:
+    """One batch as the calls that compute it."""
+
+    spans: tuple[Span, ...]
+
+
+class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetadata]):
+    """Builds without a kernel launch, but for the list of blocks to copy."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        plans = context.plans
+        self._adapter = adapter_for(next(iter(plans.values())).provider)
+        self._fp8 = context.kv_layout == FP8_DS_MLA
+        self._copies = "prefill" in plans and plans["prefill"].path == DEQUANTISED
+        self._decodes = "decode" in plans
+        if self._copies and self._decodes:
+            # Only here do the phases differ; elsewhere any order will do.
+            self.reorder_batch_threshold = 1 + context.config.num_speculative_tokens
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashMLASparseMetadata:
+        """As ``AttentionMetadataBuilder.build``."""
+        common = common_attn_metadata
+        if not self._copies:
+            return self._direct(common.num_actual_tokens)
+        decodes = 0
+        if self.reorder_batch_threshold is not None:
+            decodes = split_decodes_and_prefills(common, self.reorder_batch_threshold).num_decodes
+        tokens = int(common.query_start_loc_cpu[decodes])
+        direct = self._direct(tokens).spans if tokens else ()
+        return FlashMLASparseMetadata((*direct, *self._copied(common, decodes)))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashMLASparseMetadata:
+        """As ``AttentionMetadataBuilder.build_for_cudagraph_capture``; all requests are decodes."""
+        return self._direct(common_attn_metadata.num_actual_tokens)
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: there is no such path."""
+        return False
+
+    def _direct(self, tokens: int) -> FlashMLASparseMetadata:
+        """Return the spans of the first tokens, which read the cache itself."""
+        if not self._fp8:
+            return FlashMLASparseMetadata((Span(slice(0, tokens)),))
+        edges = [*range(0, tokens, MAX_DECODE_ROWS), tokens]
+        # A schedule depends on how many tokens there are alone, so full spans share one.
+        schedules = {end - start: self._adapter.new_schedule() for start, end in pairwise(edges)}
+        spans = [Span(slice(start, end), schedules[end - start]) for start, end in pairwise(edges)]
+        return FlashMLASparseMetadata(tuple(spans))
+
+    def _copied(self, common: CommonAttentionMetadata, first: int) -> list[Span]:
+        """Return the spans of requests from ``first`` on, with the blocks of their contexts."""
+        table = common.block_table_tensor
+        assert table is not None
+        counts = [-(-seq_len // BLOCK) for seq_len in common.seq_lens_cpu[first:].tolist()]
+        bounds = common.query_start_loc_cpu[first:].tolist()
+        most, requests = -(-self.context.max_model_len // BLOCK), len(counts)
+        ends, held = [], 0
+        for request, count in enumerate(counts):
+            if held and held + count > most:
+                ends.append(request)
+                held = 0
+            held += count
+        if not requests:
+            return []
+        repeats = torch.tensor(counts)
+        rows = torch.repeat_interleave(torch.arange(first, first + requests), repeats)
+        columns = torch.arange(len(rows)) - torch.repeat_interleave(repeats.cumsum(0) - repeats, repeats)
+        row, column = to_device(torch.stack([rows, columns]), table.device).unbind(0)
+        edges = list(pairwise([0, *ends, requests]))
+        parts = table[row, column].long().split_with_sizes([sum(counts[begin:end]) for begin, end in edges])
+        return [
+            Span(slice(bounds[begin], bounds[end]), blocks=part)
+            for (begin, end), part in zip(edges, parts, strict=True)
+            if bounds[begin] < bounds[end]
+        ]
+
+
+class FlashMLASparseImpl(MLAAttentionImpl):
+    """Runs one layer."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        adapter = adapter_for(next(iter(context.plans.values())).provider)
+        self._decode, self._prefill = adapter.sparse_decode, adapter.sparse_prefill
+        self._writes_output = adapter.writes_output
+        self._own_sinks = self._sinks = None if sinks is None else sinks.float()
+        if self._own_sinks is not None:
+            heads = len(self._own_sinks)
+            self._sinks = functional.pad(self._own_sinks, (0, _padded_heads(heads) - heads))
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashMLASparseMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` is bfloat16 ``(blocks, size, 576)`` or bytes
+        ``(blocks, 64, 656)``.
+        """
+        assert topk_indices is not None
+        spans = attn_metadata.spans
+        if len(spans) == 1 and spans[0].rows == slice(0, query.shape[0]):
+            if query.shape[0]:
+                self._run(spans[0], query, kv_cache, output, output_lse, topk_indices)
+            return output
+        for span in spans:
+            rows = span.rows
+            lse = None if output_lse is None else output_lse[rows]
+            self._run(span, query[rows], kv_cache, output[rows], lse, topk_indices[rows])
+        return output
+
+    def _run(
+        self,
+        span: Span,
+        query: Tensor,
+        kv_cache: Tensor,
+        output: Tensor,
+        output_lse: Tensor | None,
+        indices: Tensor,
+    ) -> None:
+        tokens, heads, width = query.shape
+        padded = _padded_heads(heads)
+        in_place = self._writes_output and padded == heads and output.is_contiguous()
+        if padded != heads:
+            # What the other heads hold is nobody's: rows of the kernel's products do not mix.
+            own, query = query, query.new_empty(tokens, padded, width)
+            query[:, :heads] = own
+        if span.schedule is not None:
+            # Any negative index but -1 would be an address.
+            indices = _multiple_of(64, indices.clamp_min(-1)).unsqueeze(1)
+            out = output.unsqueeze(1) if in_place else None
+            call = (query.unsqueeze(1), kv_cache.unsqueeze(2), indices, span.schedule, self.scale, self._sinks)
+            found, lse = self._decode(*call, out)
+        else:
+            if span.blocks is not None:
+                indices = span.position_of(indices, kv_cache.shape[0])
+                kv_cache = dequantised(kv_cache, span.blocks)
+            latents, indices = kv_cache.view(-1, 1, width), _multiple_of(128, indices).unsqueeze(1)
+            out = output if in_place else None
+            found, lse = self._prefill(query, latents, indices, self.scale, self._sinks, out)
+        if not in_place:
+            output.copy_(found.reshape(tokens, padded, RANK)[:, :heads])
+        if output_lse is not None:
+            store_lse(output_lse, lse.reshape(tokens, padded)[:, :heads], self._own_sinks)
+
+
+def dequantised(kv_cache: Tensor, blocks: Tensor) -> Tensor:
+    """Return bfloat16 ``(n * 64, 576)``: the tokens of blocks ``(n,)`` of 656-byte tokens ``(num_blocks, 64, 656)``."""
+    num_tiles = RANK // TILE
+    rope_bytes = kv_cache.shape[2] - RANK - 4 * num_tiles
+    latents = torch.empty(len(blocks) * BLOCK, RANK + rope_bytes // 2, dtype=torch.bfloat16, device=kv_cache.device)
+    for some, target in zip(
+        torch.split(blocks, COPIED_BLOCKS), torch.split(latents, COPIED_BLOCKS * BLOCK), strict=True
+    ):
+        packed = kv_cache.index_select(0, some).flatten(0, 1)
+        codes, scales, rope = packed.split_with_sizes([RANK, 4 * num_tiles, rope_bytes], dim=1)
+        tiles = codes.view(torch.float8_e4m3fn).to(torch.bfloat16).view(-1, num_tiles, TILE)
+        # Rounded once, or not at all where the scales are powers of two.
+        by_tile = target[:, :RANK].view(-1, num_tiles, TILE)
+        torch.mul(tiles, scales.view(torch.float32).unsqueeze(2), out=by_tile)
+        target[:, RANK:] = rope.view(torch.bfloat16)
+    return latents
+
+
+def _multiple_of(size: int, indices: Tensor) -> Tensor:
+    """Return indices ``(T, k)`` with void ones added up to a multiple of ``size``."""
+    missing = -indices.shape[1] % size
+    return functional.pad(indices, (0, missing), value=-1) if missing else indices
+
+
+def _padded_heads(heads: int) -> int:
+    """Return for how many heads there is a kernel."""
+    return MOST_HEADS // 2 if 2 * heads <= MOST_HEADS else MOST_HEADS
+
+
+class FlashMLASparseBackend(AttentionBackend):
+    """``FLASHMLA_SPARSE``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``FLASHMLA_SPARSE``."""
+        return "FLASHMLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashMLASparseImpl]:
+        """Return ``FlashMLASparseImpl``."""
+        return FlashMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashMLASparseMetadataBuilder]:
+        """Return ``FlashMLASparseMetadataBuilder``."""
+        return FlashMLASparseMetadataBuilder

@@ -1,0 +1,223 @@
+"""``FLASHMLA`` at run time on emulated kernels: every build, queries of different lengths, schedules, empty rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import flashmla_emulated
+import flashmla_layers as layers
+import torch
+
+from attn_select.runtime import MLAAttentionGroup
+from attn_select.testing import error_bound, lse_error, relative_error
+from attn_select_flashmla.adapter_base import KernelMismatchError, TensorSchedule
+from attn_select_flashmla.providers import KERNELS
+from attn_select_flashmla.runtime import FlashMLAMetadata
+
+Emulate = Callable[[str], list[str]]
+BUILDS = [kernel.library.distribution for kernel in KERNELS]
+FP8_BUILDS = [kernel.library.distribution for kernel in KERNELS if kernel.dense_fp8.value]
+DECODES = [(1, 1), (1, 64), (1, 65), (1, 200)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(group: MLAAttentionGroup, requests: list[tuple[int, int]], seed: int = 0, **changes: Any) -> None:
+    """Run a batch of decodes through a layer and compare with the oracle."""
+    problem = layers.problem_for(group, requests, seed)
+    output, lse, cache = layers.run_layer(group, problem, layers.common_of(problem, **changes))
+    plan = group.served["decode"].context.plans["decode"]
+    query_dtype = plan.query_dtype if plan.query_dtype.startswith("fp8") else None
+    wanted, wanted_lse = problem.reference(len(requests), kv_cache=cache, query_dtype=query_dtype)
+    bound = error_bound(group.config, {"decode": plan})
+    assert relative_error(output.cpu(), wanted.cpu()).norm <= bound.norm
+    assert lse_error(lse.cpu(), wanted_lse.cpu()) <= bound.lse
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_build(emulate: Emulate, build: str, dtype: str) -> None:
+    calls = emulate(build)
+    check(layers.make_group(layers.layer_config(dtype=dtype), build), DECODES)
+    assert set(calls) == {"schedule", "flash_mla_with_kvcache"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("build", FP8_BUILDS)
+def test_fp8(emulate: Emulate, build: str, dtype: str) -> None:
+    calls = emulate(build)
+    config = layers.layer_config(dtype=dtype, kv_cache_dtype="fp8_e4m3", per_head_quant_scales=dtype == "float16")
+    check(layers.make_group(config, build), DECODES)
+    assert calls == ["schedule", "flash_mla_with_kvcache_fp8"]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(3, 3), (3, 64), (3, 130)],
+        [(1, 1), (3, 3), (2, 66), (3, 100)],
+        [(1, 70), (1, 5), (2, 2)],
+        [(2, 2), (1, 1)],
+    ],
+)
+def test_queries_of_several_tokens(emulate: Emulate, requests: list[tuple[int, int]], kv_cache_dtype: str) -> None:
+    emulate("vllm")
+    config = layers.layer_config(num_speculative_tokens=2, kv_cache_dtype=kv_cache_dtype)
+    check(layers.make_group(config), requests)
+
+
+def test_a_request_without_tokens(emulate: Emulate) -> None:
+    emulate("vllm")
+    group = layers.make_group(layers.layer_config(num_speculative_tokens=2))
+    check(group, [(2, 10), (0, 7), (1, 3), (0, 5)])
+
+
+def test_query_lengths_bounded_from_above(emulate: Emulate) -> None:
+    emulate("vllm")
+    check(layers.make_group(layers.layer_config(num_speculative_tokens=3)), [(2, 10), (2, 70)], max_query_len=4)
+
+
+def test_both_directions(emulate: Emulate) -> None:
+    emulate("vllm")
+    check(layers.make_group(layers.layer_config(num_speculative_tokens=2, non_causal=True)), [(3, 40), (1, 9), (3, 70)])
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_rows_without_keys(emulate: Emulate, build: str) -> None:
+    emulate(build)
+    group = layers.make_group(layers.layer_config(num_speculative_tokens=1), build)
+    problem = layers.problem_for(group, [(2, 9), (2, 0)])
+    output, lse, _ = layers.run_layer(group, problem)
+    assert torch.equal(output[2:], torch.zeros_like(output[2:]))
+    assert bool(lse[2:].isneginf().all())
+    assert bool(lse[:2].isfinite().all())
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_layers_share_one_schedule(emulate: Emulate, build: str) -> None:
+    calls = emulate(build)
+    group = layers.make_group(layers.layer_config(), build)
+    problem = layers.problem_for(group, DECODES)
+    step = problem.step
+    assert step.kv_cache is not None
+    metadata = group.build(layers.common_of(problem))
+    assert calls == []  # nothing is launched by build
+    for _ in range(3):
+        layer = layers.make_layer(group, problem)
+        layer(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
+    assert calls.count("schedule") == 1
+    assert calls.count("flash_mla_with_kvcache") == 3
+
+
+@pytest.mark.parametrize(("build", "kv_cache_dtype"), [("vllm", "auto"), ("vllm", "fp8_e4m3"), ("sgl-kernel", "auto")])
+def test_captures_begin_with_an_empty_schedule(emulate: Emulate, build: str, kv_cache_dtype: str) -> None:
+    """So that the graph holds the scheduling, and a replay with other lengths schedules anew."""
+    emulate(build)
+    group = layers.make_group(layers.layer_config(kv_cache_dtype=kv_cache_dtype), build, cuda_graphs=True)
+    problem = layers.problem_for(group, DECODES)
+    common = layers.common_of(problem)
+    step = problem.step
+    assert step.kv_cache is not None
+    made = []
+    for _ in range(2):
+        metadata = group.build_for_cudagraph_capture(common)
+        inner: FlashMLAMetadata = metadata.parts[0].metadata
+        made.append(inner.schedule)
+        attribute = "tiles" if isinstance(inner.schedule, TensorSchedule) else "tile_scheduler_metadata"
+        assert getattr(inner.schedule, attribute) is None
+        layers.make_layer(group, problem)(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
+        assert getattr(inner.schedule, attribute) is not None
+        # What kernels read stays where the batch has it.
+        assert inner.seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert made[0] is not made[1]
+
+
+def test_output_is_written_in_place_where_the_build_can(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    inner = flashmla_emulated._written
+
+    def spy(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        seen.append(out is not None)
+        return inner(result, out)
+
+    monkeypatch.setattr(flashmla_emulated, "_written", spy)
+    emulate("vllm")
+    group = layers.make_group(layers.layer_config(num_speculative_tokens=1))
+    check(group, [(2, 9), (2, 70)])
+    check(group, [(1, 9), (2, 70)])
+    assert seen == [True, False]
+
+
+def test_an_output_with_strides(emulate: Emulate) -> None:
+    emulate("vllm")
+    group = layers.make_group(layers.layer_config())
+    problem = layers.problem_for(group, DECODES)
+    step = problem.step
+    cache = step.written_cache()
+    impl = layers.make_layer(group, problem).impls["decode"]
+    metadata = group.build(layers.common_of(problem)).parts[0].metadata
+    query = step.query.to(torch.bfloat16)
+    plain, strided = torch.empty(4, 4, 512, dtype=torch.bfloat16), torch.empty(4, 512, 4, dtype=torch.bfloat16)
+    layer = layers.make_layer(group, problem)
+    impl.forward_mqa(layer, query, cache, metadata, plain)
+    impl.forward_mqa(layer, query, cache, metadata, strided.transpose(1, 2))
+    assert torch.equal(plain, strided.transpose(1, 2))
+
+
+def test_a_build_that_cannot_be_imported_is_named(emulate: Emulate) -> None:
+    emulate("vllm")
+    with pytest.raises(KernelMismatchError, match=r"^sgl-flash-mla .*flash_mla.* cannot be imported"):
+        layers.make_group(layers.layer_config(), "sgl-flash-mla")
+
+
+def test_another_signature_is_named(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm.third_party.flashmla.flash_mla_interface"
+
+    def changed(q: Any, cache: Any, table: Any) -> None: ...
+
+    functions = {**flashmla_emulated.MODULES["vllm"][name], "flash_mla_with_kvcache": changed}
+    monkeypatch.setitem(flashmla_emulated.MODULES["vllm"], name, functions)
+    emulate("vllm")
+    with pytest.raises(
+        KernelMismatchError, match=r"flash_mla_with_kvcache takes \(q, cache, table\): accepted is \(q, k_"
+    ):
+        layers.make_group(layers.layer_config())
+
+
+def test_upstream_from_before_schedule_objects_is_refused(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "flash_mla.flash_mla_interface"
+    old = flashmla_emulated.sgl_kernel_get_mla_metadata
+    functions = {**flashmla_emulated.MODULES["flash-mla"][name], "get_mla_metadata": old}
+    monkeypatch.setitem(flashmla_emulated.MODULES["flash-mla"], name, functions)
+    emulate("flash-mla")
+    with pytest.raises(KernelMismatchError, match=r"get_mla_metadata.* wants arguments") as caught:
+        layers.make_group(layers.layer_config(), "flash-mla")
+    assert "FlashMLASchedMeta" in (caught.value.hint or "")
+
+
+def test_emulated_kernels_refuse_a_stale_schedule(emulate: Emulate) -> None:
+    """Else a test could pass although a schedule outlived its lengths."""
+    emulate("vllm")
+    group = layers.make_group(layers.layer_config())
+    first, second = (layers.problem_for(group, requests) for requests in ([(1, 9), (1, 70)], [(1, 9), (1, 71)]))
+    metadata = group.build(layers.common_of(first))
+    layers.make_layer(group, first)(first.query, first.step.key, first.step.value, first.step.kv_cache, metadata)
+    part = metadata.parts[0]
+    stale = dataclasses.replace(part.metadata, seq_lens=second.step.seq_lens)
+    metadata = dataclasses.replace(metadata, parts=(dataclasses.replace(part, metadata=stale),))
+    with pytest.raises(AssertionError, match="other lengths"):
+        layers.make_layer(group, first)(first.query, first.step.key, first.step.value, first.step.kv_cache, metadata)

@@ -1,0 +1,95 @@
+"""The emulated functions have the signatures of what is installed, so that a release that changes one is seen.
+
+Read from the sources: importing them needs a CUDA device's libraries. A later release may add parameters with defaults
+behind those that are known.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select.environment import Environment
+from attn_select_flashmla.providers import KERNELS, SGL_FLASH_MLA, Kernel
+
+pytest.importorskip("torch")
+
+import flashmla_emulated
+
+from attn_select_flashmla.adapters import adapter_for
+
+MODULES = [(kernel, name) for kernel in KERNELS for name in flashmla_emulated.MODULES[kernel.library.distribution]]
+
+
+def source_of(kernel: Kernel, module: str) -> ast.Module:
+    """Return an installed module's source; skip where the build is not installed."""
+    if not Environment().has(kernel.library):
+        pytest.skip(f"{kernel.library.distribution} is not installed")
+    top, *parts = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{top} is not installed")
+    file = Path(spec.origin).parent.joinpath(*parts).with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def signature_of(tree: ast.Module, function: str) -> list[tuple[str, str | None]]:
+    """Return each parameter's name and default, ``...`` for one that collects the rest."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            arguments = node.args
+            names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+            defaults = [None] * (len(names) - len(arguments.defaults)) + [ast.unparse(d) for d in arguments.defaults]
+            rest = [(f"*{a.arg}", None) for a in (arguments.vararg, arguments.kwarg) if a is not None]
+            return [*zip(names, defaults, strict=True), *rest]
+    pytest.fail(f"{function} does not exist")
+
+
+def emulated_signature(function: Callable[..., Any]) -> list[tuple[str, str | None]]:
+    found: list[tuple[str, str | None]] = []
+    for parameter in inspect.signature(function).parameters.values():
+        collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        default = None if parameter.default is parameter.empty else repr(parameter.default)
+        found.append((f"*{parameter.name}" if collects else parameter.name, default))
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "module"), MODULES, ids=[f"{k.library.distribution} {m}" for k, m in MODULES])
+def test_emulated_signatures_are_the_installed_ones(kernel: Kernel, module: str) -> None:
+    tree = source_of(kernel, module)
+    for name, function in flashmla_emulated.MODULES[kernel.library.distribution][module].items():
+        wanted, found = emulated_signature(function), signature_of(tree, name)
+        assert found[: len(wanted)] == wanted, name
+        added = [parameter for parameter, default in found[len(wanted) :] if default is None]
+        assert not added, f"{name} wants {added} now"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.library.distribution)
+def test_adapters_take_the_emulated_builds(kernel: Kernel, emulate: Callable[[str], list[str]]) -> None:
+    emulate(kernel.library.distribution)
+    adapter = adapter_for(kernel.provider)
+    assert adapter.kernel is kernel
+    assert adapter_for(kernel.provider) is adapter  # one per build
+
+
+def test_the_base_of_the_sparse_lse(emulate: Callable[[str], list[str]]) -> None:
+    """sgl_kernel's is base 2 as its docstrings say, the others' natural."""
+    bases = {}
+    for kernel in KERNELS:
+        emulate(kernel.library.distribution)
+        bases[kernel.library.distribution] = adapter_for(kernel.provider).sparse_lse_base2
+    assert [name for name, base2 in bases.items() if base2] == ["sglang-kernel", "sgl-kernel"]
+
+
+def test_sgl_flash_mla_is_asked_for_its_legacy_kernels() -> None:
+    """Its others serve neither Hopper nor this format."""
+    found = flashmla_emulated.MODULES[SGL_FLASH_MLA.distribution]["flash_mla.flash_mla_interface"]
+    for name, function in found.items():
+        if name != "get_mla_metadata":
+            assert "use_legacy" in inspect.signature(function).parameters

@@ -1,0 +1,214 @@
+"""``FLASHMLA_SPARSE`` at run time on emulated kernels: every build and path, void indices, sinks, copies in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import flashmla_layers as layers
+import torch
+
+from attn_select.runtime import Capacity, MLAAttentionGroup
+from attn_select.testing import error_bound, lse_error, pack_fp8_ds_mla, relative_error, unpack_fp8_ds_mla
+from attn_select_flashmla import sparse_runtime
+from attn_select_flashmla.flashmla_sparse import DEQUANTISED
+from attn_select_flashmla.providers import KERNELS
+from attn_select_flashmla.sparse_runtime import FlashMLASparseImpl, dequantised
+
+Emulate = Callable[[str], list[str]]
+BUILDS = [kernel.library.distribution for kernel in KERNELS]
+MIXED = [(1, 1), (1, 64), (1, 70), (5, 5), (20, 90), (70, 70)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def sparse_config(**fields: Any) -> Any:
+    return layers.layer_config(**{"sparse_top_k": 64, **fields})
+
+
+def check(group: MLAAttentionGroup, requests: list[tuple[int, int]], seed: int = 0, **changes: Any) -> None:
+    """Run a batch through a layer and compare with the oracle."""
+    problem = layers.problem_for(group, requests, seed)
+    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, **changes))
+    output, lse, cache = layers.run_layer(group, problem)
+    wanted, wanted_lse = problem.reference(kv_cache=cache)
+    bound = error_bound(group.config, group.served["decode"].context.plans)
+    assert relative_error(output.cpu(), wanted.cpu()).norm <= bound.norm
+    assert lse_error(lse.cpu(), wanted_lse.cpu()) <= bound.lse
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    ("fields", "called"),
+    [
+        ({"num_heads": 4}, {"flash_mla_sparse_fwd"}),
+        ({"num_heads": 64}, {"flash_mla_sparse_fwd"}),
+        ({"num_heads": 4, "kv_cache_dtype": "fp8_ds_mla"}, {"flash_mla_with_kvcache", "schedule"}),
+        (
+            {"num_heads": 40, "kv_cache_dtype": "fp8_ds_mla"},
+            {"flash_mla_with_kvcache", "schedule", "flash_mla_sparse_fwd"},
+        ),
+        ({"num_heads": 2, "kv_cache_dtype": "fp8_e4m3"}, {"flash_mla_with_kvcache", "schedule"}),
+    ],
+    ids=["bf16", "bf16 of 64 heads", "FP8", "FP8 with a copy", "FP8 by another name"],
+)
+def test_every_build_and_path(emulate: Emulate, build: str, fields: dict[str, Any], called: set[str]) -> None:
+    calls = emulate(build)
+    group = layers.make_group(sparse_config(**fields), build)
+    if fields.get("kv_cache_dtype") == "fp8_e4m3":  # the oracle packs what is called fp8_ds_mla
+        group.config = sparse_config(**{**fields, "kv_cache_dtype": "fp8_ds_mla"})
+    check(group, MIXED)
+    assert set(calls) == called
+
+
+@pytest.mark.parametrize("build", [kernel.library.distribution for kernel in KERNELS if kernel.sinks.value])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("num_heads", [3, 64])
+def test_sinks(emulate: Emulate, build: str, kv_cache_dtype: str, num_heads: int) -> None:
+    emulate(build)
+    config = sparse_config(num_heads=num_heads, sinks=True, kv_cache_dtype=kv_cache_dtype)
+    check(layers.make_group(config, build), [(1, 9), (1, 0), (6, 70)])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("num_heads", [4, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_void_indices(emulate: Emulate, kv_cache_dtype: str, num_heads: int, sinks: bool) -> None:
+    """Every negative index is void, anywhere in its row, and so may be the whole row."""
+    emulate("vllm")
+    group = layers.make_group(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype, sinks=sinks))
+    problem = layers.problem_for(group, [(1, 66), (1, 70), (4, 68)])
+    indices = problem.step.topk_indices
+    assert indices is not None
+    indices = indices.clone()
+    indices[:, ::3] = -1
+    indices[:, 1::6] = torch.iinfo(torch.int32).min
+    indices[2:4] = -7
+    check(group, [(1, 66), (1, 70), (4, 68)], topk_indices=indices)
+
+
+def test_a_top_k_of_any_size(emulate: Emulate) -> None:
+    emulate("vllm")
+    for kv_cache_dtype in ("auto", "fp8_ds_mla"):
+        check(layers.make_group(sparse_config(sparse_top_k=70, kv_cache_dtype=kv_cache_dtype)), [(1, 90), (5, 80)])
+
+
+@pytest.mark.parametrize("block_size", [1, 64, 192])
+def test_a_bfloat16_cache_of_any_block_size(emulate: Emulate, block_size: int) -> None:
+    emulate("vllm")
+    check(layers.make_group(sparse_config(block_size=block_size)), [(1, 9), (1, 193), (5, 70)])
+
+
+def test_only_a_copy_wants_decodes_first(emulate: Emulate) -> None:
+    emulate("vllm")
+    for fields, threshold in (
+        ({"num_heads": 4}, None),
+        ({"num_heads": 4, "kv_cache_dtype": "fp8_ds_mla"}, None),
+        ({"num_heads": 40, "kv_cache_dtype": "fp8_ds_mla"}, 3),
+    ):
+        group = layers.make_group(sparse_config(num_speculative_tokens=2, **fields))
+        assert group.reorder_batch_threshold == threshold
+
+
+def test_a_copy_is_made_in_parts(emulate: Emulate) -> None:
+    """As many requests at a time as have ``max_model_len`` tokens together."""
+    calls = emulate("vllm")
+    config = sparse_config(num_heads=40, kv_cache_dtype="fp8_ds_mla")
+    group = layers.make_group(config, capacity=Capacity(16, 512, 192))
+    assert group.served["prefill"].context.plans["prefill"].path == DEQUANTISED
+    check(group, [(1, 9), (5, 70), (2, 64), (3, 192), (2, 2), (30, 40)])
+    assert calls.count("flash_mla_sparse_fwd") == 3  # 2 + 1 blocks, 3, 1 + 1
+    calls.clear()
+    check(group, [(2, 2), (4, 65)])
+    assert calls == ["flash_mla_sparse_fwd"]
+
+
+def test_prefill_alone(emulate: Emulate) -> None:
+    calls = emulate("vllm")
+    config = sparse_config(num_heads=40, kv_cache_dtype="fp8_ds_mla")
+    group = layers.make_group(config, phases=["prefill"])
+    problem = layers.problem_for(group, [(5, 70), (2, 64)])
+    output, _, cache = layers.run_layer(group, problem)
+    assert relative_error(output, problem.reference(kv_cache=cache)[0]).norm < 0.02
+    assert calls == ["flash_mla_sparse_fwd"]
+
+
+def test_long_prefills_run_in_parts(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_runtime, "MAX_DECODE_ROWS", 8)
+    calls = emulate("vllm")
+    check(layers.make_group(sparse_config(kv_cache_dtype="fp8_ds_mla")), [(1, 9), (20, 40)])
+    # 8 + 8 + 5 tokens: a schedule serves both parts of 8.
+    assert calls.count("flash_mla_with_kvcache") == 3
+    assert calls.count("schedule") == 2
+
+
+def test_captures_begin_with_an_empty_schedule(emulate: Emulate) -> None:
+    calls = emulate("vllm")
+    config = sparse_config(num_heads=40, kv_cache_dtype="fp8_ds_mla", num_speculative_tokens=1)
+    group = layers.make_group(config, cuda_graphs=True)
+    problem = layers.problem_for(group, [(2, 9), (2, 70)])
+    metadata = group.build_for_cudagraph_capture(layers.common_of(problem))
+    (span,) = metadata.parts[0].metadata.spans
+    assert span.schedule.tile_scheduler_metadata is None
+    step = problem.step
+    for _ in range(2):
+        layer = layers.make_layer(group, problem)
+        layer(problem.query, step.key, step.value, step.kv_cache, metadata, topk_indices=step.topk_indices)
+    assert calls.count("schedule") == 1
+    assert span.schedule.tile_scheduler_metadata is not None
+
+
+def test_a_batch_without_tokens(emulate: Emulate) -> None:
+    calls = emulate("vllm")
+    for num_heads, kv_cache_dtype in ((4, "auto"), (4, "fp8_ds_mla"), (40, "fp8_ds_mla")):
+        group = layers.make_group(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype))
+        problem = layers.problem_for(group, [(1, 9)])
+        none = torch.zeros(2, dtype=torch.int32)
+        changes = {"query_start_loc": none, "query_start_loc_cpu": none, "slot_mapping": none[:0].long()}
+        common = layers.common_of(problem, num_actual_tokens=0, max_query_len=0, **changes)
+        metadata = group.build(common).parts[0].metadata
+        impl = layers.make_layer(group, problem).impls["decode"]
+        assert isinstance(impl, FlashMLASparseImpl)
+        nothing = torch.empty(0, num_heads, 512, dtype=torch.bfloat16)
+        query, indices = torch.empty(0, num_heads, 576, dtype=torch.bfloat16), torch.empty(0, 64, dtype=torch.int32)
+        assert problem.step.kv_cache is not None
+        layer = layers.make_layer(group, problem)
+        impl.forward_mqa(layer, query, problem.step.kv_cache, metadata, nothing, topk_indices=indices)
+    assert calls == []
+
+
+@pytest.mark.parametrize("power_of_two_scales", [True, False])
+def test_dequantised_is_the_inverse_of_packing(power_of_two_scales: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_runtime, "COPIED_BLOCKS", 2)
+    draw = torch.Generator().manual_seed(0)
+    latent = 5 * torch.randn(5, 64, 512, generator=draw)
+    rope = torch.randn(5, 64, 64, generator=draw)
+    cache = pack_fp8_ds_mla(latent, rope, power_of_two_scales=power_of_two_scales)
+    blocks = torch.tensor([4, 0, 3])
+    found = dequantised(cache, blocks)
+    wanted = unpack_fp8_ds_mla(cache[blocks]).flatten(0, 1).to(torch.bfloat16)
+    assert torch.equal(found, wanted)
+
+
+def test_more_than_128_heads_are_refused_by_the_gate() -> None:
+    with pytest.raises(AssertionError, match="at most 128"):
+        layers.make_group(sparse_config(num_heads=129))
+
+
+def test_no_cascade(emulate: Emulate) -> None:
+    emulate("vllm")
+    for config in (sparse_config(), layers.layer_config()):
+        builder = layers.make_group(config).served["decode"].builder
+        assert not builder.use_cascade_attention(1024, None)  # type: ignore[arg-type]

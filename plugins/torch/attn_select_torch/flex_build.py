@@ -1,0 +1,228 @@
+"""What ``FLEX_ATTENTION`` works out once per step: padded rows, what each row sees, and lists of cache blocks per tile.
+
+Queries are laid out in tiles of 16 rows, none of which holds rows of two requests, so that a tile reads its own
+request's blocks alone and in their own order. What a row sees is one range of positions, with image ranges two:
+causality, windows and both lengths are in their bounds. A block that all rows of a tile see whole is read without a
+mask.
+
+A kernel names a key by its place in the cache. The way back to its position is a table per request and block, since
+requests that share a prefix share its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select_torch.flex_attention import TILE
+from attn_select_torch.flex_rows import FAR, lay_out, spans_of
+
+_LEAST_ROWS, _LEAST_PAGES = 2**14, 2**20
+"""Least sizes of what masks read: static ones, in powers of two, since each size is compiled anew."""
+
+
+@dataclass(slots=True)
+class BlockLists:
+    """Blocks of the cache that each tile reads, int32.
+
+    Attributes:
+        counts: ``(1, 1, tiles)``.
+        indices: ``(1, 1, tiles, W)``; behind a tile's count anything.
+    """
+
+    counts: Tensor
+    indices: Tensor
+
+    def widened(self, num_blocks: int) -> BlockLists:
+        """Return lists of at least ``num_blocks`` columns: the CPU's template wants them, though it reads only some."""
+        tiles, width = self.indices.shape[2:]
+        if width >= num_blocks:
+            return self
+        flat = self.indices.new_empty(tiles * width + num_blocks)
+        flat[: tiles * width].view(tiles, width).copy_(self.indices[0, 0])
+        strides = (tiles * width, tiles * width, width, 1)
+        return BlockLists(self.counts, flat.as_strided((1, 1, tiles, num_blocks), strides))
+
+
+@dataclass(slots=True)
+class Pages:
+    """From a block of the cache back to its place in a request.
+
+    Attributes:
+        num_blocks: of the cache.
+        first: int32, one per row: where its request's part of ``places`` begins.
+        places: int32, per request and block of the cache the block's number within the request; set only where the
+            request has the block.
+    """
+
+    num_blocks: int
+    first: Tensor
+    places: Tensor
+
+
+@dataclass(slots=True)
+class FlexMetadata:
+    """A step for all layers: T tokens in R padded rows.
+
+    Attributes:
+        num_tokens: T.
+        tokens: int64 ``(R,)``, the token of each row; any for padding.
+        rows: int64 ``(T,)``, the row of each token.
+        bounds: first and last position that each row sees, with image ranges a second pair; int32, at least R each.
+        requests: int32, one per row.
+        partial, full: blocks that need the mask, and those that do not.
+        block_table: int32 ``(B, W)``; None without a cache.
+        held: int32 ``(B, 2)``, first and end column of the block table that the request's rows see.
+        make_pages: makes ``pages``, which needs the size of the cache.
+    """
+
+    num_tokens: int
+    tokens: Tensor
+    rows: Tensor
+    bounds: tuple[Tensor, ...]
+    requests: Tensor
+    partial: BlockLists
+    full: BlockLists
+    block_table: Tensor | None
+    held: Tensor
+    make_pages: Callable[[FlexMetadata, int], Pages]
+    _pages: Pages | None = None
+    _widened: tuple[int, BlockLists, BlockLists] | None = None
+
+    def pages(self, num_blocks: int) -> Pages:
+        """Return the way back to positions for a cache of ``num_blocks``: made for one layer, kept for the others."""
+        if self._pages is None or self._pages.num_blocks != num_blocks:
+            self._pages = self.make_pages(self, num_blocks)
+        return self._pages
+
+    def widened(self, num_blocks: int) -> tuple[BlockLists, BlockLists]:
+        """Return ``partial`` and ``full`` with at least ``num_blocks`` columns; kept for the other layers too."""
+        if self._widened is None or self._widened[0] != num_blocks:
+            self._widened = (num_blocks, self.partial.widened(num_blocks), self.full.widened(num_blocks))
+        return self._widened[1:]
+
+
+class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
+    """Lays out rows on the host, looks up blocks on the device; takes requests in any order. Does not synchronise."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.paged = context.block_size is not None
+        self._persistent: dict[str, Tensor] = {}
+        self._num_blocks = 0  # of the cache that the persistent pages are for
+        self.most_tiles = max(2, context.max_num_batched_tokens // TILE + context.max_num_seqs)
+        self.row_capacity = max(_LEAST_ROWS, 1 << (TILE * self.most_tiles - 1).bit_length())
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        return False
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlexMetadata:
+        common, device = common_attn_metadata, self.context.device
+        rows = lay_out(common, self.context.config, self.paged, self.context.cuda_graphs)
+        starts = None if self.paged else common.query_start_loc_cpu[:-1]
+        spans = spans_of(rows, starts)
+        partial_widths = (spans[1] - spans[0]) + (spans[3] - spans[2])
+        # A size of 0 or 1 would be compiled apart.
+        widths = [max(2, int(width.max())) for width in (partial_widths, spans[2] - spans[1])]
+        if self.context.cuda_graphs:
+            most = -(-self.context.max_model_len // TILE) + 1
+            widths = [most, most]
+        held = torch.zeros(common.num_reqs, 2, dtype=torch.int32)
+        tile_requests = rows.requests[::TILE]
+        seeing = spans[3] > spans[0]
+        index = tile_requests[seeing].long()
+        held[:, 0].fill_(FAR).scatter_reduce_(0, index, spans[0][seeing], "amin")
+        held[:, 1].scatter_reduce_(0, index, spans[3][seeing], "amax")
+        out_rows = torch.zeros(common.num_actual_tokens, dtype=torch.int64)
+        valid = rows.valid.nonzero().flatten()
+        out_rows[rows.tokens[valid].long()] = valid
+        tiles = to_device(torch.stack([*spans, tile_requests]), device)
+        bounds = tuple(self._padded(f"bounds {number}", one) for number, one in enumerate(rows.bounds))
+        table = common.block_table_tensor if self.paged else None
+        metadata = FlexMetadata(
+            num_tokens=common.num_actual_tokens,
+            tokens=self._keep("tokens", to_device(rows.tokens.long(), device), self.row_capacity),
+            rows=self._keep("rows", to_device(out_rows, device), self.context.max_num_batched_tokens),
+            bounds=bounds,
+            requests=self._padded("requests", rows.requests),
+            partial=self._lists("partial", tiles, table, widths[0]),
+            full=self._lists("full", tiles, table, widths[1]),
+            block_table=table,
+            held=to_device(held, device),
+            make_pages=self._pages,
+        )
+        if self._num_blocks:
+            metadata.pages(self._num_blocks)  # captured kernels read it: it must be this batch's from now on
+        return metadata
+
+    def _padded(self, name: str, values: Tensor) -> Tensor:
+        """Return values per row on the device, in a tensor of static size."""
+        if name in self._persistent:
+            held = self._persistent[name]
+        else:
+            held = torch.zeros(self.row_capacity, dtype=torch.int32, device=self.context.device)
+            if self.context.cuda_graphs:
+                self._persistent[name] = held
+        held[: len(values)].copy_(to_device(values, self.context.device))
+        return held
+
+    def _keep(self, name: str, values: Tensor, *most: int) -> Tensor:
+        """Return ``values`` where they stay from step to step, if steps are captured."""
+        if not self.context.cuda_graphs:
+            return values
+        if name not in self._persistent:
+            self._persistent[name] = torch.zeros(most, dtype=values.dtype, device=values.device)
+        held = self._persistent[name][tuple(slice(0, size) for size in values.shape)]
+        return held.copy_(values)
+
+    def _lists(self, name: str, tiles: Tensor, table: Tensor | None, width: int) -> BlockLists:
+        """Look up each tile's blocks.
+
+        Args:
+            name: ``full`` for the middle range, ``partial`` for the other two.
+            tiles: int32 ``(5, tiles)``: starts of the first, the middle and the last range, end, request.
+            table: None where a block's number is its place.
+            width: most blocks of a tile.
+        """
+        start, full, rest, end, requests = tiles.unbind(0)
+        columns = torch.arange(width, dtype=torch.int32, device=tiles.device)
+        if name == "full":
+            counts, found = rest - full, full[:, None] + columns
+        else:
+            counts, found = (full - start) + (end - rest), start[:, None] + columns
+            found = torch.where(found < full[:, None], found, found + (rest - full)[:, None])
+        if table is not None:
+            found = table[requests.long()].gather(1, found.clamp(0, table.shape[1] - 1).long())
+        counts = self._keep(f"{name} counts", counts, self.most_tiles)
+        found = self._keep(f"{name} blocks", found, self.most_tiles, width)
+        return BlockLists(counts[None, None], found[None, None])
+
+    def _pages(self, metadata: FlexMetadata, num_blocks: int) -> Pages:
+        table, held = metadata.block_table, metadata.held
+        assert table is not None
+        device, row = table.device, num_blocks + 1
+        most = self.context.max_num_seqs if self.context.cuda_graphs else len(table)
+        size = max(_LEAST_PAGES, 1 << (most * row - 1).bit_length())
+        places = self._persistent.get("places")
+        if places is None or self._num_blocks != num_blocks:
+            places = torch.empty(size, dtype=torch.int32, device=device)
+            if self.context.cuda_graphs:
+                self._persistent["places"], self._num_blocks = places, num_blocks
+        columns = torch.arange(table.shape[1], dtype=torch.int32, device=device).expand_as(table)
+        # Columns that no row sees may hold anything, and go to a place of nobody.
+        seen = (columns >= held[:, :1]) & (columns < held[:, 1:])
+        target = torch.where(seen, table, num_blocks).long()
+        target += torch.arange(0, len(table) * row, row, device=device)[:, None]
+        places.index_put_((target,), columns)
+        first = metadata.requests * row
+        if self.context.cuda_graphs:
+            first = self._keep("page rows", first, self.row_capacity)
+        return Pages(num_blocks, first, places)

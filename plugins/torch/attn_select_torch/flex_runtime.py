@@ -1,0 +1,195 @@
+"""The runtime of ``FLEX_ATTENTION``: torch's FlexAttention, compiled per kind of layer, on the cache as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from attn_select.config import AttentionConfig
+from attn_select.runtime.backend import AttentionBackend, AttentionImpl, AttentionLayer, BackendContext
+from attn_select.runtime.kv_cache import key_value_views
+from attn_select_torch.flex_attention import TILE, shared_need, shared_room
+from attn_select_torch.flex_build import BlockLists, FlexBuilder, FlexMetadata
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Kind(NamedTuple):
+    """What is compiled apart; of all else only sizes differ."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_head_size: int
+    dtypes: tuple[str, str]
+    device: str
+    paged: bool
+    images: bool
+    scale: float
+    stages: int
+
+
+def _masked(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    partial: tuple[Tensor, Tensor],
+    full: tuple[Tensor, Tensor],
+    bounds: tuple[Tensor, ...],
+    pages: tuple[Tensor, Tensor] | None,
+    scale: float,
+    stages: int,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend; compiled. ``(1, H, R, D)``, ``(1, Hkv, S, D)`` and ``(1, Hkv, S, Dv)`` to ``(1, H, R, Dv)``."""
+
+    def mask(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        position = place
+        if pages is not None:
+            position = pages[1][pages[0][row] + place // TILE] * TILE + place % TILE
+        seen = (bounds[0][row] <= position) & (position <= bounds[1][row])
+        if len(bounds) > 2:
+            seen = seen | ((bounds[2][row] <= position) & (position <= bounds[3][row]))
+        return seen
+
+    lengths = (query.shape[2], keys.shape[2])
+    blocks = BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=(TILE, TILE), mask_mod=mask, seq_lengths=lengths, compute_q_blocks=False
+    )
+    options: Any = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
+    if not with_lse:
+        return flex_attention(query, keys, values, **options), None
+    # The decoding kernel splits a request's keys by the size of the batch; the other takes few rows as well.
+    options["kernel_options"] = {
+        "FORCE_USE_FLEX_ATTENTION": True,
+        "BLOCK_M": TILE,
+        "BLOCK_N": TILE,
+        "num_stages": stages,
+    }
+    out, aux = flex_attention(query, keys, values, return_aux=AuxRequest(lse=True), **options)
+    return out, aux.lse
+
+
+@cache
+def _compiled(kind: Kind) -> Callable[..., Any]:
+    """Return the compiled function of one kind of layer.
+
+    Each has a code object of its own: torch counts recompilations by it, and gives up compiling after eight.
+    """
+    code = _masked.__code__.replace(co_name=f"flex_{kind.device}_{abs(hash(kind)):x}")
+    function = FunctionType(code, globals(), code.co_name, _masked.__defaults__, _masked.__closure__)
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def _stages(config: AttentionConfig, device: torch.device) -> int:
+    """Return how many tiles of keys and values are loaded ahead: two where shared memory holds them, else one."""
+    if device.type == "cpu":
+        return 1
+    return 2 if shared_need(config, 2) <= shared_room(torch.cuda.get_device_capability(device)) else 1
+
+
+class FlexImpl(AttentionImpl[FlexMetadata]):
+    """Runs one layer."""
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+        config = context.config
+        self.on_cpu = context.device.type == "cpu"
+        self.paged = context.kv_layout is not None
+        self.stages = _stages(config, context.device)
+        self.function = _compiled(
+            Kind(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_size,
+                config.value_head_size,
+                (config.dtype, config.cache_dtype),
+                str(context.device),
+                self.paged,
+                config.mm_prefix,
+                scale,
+                self.stages,
+            )
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: FlexMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        metadata = attn_metadata
+        pages = None
+        partial, full = metadata.partial, metadata.full
+        if self.paged:
+            assert kv_cache is not None
+            keys, values = self._cached(kv_cache)
+            found = metadata.pages(kv_cache.shape[1])
+            pages = (found.first, found.places)
+        else:
+            assert key is not None
+            assert value is not None
+            keys, values = key[: metadata.num_tokens], value[: metadata.num_tokens]
+        if self.on_cpu:
+            num_blocks = -(-len(keys) // TILE)
+            partial, full = metadata.widened(num_blocks)
+        queries = query.index_select(0, metadata.tokens).transpose(0, 1)[None]
+        keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        lists = [(one.counts, one.indices) for one in (partial, full)]
+        for tensor, axes in ((queries, (2,)), (keys, (2,)), (values, (2,)), *_axes(partial), *_axes(full)):
+            torch._dynamo.maybe_mark_dynamic(tensor, axes)
+        with torch.no_grad():
+            out, lse = self.function(
+                queries, keys, values, *lists, metadata.bounds, pages, self.scale, self.stages, not self.on_cpu
+            )
+        tokens = slice(0, metadata.num_tokens)
+        output[tokens].copy_(out[0].transpose(0, 1).index_select(0, metadata.rows))
+        if output_lse is not None and lse is not None:
+            output_lse[tokens].copy_(lse[0].t().index_select(0, metadata.rows))
+        return output
+
+    def _cached(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cache's keys and values ``(num_blocks * block_size, num_kv_heads, size)`` as views."""
+        keys, values = key_value_views(kv_cache, self.context.kv_layout or "", self.context.config)
+        return keys.view(-1, *keys.shape[2:]), values.view(-1, *values.shape[2:])
+
+
+def _axes(lists: BlockLists) -> list[tuple[Tensor, tuple[int, ...]]]:
+    return [(lists.counts, (2,)), (lists.indices, (2, 3))]
+
+
+class FlexBackend(AttentionBackend):
+    """``FLEX_ATTENTION``."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLEX_ATTENTION"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlexImpl]:
+        return FlexImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlexBuilder]:
+        return FlexBuilder

@@ -1,0 +1,222 @@
+"""``TORCH_MLA`` at run time: decodes on gathered latents, prefills on decompressed keys and values.
+
+Where no log-sum-exp, sinks, soft cap or ALiBi are wanted ``scaled_dot_product_attention`` computes, else
+``attn_select_torch.dense``. Nothing is split over keys, so a request's result depends on its own shapes and, without
+``batch_invariant``, on the decodes that it is gathered with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select_torch.dense import MAX_SCORES, attend, visible_intervals, visible_keys
+from attn_select_torch.mla_metadata import Gather, Prefill, PrefillMetadata, TorchMLAMetadataBuilder
+
+_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What ``scaled_dot_product_attention`` runs on a CPU; called by itself where its log-sum-exp is wanted."""
+ROWS = 256
+"""Query rows of a prefill that are masked at a time; keys that none of them sees are left out."""
+
+
+class TorchMLAImpl(MLAAttentionImpl):
+    """Runs one layer."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        config = context.config
+        # Whether a log-sum-exp is wanted depends on the batch: another request's context asks for it too.
+        self._fused = not (config.sinks or config.alibi or config.logits_soft_cap or config.batch_invariant)
+        self._rank = config.kv_lora_rank or 0
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: tuple[Gather, ...],
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``."""
+        by_slot = kv_cache.flatten(0, 1)
+        for gather in attn_metadata:
+            requests, query_len, num_keys = gather.shape
+            latents = _latents(by_slot, gather.slots, layer.scales.k, query.dtype)
+            latents = latents.view(requests, 1, num_keys, by_slot.shape[1])
+            rows = query.index_select(0, gather.tokens).view(requests, query_len, *query.shape[1:])
+            if self._fused and output_lse is None and num_keys:
+                result = self._one_head(rows, latents, gather.visible)
+            else:
+                result, lse = attend(
+                    rows.transpose(1, 2),
+                    latents,
+                    latents[..., : self._rank],
+                    scale=self.scale,
+                    visible=None if gather.visible is None else gather.visible.unsqueeze(1),
+                    distance=None if gather.distance is None else gather.distance.unsqueeze(1),
+                    **self._scores(counts_sinks=True),
+                )
+                result = result.transpose(1, 2)
+                if output_lse is not None:
+                    output_lse.index_copy_(0, gather.tokens, lse.transpose(1, 2).flatten(0, 1))
+            output.index_copy_(0, gather.tokens, result.flatten(0, 1))
+        return output
+
+    def _one_head(self, rows: Tensor, latents: Tensor, visible: Tensor | None) -> Tensor:
+        """Attend with ``rows (n, q, H, D)``, heads taken as rows of one head, so that latents are read once for all."""
+        requests, query_len, heads, _ = rows.shape
+        if visible is not None:
+            visible = visible.unsqueeze(2)
+            if query_len > 1:
+                visible = visible.expand(-1, query_len, heads, -1).reshape(requests, query_len * heads, -1).unsqueeze(1)
+        result = functional.scaled_dot_product_attention(
+            rows.flatten(1, 2).unsqueeze(1), latents, latents[..., : self._rank], attn_mask=visible, scale=self.scale
+        )
+        return result.view(requests, query_len, heads, -1)
+
+    def forward_mha(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_metadata: PrefillMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mha``."""
+        for request in attn_metadata.requests:
+            rows, keys = request.rows, request.keys
+            if rows.start == rows.stop:
+                continue
+            tensors = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query[rows], key[keys], value[keys])]
+            parts = (output[rows], None if output_lse is None else output_lse[rows])
+            own = rows.stop - rows.start == keys.stop - keys.start and request.offset == 0
+            window, causal = self.context.config.sliding_window, attn_metadata.causal
+            plain = window is None and not (causal and request.ranges)
+            fused = self._fused and (output_lse is None or query.device.type == "cpu")
+            if fused and plain and (own or not causal) and keys.start < keys.stop:
+                _sdpa(tensors, self.scale, None, causal, *parts)
+            else:  # among keys before its own a row may see none, and what fused kernels make of that differs
+                self._masked(request, attn_metadata, tensors, fused and own, *parts)
+        return output
+
+    def _masked(
+        self,
+        request: Prefill,
+        metadata: PrefillMetadata,
+        tensors: Sequence[Tensor],
+        fused: bool,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        """Compute one request in parts of rows, each with the keys that it can see."""
+        query, key, value = tensors
+        mask: dict[str, Any] = {
+            "causal": metadata.causal,
+            "sliding_window": self.context.config.sliding_window,
+            "mm_prefix_ranges": request.ranges,
+        }
+        num_rows, num_keys = query.shape[2], key.shape[2]
+        for start in range(0, num_rows, ROWS):
+            end = min(start + ROWS, num_rows)
+            seen = visible_intervals(request.offset + start, end - start, num_keys, **mask)
+            keys = slice(seen[0][0], seen[-1][1]) if seen else slice(0, 0)
+            i, j = (
+                torch.arange(first, last, dtype=torch.int32, device=query.device)
+                for first, last in ((request.offset + start, request.offset + end), (keys.start, keys.stop))
+            )
+            visible = visible_keys(i, j, **mask)
+            part = (query[:, :, start:end], key[:, :, keys], value[:, :, keys])
+            if fused:
+                some_lse = None if output_lse is None else output_lse[start:end]
+                _sdpa(part, self.scale, visible, False, output[start:end], some_lse)
+                continue
+            distance = None if self.alibi_slopes is None else (i[:, None] - j).abs_()
+            # A few heads at a time, not a few rows: keys are converted once for all rows.
+            step = max(1, MAX_SCORES // (ROWS * max(1, num_keys)))
+            for head in range(0, query.shape[1], step):
+                heads = slice(head, head + step)
+                scores = self._scores(metadata.counts_sinks, heads)
+                few = (tensor[:, heads] for tensor in part)
+                result, lse = attend(*few, scale=self.scale, visible=visible, distance=distance, **scores)
+                output[start:end, heads] = result[0].transpose(0, 1)
+                if output_lse is not None:
+                    output_lse[start:end, heads] = lse[0].T
+
+    def _scores(self, counts_sinks: bool, heads: slice = slice(None)) -> dict[str, Any]:
+        """Return what changes scores and denominators, as arguments of ``attend``."""
+        return {
+            "logits_soft_cap": self.context.config.logits_soft_cap,
+            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes[heads],
+            "sinks": self.sinks[heads] if self.sinks is not None and counts_sinks else None,
+        }
+
+
+def _latents(by_slot: Tensor, slots: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the latents ``(N, R + Pr)`` at ``slots`` in the compute dtype."""
+    if by_slot.element_size() > 1:
+        return by_slot.index_select(0, slots).to(dtype)
+    stored = by_slot.view(torch.uint8).index_select(0, slots).view(by_slot.dtype)  # torch indexes no FP8
+    return (stored.float() * scale).to(dtype)
+
+
+def _sdpa(
+    tensors: Sequence[Tensor],
+    scale: float,
+    visible: Tensor | None,
+    causal: bool,
+    output: Tensor,
+    output_lse: Tensor | None,
+) -> None:
+    """Write fused attention of one request's query, key and value ``(1, H, ...)`` into ``output`` ``(T, H, V)``.
+
+    Values get the keys' width, or the other way round: the kernels that keep no matrix of scores want one width for all
+    (pytorch/pytorch aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, check_head_dim_size_cpp).
+    """
+    size, width = tensors[2].shape[-1], max(tensor.shape[-1] for tensor in tensors)
+    query, key, value = (functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors)
+    if output_lse is None:
+        found = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=causal, scale=scale
+        )
+    else:
+        bias = None
+        if visible is not None:
+            bias = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        found, lse = _FLASH_CPU(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        output_lse.copy_(lse[0].T)
+    output.copy_(found[0, :, :, :size].transpose(0, 1))
+
+
+class TorchMLABackend(AttentionBackend):
+    """``TORCH_MLA``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``TORCH_MLA``."""
+        return "TORCH_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchMLAImpl]:
+        """Return ``TorchMLAImpl``."""
+        return TorchMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchMLAMetadataBuilder]:
+        """Return ``TorchMLAMetadataBuilder``."""
+        return TorchMLAMetadataBuilder

@@ -1,0 +1,144 @@
+"""How ``TORCH_SDPA`` cuts a batch: pieces whose keys are gathered at once, and tiles of rows that share a mask.
+
+A piece is one request, or several with short queries and about as many keys, padded to the longest at the front, so
+that all of them end at the same column. A tile is a range of a piece's rows with the keys that they can see: a window
+or causality leaves out whole ranges of keys, and masks stay small. All of it is worked out on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
+from attn_select_torch.dense import Range, visible_intervals
+
+
+@dataclass(slots=True)
+class Tile:
+    """Rows and columns of a piece.
+
+    Attributes:
+        start: first token of the piece's query; ``rows`` of them.
+        low, high: columns of the piece's keys.
+        first_key: position of column ``low`` relative to the tile's last row; None where image ranges reach into the
+            tile.
+    """
+
+    start: int
+    rows: int
+    low: int
+    high: int
+    first_key: int | None
+
+
+@dataclass(slots=True)
+class Request:
+    """The rows of one request that see any key, and the keys that they see.
+
+    Attributes:
+        index: its number in the batch.
+        first_token: of the rows, in the step.
+        rows: tokens.
+        seq_len: keys.
+        low, high: positions of the keys, the end not included. Image ranges leave no gap: one that a row is part of
+            reaches from there to what the row sees anyway.
+        tiles: its rows, cut.
+    """
+
+    index: int
+    first_token: int
+    rows: int
+    seq_len: int
+    low: int
+    high: int
+    tiles: list[Tile] = field(default_factory=list)
+
+    @property
+    def keys(self) -> int:
+        """How many keys."""
+        return self.high - self.low
+
+
+@dataclass(slots=True)
+class Limits:
+    """How large the parts may be.
+
+    Attributes:
+        tile_rows: tokens of one tile where rows see different keys.
+        group_keys: keys that several requests may take together, padding included; 0: each request by itself.
+    """
+
+    tile_rows: int
+    group_keys: int
+
+
+def requests_of(
+    common: CommonAttentionMetadata, causal: bool, window: int | None, limits: Limits, has_cache: bool
+) -> tuple[list[Request], list[Range]]:
+    """Return the requests with anything to compute, and the ``(start, end)`` tokens that see no key."""
+    requests: list[Request] = []
+    blind: list[Range] = []
+    bounds = common.query_start_loc_cpu.tolist()
+    seq_lens = common.seq_lens_cpu.tolist() if has_cache else common.query_lens_cpu.tolist()
+    for index, seq_len in enumerate(seq_lens):
+        start, end = bounds[index], bounds[index + 1]
+        # Rows that stand before the first key, out of its reach.
+        reach = 0 if causal else (seq_len + end - start if window is None else window - 1)
+        unseeing = min(end - start, max(0, end - start - seq_len - reach)) if seq_len else end - start
+        if unseeing:
+            blind.append((start, start + unseeing))
+        rows = end - start - unseeing
+        if not rows:
+            continue
+        ranges = common.mm_prefix_ranges[index] if common.mm_prefix_ranges else ()
+        seen = visible_intervals(
+            seq_len - rows, rows, seq_len, causal=causal, sliding_window=window, mm_prefix_ranges=ranges
+        )
+        request = Request(index, start + unseeing, rows, seq_len, seen[0][0], seen[-1][1])
+        request.tiles = list(_tiles(request, causal, window, ranges, limits.tile_rows))
+        requests.append(request)
+    return requests, blind
+
+
+def _tiles(request: Request, causal: bool, window: int | None, ranges: Ranges, most_rows: int) -> Iterator[Tile]:
+    if not causal and window is None:
+        most_rows = request.rows
+    for start in range(0, request.rows, most_rows):
+        rows = min(most_rows, request.rows - start)
+        first = request.seq_len - request.rows + start
+        last = first + rows - 1
+        seen = visible_intervals(
+            first, rows, request.seq_len, causal=causal, sliding_window=window, mm_prefix_ranges=ranges
+        )
+        low, high = seen[0][0], seen[-1][1]
+        plain = not any(a <= last and b >= first for a, b in ranges)
+        yield Tile(start, rows, low - request.low, high - request.low, low - last if plain else None)
+
+
+def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[list[Request]]:
+    """Yield the requests in groups that are computed together; most groups are one request."""
+    alike: dict[int, list[Request]] = {}
+    for request in requests:
+        single = len(request.tiles) == 1 and request.tiles[0].first_key is not None
+        if single and 2 * request.keys <= limits.group_keys:
+            alike.setdefault(request.rows, []).append(request)
+        else:
+            yield [request]
+    for group in alike.values():
+        yield from _by_length(sorted(group, key=lambda request: request.keys), limits.group_keys)
+
+
+def _by_length(requests: list[Request], group_keys: int) -> Iterator[list[Request]]:
+    """Cut requests of ascending length so that padding stays below a third of a group."""
+    group: list[Request] = []
+    held = 0
+    for request in requests:
+        padded = (len(group) + 1) * request.keys
+        if group and (padded > group_keys or padded > 1.5 * (held + request.keys)):
+            yield sorted(group, key=lambda request: request.index)
+            group, held = [], 0
+        group.append(request)
+        held += request.keys
+    if group:
+        yield sorted(group, key=lambda request: request.index)

@@ -1,0 +1,225 @@
+"""What ``TORCH_SDPA`` works out once per step for all layers: pieces, row numbers of gathers, masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.cascade import split_for_cascade
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+from attn_select_torch import varlen
+from attn_select_torch.dense import Range, visible_keys
+from attn_select_torch.gather import Buffers, CacheGather
+from attn_select_torch.masks import BandMask
+from attn_select_torch.pieces import Limits, Request, Tile, grouped, requests_of
+
+MASK_ELEMENTS = 2**25
+"""Most elements of the mask that a step's tiles share."""
+PACKED_ROWS = {"cpu": 256, "cuda": 1024}
+"""Query rows of one tile, heads of a group counted each: on a CPU from 256 on nothing is gained (AMD EPYC)."""
+GROUP_BYTES = {"cpu": 2**21, "cuda": 2**28}
+"""Keys in bytes up to which several requests are computed together, on a CPU per thread: more leaves its cache."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """One or more requests that are computed together, as ``pieces`` has it, with what the device needs.
+
+    Attributes:
+        batch: requests.
+        tokens: slice of the step's tokens, or int64 ids of them, request by request.
+        keys: keys per request, padding included.
+        rows: row numbers in the cache (``CacheGather.rows``); None without a cache.
+        first_key: without a cache the first row of key and value.
+        padding: additive ``(batch, 1, 1, keys)``; None where nothing is padded.
+        tiles: with their masks, additive ``(1, 1, rows * group, columns)`` or None; those of image ranges bool
+            ``(rows, columns)``.
+        key_offsets: positions of the columns relative to the sequence's end ``(keys,)``, with ALiBi or image ranges.
+    """
+
+    batch: int
+    tokens: slice | Tensor
+    keys: int
+    rows: Tensor | None
+    first_key: int
+    padding: Tensor | None
+    tiles: list[tuple[Tile, Tensor | None]]
+    key_offsets: Tensor | None
+
+
+@dataclass(slots=True)
+class SDPAMetadata:
+    """A step for all layers.
+
+    Attributes:
+        pieces: computed one after the other.
+        blind: ``(start, end)`` tokens that see no key.
+        buffers: what gathers go to.
+        calls: in place of pieces, the calls of ``varlen_attn``.
+        prefix: with cascade attention the shared prefix, for all queries; the rest is the suffix.
+        num_tokens: of the step.
+    """
+
+    pieces: list[Piece]
+    blind: list[Range]
+    buffers: Buffers
+    calls: list[varlen.Call]
+    prefix: SDPAMetadata | None
+    num_tokens: int
+
+
+def compute_dtype(config: AttentionConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype that kernels compute in: on a CPU float32 for float16, which takes them 2 to 3 times as long."""
+    if device.type == "cpu" and config.dtype == "float16":
+        return torch.float32
+    return PLAIN_DTYPES[config.dtype]
+
+
+class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
+    """Cuts a batch into pieces; takes requests in any order. Reads host copies only."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        config, device = context.config, context.device
+        self.group = config.num_heads // config.num_kv_heads
+        self.dtype = compute_dtype(config, device)
+        self.varlen = varlen.available(config, device)
+        self.gather: CacheGather | None = None
+        if context.kv_layout is not None and context.block_size is not None:
+            self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
+        self._bands: dict[tuple[bool, int | None], BandMask] = {}
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        kind = "cpu" if device.type == "cpu" else "cuda"
+        # A CPU's kernel hands out tiles of 64 rows of each KV head to its threads.
+        packed = max(PACKED_ROWS[kind], 64 * (threads // config.num_kv_heads))
+        packed = min(packed, max(16, MASK_ELEMENTS // context.max_model_len))
+        width = max(config.head_size, config.value_head_size)
+        key_bytes = config.num_kv_heads * width * self.dtype.itemsize
+        together = 0 if config.batch_invariant or self.gather is None else GROUP_BYTES[kind] * threads // key_bytes
+        self.limits = Limits(tile_rows=max(1, packed // self.group), group_keys=together)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SDPAMetadata:
+        if not common_prefix_len:
+            return self._built(common_attn_metadata)
+        assert self.context.block_size is not None
+        split = split_for_cascade(common_attn_metadata, common_prefix_len, self.context.block_size)
+        metadata = self._built(split.suffix)
+        metadata.prefix = self._built(split.prefix)
+        return metadata
+
+    def _built(self, common: CommonAttentionMetadata) -> SDPAMetadata:
+        config = self.context.config
+        causal = config.attn_type == "decoder" and not config.non_causal and common.causal
+        metadata = SDPAMetadata([], [], Buffers(self.context.device), [], None, common.num_actual_tokens)
+        if self.varlen is not None:
+            metadata.calls = varlen.calls(common, config, causal, self.gather)
+            return metadata
+        window = config.sliding_window
+        requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
+        band = self._band(causal)
+        for group in grouped(requests, self.limits):
+            if len(group) == 1:
+                metadata.pieces.append(self._single(common, group[0], band))
+            else:
+                metadata.pieces.append(self._together(common, group, band))
+        return metadata
+
+    def _band(self, causal: bool) -> BandMask:
+        window = self.context.config.sliding_window
+        if (causal, window) not in self._bands:
+            self._bands[causal, window] = BandMask(
+                self.limits.tile_rows,
+                self.group,
+                causal=causal,
+                sliding_window=window,
+                dtype=self.dtype,
+                device=self.context.device,
+            )
+        return self._bands[causal, window]
+
+    def _single(self, common: CommonAttentionMetadata, request: Request, band: BandMask) -> Piece:
+        config, device = self.context.config, self.context.device
+        rows = None
+        if self.gather is not None:
+            rows = self._rows(common, request)
+        explicit = any(tile.first_key is None for tile in request.tiles)
+        offsets = None
+        if explicit or config.alibi:
+            offsets = torch.arange(request.low - request.seq_len, request.high - request.seq_len, device=device)
+        tiles: list[tuple[Tile, Tensor | None]] = []
+        for tile in request.tiles:
+            if tile.first_key is not None:
+                tiles.append((tile, _mask(band, tile)))
+                continue
+            assert offsets is not None
+            assert common.mm_prefix_ranges is not None
+            ranges = common.mm_prefix_ranges[request.index]
+            seen = visible_keys(
+                row_offsets(request.rows, tile, device),
+                offsets[tile.low : tile.high],
+                causal=band.causal,
+                sliding_window=band.sliding_window,
+                mm_prefix_ranges=[(first - request.seq_len, last - request.seq_len) for first, last in ranges],
+            )
+            tiles.append((tile, seen))
+        tokens = slice(request.first_token, request.first_token + request.rows)
+        first_key = int(common.query_start_loc_cpu[request.index]) + request.low
+        return Piece(1, tokens, request.keys, rows, first_key, None, tiles, offsets)
+
+    def _rows(self, common: CommonAttentionMetadata, request: Request) -> Tensor:
+        assert self.gather is not None
+        assert common.block_table_tensor is not None
+        size = self.gather.block_size
+        first, last = request.low // size, -(-request.high // size)
+        shape = (last - first, size)
+        blocks = common.block_table_tensor[request.index, first:last, None].expand(shape)
+        offsets = torch.arange(size, device=blocks.device).expand(shape)
+        part = slice(request.low - first * size, request.high - first * size)
+        return self.gather.rows(blocks.reshape(-1)[part], offsets.reshape(-1)[part])
+
+    def _together(self, common: CommonAttentionMetadata, group: list[Request], band: BandMask) -> Piece:
+        assert self.gather is not None
+        assert common.block_table_tensor is not None
+        device, size = self.context.device, self.gather.block_size
+        batch, rows = len(group), group[0].rows
+        keys = max(request.keys for request in group)
+        numbers = [[request.index, request.seq_len - keys] for request in group]
+        index, first = to_device(torch.tensor(numbers, dtype=torch.int32).t().contiguous(), device).unbind(0)
+        positions = first[:, None] + torch.arange(keys, dtype=torch.int32, device=device)
+        padding = None
+        # Fewer keys than others have only requests that see their first one: windows cut all to one length.
+        if any(request.keys < keys for request in group):
+            padding = torch.zeros(batch, 1, 1, keys, dtype=self.dtype, device=device)
+            padding.masked_fill_((positions < 0)[:, None, None], -torch.inf)
+            positions.clamp_(min=0)  # what is masked must be finite too
+        blocks = common.block_table_tensor.index_select(0, index).gather(1, (positions // size).long())
+        starts = [request.first_token for request in group]
+        tokens: slice | Tensor = slice(starts[0], starts[0] + batch * rows)
+        if starts != list(range(starts[0], starts[0] + batch * rows, rows)):
+            ids = torch.tensor(starts)[:, None] + torch.arange(rows)
+            tokens = to_device(ids.flatten(), device)
+        tile = Tile(0, rows, 0, keys, 1 - keys)
+        offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
+        gathered = self.gather.rows(blocks.flatten(), (positions % size).flatten())
+        return Piece(batch, tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], offsets)
+
+
+def _mask(band: BandMask, tile: Tile) -> Tensor | None:
+    assert tile.first_key is not None
+    end = tile.first_key + tile.high - tile.low
+    if not band.hides(tile.rows, tile.first_key, end):
+        return None
+    return band.view(tile.rows, tile.first_key, end)
+
+
+def row_offsets(rows: int, tile: Tile, device: torch.device) -> Tensor:
+    """Return the positions of a tile's rows relative to the sequence's end."""
+    return torch.arange(tile.start - rows, tile.start - rows + tile.rows, device=device)

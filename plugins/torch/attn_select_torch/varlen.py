@@ -1,0 +1,170 @@
+"""``torch.nn.attention.varlen``: FlashAttention over the packed queries and keys of many requests in one call.
+
+Its block tables are for FlashAttention-3 alone, which torch does not bring (pytorch/pytorch pull request 175924: with
+the FlashAttention-2 inside they are an error). So keys and values are gathered here as well, one request behind the
+other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select_torch.common import takes_varlen
+from attn_select_torch.gather import CacheGather
+
+CALL_BYTES = 2**28
+"""Keys in bytes that one call gathers, unless a single request has more."""
+
+
+@dataclass(slots=True)
+class Varlen:
+    """What the installed torch has.
+
+    Attributes:
+        function: ``varlen_attn``.
+        options: keyword arguments of every call.
+    """
+
+    function: Callable[..., Any]
+    options: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Call:
+    """Some requests of a batch.
+
+    Attributes:
+        start, end: their tokens.
+        query_start_loc, key_start_loc: int32 ``(B + 1,)`` on the device.
+        max_query_len, max_key_len: tokens.
+        rows: row numbers in the cache (``CacheGather.rows``); None without a cache, keys are then the step's own.
+        window: ``(left, right)`` keys that a row sees beside itself; -1: all.
+    """
+
+    start: int
+    end: int
+    query_start_loc: Tensor
+    key_start_loc: Tensor
+    max_query_len: int
+    max_key_len: int
+    rows: Tensor | None
+    window: tuple[int, int]
+
+
+def available(config: AttentionConfig, device: torch.device) -> Varlen | None:
+    """Return torch's kernel where it takes these layers on this device, else None."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
+        return None
+    if not takes_varlen(config, torch.cuda.get_device_capability(device)):
+        return None
+    return _found()
+
+
+@lru_cache(maxsize=1)
+def _found() -> Varlen | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    options = options_for(set(inspect.signature(varlen_attn).parameters))
+    return None if options is None else Varlen(varlen_attn, options)
+
+
+def options_for(known: set[str]) -> dict[str, Any] | None:
+    """Return the keyword arguments of every call, or None where ``varlen_attn`` does not take what is needed.
+
+    Args:
+        known: names of its parameters: they grew from release to release.
+    """
+    from torch.nn.attention.varlen import AuxRequest
+
+    if not {"return_aux", "scale", "window_size"} <= known:
+        return None
+    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True)}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    return options
+
+
+def calls(
+    common: CommonAttentionMetadata, config: AttentionConfig, causal: bool, gather: CacheGather | None
+) -> list[Call]:
+    """Return the calls that compute a batch. No synchronisation."""
+    window = (-1, 0) if causal else (-1, -1)
+    if config.sliding_window is not None:
+        window = (config.sliding_window - 1, 0 if causal else config.sliding_window - 1)
+    query_lens, seq_lens = common.query_lens_cpu.tolist(), common.seq_lens_cpu.tolist()
+    if gather is None:
+        seq_lens = query_lens
+    first_keys = [0] * len(seq_lens)
+    if gather is not None and config.sliding_window is not None:
+        lens = zip(query_lens, seq_lens, strict=True)
+        first_keys = [max(0, seq_len - query_len - config.sliding_window + 1) for query_len, seq_len in lens]
+    key_lens = [seq_len - first for seq_len, first in zip(seq_lens, first_keys, strict=True)]
+    most = 1
+    if gather is not None and not config.batch_invariant:
+        most = CALL_BYTES // (config.num_kv_heads * gather.width * gather.dtype.itemsize)
+    elif gather is None and not config.batch_invariant:
+        most = sum(key_lens)
+    found, first = [], 0
+    while first < len(key_lens):
+        last, held = first + 1, key_lens[first]
+        while last < len(key_lens) and held + key_lens[last] <= most:
+            held += key_lens[last]
+            last += 1
+        if common.query_start_loc_cpu[first] < common.query_start_loc_cpu[last]:
+            found.append(_call(common, gather, window, first, last, first_keys[first:last], key_lens[first:last]))
+        first = last
+    return found
+
+
+def _call(
+    common: CommonAttentionMetadata,
+    gather: CacheGather | None,
+    window: tuple[int, int],
+    first: int,
+    last: int,
+    first_keys: list[int],
+    key_lens: list[int],
+) -> Call:
+    part = common.requests(first, last)
+    start = int(common.query_start_loc_cpu[first])
+    bounds = part.query_start_loc
+    if gather is None:
+        longest = part.max_query_len
+        return Call(start, start + part.num_actual_tokens, bounds, bounds, longest, longest, None, window)
+    assert part.block_table_tensor is not None
+    sums = [0]
+    for count in key_lens:
+        sums.append(sums[-1] + count)
+    numbers = to_device(torch.tensor([*sums, *first_keys], dtype=torch.int32), bounds.device)
+    key_bounds, firsts = numbers[: len(sums)], numbers[len(sums) :]
+    tokens = torch.arange(sums[-1], dtype=torch.int32, device=bounds.device)
+    request = torch.searchsorted(key_bounds[1:], tokens, right=True)
+    positions = tokens - key_bounds[request] + firsts[request]
+    blocks = part.block_table_tensor[request, torch.div(positions, gather.block_size, rounding_mode="floor")]
+    rows = gather.rows(blocks, positions % gather.block_size)
+    end = start + part.num_actual_tokens
+    return Call(start, end, bounds, key_bounds, part.max_query_len, max(key_lens), rows, window)
+
+
+def run(found: Varlen, call: Call, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output ``(T, H, Dv)`` and log-sum-exp ``(H, T)``, +inf for rows without keys.
+
+    Args:
+        query: ``(T, H, D)`` of the call's tokens.
+        keys: ``(S, Hkv, D)``; values ``(S, Hkv, Dv)``.
+    """
+    lens = call.query_start_loc, call.key_start_loc, call.max_query_len, call.max_key_len
+    out, lse = found.function(query, keys, values, *lens, scale=scale, window_size=call.window, **found.options)
+    return out, lse

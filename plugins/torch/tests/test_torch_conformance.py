@@ -1,0 +1,56 @@
+"""The torch backends run what their specs promise, on a CPU and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_select.testing import BackendConformance
+from attn_select_torch.flex_attention import FLEX_ATTENTION
+from attn_select_torch.torch_mla import TORCH_MLA
+from attn_select_torch.torch_sdpa import TORCH_SDPA
+
+
+@pytest.mark.slow
+class TestTorchSdpa(BackendConformance):
+    spec = TORCH_SDPA
+    device = "cpu"
+    nan_tail_safe = True
+
+
+@pytest.mark.slow
+class TestTorchMla(BackendConformance):
+    spec = TORCH_MLA
+    device = "cpu"
+    nan_tail_safe = True
+
+
+@pytest.mark.slow
+class TestFlexAttention(BackendConformance):
+    spec = FLEX_ATTENTION
+    device = "cpu"
+    max_compile_keys = 3  # each compiles for seconds
+
+
+class OnGpu:
+    device = "cuda"
+
+    @pytest.fixture(autouse=True)
+    def needs_a_gpu(self) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.mark.gpu
+class TestTorchSdpaOnGpu(OnGpu, TestTorchSdpa):
+    pass
+
+
+@pytest.mark.gpu
+class TestTorchMlaOnGpu(OnGpu, TestTorchMla):
+    pass
+
+
+@pytest.mark.gpu
+class TestFlexAttentionOnGpu(OnGpu, TestFlexAttention):
+    max_compile_keys = 8

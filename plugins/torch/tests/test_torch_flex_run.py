@@ -1,0 +1,292 @@
+"""``FLEX_ATTENTION`` against the float64 oracle. Few shapes, since each kind of layer compiles for seconds.
+
+The bounds are those of the conformance suite (``attn_select.testing.error_bounds``, which states their reasons). A
+block is read whole, so the slots behind a sequence's end hold numbers here, as they do in a cache that was zeroed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device
+from attn_select.environment import Environment
+from attn_select.gate import check
+from attn_select.layouts import FLASH_ATTN_NHD
+from attn_select.runtime import CommonAttentionMetadata, Scales
+from attn_select.runtime.backend import BackendContext
+from attn_select.spec import BackendPlan
+from attn_select.testing import Problem, error_bound, lse_error, random_problem, relative_error, same_bits
+from attn_select_torch.flex_attention import FLEX_ATTENTION, TILE
+from attn_select_torch.flex_build import FlexBuilder, FlexMetadata
+from attn_select_torch.flex_runtime import FlexImpl
+
+pytestmark = pytest.mark.slow
+LAYER: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32", "block_size": TILE}
+BATCH = ((1, 37), (20, 20), (1, 36), (5, 31), (1, 1), (40, 90), (3, 64), (1, 128), (17, 17))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def common_of(problem: Problem, **changes: Any) -> CommonAttentionMetadata:
+    common = CommonAttentionMetadata(
+        query_start_loc=problem.query_start_loc,
+        query_start_loc_cpu=problem.query_start_loc.cpu(),
+        seq_lens=problem.seq_lens,
+        seq_lens_cpu=problem.seq_lens.cpu(),
+        num_reqs=len(problem.requests),
+        num_actual_tokens=len(problem.query),
+        max_query_len=max(query_len for query_len, _ in problem.requests),
+        max_seq_len=max(seq_len for _, seq_len in problem.requests),
+        block_table_tensor=problem.block_table,
+        slot_mapping=problem.slot_mapping,
+        mm_prefix_ranges=problem.mm_prefix_ranges,
+    )
+    return replace(common, **changes)
+
+
+def drawn(config: AttentionConfig, seed: int = 1, requests: Any = BATCH, **options: Any) -> Problem:
+    layout = FLASH_ATTN_NHD if config.has_cache else None
+    return random_problem(seed, config, layout, requests=requests, nan_tails=False, **options)
+
+
+class Rig:
+    """One layer and its builder."""
+
+    def __init__(self, config: AttentionConfig, device: str = "cpu", *, cuda_graphs: bool = False) -> None:
+        where = torch.device(device)
+        asked = CPU if device == "cpu" else Device("gpu", torch.cuda.get_device_capability())
+        plans = {}
+        for phase in config.phases:
+            there = Environment(assume_installed=True)
+            plan = check(FLEX_ATTENTION, config, asked, there, FLEX_ATTENTION.options(), phase)
+            assert isinstance(plan, BackendPlan), plan
+            plans[phase] = plan
+        self.context = BackendContext(
+            config=config,
+            plans=plans,
+            device=where,
+            options=FLEX_ATTENTION.options(),
+            kv_layout=FLASH_ATTN_NHD if config.has_cache else None,
+            block_size=TILE if config.has_cache else None,
+            max_num_seqs=12,
+            max_num_batched_tokens=256,
+            max_model_len=256,
+            cuda_graphs=cuda_graphs,
+        )
+        self.builder = FlexBuilder(self.context)
+        self.impl = FlexImpl(self.context, scale=config.head_size**-0.5)
+        self.layer = SimpleNamespace(layer_name="one", scales=Scales.make(where))
+
+    def run(self, problem: Problem, cache: Any, metadata: FlexMetadata) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query = problem.query
+        shape = (len(query) + 1, query.shape[1], self.context.config.value_head_size)
+        output = query.new_full(shape, torch.nan)
+        lse = torch.full(shape[:2], torch.nan, device=query.device) if query.is_cuda else None
+        keys = (None, None) if cache is not None else (problem.key, problem.value)
+        self.impl.forward(self.layer, query, *keys, cache, metadata, output, lse)
+        assert output[-1].isnan().all(), "rows behind the step's tokens were written"
+        return output[:-1], None if lse is None else lse[:-1]
+
+    def check(self, problem: Problem, **changes: Any) -> None:
+        """Run a problem; a change may ask for another config's mask."""
+        cache = problem.written_cache() if problem.layout else None
+        metadata = self.builder.build(0, common_of(problem, **changes))
+        self.compare(problem, cache, *self.run(problem, cache, metadata))
+
+    def compare(self, problem: Problem, cache: Any, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+        bound = error_bound(problem.config, self.context.plans)
+        expected, expected_lse = problem.reference(kv_cache=cache)
+        error = relative_error(output, expected)
+        assert error.norm <= bound.norm, (error, bound)
+        assert error.row <= bound.row, (error, bound)
+        if lse is not None:
+            assert lse_error(lse, expected_lse) <= bound.lse, (lse_error(lse, expected_lse), bound)
+
+
+def test_masks_lengths_and_sizes_of_one_kind_compile_once() -> None:
+    rig = Rig(AttentionConfig(**LAYER))
+    rig.check(drawn(AttentionConfig(**LAYER)))
+    compiled = counters["stats"]["unique_graphs"]
+    for seed, asked in enumerate(
+        ({"sliding_window": 19}, {"non_causal": True}, {"non_causal": True, "sliding_window": 8})
+    ):
+        config = AttentionConfig(**(LAYER | asked))
+        requests = BATCH[seed : seed + 4]
+        Rig(config).check(drawn(config, seed, requests, spare_blocks=3 + seed))
+    problem = drawn(AttentionConfig(**LAYER), 5, ((1, 100), (1, 3)))
+    rig.check(problem)
+    both = replace(problem, config=AttentionConfig(**(LAYER | {"non_causal": True})))
+    rig.check(both, causal=False)
+    assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_requests_that_share_blocks() -> None:
+    config = AttentionConfig(**LAYER)
+    problem = drawn(config, 2, ((1, 60), (9, 70), (1, 49), (30, 64)))
+    assert problem.block_table is not None
+    # The first two blocks are everybody's. The fourth of request 0 is also the third of request 2: nobody promises that
+    # a shared block stands at one place in all its requests.
+    problem.block_table[1:, :2] = problem.block_table[:1, :2]
+    problem.block_table[2, 2] = problem.block_table[0, 3]
+    cache = problem.written_cache()
+    rig = Rig(config)
+    metadata = rig.builder.build(0, common_of(problem))
+    rig.compare(problem, cache, *rig.run(problem, cache, metadata))
+
+
+def test_blocks_outside_the_window_and_behind_the_end_are_not_read() -> None:
+    config = AttentionConfig(**(LAYER | {"sliding_window": 20}))
+    problem = drawn(config, 3, ((1, 90), (4, 100), (20, 70)))
+    assert problem.block_table is not None
+    assert problem.kv_cache is not None
+    for row, (query_len, seq_len) in zip(problem.block_table, problem.requests, strict=True):
+        freed = row[: max(0, seq_len - query_len - 19) // TILE]
+        problem.kv_cache[:, freed.long()] = torch.nan
+        # Ids that other blocks have in this request: what no row sees must not be taken for them.
+        freed.fill_(row[-(-seq_len // TILE) - 1])
+        row[-(-seq_len // TILE) :] = row[-(-seq_len // TILE) - 1]
+    Rig(config).check(problem)
+
+
+def test_rows_without_keys_give_zero() -> None:
+    config = AttentionConfig(**LAYER)
+    problem = drawn(config, 4, ((1, 0), (20, 5), (1, 33), (3, 0)))
+    rig = Rig(config)
+    cache = problem.written_cache()
+    output, lse = rig.run(problem, cache, rig.builder.build(0, common_of(problem)))
+    rig.compare(problem, cache, output, lse)
+    assert not output[:16].any()
+
+
+def test_captured_steps_read_tensors_that_stay() -> None:
+    """What a replay does, without a graph: build for another batch, then run with the metadata of the first."""
+    config = AttentionConfig(**LAYER)
+    rig = Rig(config, cuda_graphs=True)
+    captured = None
+    for seed, requests in enumerate((((1, 9), (1, 200), (30, 31)), ((20, 90), (2, 17), (10, 64)))):
+        problem = drawn(config, seed, requests, spare_blocks=40 - sum(-(-seq_len // TILE) for _, seq_len in requests))
+        metadata = rig.builder.build(0, common_of(problem))
+        captured = captured or metadata
+        captured._widened = None  # copies that the CPU's template alone needs
+        cache = problem.written_cache()
+        rig.compare(problem, cache, *rig.run(problem, cache, captured))
+        assert all(same_bits(*pair) for pair in zip(read_by(captured, 40), read_by(metadata, 40), strict=True))
+
+
+def read_by(metadata: FlexMetadata, num_blocks: int) -> list[torch.Tensor]:
+    """Return what kernels read of a step."""
+    pages = metadata.pages(num_blocks)
+    lists = [tensor for one in (metadata.partial, metadata.full) for tensor in (one.counts, one.indices)]
+    return [metadata.tokens, metadata.rows, *metadata.bounds, pages.first, pages.places, *lists]
+
+
+def test_images_see_both_ways() -> None:
+    for asked in ({}, {"sliding_window": 10}):
+        config = AttentionConfig(**(LAYER | {"mm_prefix": True} | asked))
+        Rig(config).check(drawn(config, 6))
+
+
+def test_encoders_take_the_steps_own_keys() -> None:
+    for asked in ({}, {"sliding_window": 12}):
+        config = AttentionConfig(**(LAYER | {"attn_type": "encoder_only"} | asked))
+        Rig(config).check(drawn(config, 7, ((9, 9), (1, 1), (40, 40), (17, 17))))
+
+
+GPU: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "sliding_window": 19, "v_head_size": 16},
+    {"dtype": "float16", "kv_cache_dtype": "bfloat16", "non_causal": True},
+    {"dtype": "bfloat16", "mm_prefix": True, "head_size": 128},
+    {"dtype": "bfloat16", "attn_type": "encoder", "num_kv_heads": 1},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", GPU, ids=lambda asked: " ".join(map(str, asked.values())))
+def test_on_a_gpu(asked: dict[str, Any]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    config = AttentionConfig(**(LAYER | asked))
+    requests = (*BATCH, (1, 0), (6, 2))
+    if not config.has_cache or config.mm_prefix:
+        requests = tuple((length if not config.has_cache else query, length) for query, length in BATCH)
+    problem = drawn(config, 8, requests, device="cuda")
+    rig = Rig(config, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metadata = rig.builder.build(0, common_of(problem))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    cache = problem.written_cache() if config.has_cache else None
+    rig.compare(problem, cache, *rig.run(problem, cache, metadata))
+
+
+@pytest.mark.gpu
+def test_batch_invariance_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    config = AttentionConfig(**(LAYER | {"dtype": "bfloat16", "batch_invariant": True}))
+    problem = drawn(config, 9, BATCH, device="cuda")
+    rig = Rig(config, "cuda")
+    cache = problem.written_cache()
+    common = common_of(problem)
+    output, _ = rig.run(problem, cache, rig.builder.build(0, common))
+    for index in range(len(BATCH)):
+        rows = slice(int(common.query_start_loc_cpu[index]), int(common.query_start_loc_cpu[index + 1]))
+        one = replace(problem, query=problem.query[rows])
+        alone, _ = rig.run(one, cache, rig.builder.build(0, common.requests(index, index + 1)))
+        assert same_bits(alone, output[rows])
+
+
+@pytest.mark.gpu
+def test_graph_replays_other_lengths_and_tables() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    config = AttentionConfig(**(LAYER | {"dtype": "bfloat16"}))
+    rig = Rig(config, "cuda", cuda_graphs=True)
+    batches = (((1, 9), (1, 200), (30, 31)), ((20, 90), (2, 17), (10, 64)), ((30, 60), (1, 1), (1, 256)))
+    problems = [
+        drawn(
+            config,
+            seed,
+            requests,
+            spare_blocks=40 - sum(-(-seq_len // TILE) for _, seq_len in requests),
+            device="cuda",
+        )
+        for seed, requests in enumerate(batches)
+    ]
+    first = problems[0]
+    query, cache = first.query.clone(), first.written_cache()
+    output = torch.zeros_like(query)
+    lse = torch.zeros(output.shape[:2], device="cuda")
+
+    def step(metadata: FlexMetadata) -> None:
+        rig.impl.forward(rig.layer, query, None, None, cache, metadata, output, lse)
+
+    for _ in range(2):
+        step(rig.builder.build_for_cudagraph_capture(common_of(first)))
+    metadata = rig.builder.build_for_cudagraph_capture(common_of(first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(metadata)
+    for problem in problems[::-1]:
+        query.copy_(problem.query)
+        cache.copy_(problem.written_cache())
+        rig.builder.build(0, common_of(problem))
+        graph.replay()
+        rig.compare(problem, cache, output, lse)

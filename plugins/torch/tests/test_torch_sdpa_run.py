@@ -1,0 +1,443 @@
+"""``TORCH_SDPA`` against the float64 oracle: how it cuts batches, gathers, masks and merges.
+
+Bounds are those of the conformance suite (``attn_select.testing.error_bounds``, which states their reasons).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from attn_select.config import AttentionConfig
+from attn_select.device import CPU, Device
+from attn_select.environment import Environment
+from attn_select.gate import check
+from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.runtime import CommonAttentionMetadata, Scales
+from attn_select.runtime.backend import BackendContext
+from attn_select.spec import BackendPlan
+from attn_select.testing import Problem, error_bound, lse_error, random_problem, relative_error, same_bits
+from attn_select_torch import sdpa_build, varlen
+from attn_select_torch.dense import attend, visible_keys
+from attn_select_torch.gather import Buffers, CacheGather
+from attn_select_torch.masks import BandMask
+from attn_select_torch.pieces import Limits
+from attn_select_torch.sdpa_build import SDPABuilder, SDPAMetadata
+from attn_select_torch.sdpa_runtime import SDPAImpl
+from attn_select_torch.torch_sdpa import TORCH_SDPA
+
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", "block_size": 4}
+BATCH = ((1, 37), (20, 20), (1, 36), (5, 31), (3, 9), (1, 1), (3, 30), (17, 40), (1, 33))
+"""Decodes of like and unlike lengths, prompts, a chunk, and two queries of the same length above one."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def plans_of(config: AttentionConfig, device: Device) -> dict[Any, BackendPlan]:
+    plans = {}
+    for phase in config.phases:
+        plan = check(TORCH_SDPA, config, device, Environment(assume_installed=True), TORCH_SDPA.options(), phase)
+        assert isinstance(plan, BackendPlan), plan
+        plans[phase] = plan
+    return plans
+
+
+def common_of(problem: Problem, **changes: Any) -> CommonAttentionMetadata:
+    queries = problem.query_start_loc.cpu().diff()
+    common = CommonAttentionMetadata(
+        query_start_loc=problem.query_start_loc,
+        query_start_loc_cpu=problem.query_start_loc.cpu(),
+        seq_lens=problem.seq_lens,
+        seq_lens_cpu=problem.seq_lens.cpu(),
+        num_reqs=len(problem.requests),
+        num_actual_tokens=len(problem.query),
+        max_query_len=int(queries.max()),
+        max_seq_len=int(problem.seq_lens.max()),
+        block_table_tensor=problem.block_table,
+        slot_mapping=problem.slot_mapping,
+        mm_prefix_ranges=problem.mm_prefix_ranges,
+    )
+    return replace(common, **changes)
+
+
+class Rig:
+    """One layer, its builder, and a problem whose cache holds the step's tokens."""
+
+    def __init__(self, problem: Problem, limits: Limits | None = None) -> None:
+        self.problem, config = problem, problem.config
+        device = problem.query.device
+        asked = CPU if device.type == "cpu" else Device("gpu", torch.cuda.get_device_capability(device))
+        self.context = BackendContext(
+            config=config,
+            plans=plans_of(config, asked),
+            device=device,
+            options=TORCH_SDPA.options(),
+            kv_layout=problem.layout,
+            block_size=problem.block_size if config.has_cache else None,
+            max_num_seqs=64,
+            max_num_batched_tokens=4096,
+            max_model_len=4096,
+        )
+        self.builder = SDPABuilder(self.context)
+        if limits is not None:
+            self.builder.limits = limits
+        self.impl = SDPAImpl(self.context, scale=problem.scale, alibi_slopes=problem.alibi_slopes, sinks=problem.sinks)
+        heads = config.num_kv_heads if config.per_head_quant_scales else 0
+        k, v = (1.0 if scale is None else scale for scale in (problem.k_scale, problem.v_scale))
+        self.layer = SimpleNamespace(layer_name="one", scales=Scales.make(device, k=k, v=v, num_kv_heads=heads))
+        self.cache = problem.written_cache() if config.has_cache else None
+
+    def run(self, metadata: SDPAMetadata, *, reference: Rig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and LSE; without an LSE to write, the output is the oracle's too."""
+        query = self.problem.query
+        tokens = len(query)
+        output = query.new_full((tokens + 1, query.shape[1], self.context.config.value_head_size), torch.nan)
+        lse = torch.full(output.shape[:2], torch.nan, device=query.device)
+        keys = (None, None) if self.cache is not None else (self.problem.key, self.problem.value)
+        self.impl.forward(self.layer, query, *keys, self.cache, metadata, output, lse)
+        alone = torch.full_like(output, torch.nan)
+        self.impl.forward(self.layer, query, *keys, self.cache, metadata, alone)
+        assert output[tokens:].isnan().all(), "rows behind the step's tokens were written"
+        (reference or self).check(alone[:tokens])
+        return output[:tokens], lse[:tokens]
+
+    def check(self, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        bound = error_bound(self.context.config, self.context.plans)
+        expected, expected_lse = self.problem.reference(kv_cache=self.cache)
+        error = relative_error(output, expected)
+        assert error.norm <= bound.norm, (error, bound)
+        assert error.row <= bound.row, (error, bound)
+        if lse is not None:
+            assert lse_error(lse, expected_lse) <= bound.lse, (lse_error(lse, expected_lse), bound)
+
+    def check_all(self) -> SDPAMetadata:
+        metadata = self.builder.build(0, common_of(self.problem))
+        self.check(*self.run(metadata))
+        return metadata
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "sinks": {"sinks": True, "sliding_window": 12},
+    "alibi": {"alibi": True},
+    "soft cap": {"logits_soft_cap": 3.0, "sinks": True},
+    "images": {"mm_prefix": True},
+    "images and window": {"mm_prefix": True, "sliding_window": 6, "alibi": True},
+    "non causal": {"non_causal": True},
+    "non causal window": {"non_causal": True, "sliding_window": 5},
+    "one KV head": {"num_kv_heads": 1, "sinks": True},
+    "as many KV heads": {"num_kv_heads": 4, "dtype": "bfloat16", "alibi": True},
+    "narrow V": {"v_head_size": 8},
+    "wide V": {"v_head_size": 24, "sliding_window": 9},
+    "mixed cache": {"dtype": "bfloat16", "kv_cache_dtype": "float16"},
+    "float16": {"dtype": "float16", "kv_cache_dtype": "bfloat16", "alibi": True},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_however_the_batch_is_cut(name: str) -> None:
+    config = AttentionConfig(**(SMALL | VARIANTS[name]))
+    problem = random_problem(1, config, FLASH_ATTN_NHD, requests=BATCH)
+    pieces = set()
+    for tile_rows, group_keys in ((64, 0), (64, 200), (3, 80), (1, 10**6)):
+        metadata = Rig(problem, Limits(tile_rows, group_keys)).check_all()
+        pieces.add(len(metadata.pieces))
+    assert len(pieces) >= 3, "the limits changed nothing"
+
+
+@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8_e5m2", "per_head_quant_scales": True},
+        {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True, "sinks": True, "v_head_size": 8},
+        {"kv_cache_dtype": "fp8_e4m3", "head_size": 7, "num_kv_heads": 1, "block_size": 1},
+        {"v_head_size": 40},
+        {"dtype": "bfloat16", "block_size": 1},
+    ],
+)
+def test_layouts_and_stored_dtypes(layout: str, asked: dict[str, Any]) -> None:
+    problem = random_problem(2, AttentionConfig(**(SMALL | asked)), layout, requests=BATCH)
+    Rig(problem).check_all()
+
+
+def test_long_prompts_and_contexts_with_the_limits_of_this_machine() -> None:
+    for asked in ({}, {"sliding_window": 70}):
+        config = AttentionConfig(**(SMALL | {"block_size": 16} | asked))
+        requests = ((300, 300), (140, 700), (1, 900), (1, 800), (1, 1000))
+        Rig(random_problem(3, config, FLASHINFER_NHD, requests=requests)).check_all()
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+@pytest.mark.parametrize("asked", [{}, {"sliding_window": 6}, {"alibi": True}, {"v_head_size": 24}, {"v_head_size": 8}])
+def test_encoders_take_the_steps_own_keys(attn_type: Any, asked: dict[str, Any]) -> None:
+    config = AttentionConfig(**(SMALL | {"attn_type": attn_type} | asked))
+    problem = random_problem(4, config, None, requests=((9, 9), (1, 1), (30, 30), (30, 30)))
+    for limits in (None, Limits(4, 0)):
+        Rig(problem, limits).check_all()
+
+
+@pytest.mark.parametrize("asked", [{}, {"sliding_window": 5}, {"alibi": True, "sinks": True}])
+def test_cross_attention_has_lengths_of_its_own(asked: dict[str, Any]) -> None:
+    config = AttentionConfig(**(SMALL | {"attn_type": "encoder_decoder"} | asked))
+    requests = ((1, 20), (30, 8), (4, 25), (1, 22), (12, 12), (2, 0))
+    for limits in (None, Limits(4, 100)):
+        Rig(random_problem(5, config, FLASH_ATTN_NHD, requests=requests), limits).check_all()
+
+
+@pytest.mark.parametrize("asked", [{}, {"sinks": True}, {"sliding_window": 3, "logits_soft_cap": 2.0}])
+def test_rows_without_keys(asked: dict[str, Any]) -> None:
+    config = AttentionConfig(**(SMALL | asked))
+    problem = random_problem(6, config, FLASH_ATTN_NHD, requests=((1, 0), (1, 9), (6, 2), (4, 0), (5, 5)))
+    rig = Rig(problem)
+    output, lse = rig.run(rig.builder.build(0, common_of(problem)))
+    rig.check(output, lse)
+    assert not output[[0, 2, 3, 4, 5]].any()
+    if problem.sinks is None:
+        assert lse[0].isneginf().all()
+    else:
+        assert torch.equal(lse[0], problem.sinks.float())
+
+
+def test_a_step_may_see_both_ways() -> None:
+    problem = random_problem(7, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=BATCH)
+    both = Rig(replace(problem, config=AttentionConfig(**(SMALL | {"non_causal": True}))))
+    rig = Rig(problem)
+    both.check(*rig.run(rig.builder.build(0, common_of(problem, causal=False)), reference=both))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cascade_gives_what_the_plain_path_gives(dtype: str) -> None:
+    for asked in ({}, {"sinks": True}, {"logits_soft_cap": 4.0}):
+        config = AttentionConfig(**(SMALL | {"dtype": dtype} | asked))
+        problem = random_problem(8, config, FLASH_ATTN_NHD, requests=((1, 30), (4, 22), (1, 17), (9, 40)))
+        assert problem.block_table is not None
+        problem.block_table[1:, :2] = problem.block_table[:1, :2]  # the first eight tokens are everybody's
+        rig = Rig(problem)
+        # A request's own writes lie behind the prefix, and what the shared blocks hold is the first request's.
+        rig.cache = problem.written_cache()
+        metadata = rig.builder.build(8, common_of(problem))
+        assert metadata.prefix is not None
+        rig.check(*rig.run(metadata))
+
+
+def test_blocks_outside_the_window_are_not_looked_up() -> None:
+    config = AttentionConfig(**(SMALL | {"sliding_window": 6}))
+    problem = random_problem(9, config, FLASH_ATTN_NHD, requests=((1, 37), (1, 39), (4, 30), (20, 33)))
+    assert problem.block_table is not None
+    for row, (query_len, seq_len) in zip(problem.block_table, problem.requests, strict=True):
+        row[: max(0, seq_len - query_len - 5) // 4] = -1
+        row[-(-seq_len // 4) :] = 10**6
+    Rig(problem).check_all()
+
+
+def test_a_cache_may_lie_in_memory_as_another_layout() -> None:
+    for layout, axes in ((FLASH_ATTN_NHD, (0, 1)), (FLASHINFER_HND, (2, 3))):
+        problem = random_problem(10, AttentionConfig(**(SMALL | {"v_head_size": 8})), layout, requests=BATCH)
+        rig = Rig(problem)
+        assert rig.cache is not None
+        rig.cache = rig.cache.transpose(*axes).contiguous().transpose(*axes)
+        rig.check_all()
+
+
+def test_layers_share_a_step_and_not_results() -> None:
+    problem = random_problem(11, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=BATCH)
+    first = Rig(problem)
+    second = Rig(random_problem(12, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=BATCH))
+    second.problem = replace(second.problem, block_table=problem.block_table)
+    metadata = first.builder.build(0, common_of(problem))
+    kept = first.run(metadata)
+    copies = [tensor.clone() for tensor in kept]
+    second.impl.forward(
+        second.layer, second.problem.query, None, None, first.cache, metadata, torch.empty_like(kept[0])
+    )
+    assert all(same_bits(*pair) for pair in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_fp8_number_is_read_as_it_is(cache_dtype: Any, dtype: torch.dtype) -> None:
+    config = AttentionConfig(**(SMALL | {"kv_cache_dtype": cache_dtype, "num_kv_heads": 2, "head_size": 16}))
+    stored = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[cache_dtype]
+    codes = torch.arange(256).to(torch.uint8).view(1, 2, 4, 2, 16).transpose(0, 1).contiguous().view(stored)
+    gather = CacheGather(config, FLASH_ATTN_NHD, 4, dtype)
+    rows = gather.rows(torch.zeros(4, dtype=torch.int32), torch.tensor([3, 0, 2, 1]))
+    keys, values = gather.read(codes, rows, 1, Buffers(torch.device("cpu")))
+    for found, half in ((keys, codes[0, 0]), (values, codes[1, 0])):
+        expected = half.float()[[3, 0, 2, 1]].transpose(0, 1)[None].to(dtype)
+        assert torch.equal(found.nan_to_num(1234.0), expected.nan_to_num(1234.0))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 5), (False, 5)])
+def test_band_is_the_mask_of_any_rows_and_keys(causal: bool, window: int | None) -> None:
+    band = BandMask(6, 2, causal=causal, sliding_window=window, dtype=torch.float32, device=torch.device("cpu"))
+    for rows, first, end in ((6, -9, 1), (1, -3, 1), (4, -30, 3), (6, -2, 1), (2, 0, 1)):
+        seen = visible_keys(torch.arange(1 - rows, 1), torch.arange(first, end), causal=causal, sliding_window=window)
+        assert seen is not None
+        expected = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).repeat_interleave(2, 0)
+        assert torch.equal(band.view(rows, first, end)[0, 0], expected)
+        assert band.hides(rows, first, end) == (not bool(seen.all()))
+
+
+def test_requests_alike_are_computed_together_and_others_alone() -> None:
+    problem = random_problem(13, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=BATCH)
+    rig = Rig(problem, Limits(64, 10**6))
+    together = [piece.batch for piece in rig.builder.build(0, common_of(problem)).pieces if piece.batch > 1]
+    assert sum(together) >= 3
+    rig.builder.limits = Limits(64, 0)
+    assert {piece.batch for piece in rig.builder.build(0, common_of(problem)).pieces} == {1}
+    config = AttentionConfig(**(SMALL | {"batch_invariant": True}))
+    alone = Rig(replace(problem, config=config))
+    assert {piece.batch for piece in alone.builder.build(0, common_of(problem)).pieces} == {1}
+
+
+def emulated_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``varlen_attn`` as FlashAttention computes it: aligned at the last key, LSE ``(H, T)``, +inf without keys."""
+    assert return_aux.lse
+    assert enable_gqa
+    assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    assert max_q == int(cu_seq_q.diff().max())
+    assert max_k == int(cu_seq_k.diff().max())
+    out, lse = torch.zeros_like(query), torch.full(query.shape[1::-1], torch.inf)
+    for request in range(len(cu_seq_q) - 1):
+        rows = slice(int(cu_seq_q[request]), int(cu_seq_q[request + 1]))
+        part = slice(int(cu_seq_k[request]), int(cu_seq_k[request + 1]))
+        count, keys = rows.stop - rows.start, part.stop - part.start
+        distance = torch.arange(keys - count, keys)[:, None] - torch.arange(keys)
+        left, right = (size if size >= 0 else 10**6 for size in window_size)
+        seen = (distance <= left) & (-distance <= right)
+        batched = [tensor.transpose(0, 1)[None] for tensor in (query[rows], key[part], value[part])]
+        found, found_lse = attend(*batched, scale=scale or 1.0, visible=seen)  # type: ignore[misc]
+        out[rows] = found[0].transpose(0, 1)
+        lse[:, rows] = found_lse[0].masked_fill(found_lse[0].isneginf(), torch.inf)
+    return out, lse
+
+
+@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_HND])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"sliding_window": 7, "sinks": True, "dtype": "bfloat16"},
+        {"non_causal": True, "sliding_window": 5},
+        {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True},
+        {"batch_invariant": True},
+        {"attn_type": "encoder"},
+        {"attn_type": "encoder_decoder"},
+    ],
+)
+@pytest.mark.parametrize("call_bytes", [2**28, 2**10])
+def test_packed_batches(asked: dict[str, Any], layout: str, call_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = varlen.Varlen(emulated_varlen, varlen.options_for(set(signature(varlen_attn).parameters)) or {})
+    monkeypatch.setattr(varlen, "available", lambda config, device: found)
+    monkeypatch.setattr(varlen, "CALL_BYTES", call_bytes)
+    config = AttentionConfig(**(SMALL | asked))
+    cached = config.has_cache
+    requests = (*BATCH, (1, 0), (6, 2)) if cached else tuple((length, length) for _, length in BATCH)
+    problem = random_problem(17, config, layout if cached else None, requests=requests)
+    calls = Rig(problem).check_all().calls
+    alone = config.batch_invariant or (cached and call_bytes < 2**20)
+    assert (len(calls) > 4) == alone
+
+
+def test_the_installed_torch_has_what_packed_batches_take() -> None:
+    emulated, real = list(signature(emulated_varlen).parameters), list(signature(varlen_attn).parameters)
+    assert [name for name in emulated if name in real] == [name for name in real if name in emulated]
+    assert set(emulated) - set(real) <= {"enable_gqa"}
+    lse = {"return_aux": AuxRequest(lse=True)}
+    assert varlen.options_for(set(real)) == (lse | {"enable_gqa": True} if "enable_gqa" in real else lse)
+    assert varlen.options_for({"return_aux", "scale", "window_size"}) == lse
+    assert varlen.options_for({"return_aux", "is_causal"}) is None
+
+
+GPU: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "float16", "sliding_window": 7, "sinks": True},
+    {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True},
+    {"dtype": "bfloat16", "non_causal": True, "sliding_window": 5},
+    {"dtype": "bfloat16", "batch_invariant": True, "num_kv_heads": 1},
+    {"dtype": "bfloat16", "alibi": True},
+    {"dtype": "bfloat16", "mm_prefix": True, "sliding_window": 6},
+    {"dtype": "float16", "logits_soft_cap": 3.0, "sinks": True},
+    {"dtype": "float32", "sliding_window": 7},
+    {"dtype": "float32", "sinks": True, "v_head_size": 8},
+    {"dtype": "bfloat16", "attn_type": "encoder_only"},
+    {"dtype": "float32", "attn_type": "encoder", "sliding_window": 6},
+    {"dtype": "bfloat16", "attn_type": "encoder_decoder", "alibi": True},
+    {"dtype": "bfloat16", "attn_type": "encoder_decoder"},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_HND])
+@pytest.mark.parametrize("asked", GPU, ids=lambda asked: " ".join(map(str, asked.values())))
+def test_on_a_gpu(asked: dict[str, Any], layout: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    config = AttentionConfig(**(SMALL | {"head_size": 64} | asked))
+    requests = BATCH
+    if not config.has_cache:
+        requests = tuple((seq_len, seq_len) for _, seq_len in BATCH)
+    elif not config.mm_prefix:
+        requests = (*BATCH, (1, 0), (6, 2))
+    problem = random_problem(14, config, layout if config.has_cache else None, requests=requests, device="cuda")
+    rig = Rig(problem)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metadata = rig.builder.build(0, common_of(problem))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(metadata.calls) == (rig.context.plans["prefill"].path == "varlen_attn")
+    rig.check(*rig.run(metadata))
+
+
+@pytest.mark.gpu
+def test_cascade_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    for asked in ({"dtype": "bfloat16"}, {"dtype": "float32", "sinks": True}):
+        config = AttentionConfig(**(SMALL | {"head_size": 64} | asked))
+        problem = random_problem(15, config, FLASH_ATTN_NHD, requests=((1, 30), (4, 22), (1, 17)), device="cuda")
+        assert problem.block_table is not None
+        problem.block_table[1:, :2] = problem.block_table[:1, :2]
+        rig = Rig(problem)
+        rig.cache = problem.written_cache()
+        rig.check(*rig.run(rig.builder.build(8, common_of(problem))))
+
+
+def test_tiles_grow_with_threads_and_shrink_with_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(16, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=BATCH)
+    context = Rig(problem).context
+    usual = SDPABuilder(context).limits.tile_rows
+    assert SDPABuilder(replace(context, max_model_len=2**21)).limits.tile_rows < usual
+    monkeypatch.setattr(sdpa_build.torch, "get_num_threads", lambda: 64)
+    assert SDPABuilder(context).limits.tile_rows > usual

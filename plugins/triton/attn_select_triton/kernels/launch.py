@@ -1,0 +1,253 @@
+"""Launch parameters in one place: tile shapes, warps and stages per architecture and shape class, and split counts.
+
+The numbers were found by measuring (``plugins/triton/bench/bench_triton.py --sweep``; ``docs/triton-log.md``), those
+for GPUs that were not at hand by what fits their shared memory and registers.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+MOST_ROWS = 128
+"""Query rows of a decode program, at most."""
+PROGRAMS_PER_SM = 4
+"""Splits stop where the grid has twice as many programs per SM as this: the bound of the workspace."""
+RESIDENT = 1.9
+"""Programs per SM below which a decode splits: two fill an SM's memory pipeline."""
+SPLIT_TILE = 64
+"""Keys that a split should have, at least."""
+WORTH = 0.95
+"""One more split must bring the longest-working SM to this share of its work: merging is not free."""
+TMA_FROM = (9, 0)
+PRECISION = "ieee"
+"""Of float32 products: exact, on the FMA units. Products of the other dtypes are not affected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one kernel is launched.
+
+    Attributes:
+        block_m: query rows (tokens x heads of a group) of a program.
+        block_n: keys of a tile.
+        num_warps, num_stages: as Triton has them.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What attention adds to plain softmax.
+
+    Attributes:
+        causal: a row sees no key behind itself.
+        window: tokens that a row sees to each side it may look at, itself included; 0: all.
+        soft_cap: ``cap * tanh(score / cap)``; 0: none.
+        slopes: ALiBi, float32 ``(H,)``.
+        sinks: ``(H,)`` logits that count in the denominator only.
+        ranges: int32 ``(B, R, 2)``, inclusive positions whose tokens see each other; first > last where unused.
+    """
+
+    causal: bool = True
+    window: int = 0
+    soft_cap: float = 0.0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    ranges: Tensor | None = None
+
+
+PLAIN = Terms()
+
+
+@lru_cache(maxsize=16)
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return a CUDA device's compute capability; (0, 0) for the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@lru_cache(maxsize=16)
+def sm_count(device: torch.device) -> int:
+    """Return a CUDA device's multiprocessors; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least ``size`` and 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def two_powers(size: int) -> tuple[int, int]:
+    """Return ``size`` as a power of two and a rest, 0 or a smaller power of two from 16 on; (0, 0) where it is not."""
+    high = 1 << (size.bit_length() - 1)
+    rest = size - high
+    return (high, rest) if rest == 0 or (rest >= 16 and rest & (rest - 1) == 0) else (0, 0)
+
+
+def compute_dtype(query: torch.dtype, cache: torch.dtype) -> tl.dtype:
+    """Return the dtype that K, V and the query are multiplied in.
+
+    FP8 converts to float16 in one instruction for two numbers and to bfloat16 in several, so a bfloat16 query over an
+    FP8 cache is multiplied as float16; both FP8 formats fit it exactly.
+    """
+    return tl.float16 if cache in FP8 and query == torch.bfloat16 else COMPUTE[query]
+
+
+def prefill_launch(
+    capability: tuple[int, int], width: int, dtype: torch.dtype, described: bool, paged: bool, keys: int
+) -> Launch:
+    """Return the launch of a prefill.
+
+    Args:
+        width: the larger of QK's and V's head size.
+        dtype: of the query.
+        described: K and V come through tensor descriptors (TMA).
+        paged: over a block table, whose lookup takes stages of the pipeline too.
+        keys: the longest request's.
+    """
+    if dtype == torch.float32:
+        return Launch(32, 16, 8, 2)
+    if described:
+        if capability >= (12, 0):  # 99 KiB of shared memory
+            return Launch(64, 32 if width <= 128 else 16, 4, 3 if paged else 2)
+        if width > 128:
+            return Launch(128, 64, 8, 3 if paged else 2)
+        if paged:
+            return Launch(64, 64, 4, 5)
+        return Launch(64, 64, 4, 3) if keys > 1024 or width < 128 else Launch(64, 32, 4, 2)
+    if capability < (8, 0):
+        return Launch(32, 32 if width <= 128 else 16, 8, 1)
+    if width > 128:
+        return Launch(64, 32, 4, 2)
+    return Launch(128, 128, 8, 2) if capability in ((9, 0), (10, 0), (10, 3)) else Launch(128, 64, 8, 2)
+
+
+def decode_launch(
+    capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype, programs: float
+) -> Launch:
+    """Return the launch of a decode.
+
+    Args:
+        rows: query rows per KV head, heads of a group x tokens.
+        width, dtype: as ``prefill_launch`` has them.
+        cache: the cache's dtype.
+        programs: unsplit programs per SM.
+    """
+    block_m = min(MOST_ROWS, power_of_two(rows))
+    if dtype == torch.float32:
+        return Launch(16, 32, 8, 2)
+    if capability < (8, 0):
+        return Launch(min(block_m, 32), 32 if width <= 128 else 16, 8, 1)
+    if cache in FP8 and block_m > 32:
+        return Launch(32, 64, 4, 2)
+    if block_m > 32:
+        return Launch(min(block_m, 64), 64 if width <= 128 else 32, 4, 2)
+    if width > 128:
+        return Launch(block_m, 64 if capability == (9, 0) else 32, 4, 2)
+    if cache in FP8:
+        return Launch(block_m, 128, 2, 2)
+    if width > 64 and (programs > RESIDENT + 0.1 or block_m > 16):
+        return Launch(block_m, 64, 2, 2)
+    return Launch(block_m, 128, 4, 2)
+
+
+def num_splits_for(programs: int, keys: int, sms: int, *, fp8: bool = False) -> int:
+    """Return into how many splits a decode cuts the keys.
+
+    The smallest count that leaves no SM with less than ``RESIDENT`` programs, and more only where that evens out the
+    last wave.
+
+    Args:
+        programs: requests x KV heads x row tiles, unsplit.
+        keys: the longest request's, or its window's.
+        sms: multiprocessors.
+        fp8: the cache is FP8: half the bytes a key, so twice the programs.
+    """
+    resident = 2 * RESIDENT if fp8 else RESIDENT
+    tiles = max(1, -(-keys // SPLIT_TILE))
+    most = max(1, min(tiles, 2 * PROGRAMS_PER_SM * sms // max(1, programs)))
+    first = min(most, max(1, int(-(-resident * sms // programs))))
+    best, load = first, -(-programs * first // sms) / first
+    for splits in range(first + 1, most + 1):
+        other = -(-programs * splits // sms) / splits
+        if other < WORTH * load:
+            best, load = splits, other
+    return best
+
+
+def cache_strides(
+    key: Tensor, value: Tensor, paged: bool
+) -> tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Return block size, elements packed together in a classic K (else 0), and strides ``(block, token, head, column)``
+    of K and of V."""
+    if key.ndim == 5:
+        block, head, column, token, _ = key.stride()
+        return key.shape[3], key.shape[4], (block, token, head, column), _four(value)
+    return (key.shape[1] if paged else 1), 0, _four(key), _four(value)
+
+
+def _four(tensor: Tensor) -> tuple[int, int, int, int]:
+    token, head, column = tensor.stride()[-3:]
+    return (tensor.stride(0) if tensor.ndim == 4 else 0), token, head, column
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """K or V as a matrix of rows for TMA.
+
+    Attributes:
+        descriptor: boxes of ``(block_n, size)``.
+        page_rows: rows from a block to the next.
+        head_rows, head_columns: rows and columns from a head to the next; one of them is 0.
+    """
+
+    descriptor: TensorDescriptor
+    page_rows: int
+    head_rows: int
+    head_columns: int
+
+
+def describable(tensor: Tensor, dtype: torch.dtype, block_n: int, capability: tuple[int, int]) -> bool:
+    """Whether TMA can read K or V ``([num_blocks, block_size,] heads, size)``: alignment, strides, whole tiles."""
+    size, paged = tensor.element_size(), tensor.ndim == 4
+    token, head, column = tensor.stride()[-3:]
+    outer = max(token, head)
+    return (
+        capability >= TMA_FROM
+        and tensor.dtype == dtype
+        and column == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(stride * size % 16 == 0 for stride in tensor.stride()[:-1])
+        and min(token, head) >= tensor.shape[-1]
+        and (token >= head or head % token == 0)
+        and (not paged or (tensor.shape[1] % block_n == 0 and tensor.stride(0) % min(outer, token) == 0))
+    )
+
+
+def describe(tensor: Tensor, block_n: int, columns: int) -> Described:
+    """Return K or V, which must be ``describable``, as a matrix; boxes take ``columns`` of its columns."""
+    tokens, heads, size = tensor.shape[-3:]
+    token, head = tensor.stride()[-3:-1]
+    page_rows = tensor.stride(0) // token if tensor.ndim == 4 else 0
+    rows = (tensor.shape[0] - 1) * page_rows + tokens if tensor.ndim == 4 else tokens
+    if token >= head:  # a row holds the heads of a token
+        shape, head_rows, head_columns = [rows, (heads - 1) * head + size], 0, head
+    else:
+        shape, head_rows, head_columns = [rows + (heads - 1) * (head // token), size], head // token, 0
+    return Described(
+        TensorDescriptor(tensor, shape, [token, 1], [block_n, columns]), page_rows, head_rows, head_columns
+    )

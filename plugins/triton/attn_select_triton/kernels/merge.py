@@ -1,0 +1,159 @@
+"""Merging attention over disjoint sets of keys: the splits of a decode, or a prefix and a suffix."""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_select_triton.kernels import launch
+from attn_select_triton.kernels.primitives import LOG2E, natural_lse
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_splits_kernel(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    num_splits,
+    stride_ot,
+    stride_oh,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """Merge the splits of one query row; one program per row.
+
+    Splits are taken in chunks of fixed size in order, so that the bits of a row do not depend on how many empty
+    splits follow its own. Memory traffic: each partial once.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    width = tl.arange(0, BLOCK_DV)
+    row_max = float("-inf")
+    row_sum = 0.0
+    accumulator = tl.zeros([BLOCK_DV], tl.float32)
+    for start in range(0, num_splits, CHUNK):
+        splits = start + tl.arange(0, CHUNK)
+        inside = splits < num_splits
+        lse = tl.load(part_lse_ptr + row * num_splits + splits, mask=inside, other=float("-inf")) * LOG2E
+        filled = lse > float("-inf")
+        mask = filled[:, None] & (width < DV)[None, :]
+        parts = tl.load(part_ptr + (row * num_splits + splits)[:, None] * DV + width[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - base)
+        weights = tl.exp2(lse - base)
+        accumulator = accumulator * rescale + tl.sum(parts * weights[:, None], 0)
+        row_sum = row_sum * rescale + tl.sum(weights, 0)
+        row_max = new_max
+    result = accumulator / tl.where(row_sum > 0, row_sum, 1.0)
+    out_row = row // HEADS * stride_ot + row % HEADS * stride_oh
+    tl.store(out_ptr + out_row + width, result.to(out_ptr.dtype.element_ty), mask=width < DV)
+    if LSE:
+        tl.store(lse_ptr + row, natural_lse(row_max, row_sum))
+
+
+MERGE_CHUNK = 16
+"""Splits that one step of the merge takes."""
+
+
+def merge_splits(
+    parts: Tensor, part_lse: Tensor, output: Tensor, num_splits: int, output_lse: Tensor | None = None
+) -> None:
+    tokens, heads, size = output.shape
+    merge_splits_kernel[(tokens * heads,)](
+        parts, part_lse, output, output_lse, num_splits, output.stride(0), output.stride(1),
+        heads, size, launch.power_of_two(size), MERGE_CHUNK, output_lse is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def merge_attn_states_kernel(
+    out_ptr,
+    lse_ptr,
+    prefix_ptr,
+    prefix_lse_ptr,
+    suffix_ptr,
+    suffix_lse_ptr,
+    rows,
+    stride_ot,
+    stride_oh,
+    stride_pt,
+    stride_ph,
+    stride_st,
+    stride_sh,
+    stride_lt,
+    stride_lh,
+    stride_plt,
+    stride_plh,
+    stride_slt,
+    stride_slh,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """Merge ``ROWS`` rows (a head of a token) of two partials. Memory traffic: each partial read, the result written.
+
+    A partial with LSE -inf is not read.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    token = (row // HEADS).to(tl.int64)
+    head = row % HEADS
+    prefix_lse = tl.load(prefix_lse_ptr + token * stride_plt + head * stride_plh, mask=inside, other=float("-inf"))
+    suffix_lse = tl.load(suffix_lse_ptr + token * stride_slt + head * stride_slh, mask=inside, other=float("-inf"))
+    largest = tl.maximum(prefix_lse, suffix_lse)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    prefix_weight = tl.exp2((prefix_lse - base) * LOG2E)
+    suffix_weight = tl.exp2((suffix_lse - base) * LOG2E)
+    total = prefix_weight + suffix_weight
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    width = tl.arange(0, BLOCK_DV)
+    mask = inside[:, None] & (width < DV)[None, :]
+    prefix = tl.load(
+        prefix_ptr + (token * stride_pt + head * stride_ph)[:, None] + width[None, :],
+        mask=mask & (prefix_weight > 0)[:, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    suffix = tl.load(
+        suffix_ptr + (token * stride_st + head * stride_sh)[:, None] + width[None, :],
+        mask=mask & (suffix_weight > 0)[:, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    merged = prefix * (prefix_weight * inverse)[:, None] + suffix * (suffix_weight * inverse)[:, None]
+    target = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + width[None, :]
+    tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=mask)
+    if LSE:
+        lse = natural_lse(base * LOG2E, total)
+        tl.store(lse_ptr + token * stride_lt + head * stride_lh, lse, mask=inside)
+
+
+MERGE_ROWS = 16
+"""Rows of one program of ``merge_attn_states``."""
+
+
+def merge_attn_states(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None = None,
+) -> None:
+    """As ``attn_select.runtime.ops.merge_attn_states``; the last dimension of the outputs is contiguous."""
+    tokens, heads, size = output.shape
+    rows = tokens * heads
+    if not rows:
+        return
+    lse_strides = (0, 0) if output_lse is None else output_lse.stride()
+    merge_attn_states_kernel[(-(-rows // MERGE_ROWS),)](
+        output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse, rows,
+        *output.stride()[:2], *prefix_output.stride()[:2], *suffix_output.stride()[:2], *lse_strides,
+        *prefix_lse.stride(), *suffix_lse.stride(),
+        heads, size, launch.power_of_two(size), MERGE_ROWS, output_lse is not None, num_warps=4,
+    )  # fmt: skip

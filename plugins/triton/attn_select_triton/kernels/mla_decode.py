@@ -1,0 +1,442 @@
+"""Decode of multi-head latent attention over a paged cache of latents, the keys split over programs.
+
+All heads share one KV head, whose value is the first part of its key: the latent. So a tile of the cache is read once
+and serves both products, and the rows of a program are (token, head) pairs of one request, token-major.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attn_select_triton.kernels.merge import merge_splits
+from attn_select_triton.kernels.primitives import natural_lse, normalised, online_softmax, pages_of, split_bounds
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def latent_tile(
+    cache_ptr,
+    latent_descriptor,
+    rope_descriptor,
+    table_ptr,
+    page,
+    start,
+    high,
+    page_rows,
+    stride_b,
+    stride_t,
+    DESCRIBED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the latents ``(BLOCK_N, BLOCK_R)`` and rope parts ``(BLOCK_N, BLOCK_P)`` of keys from ``start`` on.
+
+    Keys at ``high`` and behind are 0 where ``MASKED``: their memory may hold NaN, and 0 times NaN is NaN.
+    A described tile lies in one page: ``BLOCK_SIZE`` is a multiple of ``BLOCK_N``.
+    """
+    if DESCRIBED and not MASKED:
+        row = page * page_rows + start % BLOCK_SIZE
+        return latent_descriptor.load([row, 0]), rope_descriptor.load([row, R])
+    keys = start + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        rows = page.to(tl.int64) * stride_b + (start % BLOCK_SIZE + tl.arange(0, BLOCK_N)) * stride_t
+    else:
+        rows = pages_of(table_ptr, keys, keys < high, BLOCK_SIZE, MASKED) * stride_b + (keys % BLOCK_SIZE) * stride_t
+    latent_columns = tl.arange(0, BLOCK_R)
+    rope_columns = tl.arange(0, BLOCK_P)
+    latent_pointers = cache_ptr + rows[:, None] + latent_columns[None, :]
+    rope_pointers = cache_ptr + rows[:, None] + (R + rope_columns)[None, :]
+    if MASKED or R != BLOCK_R or P != BLOCK_P:
+        inside = (keys < high)[:, None]
+        latent = tl.load(latent_pointers, mask=inside & (latent_columns < R)[None, :], other=0.0)
+        rope = tl.load(rope_pointers, mask=inside & (rope_columns < P)[None, :], other=0.0)
+    else:
+        latent = tl.load(latent_pointers)
+        rope = tl.load(rope_pointers)
+    return latent, rope
+
+
+@triton.jit
+def attend_latent(
+    q_latent,
+    q_rope,
+    accumulator,
+    row_max,
+    row_sum,
+    limits,
+    low,
+    high,
+    score_scale,
+    cache_ptr,
+    latent_descriptor,
+    rope_descriptor,
+    table_ptr,
+    page_rows,
+    stride_b,
+    stride_t,
+    DESCRIBED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend from a tile of rows to the keys ``[low, high)`` in tiles of ``BLOCK_N``.
+
+    ``low`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``high``, and every row sees every key.
+
+    Args:
+        q_latent: ``(BLOCK_M, BLOCK_R)``; q_rope ``(BLOCK_M, BLOCK_P)``: the latents are cast to their dtype.
+        limits: int32 ``(BLOCK_M,)``, how many keys of the request each row sees.
+        score_scale: scale * log2(e), with an FP8 cache times its scale.
+    """
+    next_page = tl.load(table_ptr + low // BLOCK_SIZE, mask=low < high, other=0)
+    for start in tl.range(low, high, BLOCK_N):
+        page = next_page
+        next_page = tl.load(table_ptr + (start + BLOCK_N) // BLOCK_SIZE, mask=start + BLOCK_N < high, other=0)
+        latent, rope = latent_tile(
+            cache_ptr, latent_descriptor, rope_descriptor, table_ptr, page, start, high, page_rows, stride_b, stride_t,
+            DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N, MASKED,
+        )  # fmt: skip
+        latent = latent.to(q_latent.dtype)
+        rope = rope.to(q_latent.dtype)
+        scores = tl.dot(q_rope, tl.trans(rope))
+        scores = tl.dot(q_latent, tl.trans(latent), scores)
+        scores *= score_scale
+        if MASKED:
+            keys = start + tl.arange(0, BLOCK_N)
+            scores = tl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
+        weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, MASKED)
+        accumulator *= rescale[:, None]
+        accumulator = tl.dot(weights.to(latent.dtype), latent, accumulator)
+    return accumulator, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"])
+def mla_decode_kernel(
+    q_ptr,
+    cache_ptr,
+    latent_descriptor,
+    rope_descriptor,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_splits,
+    split_tokens,
+    score_scale,
+    value_scale,
+    page_rows,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    stride_b,
+    stride_t,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FIXED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend from ``BLOCK_M`` rows of one request to one split of its keys.
+
+    Grid: row tiles x splits x requests; neighbours read the same keys at the same time, from L2. Memory traffic: the
+    split's latents once per row tile. On chip: q ``(BLOCK_M, R + P)`` and two or more tiles ``(BLOCK_N, R + P)`` in
+    shared memory, ``(BLOCK_M, R)`` float32 in registers.
+    """
+    first = tl.program_id(0) * BLOCK_M
+    split = tl.program_id(1)
+    request = tl.program_id(2)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    if first >= query_len * HEADS:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+
+    flat = first + tl.arange(0, BLOCK_M)
+    token = flat // HEADS
+    head = flat % HEADS
+    in_rows = token < query_len
+    limits = tl.full([BLOCK_M], 0, tl.int32) + seq_len
+    full_high = seq_len
+    high = seq_len
+    if CAUSAL:
+        limits += token + 1 - query_len
+        full_high = tl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
+        last_token = tl.minimum((first + BLOCK_M - 1) // HEADS, query_len - 1)
+        high = tl.maximum(seq_len + last_token + 1 - query_len, 0)
+    low = 0
+    if SPLIT:
+        if FIXED:
+            low = split * split_tokens
+            high = tl.minimum(high, low + split_tokens)
+        else:
+            low, high = split_bounds(split, num_splits, 0, high, BLOCK_N)
+    full_high = tl.maximum(tl.minimum(full_high, high) // BLOCK_N * BLOCK_N, low)
+
+    row = (query_start + token).to(tl.int64)
+    q_rows = q_ptr + (row * stride_qt + head * stride_qh)[:, None]
+    latent_columns = tl.arange(0, BLOCK_R)
+    rope_columns = tl.arange(0, BLOCK_P)
+    q_latent = tl.load(
+        q_rows + latent_columns[None, :], mask=in_rows[:, None] & (latent_columns < R)[None, :], other=0.0
+    )
+    q_rope = tl.load(
+        q_rows + (R + rope_columns)[None, :], mask=in_rows[:, None] & (rope_columns < P)[None, :], other=0.0
+    )
+    accumulator = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    table_ptr += request.to(tl.int64) * stride_table
+    accumulator, row_max, row_sum = attend_latent(
+        q_latent, q_rope, accumulator, row_max, row_sum, limits, low, full_high, score_scale,
+        cache_ptr, latent_descriptor, rope_descriptor, table_ptr, page_rows, stride_b, stride_t,
+        DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N, False,
+    )  # fmt: skip
+    accumulator, row_max, row_sum = attend_latent(
+        q_latent, q_rope, accumulator, row_max, row_sum, limits, full_high, high, score_scale,
+        cache_ptr, latent_descriptor, rope_descriptor, table_ptr, page_rows, stride_b, stride_t,
+        DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N, True,
+    )  # fmt: skip
+
+    result = normalised(accumulator, row_sum) * value_scale
+    mask = in_rows[:, None] & (latent_columns < R)[None, :]
+    lse_row = row * HEADS + head
+    if SPLIT:
+        parts = lse_row * num_splits + split
+        tl.store(part_ptr + parts[:, None] * R + latent_columns[None, :], result, mask=mask)
+        tl.store(part_lse_ptr + parts, natural_lse(row_max, row_sum), mask=in_rows)
+    else:
+        out_rows = row * stride_ot + head * stride_oh
+        out = result.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_rows[:, None] + latent_columns[None, :], out, mask=mask)
+        if LSE:
+            tl.store(lse_ptr + lse_row, natural_lse(row_max, row_sum), mask=in_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MLALaunch:
+    """How the decode is launched.
+
+    Attributes:
+        block_m: query rows (heads x tokens) of a program.
+        block_n: keys of a tile.
+        num_warps, num_stages: as Triton has them.
+        described: read the cache through tensor descriptors (TMA) where pages hold whole tiles.
+        hopper: the warp-specialised kernel of ``mla_decode_hopper``, of which only ``block_m`` is free: 16, 32 or 64.
+            Where a tensor's strides do not suit TMA, the other kernel serves.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    described: bool = False
+    hopper: bool = False
+
+
+@lru_cache(maxsize=16)
+def _gluon_works(release: str) -> bool:
+    """Whether this Triton is one whose Gluon the Hopper kernel was compiled and run with."""
+    return release.startswith("3.6.")
+
+
+def _power_of_two(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def mla_launch(
+    capability: tuple[int, int],
+    rows: int,
+    rank: int,
+    rope: int,
+    block_size: int,
+    query: torch.dtype,
+    cache: torch.dtype,
+) -> MLALaunch:
+    """Return the launch parameters of a shape class.
+
+    Found by measuring on compute capability 9.0 (``docs/triton-mla-log.md``); elsewhere what compiles into the chip's
+    shared memory without spilling. Below 8.0 ``tl.dot`` is scalar, and operands are held in float32.
+
+    Args:
+        capability: the device's compute capability.
+        rows: most query rows (heads x tokens) of a request.
+        rank, rope: sizes of the latent and of the rope part.
+        block_size: tokens per block of the cache.
+    """
+    sizes_fit = block_size % 64 == 0 and rank in (256, 512) and rope in (32, 64) and query == cache
+    if capability[0] == 9 and sizes_fit and _gluon_works(triton.__version__):
+        return MLALaunch(64 if rows > 32 else 32 if rows > 16 else 16, 64, 4, 1, True, True)
+    if capability[0] in (9, 10):
+        columns = _power_of_two(rank) + _power_of_two(rope)
+        whole = columns == rank + rope
+        if rows <= 16 and whole and block_size % 32 == 0:
+            return MLALaunch(16, 32, 4, 3, True)
+        block_n = 64 if columns <= 576 and capability[0] == 9 else 32
+        block_m, warps = (64, 8) if rows > 16 else (16, 4)
+        return MLALaunch(block_m, block_n, warps, 2, whole and rows > 16 and block_size % block_n == 0)
+    if capability < (8, 0):
+        return MLALaunch(8, 16, 8, 1)
+    return MLALaunch(32 if rows > 16 and capability[0] == 8 else 16, 16, 4, 2)
+
+
+PROGRAM_TILES, MERGE_TILES = 3, 4
+"""What a program costs besides its tiles, and what a merge costs, in tiles of 64 keys."""
+
+
+def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
+    """Return into how many splits the keys of a request go.
+
+    One program fills an SM, so programs run in waves. Never gives 2 x ``sms`` programs or more where splitting.
+
+    Args:
+        programs: requests x row tiles.
+        max_seq_len: the most keys of a request in the batch.
+        sms: multiprocessors of the device.
+    """
+    tiles = -(-max_seq_len // 64)
+
+    def cost(splits: int) -> int:
+        waves = -(-programs * splits // sms)
+        return waves * (-(-tiles // splits) + PROGRAM_TILES) + (MERGE_TILES if splits > 1 else 0)
+
+    most = max(1, min((2 * sms - 1) // max(programs, 1), tiles))
+    return min(range(1, most + 1), key=cost)
+
+
+def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> object:
+    """Return a tensor descriptor over ``rows`` rows of ``tensor``'s last dimension."""
+    shape, strides = [rows, tensor.shape[-1]], [stride, 1]
+    if not gluon:
+        return TensorDescriptor(tensor, shape, strides, block)
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia import hopper
+
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
+    return hopper.TensorDescriptor(tensor, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, kind))
+
+
+def mla_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+    scale: float,
+    launch: MLALaunch,
+    num_splits: int = 1,
+    split_tokens: int = 0,
+    workspace: Tensor | None = None,
+    causal: bool = True,
+    kv_scale: float = 1.0,
+    output_lse: Tensor | None = None,
+) -> None:
+    """Attend over the latents with the absorbed query. No synchronisation; may be captured in a CUDA graph.
+
+    Args:
+        query: ``(T, H, R + P)``, last dimension contiguous.
+        kv_cache: ``(num_blocks, block_size, R + P)`` of the query's dtype or another; last dimension contiguous.
+        output: ``(T, H, R)``, written; rows of no request are left alone.
+        query_start_loc: int32 ``(B + 1,)``; seq_lens int32 ``(B,)``, keys per request with the step's own; block_table
+            int32 ``(B, W)``.
+        max_query_len: the most query tokens of a request.
+        scale: factor on ``q . k``.
+        num_splits: programs that share the keys of one request.
+        split_tokens: 0, or keys per split, a multiple of 64: a request's bits then do not depend on the others;
+            ``num_splits`` times it covers the longest request.
+        workspace: float32, at least ``T * H * num_splits * (R + 1)`` where ``num_splits`` exceeds 1.
+        causal: query token i of n sees the first ``seq_len - n + 1 + i`` keys; else each sees all.
+        kv_scale: what an FP8 cache's numbers are to be multiplied with.
+        output_lse: float32 ``(T, H)``, written where given: natural logarithm; -inf, with output 0, without keys.
+    """
+    tokens, heads, width = query.shape
+    if tokens == 0:
+        return
+    rank = output.shape[-1]
+    rope = width - rank
+    block_size = kv_cache.shape[1]
+    rows = heads * max_query_len
+    stride_b, stride_t = kv_cache.stride()[:2]
+    whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * kv_cache.itemsize % 16 == 0
+    described = launch.described and whole_rows
+    flat_query = query.stride(0) == heads * query.stride(1) and query.data_ptr() % 16 == 0
+    if launch.hopper and not (described and flat_query):
+        launch = MLALaunch(64, 64, 8, 2) if launch.block_m > 16 else MLALaunch(16, 64, 4, 2)
+        described = False
+    split = num_splits > 1
+    parts = part_lse = None
+    if split:
+        assert workspace is not None
+        partials = tokens * heads * num_splits
+        parts, part_lse = workspace[: partials * rank], workspace[partials * rank :][:partials]
+    grid = (-(-rows // launch.block_m), num_splits, len(seq_lens))
+    page_rows = stride_b // stride_t if described else 0
+    cache_rows = (kv_cache.shape[0] - 1) * page_rows + block_size
+    tail = (query_start_loc, seq_lens, num_splits, split_tokens, scale * kv_scale * LOG2E, kv_scale, page_rows)
+    if launch.hopper:
+        from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel
+
+        block_m = launch.block_m
+        mla_decode_hopper_kernel[grid](
+            _described(tokens * heads, query, query.stride(1), [block_m, rank // 2], True),
+            _described(tokens * heads, query, query.stride(1), [block_m, rope], True),
+            _described(cache_rows, kv_cache, stride_t, [64, rank // 2], True),
+            _described(cache_rows, kv_cache, stride_t, [64, rope], True),
+            output, output_lse, parts, part_lse, block_table, *tail,
+            output.stride(0), output.stride(1), block_table.stride(0),
+            heads, rank, block_size, causal, output_lse is not None, split, split_tokens > 0,
+            block_m, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+    else:
+        block_r, block_p = _power_of_two(rank), _power_of_two(rope)
+        described = described and block_size % launch.block_n == 0 and block_r == rank and block_p == rope
+        latent = rope_part = None
+        if described:
+            latent = _described(cache_rows, kv_cache, stride_t, [launch.block_n, rank], False)
+            rope_part = _described(cache_rows, kv_cache, stride_t, [launch.block_n, rope], False)
+        mla_decode_kernel[grid](
+            query, kv_cache, latent, rope_part, output, output_lse, parts, part_lse, block_table, *tail,
+            query.stride(0), query.stride(1), output.stride(0), output.stride(1), block_table.stride(0),
+            stride_b, stride_t,
+            heads, rank, block_r, rope, block_p, block_size, causal, output_lse is not None, split, split_tokens > 0,
+            described, launch.block_m, launch.block_n,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+    if split:
+        assert parts is not None
+        assert part_lse is not None
+        merge_splits(parts, part_lse, output, num_splits, output_lse)

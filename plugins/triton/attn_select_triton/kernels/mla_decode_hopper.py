@@ -1,0 +1,433 @@
+"""Decode of multi-head latent attention on Hopper, warp-specialised: two warp groups compute, one warp loads.
+
+Written in Gluon, Triton's language of explicit layouts, since plain Triton neither gives each warp group a loop of its
+own nor overlaps the softmax with the products. ``mla_decode`` decides when this kernel serves and launches it.
+
+Each compute group holds one half of the output's columns in registers, ``(64, R / 2)`` float32, and computes all scores
+for itself: 1.5 times the arithmetic, but the groups wait for nothing but tiles, and one multiplies while the other
+takes exponentials.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LN2 = gl.constexpr(0.6931471805599453)
+KEYS = gl.constexpr(64)
+"""Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
+STAGES = gl.constexpr(2)
+
+
+@gluon.jit
+def key_range(
+    table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, stride_table,
+    HEADS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Return what a program works on: first row, split, query start and length, sequence length, and its keys.
+
+    Keys are ``low`` and the number of tiles from there on, of which ``full`` are seen whole by every row, and ``high``.
+    Programs behind the request's last row have no tiles.
+    """
+    first = gl.program_id(0) * ROWS
+    split = gl.program_id(1)
+    request = gl.program_id(2)
+    query_start = gl.load(query_start_loc_ptr + request)
+    query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
+    seq_len = gl.load(seq_lens_ptr + request)
+    high = seq_len
+    full_high = seq_len
+    if CAUSAL:
+        last_token = gl.minimum((first + ROWS - 1) // HEADS, query_len - 1)
+        high = gl.maximum(seq_len + last_token + 1 - query_len, 0)
+        full_high = gl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
+    if FIXED:
+        low = split * split_tokens
+        high = gl.minimum(high, low + split_tokens)
+    else:
+        all_tiles = (high + KEYS - 1) // KEYS
+        low = split * all_tiles // num_splits * KEYS
+        high = gl.minimum(high, (split + 1) * all_tiles // num_splits * KEYS)
+    tiles = gl.maximum(high - low + KEYS - 1, 0) // KEYS
+    tiles = gl.where(first < query_len * HEADS, tiles, 0)
+    full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
+    return first, split, query_start, query_len, seq_len, low, high, tiles, full, table_ptr + request * stride_table
+
+
+@gluon.jit
+def load_tiles(
+    q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows,
+    R: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Load the query once and then every tile of keys, each half as soon as both compute groups are through with it."""
+    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
+    q_ready, left_ready, right_ready, left_empty, right_empty = barriers
+    if tiles > 0:
+        mbarrier.expect(q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_rope, [row, R], q_ready, q_pe)
+        tma.async_copy_global_to_shared(q_half, [row, 0], q_ready, q_left)
+        tma.async_copy_global_to_shared(q_half, [row, R // 2], q_ready, q_right)
+    for tile in range(tiles):
+        buffer = tile % STAGES
+        free = (tile // STAGES & 1) ^ 1
+        start = low + tile * KEYS
+        key = gl.load(table + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
+        mbarrier.wait(left_empty.index(buffer), free)
+        bar = left_ready.index(buffer)
+        mbarrier.expect(bar, kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
+        tma.async_copy_global_to_shared(kv_rope, [key, R], bar, k_pe.index(buffer))
+        tma.async_copy_global_to_shared(kv_half, [key, 0], bar, k_left.index(buffer))
+        mbarrier.wait(right_empty.index(buffer), free)
+        bar = right_ready.index(buffer)
+        mbarrier.expect(bar, kv_half.block_type.nbytes)
+        tma.async_copy_global_to_shared(kv_half, [key, R // 2], bar, k_right.index(buffer))
+
+
+@gluon.jit
+def clear_behind(values, first, high, T: gl.constexpr):
+    """Clear the values of keys at ``high`` and behind: their memory may hold NaN, and 0 times NaN is NaN."""
+    rows = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
+    loaded = values.load(T)
+    values.store(gl.where((rows < high)[:, None], loaded, gl.zeros_like(loaded)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def hand_back(empty, buffer):
+    """Tell the loader that this compute group is through with half a tile."""
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(buffer), count=1)
+
+
+@gluon.jit
+def attend_tile(
+    tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """Attend to one tile, and hand its halves back."""
+    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
+    _, left_ready, right_ready, left_empty, right_empty = barriers
+    buffer = tile % STAGES
+    mbarrier.wait(left_ready.index(buffer), tile // STAGES & 1)
+    mbarrier.wait(right_ready.index(buffer), tile // STAGES & 1)
+    left = k_left.index(buffer)
+    right = k_right.index(buffer)
+    values = right if RIGHT else left
+    if MASKED:
+        clear_behind(values, low + tile * KEYS, high, T)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, S)
+    scores = warpgroup_mma(q_pe, k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q_left, left.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(left_empty if RIGHT else right_empty, buffer)
+    scores *= score_scale
+    if MASKED:
+        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1))
+    base = new_max
+    if MASKED:
+        base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores - base[:, None])
+    rescale = gl.exp2(row_max - base)
+    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+    p = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, ACC, 2))
+    accumulator = warpgroup_mma(p, values, accumulator, is_async=True)
+    accumulator = warpgroup_mma_wait(0, [accumulator])
+    hand_back(right_empty if RIGHT else left_empty, buffer)
+    return accumulator, new_max, row_sum
+
+
+@gluon.jit
+def attend_half(
+    pointers, smem, barriers, position, num_splits, scales, strides,
+    HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 2, 16])
+    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr = pointers
+    first, split, query_start, query_len, seq_len, low, high, tiles, full = position
+    score_scale, value_scale = scales
+    stride_ot, stride_oh = strides
+
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    limits = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S)) + seq_len
+    if CAUSAL:
+        limits = limits + flat // HEADS + 1 - query_len
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    accumulator = gl.zeros([ROWS, R // 2], gl.float32, ACC)
+    if tiles > 0:
+        mbarrier.wait(barriers[0], 0)
+    for tile in range(full):
+        accumulator, row_max, row_sum = attend_tile(
+            tile,
+            accumulator,
+            row_max,
+            row_sum,
+            limits,
+            low,
+            high,
+            score_scale,
+            smem,
+            barriers,
+            ROWS,
+            RIGHT,
+            False,
+            S,
+            ACC,
+            T,
+        )
+    for tile in range(full, tiles):
+        accumulator, row_max, row_sum = attend_tile(
+            tile,
+            accumulator,
+            row_max,
+            row_sum,
+            limits,
+            low,
+            high,
+            score_scale,
+            smem,
+            barriers,
+            ROWS,
+            RIGHT,
+            True,
+            S,
+            ACC,
+            T,
+        )
+
+    norm = gl.where(row_sum > 0, value_scale / row_sum, 0.0)
+    total = accumulator * gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
+    half: gl.constexpr = R // 2 if RIGHT else 0
+    columns = half + gl.arange(0, R // 2, layout=gl.SliceLayout(0, ACC))
+    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+    out_row = (query_start + out_flat // HEADS).to(gl.int64)
+    mask = (out_flat < query_len * HEADS)[:, None]
+    lse_row = query_start.to(gl.int64) * HEADS + flat
+    lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
+    if SPLIT:
+        parts = (out_row * HEADS + out_flat % HEADS) * num_splits + split
+        gl.store(part_ptr + (parts * R)[:, None] + columns[None, :], total, mask=mask)
+        if not RIGHT:
+            gl.store(part_lse_ptr + lse_row * num_splits + split, lse, mask=flat < query_len * HEADS)
+    else:
+        out_rows = out_row * stride_ot + out_flat % HEADS * stride_oh
+        gl.store(out_ptr + out_rows[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+        if LSE and not RIGHT:
+            gl.store(lse_ptr + lse_row, lse, mask=flat < query_len * HEADS)
+
+
+@gluon.jit
+def attend_tile_turned(
+    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers, p_smem,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """Attend to one tile as ``attend_tile`` does, with all products transposed.
+
+    ``wgmma`` has 64 rows whatever is in them. Here they are keys and columns of the output, and the few query rows are
+    its other dimension, which may be 16. The weights pass through shared memory, ``(ROWS, KEYS)``.
+    """
+    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
+    _, left_ready, right_ready, left_empty, right_empty = barriers
+    buffer = tile % STAGES
+    mbarrier.wait(left_ready.index(buffer), tile // STAGES & 1)
+    mbarrier.wait(right_ready.index(buffer), tile // STAGES & 1)
+    left = k_left.index(buffer)
+    right = k_right.index(buffer)
+    values = right if RIGHT else left
+    if MASKED:
+        clear_behind(values, low + tile * KEYS, high, T)
+    scores = gl.zeros([KEYS, ROWS], gl.float32, S)
+    scores = warpgroup_mma(k_pe.index(buffer), q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(left, q_left.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(right, q_right.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(left_empty if RIGHT else right_empty, buffer)
+    scores *= score_scale
+    if MASKED:
+        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
+        scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 0))
+    base = new_max
+    if MASKED:
+        base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores - base[None, :])
+    rescale = gl.exp2(row_max - base)[None, :]
+    sums = sums * rescale + weights
+    accumulator = accumulator * rescale
+    p_smem.permute((1, 0)).store(weights.to(values.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    accumulator = warpgroup_mma(values.permute((1, 0)), p_smem.permute((1, 0)), accumulator, is_async=True)
+    accumulator = warpgroup_mma_wait(0, [accumulator])
+    hand_back(right_empty if RIGHT else left_empty, buffer)
+    return accumulator, new_max, sums
+
+
+@gluon.jit
+def attend_half_turned(
+    pointers, smem, barriers, position, num_splits, scales, strides, p_smem,
+    HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Attend to all tiles as ``attend_half`` does, with all products transposed."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr = pointers
+    first, split, query_start, query_len, seq_len, low, high, tiles, full = position
+    score_scale, value_scale = scales
+    stride_ot, stride_oh = strides
+
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
+    limits = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(0, S)) + seq_len
+    if CAUSAL:
+        limits = limits + flat // HEADS + 1 - query_len
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, S))
+    sums = gl.zeros([KEYS, ROWS], gl.float32, S)
+    accumulator = gl.zeros([R // 2, ROWS], gl.float32, S)
+    if tiles > 0:
+        mbarrier.wait(barriers[0], 0)
+    for tile in range(full):
+        accumulator, row_max, sums = attend_tile_turned(
+            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers, p_smem,
+            ROWS, RIGHT, False, S, T,
+        )  # fmt: skip
+    for tile in range(full, tiles):
+        accumulator, row_max, sums = attend_tile_turned(
+            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers, p_smem,
+            ROWS, RIGHT, True, S, T,
+        )  # fmt: skip
+
+    row_sum = gl.sum(sums, 0)
+    total = accumulator * gl.where(row_sum > 0, value_scale / row_sum, 0.0)[None, :]
+    half: gl.constexpr = R // 2 if RIGHT else 0
+    columns = (half + gl.arange(0, R // 2, layout=gl.SliceLayout(1, S)))[:, None]
+    out_row = (query_start + flat // HEADS).to(gl.int64)
+    in_rows = flat < query_len * HEADS
+    lse_row = query_start.to(gl.int64) * HEADS + flat
+    lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
+    if SPLIT:
+        parts = lse_row * num_splits + split
+        gl.store(part_ptr + (parts * R)[None, :] + columns, total, mask=in_rows[None, :])
+        if not RIGHT:
+            gl.store(part_lse_ptr + parts, lse, mask=in_rows)
+    else:
+        out_rows = (out_row * stride_ot + flat % HEADS * stride_oh)[None, :]
+        gl.store(out_ptr + out_rows + columns, total.to(out_ptr.dtype.element_ty), mask=in_rows[None, :])
+        if LSE and not RIGHT:
+            gl.store(lse_ptr + lse_row, lse, mask=in_rows)
+
+
+@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"])
+def mla_decode_hopper_kernel(
+    q_half,
+    q_rope,
+    kv_half,
+    kv_rope,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_splits,
+    split_tokens,
+    score_scale,
+    value_scale,
+    page_rows,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    HEADS: gl.constexpr,
+    R: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    LSE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    FIXED: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Attend from 64 rows of one request to one split of its keys; all else as ``mla_decode_kernel``.
+
+    Memory traffic: the split's latents once per row tile.
+
+    Args:
+        q_half, q_rope: descriptors over ``(T * H, R + P)``, blocks ``(64, R / 2)`` and ``(64, P)``.
+        kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
+    """
+    first, split, query_start, query_len, seq_len, low, high, tiles, full, table = key_range(
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, stride_table, HEADS, CAUSAL, FIXED,
+        ROWS,
+    )  # fmt: skip
+    q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
+    q_right = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
+    q_pe = gl.allocate_shared_memory(q_rope.dtype, q_rope.block_type.shape, q_rope.layout)
+    k_left = gl.allocate_shared_memory(kv_half.dtype, [STAGES, KEYS, kv_half.block_type.shape[1]], kv_half.layout)
+    k_right = gl.allocate_shared_memory(kv_half.dtype, [STAGES, KEYS, kv_half.block_type.shape[1]], kv_half.layout)
+    k_pe = gl.allocate_shared_memory(kv_rope.dtype, [STAGES, KEYS, kv_rope.block_type.shape[1]], kv_rope.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    left_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    right_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(left_ready.index(stage), count=1)
+        mbarrier.init(right_ready.index(stage), count=1)
+        mbarrier.init(left_empty.index(stage), count=2)
+        mbarrier.init(right_empty.index(stage), count=2)
+    fence_async_shared()
+
+    smem = (q_left, q_right, q_pe, k_left, k_right, k_pe)
+    barriers = (q_ready, left_ready, right_ready, left_empty, right_empty)
+    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full)
+    pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    strides = (stride_ot, stride_oh)
+    row = query_start * HEADS + first
+    scales = (score_scale, value_scale)
+    loader = (q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows, R, BLOCK_SIZE)
+    if ROWS == 64:
+        gl.warp_specialize(
+            [
+                (attend_half, (pointers, smem, barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
+                (attend_half, (pointers, smem, barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
+                (load_tiles, loader),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        left_p = gl.allocate_shared_memory(kv_half.dtype, [ROWS, KEYS], layout)
+        right_p = gl.allocate_shared_memory(kv_half.dtype, [ROWS, KEYS], layout)
+        gl.warp_specialize(
+            [
+                (attend_half_turned, (pointers, smem, barriers, position, num_splits, scales, strides, left_p,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
+                (attend_half_turned, (pointers, smem, barriers, position, num_splits, scales, strides, right_p,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
+                (load_tiles, loader),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

@@ -1,0 +1,283 @@
+"""Attention of many query tokens per request, over a paged cache or over K and V as they come."""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_select_triton.kernels.launch import (
+    PLAIN,
+    PRECISION,
+    Launch,
+    Terms,
+    cache_strides,
+    capability_of,
+    compute_dtype,
+    describable,
+    describe,
+    power_of_two,
+    prefill_launch,
+    two_powers,
+)
+from attn_select_triton.kernels.primitives import (
+    LOG2E,
+    attend,
+    find_request,
+    key_bounds,
+    natural_lse,
+    normalised,
+)
+
+
+@triton.jit(do_not_specialize=["num_requests", "window", "stride_table"])
+def prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rest_ptr,
+    out_ptr,
+    lse_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    key_start_loc_ptr,
+    seq_lens_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    ranges_ptr,
+    num_requests,
+    score_scale,
+    v_scale,
+    cap_log2,
+    window,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    RANGES: tl.constexpr,
+    LSE: tl.constexpr,
+    PAGED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    CLEAN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    REST: tl.constexpr,
+    PACK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: ``BLOCK_M`` rows of one request and KV head, against all keys that they see.
+
+    Rows are tokens x heads of the group, token by token, so a tile is full whatever the group. Requests' tiles come
+    last first: causal rows with the most keys start earliest. Memory traffic: Q and output once, each K and V tile
+    once per row tile, which L2 serves, since neighbouring programs share the KV head.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = find_request(query_start_loc_ptr, tile, num_requests, GROUP, BLOCK_M)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    first = (tile - query_start * GROUP // BLOCK_M - request) * BLOCK_M
+    if first >= query_len * GROUP:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    context = seq_len - query_len
+
+    flat = first + tl.arange(0, BLOCK_M)
+    token = flat // GROUP
+    head = kv_head * GROUP + flat % GROUP
+    in_rows = token < query_len
+    rows = context + token
+    size = tl.arange(0, BLOCK_D)
+    q_rows = (query_start + token).to(tl.int64) * stride_qt + head * stride_qh
+    q_mask = in_rows[:, None]
+    if D < BLOCK_D:
+        q_mask = q_mask & (size < D)[None, :]
+    q = tl.load(q_ptr + q_rows[:, None] + size[None, :], mask=q_mask, other=0.0).to(COMPUTE)
+    q_rest = q
+    if REST > 0:
+        behind = BLOCK_D + tl.arange(0, REST)
+        q_rest = tl.load(q_ptr + q_rows[:, None] + behind[None, :], mask=in_rows[:, None], other=0.0).to(COMPUTE)
+
+    slopes = rows
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + head).to(tl.float32) * LOG2E
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        row_max = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        row_sum += 1.0
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    if RANGES > 0:
+        ranges_ptr += request * 2 * RANGES
+    last_row = context + tl.minimum(first + BLOCK_M - 1, query_len * GROUP - 1) // GROUP
+    low, full_low, full_high, high = key_bounds(
+        context + first // GROUP, last_row, seq_len, window, ranges_ptr, CAUSAL, WINDOW, RANGES, BLOCK_N
+    )
+    origin = low // BLOCK_N * BLOCK_N
+    key_start = 0
+    if PAGED:
+        table_ptr += request.to(tl.int64) * stride_table
+    else:
+        key_start = tl.load(key_start_loc_ptr + request)
+    if DESCRIBED:
+        # k_ptr and v_ptr are descriptors; the strides count rows and columns of their memory.
+        k_row = key_start + kv_head * stride_kt
+        v_row = key_start + kv_head * stride_vt
+        k_column = kv_head * stride_kh
+        v_column = kv_head * stride_vh
+    else:
+        k_row = 0
+        v_row = 0
+        k_column = 0
+        v_column = 0
+        k_ptr += kv_head * stride_kh
+        v_ptr += kv_head * stride_vh
+        if not PAGED:
+            first_key = tl.load(key_start_loc_ptr + request).to(tl.int64)
+            k_ptr += first_key * stride_kt
+            v_ptr += first_key * stride_vt
+    odd = accumulator
+    if WINDOW:
+        accumulator, odd, row_max, row_sum = attend(
+            q, q_rest, accumulator, odd, row_max, row_sum, origin, tl.minimum(full_low, high), low, rows, seq_len,
+            k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
+            k_row, k_column, v_row, v_column, rest_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
+            CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
+            REST, PACK, 0, PRECISION, BLOCK_N, True,
+        )  # fmt: skip
+    accumulator, odd, row_max, row_sum = attend(
+        q, q_rest, accumulator, odd, row_max, row_sum, full_low, full_high, low, rows, seq_len,
+        k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
+        k_row, k_column, v_row, v_column, rest_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
+        CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
+        REST, PACK, 0, PRECISION, BLOCK_N, False,
+    )  # fmt: skip
+    accumulator, odd, row_max, row_sum = attend(
+        q, q_rest, accumulator, odd, row_max, row_sum, full_high, high, low, rows, seq_len,
+        k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
+        k_row, k_column, v_row, v_column, rest_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
+        CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
+        REST, PACK, 0, PRECISION, BLOCK_N, True,
+    )  # fmt: skip
+
+    width = tl.arange(0, BLOCK_DV)
+    o_rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
+    o_mask = in_rows[:, None]
+    if DV != BLOCK_DV:
+        o_mask = o_mask & (width < DV)[None, :]
+    result = normalised(accumulator, row_sum) * v_scale
+    tl.store(out_ptr + o_rows[:, None] + width[None, :], result.to(out_ptr.dtype.element_ty), mask=o_mask)
+    if LSE:
+        tl.store(lse_ptr + (query_start + token) * HEADS + head, natural_lse(row_max, row_sum), mask=in_rows)
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    scale: float,
+    block_table: Tensor | None = None,
+    key_start_loc: Tensor | None = None,
+    terms: Terms = PLAIN,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    output_lse: Tensor | None = None,
+    clean: bool = False,
+    launch: Launch | None = None,
+) -> None:
+    """Attend from many query tokens per request, causal or not, with every term; nothing waits for the device.
+
+    On Hopper and newer, K and V come through TMA where they lie in whole tiles: pages of 64 tokens or more, or
+    contiguous memory, ``cache.gather_pages``'s for smaller pages. Else each thread looks its rows' pages up.
+
+    Args:
+        query: ``(T, H, D)``, last dimension contiguous; ``output`` ``(T, H, Dv)`` likewise.
+        key: ``(num_blocks, block_size, Hkv, D)`` with a block table, the classic K
+            ``(num_blocks, Hkv, D / x, block_size, x)``, or without a table ``(S, Hkv, D)``; any strides.
+        value: ``(num_blocks, block_size, Hkv, Dv)`` or ``(S, Hkv, Dv)``; any strides.
+        query_start_loc: int32 ``(B + 1,)``; the last entry may be less than T, rows behind it are left alone.
+        seq_lens: int32 ``(B,)``, keys per request. Query rows are the last ones; with more rows than keys, the first
+            see none and get 0 and -inf.
+        max_seq_len: of ``seq_lens``, known to the host.
+        scale: positive factor on ``q . k``.
+        block_table: int32 ``(B, W)``.
+        key_start_loc: int32 ``(B,)``, without a block table the row of each request's first key.
+        k_scale: of an FP8 cache, positive; v_scale likewise.
+        output_lse: float32 ``(T, H)``, contiguous; natural logarithm.
+        clean: rows between the requests' keys hold finite numbers (``gather_pages`` sees to it).
+        launch: another than the table's.
+    """
+    tokens, heads, head_size = query.shape
+    kv_heads, value_size = value.shape[-2:]
+    group, requests, paged = heads // kv_heads, len(seq_lens), block_table is not None
+    capability, cache_dtype = capability_of(query.device), value.dtype
+    width = max(head_size, value_size)
+    block_d, rest = two_powers(head_size)
+    chosen = launch or prefill_launch(capability, width, query.dtype, True, paged, max_seq_len)
+    described = (
+        block_d > 0
+        and value_size == power_of_two(value_size)
+        and query.dtype != torch.float32
+        and key.ndim < 5
+        and all(describable(tensor, query.dtype, chosen.block_n, capability) for tensor in (key, value))
+    )
+    if not described and launch is None:
+        chosen = prefill_launch(capability, width, query.dtype, False, paged, max_seq_len)
+    block_m, block_n = chosen.block_m, chosen.block_n
+    block_dv = power_of_two(value_size)
+    block_size, pack, rest_keys = (key.shape[1] if paged else 1), 0, None
+    sources: tuple[Any, Any]
+    if described:
+        keys, values = describe(key, block_n, block_d), describe(value, block_n, block_dv)
+        rest_keys = describe(key, block_n, rest).descriptor if rest else None
+        sources = keys.descriptor, values.descriptor
+        k_strides = (keys.page_rows, keys.head_rows, keys.head_columns, 1)
+        v_strides = (values.page_rows, values.head_rows, values.head_columns, 1)
+    else:
+        block_d, rest, sources = power_of_two(head_size), 0, (key, value)
+        block_size, pack, k_strides, v_strides = cache_strides(key, value, paged)
+    prefill_kernel[(tokens * group // block_m + requests, kv_heads)](
+        query, *sources, rest_keys, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens,
+        terms.slopes, terms.sinks, terms.ranges,
+        requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
+        query.stride(0), query.stride(1), output.stride(0), output.stride(1),
+        0 if block_table is None else block_table.stride(0), *k_strides, *v_strides,
+        heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0, terms.slopes is not None,
+        terms.sinks is not None, 0 if terms.ranges is None else terms.ranges.shape[1], output_lse is not None,
+        paged, described, clean, block_size, head_size, block_d, value_size, block_dv, rest, pack,
+        PRECISION, compute_dtype(query.dtype, cache_dtype), block_m, block_n,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Where the kernels run: on a GPU, or without one in Triton's interpreter; what the tests of the kernels share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _interpret() -> None:
+    """Turn the interpreter on, before any kernel is defined; teach it NumPy 2.4, whose arrays of one are no index."""
+    import torch
+
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if HAS_TRITON:
+    _interpret()
+
+
+@pytest.fixture
+def device() -> Any:
+    """Where kernels run here."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def terms_of() -> Callable[[Any], Any]:
+    """A function from a ``Problem`` to the kernels' ``Terms``."""
+    import torch
+
+    from attn_select_triton.kernels.launch import Terms
+
+    def make(problem: Any) -> Terms:
+        config, ranges = problem.config, None
+        if problem.mm_prefix_ranges is not None:
+            most = max(1, *(len(one) for one in problem.mm_prefix_ranges))
+            padded = [[*one, *[(1, 0)] * (most - len(one))] for one in problem.mm_prefix_ranges]
+            ranges = torch.tensor(padded, dtype=torch.int32, device=problem.query.device)
+        return Terms(
+            causal=config.attn_type == "decoder" and not config.non_causal,
+            window=config.sliding_window or 0,
+            soft_cap=config.logits_soft_cap or 0.0,
+            slopes=problem.alibi_slopes,
+            sinks=problem.sinks,
+            ranges=ranges,
+        )
+
+    return make

@@ -1,0 +1,8 @@
+from acme_attention import ACME_ATTN
+
+from attn_select.testing import BackendConformance
+
+
+class TestAcme(BackendConformance):
+    spec = ACME_ATTN
+    nan_tail_safe = True

@@ -1,0 +1,379 @@
+"""A backend made for tests, every property of which can be set, and ways to bring batches before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_select.config import PHASES, AttentionConfig, CudaGraphLevel, Phase
+from attn_select.decide import Decider, parse_choice
+from attn_select.device import CPU
+from attn_select.environment import Environment
+from attn_select.layouts import FLASH_ATTN_NHD, PAGED_ATTENTION
+from attn_select.registry import Registry
+from attn_select.rules.layers import RuleSet
+from attn_select.runtime import (
+    AttentionBackend,
+    AttentionGroup,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BlockTable,
+    CommonAttentionMetadata,
+    key_value_views,
+    ops,
+    prepare_batch,
+)
+from attn_select.runtime.cascade import CascadeSplit, split_for_cascade
+from attn_select.runtime.kv_cache import paged_attention_views
+from attn_select.selection import Selection
+from attn_select.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+)
+from attn_select.testing import Problem
+
+EVERY_TYPE = ("decoder", "encoder", "encoder_only", "encoder_decoder")
+
+
+@dataclass
+class ToyMetadata:
+    """What the toy's builder builds; tests look at it."""
+
+    common: CommonAttentionMetadata
+    prefix_len: int
+    fast_build: bool
+    cascade: CascadeSplit | None
+
+
+@dataclass
+class Toy:
+    """One backend made for tests.
+
+    Attributes:
+        spec: to be put in a registry.
+        builds: what its builders built, in order.
+        calls: ``update`` and ``forward`` in the order in which layers called them.
+        caches: the shape of the cache at each of these calls; None without.
+    """
+
+    spec: BackendSpec
+    builds: list[ToyMetadata] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    caches: list[tuple[int, ...] | None] = field(default_factory=list)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    config: AttentionConfig,
+    scale: float,
+    causal: bool,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend in float32 from the last rows of one request; return output ``(T, H, Dv)`` and LSE ``(T, H)``."""
+    heads, size = query.shape[1], len(keys)
+    keys, values = (t.float().repeat_interleave(heads // t.shape[1], dim=1) for t in (keys, values))
+    scores = scale * torch.einsum("thd,shd->hts", query.float(), keys)
+    if config.logits_soft_cap is not None:
+        scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
+    distance = torch.arange(size - len(query), size)[:, None] - torch.arange(size)
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance.abs()
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if config.sliding_window is not None:
+        hidden = hidden | (distance.abs() >= config.sliding_window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[:, None])
+    weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
+    return torch.einsum("hts,shd->thd", weights, values), lse.T
+
+
+class ToyImpl(AttentionImpl[ToyMetadata]):
+    """Request by request, through strided views of the cache."""
+
+    toy: Toy
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self.toy.calls.append("update")
+        self.toy.caches.append(tuple(kv_cache.shape))
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: ToyMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        self.toy.calls.append("forward")
+        self.toy.caches.append(None if kv_cache is None else tuple(kv_cache.shape))
+        common = attn_metadata.common
+        tokens = int(common.query_start_loc_cpu[-1])
+        if kv_cache is None:
+            assert key is not None
+            assert value is not None
+        if attn_metadata.cascade is None:
+            result, lse = self._batch(layer, query, key, value, kv_cache, common, self.sinks)
+        else:
+            assert kv_cache is not None
+            split = attn_metadata.cascade
+            prefix, prefix_lse = self._batch(layer, query, key, value, kv_cache, split.prefix, None)
+            result, lse = self._batch(layer, query, key, value, kv_cache, split.suffix, self.sinks)
+            ops.merge_attn_states(result, prefix, prefix_lse, result, lse, lse)
+        output[:tokens] = result if output_scale is None else (result / output_scale)
+        if output_lse is not None:
+            output_lse[:tokens] = lse
+        return output
+
+    def _batch(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        common: CommonAttentionMetadata,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        config = self.context.config
+        causal = common.causal and config.attn_type == "decoder" and not config.non_causal
+        bounds = common.query_start_loc_cpu.tolist()
+        output = torch.zeros(bounds[-1], config.num_heads, config.value_head_size)
+        lse = torch.full((bounds[-1], config.num_heads), -torch.inf)
+        for request, seq_len in enumerate(common.seq_lens_cpu.tolist()):
+            rows = slice(bounds[request], bounds[request + 1])
+            if kv_cache is None:
+                assert key is not None
+                assert value is not None
+                keys, values = key[rows], value[rows]
+            else:
+                assert common.block_table_tensor is not None
+                keys, values = self._cached(layer, kv_cache, common.block_table_tensor[request], seq_len)
+            output[rows], lse[rows] = attend(
+                query[rows], keys, values, config, self.scale, causal, self.alibi_slopes, sinks
+            )
+        return output, lse
+
+    def _cached(self, layer: AttentionLayer, cache: Tensor, row: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+        config, size, layout = self.context.config, self.context.block_size, self.context.kv_layout
+        assert size is not None
+        assert layout is not None
+        if layout == PAGED_ATTENTION:
+            k, v = paged_attention_views(cache, config)
+            views = (k.permute(0, 3, 1, 2, 4).flatten(3), v.permute(0, 3, 1, 2))
+        else:
+            views = key_value_views(cache, layout, config)
+        assert views[0].shape[1] == size
+        positions = torch.arange(seq_len)
+        blocks = row[positions // size].long()
+        found = []
+        for view, scale in zip(views, (layer.scales.k, layer.scales.v), strict=True):
+            numbers = view[blocks, positions % size].float()
+            found.append(numbers * scale.reshape(-1, 1) if config.cache_dtype.startswith("fp8") else numbers)
+        return found[0], found[1]
+
+
+MakeToy = Callable[..., Toy]
+
+
+@pytest.fixture(scope="session")
+def make_toy() -> MakeToy:
+    """Return a factory of backends; see ``make``'s arguments."""
+
+    def make(
+        name: str = "TOY",
+        *,
+        layouts: Sequence[str] = (FLASH_ATTN_NHD,),
+        kernel_block_sizes: Sequence[int] = (16,),
+        width_multiple: int = 1,
+        phases: Sequence[Phase] = PHASES,
+        reorder: int | None = None,
+        cascade: bool = True,
+        returns_lse: bool = True,
+        level: CudaGraphLevel = "ALWAYS",
+        includes_update: bool = False,
+        options: type[BackendOptions] = BackendOptions,
+    ) -> Toy:
+        class Builder(AttentionMetadataBuilder[ToyMetadata]):
+            reorder_batch_threshold = reorder
+
+            def build(
+                self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+            ) -> ToyMetadata:
+                split = None
+                if common_prefix_len:
+                    assert self.context.block_size is not None
+                    split = split_for_cascade(
+                        common_attn_metadata, common_prefix_len, self.context.block_size, width_multiple
+                    )
+                toy.builds.append(ToyMetadata(common_attn_metadata, common_prefix_len, fast_build, split))
+                return toy.builds[-1]
+
+            def use_cascade_attention(
+                self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata
+            ) -> bool:
+                return cascade and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
+
+        class Impl(ToyImpl):
+            pass
+
+        class Backend(AttentionBackend):
+            forward_includes_kv_cache_update = includes_update
+
+            @staticmethod
+            def get_name() -> str:
+                return name
+
+            @staticmethod
+            def get_impl_cls() -> type[ToyImpl]:
+                return Impl
+
+            @staticmethod
+            def get_builder_cls() -> type[Builder]:
+                return Builder
+
+        def plan(config: AttentionConfig, *_: Any) -> BackendPlan:
+            cached = (tuple(layouts), tuple(kernel_block_sizes)) if config.has_cache else ((), ())
+            return BackendPlan("toy", "the only one", config.dtype, returns_lse, *cached, level, 0, width_multiple)
+
+        yes, no_limit = Fact(True, "toy"), HeadSizes()
+        served = Capabilities(
+            compute_capabilities=Fact(ComputeCapabilities((((5, 0), (12, 9)),), cpu=True), "toy"),
+            dtypes=Fact(("bfloat16", "float16", "float32"), "toy"),
+            kv_cache_dtypes=Fact(("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"), "toy"),
+            head_sizes=Fact(no_limit, "toy"),
+            block_sizes=Fact(tuple(kernel_block_sizes), "toy"),
+            attn_types=Fact(EVERY_TYPE, "toy"),
+            mixed_kv_cache_dtype=yes,
+            v_head_size_differs=yes,
+            sliding_window=yes,
+            logits_soft_cap=yes,
+            alibi=yes,
+            sinks=yes,
+            mm_prefix=yes,
+            non_causal=yes,
+            batch_invariant=yes,
+            per_head_quant_scales=yes,
+            output_quantizations=Fact(("fp8", "fp4"), "toy"),
+        )
+        spec = BackendSpec(
+            name=name,
+            summary="made for tests",
+            capabilities=dict.fromkeys(phases, served),
+            plan=plan,
+            load=lambda: Backend,
+            options=options,
+        )
+        toy = Toy(spec)
+        Impl.toy = toy
+        return toy
+
+    return make
+
+
+Choose = Callable[..., Selection]
+MakeGroup = Callable[..., AttentionGroup]
+
+
+@pytest.fixture(scope="session")
+def choose() -> Choose:
+    """Return ``choose(config, *toys, tables={})``: the selection among these toys alone.
+
+    The first toy that serves a phase is chosen for it. ``tables`` are ``[backends.NAME]`` tables.
+    """
+
+    def make(config: AttentionConfig, *toys: Toy) -> Selection:
+        registry = Registry(
+            specs={toy.spec.name: toy.spec for toy in toys}, owners={toy.spec.name: "test" for toy in toys}
+        )
+        decider = Decider(registry, RuleSet(), CPU, Environment(assume_installed=True))
+        served = {phase: toy.spec.name for toy in reversed(toys) for phase in toy.spec.capabilities}
+        chosen = [f"{phase}={name}" for phase, name in served.items() if phase in config.phases]
+        return decider.decide(config, parse_choice(chosen, decider.names))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_group(make_toy: MakeToy, choose: Choose) -> MakeGroup:
+    """Return ``make_group(config, *toys, **options)``: a group on the CPU; without toys, of one that takes it all."""
+
+    def make(config: AttentionConfig, *toys: Toy, **options: Any) -> AttentionGroup:
+        return AttentionGroup(choose(config, *(toys or (make_toy(),))), **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def common_of() -> Callable[[Problem], CommonAttentionMetadata]:
+    """Return ``common_of(problem)``: a random problem's batch as metadata."""
+
+    def make(problem: Problem) -> CommonAttentionMetadata:
+        query_lens, seq_lens = zip(*problem.requests, strict=True)
+        return CommonAttentionMetadata(
+            query_start_loc=problem.query_start_loc,
+            query_start_loc_cpu=problem.query_start_loc.cpu(),
+            seq_lens=problem.seq_lens,
+            seq_lens_cpu=problem.seq_lens.cpu(),
+            num_reqs=len(query_lens),
+            num_actual_tokens=sum(query_lens),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            block_table_tensor=problem.block_table,
+            slot_mapping=problem.slot_mapping,
+            mm_prefix_ranges=problem.mm_prefix_ranges,
+        )
+
+    return make
+
+
+MakeBatch = Callable[..., CommonAttentionMetadata]
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> MakeBatch:
+    """Return ``make_batch(requests, block_size=16, **options)``: each ``(query_len, seq_len)``, on blocks in a row."""
+
+    def make(requests: Sequence[tuple[int, int]], block_size: int = 16, **options: Any) -> CommonAttentionMetadata:
+        query_lens, seq_lens = zip(*requests, strict=True)
+        needed = [-(-seq_len // block_size) for seq_len in seq_lens]
+        table = BlockTable(len(requests), max(*needed, 1), block_size, "cpu")
+        first = 0
+        for row, count in enumerate(needed):
+            table.append_row(row, range(first, first + count))
+            first += count
+        return prepare_batch(query_lens, seq_lens, table, **options)
+
+    return make
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,387 @@
+"""The ``Attention`` layer: what it writes, what it leaves alone, and what it refuses before a kernel starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.errors import ConfigError
+from attn_select.runtime import Attention, AttentionGroup, BatchError, Scales, forward_context
+from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
+
+Factory = Callable[..., Any]
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
+CONFIG = AttentionConfig(**SMALL)
+FLASH = "FLASH_ATTN_NHD"
+DTYPE_ERROR = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-11}
+"""One rounding of the output, on top of float32's."""
+
+
+@pytest.mark.parametrize("dtype", DTYPE_ERROR)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2", "float16"])
+@pytest.mark.parametrize("layout", ["FLASH_ATTN_NHD", "FLASHINFER_NHD", "FLASHINFER_HND", "PAGED_ATTENTION"])
+def test_writes_and_attends(
+    make_toy: Factory, make_group: Factory, common_of: Factory, layout: str, kv_cache_dtype: str, dtype: str
+) -> None:
+    config = AttentionConfig(**{**SMALL, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype})
+    problem = random_problem(1, config, layout)
+    group = make_group(config, make_toy(layouts=(layout,)))
+    layer = Attention(group, scales=scales_of(problem))
+    assert problem.kv_cache is not None
+    cache = problem.kv_cache.clone()
+    output = layer(problem.query, problem.key, problem.value, cache, group.build(common_of(problem)))
+    assert output.dtype == problem.query.dtype
+    assert relative_error(output, problem.reference()[0]).row < DTYPE_ERROR[dtype]
+    assert same_bits(cache, problem.written_cache())
+
+
+def scales_of(problem: Problem) -> Scales | None:
+    if problem.k_scale is None or problem.v_scale is None:
+        return None
+    heads = problem.config.num_kv_heads if problem.config.per_head_quant_scales else 0
+    return Scales.make("cpu", k=problem.k_scale, v=problem.v_scale, num_kv_heads=heads)
+
+
+def test_scales_per_head(make_group: Factory, common_of: Factory) -> None:
+    config = AttentionConfig(**SMALL, kv_cache_dtype="fp8_e4m3", per_head_quant_scales=True)
+    problem = random_problem(2, config, FLASH)
+    group = make_group(config)
+    cache = problem.kv_cache.clone()  # type: ignore[union-attr]
+    layer = Attention(group, scales=scales_of(problem))
+    output = layer(problem.query, problem.key, problem.value, cache, group.build(common_of(problem)))
+    assert relative_error(output, problem.reference()[0]).row < 1e-5
+    assert same_bits(cache, problem.written_cache())
+    assert Attention(group).scales.k.tolist() == [1.0, 1.0]
+
+
+def test_default_scale_and_a_given_one(make_group: Factory, common_of: Factory) -> None:
+    group, problem = make_group(CONFIG), random_problem(3, CONFIG, FLASH)
+    assert Attention(group).scale == 32**-0.5
+    problem = replace(problem, scale=0.5)
+    layer = Attention(group, scale=0.5)
+    cache = problem.kv_cache.clone()  # type: ignore[union-attr]
+    output = layer(problem.query, problem.key, problem.value, cache, group.build(common_of(problem)))
+    assert relative_error(output, problem.reference()[0]).row < 1e-5
+
+
+class Step:
+    """One problem with the arguments of a layer call, to be changed one at a time."""
+
+    def __init__(self, group: AttentionGroup, problem: Problem, common: Any) -> None:
+        self.group, self.problem = group, problem
+        self.metadata = group.build(common)
+        self.cache = None if problem.kv_cache is None else problem.kv_cache.clone()
+        self.layer = Attention(group)
+
+    def __call__(self, **changes: Any) -> Tensor:
+        given = {
+            "query": self.problem.query,
+            "key": self.problem.key,
+            "value": self.problem.value,
+            "kv_cache": self.cache,
+            "attn_metadata": self.metadata,
+        }
+        result: Tensor = self.layer(**{**given, **changes})
+        return result
+
+
+@pytest.fixture
+def step(make_toy: Factory, make_group: Factory, common_of: Factory) -> Step:
+    problem = random_problem(4, CONFIG, FLASH)
+    return Step(make_group(CONFIG, make_toy()), problem, common_of(problem))
+
+
+@pytest.fixture
+def encoder_step(make_group: Factory, common_of: Factory) -> Step:
+    config = AttentionConfig(**SMALL, attn_type="encoder")
+    problem = random_problem(4, config)
+    return Step(make_group(config), problem, common_of(problem))
+
+
+def test_a_given_output_is_written_and_returned(step: Step) -> None:
+    output = torch.full_like(step.problem.query, torch.nan)
+    lse = torch.full(step.problem.query.shape[:2], torch.nan)
+    assert step(output=output, output_lse=lse) is output
+    expected, expected_lse = step.problem.reference()
+    assert relative_error(output, expected).row < 1e-5
+    assert lse_error(lse, expected_lse) < 1e-5
+
+
+def test_a_layer_that_shares_a_cache_only_reads_it(step: Step) -> None:
+    written = step()
+    before = step.cache.clone()  # type: ignore[union-attr]
+    shared = Attention(step.group)
+    output = shared(step.problem.query, None, None, step.cache, step.metadata)
+    assert same_bits(output, written)
+    assert same_bits(step.cache, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_padding_is_left_alone(make_toy: Factory, make_group: Factory, common_of: Factory, two: bool) -> None:
+    toys = [make_toy()]
+    if two:
+        toys = [make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))]
+    problem = random_problem(5, CONFIG, FLASH, requests=[(1, 20), (1, 3), (6, 17), (4, 4)])
+    step = Step(make_group(CONFIG, *toys), problem, common_of(problem))
+    tokens = len(problem.query)
+    more = {
+        name: torch.cat([getattr(problem, name), torch.full_like(getattr(problem, name)[:3], torch.nan)])
+        for name in ("query", "key", "value")
+    }
+    output = torch.full((tokens + 3, 4, 32), -7.0)
+    lse = torch.full((tokens + 3, 4), -7.0)
+    assert step(**more, output=output, output_lse=lse) is output
+    assert relative_error(output[:tokens], problem.reference()[0]).row < 1e-5
+    assert (output[tokens:] == -7).all()
+    assert (lse[tokens:] == -7).all()
+    assert same_bits(step.cache, problem.written_cache())  # type: ignore[arg-type]
+
+
+def test_every_argument_may_be_a_view(step: Step) -> None:
+    problem = step.problem
+    packed = torch.cat([problem.query.flatten(1), problem.key.flatten(1), problem.value.flatten(1)], dim=1)
+    query, key, value = packed.split([128, 64, 64], dim=1)
+    output = torch.zeros(len(query), 4, 40)[..., 4:36]
+    step(query=query.view(-1, 4, 32), key=key.view(-1, 2, 32), value=value.view(-1, 2, 32), output=output)
+    assert relative_error(output, problem.reference()[0]).row < 1e-5
+
+
+def test_no_gradient_chains_the_cache_to_a_step(step: Step) -> None:
+    key = step.problem.key.clone().requires_grad_()
+    query = step.problem.query.clone().requires_grad_()
+    output = step(key=key, query=query)
+    assert step.cache is not None
+    assert not step.cache.requires_grad
+    assert not output.requires_grad
+    assert relative_error(output, step.problem.reference()[0]).row < 1e-5
+
+
+@pytest.mark.parametrize("prefill_writes", [True, False])
+def test_one_of_two_backends_writes_in_its_forward(
+    make_toy: Factory, make_group: Factory, common_of: Factory, prefill_writes: bool
+) -> None:
+    """Then the other one writes the batch: its own tokens would be missing otherwise."""
+    decode = make_toy("DECODER", phases=("decode",), includes_update=not prefill_writes)
+    prefill = make_toy("PREFILLER", phases=("prefill",), includes_update=prefill_writes)
+    problem = random_problem(6, CONFIG, FLASH, requests=[(1, 20), (1, 3), (6, 17)])
+    step = Step(make_group(CONFIG, decode, prefill), problem, common_of(problem))
+    step()
+    assert same_bits(step.cache, problem.written_cache())  # type: ignore[arg-type]
+    assert (decode.calls, prefill.calls) == (
+        (["update", "forward"], ["forward"]) if prefill_writes else (["forward"], ["update", "forward"])
+    )
+
+
+def test_a_backend_that_writes_in_its_forward_is_not_asked_to(
+    make_toy: Factory, make_group: Factory, common_of: Factory
+) -> None:
+    toy = make_toy(includes_update=True)
+    problem = random_problem(6, CONFIG, FLASH)
+    Step(make_group(CONFIG, toy), problem, common_of(problem))()
+    assert toy.calls == ["forward"]
+
+
+WRONG: dict[str, tuple[Callable[[Step], dict[str, Any]], str]] = {
+    "query heads": (lambda s: {"query": s.problem.query[:, :3]}, r"query of shape \(\d+, 3, 32\): accepted is"),
+    "query rank": (lambda s: {"query": s.problem.query[:, 0]}, r"query of shape \(\d+, 32\)"),
+    "query tokens": (lambda s: {"query": s.problem.query[1:]}, r"query .*accepted is \(at least \d+ tokens, 4, 32\)"),
+    "query dtype": (lambda s: {"query": s.problem.query.half()}, "query is torch.float16: accepted is torch.float32"),
+    "key size": (lambda s: {"key": s.problem.key[..., :8]}, r"key of shape \(\d+, 2, 8\)"),
+    "key tokens": (lambda s: {"key": s.problem.key[1:]}, r"key .*accepted is \(at least \d+ tokens, 2, 32\)"),
+    "key dtype": (lambda s: {"key": s.problem.key.double()}, "key is torch.float64: accepted is torch.float32"),
+    "value heads": (lambda s: {"value": s.problem.value[:, :1]}, r"value of shape \(\d+, 1, 32\)"),
+    "value tokens": (lambda s: {"value": s.problem.value[1:]}, r"value .*accepted is \(at least \d+ tokens, 2, 32\)"),
+    "value dtype": (lambda s: {"value": s.problem.value.half()}, "value is torch.float16: accepted is torch.float32"),
+    "no key": (lambda s: {"key": None}, "key is None: key and value come together"),
+    "no value": (lambda s: {"value": None}, "value is None: key and value come together"),
+    "no cache": (lambda s: {"kv_cache": None}, "kv_cache is None: attn_type = 'decoder' keeps one in layout FLASH"),
+    "cache shape": (lambda s: {"kv_cache": s.cache[..., :8]}, r"kv_cache of shape .*: layout FLASH_ATTN_NHD is"),
+    "cache blocks": (
+        lambda s: {"kv_cache": s.cache.view(2, -1, 8, 2, 32)},
+        r"kv_cache of shape .* has 8 tokens per block: accepted are 16",
+    ),
+    "cache dtype": (lambda s: {"kv_cache": s.cache.half()}, r"kv_cache is torch.float16 on cpu: accepted is"),
+    "output shape": (lambda s: {"output": torch.zeros(299, 4, 16)}, r"output of shape \(299, 4, 16\)"),
+    "output tokens": (lambda s: {"output": torch.zeros(1, 4, 32)}, r"output of shape \(1, 4, 32\): accepted is"),
+    "output dtype": (
+        lambda s: {"output": torch.zeros(299, 4, 32).half()},
+        "output is torch.float16: accepted is torch.float32",
+    ),
+    "lse shape": (lambda s: {"output_lse": torch.zeros(4, 299)}, r"output_lse of shape \(4, 299\): accepted"),
+    "lse dtype": (
+        lambda s: {"output_lse": torch.zeros(299, 4).double()},
+        "output_lse is torch.float64: accepted is torch.float32",
+    ),
+    "output scale": (
+        lambda s: {"output_scale": torch.tensor(1.0)},
+        "output_scale given, but output_quantization = 'none'",
+    ),
+    "block scale": (
+        lambda s: {"output_block_scale": torch.tensor(1.0)},
+        "output_block_scale given, but output_quantization = 'none'",
+    ),
+    "no metadata": (lambda s: {"attn_metadata": None}, "no attn_metadata was given and the forward context has none"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_arguments_are_named_before_anything_runs(step: Step, kind: str) -> None:
+    change, message = WRONG[kind]
+    before = step.cache.clone()  # type: ignore[union-attr]
+    with pytest.raises((BatchError, ConfigError), match=message):
+        step(**change(step))
+    assert same_bits(step.cache, before)  # type: ignore[arg-type]
+
+
+def test_a_cache_that_fits_is_no_excuse_for_the_next(step: Step) -> None:
+    step()
+    assert step.cache is not None
+    with pytest.raises(BatchError, match=r"kv_cache is torch\.bfloat16"):
+        step(kv_cache=step.cache.bfloat16())
+    with pytest.raises(BatchError, match="has 32 tokens per block"):
+        step(kv_cache=torch.zeros(2, 4, 32, 2, 32))
+    step()
+
+
+@pytest.mark.parametrize("missing", ["key", "value"])
+def test_an_encoder_needs_its_keys(encoder_step: Step, missing: str) -> None:
+    encoder_step()
+    with pytest.raises(BatchError, match=f"{missing} is None: key and value come together, and layers without a cache"):
+        encoder_step(**{missing: None})
+    with pytest.raises(BatchError, match="key is None"):
+        encoder_step(key=None, value=None)
+
+
+def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory, common_of: Factory) -> None:
+    problem = random_problem(7, CONFIG, FLASH)
+    step = Step(make_group(CONFIG, make_toy("SILENT", returns_lse=False)), problem, common_of(problem))
+    with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
+        step(output_lse=torch.zeros(299, 4))
+    step()
+
+
+def test_a_quantised_output(make_group: Factory, common_of: Factory) -> None:
+    config = AttentionConfig(**SMALL, output_quantization="fp8")
+    problem = random_problem(8, config, FLASH)
+    step = Step(make_group(config), problem, common_of(problem))
+    scale = torch.tensor(0.25)
+    output = step(output_scale=scale)
+    assert output.dtype == torch.float8_e4m3fn
+    assert relative_error(output.float() * scale, problem.reference()[0]).norm < 2**-4
+    with pytest.raises(BatchError, match="output_scale missing, but output_quantization = 'fp8'"):
+        step()
+    with pytest.raises(BatchError, match="output_block_scale given, but output_quantization = 'fp8'"):
+        step(output_scale=scale, output_block_scale=scale)
+    with pytest.raises(BatchError, match=r"output is torch.float32: accepted is torch.float8_e4m3fn"):
+        step(output_scale=scale, output=torch.zeros(299, 4, 32))
+
+
+def test_fp4_packs_two_numbers_in_a_byte(make_toy: Factory, make_group: Factory, common_of: Factory) -> None:
+    config = AttentionConfig(**SMALL, output_quantization="fp4")
+    toys = [make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))]
+    problem = random_problem(8, config, FLASH, requests=[(1, 9), (4, 9)])
+    step = Step(make_group(config, *toys), problem, common_of(problem))
+    scale = torch.tensor(0.25)
+    with pytest.raises(BatchError, match="output_block_scale missing, but output_quantization = 'fp4'"):
+        step(output_scale=scale)
+    with pytest.raises(BatchError, match=r"output of shape \(299, 4, 32\): accepted is \(at least 5 tokens, 4, 16\)"):
+        step(output_scale=scale, output_block_scale=scale, output=torch.zeros(299, 4, 32))
+    with pytest.raises(BatchError, match="output_block_scale given, but two backends share the batch"):
+        step(output_scale=scale, output_block_scale=scale)
+
+
+def test_the_forward_context_stands_in_for_metadata(step: Step, make_group: Factory) -> None:
+    expected = step()
+    with forward_context({step.group: step.metadata}):
+        assert same_bits(step(attn_metadata=None), expected)
+        with forward_context({}), pytest.raises(BatchError, match="run inside `with forward_context"):
+            step(attn_metadata=None)
+        assert same_bits(step(attn_metadata=None), expected)
+    with pytest.raises(BatchError, match=rf"layer {step.layer.layer_name!r}: no attn_metadata"):
+        step(attn_metadata=None)
+
+
+PER_HEAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "slopes missing": ({"alibi": True}, {}, "alibi_slopes missing, but the config says True"),
+    "slopes unwanted": ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes given, but the config says False"),
+    "slopes of kv heads": (
+        {"alibi": True},
+        {"alibi_slopes": torch.ones(2)},
+        r"alibi_slopes of shape \(2,\): accepted is \(4,\), one per query head",
+    ),
+    "sinks missing": ({"sinks": True}, {}, "sinks missing, but the config says True"),
+    "sinks unwanted": ({}, {"sinks": torch.ones(4)}, "sinks given, but the config says False"),
+    "sinks of rank 2": ({"sinks": True}, {"sinks": torch.ones(4, 1)}, r"sinks of shape \(4, 1\): accepted is \(4,\)"),
+    "scales of one tensor": (
+        {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True},
+        {"scales": Scales.make("cpu", k=2.0)},
+        r"k_scale is torch.float32 \(\) on cpu: accepted is float32 \(2,\) on cpu",
+    ),
+    "scales per head": (
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"scales": Scales.make("cpu", num_kv_heads=2)},
+        r"k_scale is torch.float32 \(2,\) on cpu: accepted is float32 \(\) on cpu",
+    ),
+    "scales of another dtype": (
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"scales": Scales(*torch.ones(3, dtype=torch.float64), 1.0, 1.0, 1.0)},
+        r"q_scale is torch.float64 \(\) on cpu",
+    ),
+    "scales elsewhere": (
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"scales": Scales(*torch.ones(3, device="meta"), 1.0, 1.0, 1.0)},
+        r"q_scale is torch.float32 \(\) on meta: accepted is float32 \(\) on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "options", "message"), PER_HEAD.values(), ids=PER_HEAD)
+def test_what_a_layer_is_made_of(make_group: Factory, fields: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        Attention(make_group(AttentionConfig(**SMALL | fields)), **options)
+    assert caught.value.fields
+
+
+def test_slopes_and_sinks_reach_the_backend(make_group: Factory) -> None:
+    layer = Attention(
+        make_group(AttentionConfig(**SMALL, alibi=True, sinks=True)),
+        alibi_slopes=torch.arange(4, dtype=torch.float64),
+        sinks=torch.arange(8.0).bfloat16()[::2],
+    )
+    impl = layer.impls["decode"]
+    assert impl is layer.impls["prefill"]
+    assert impl.alibi_slopes is not None
+    assert impl.sinks is not None
+    assert (impl.alibi_slopes.dtype, impl.alibi_slopes.tolist()) == (torch.float32, [0, 1, 2, 3])
+    assert (impl.sinks.dtype, impl.sinks.tolist()) == (torch.bfloat16, [0, 2, 4, 6])
+    assert impl.sinks.is_contiguous()
+
+
+def test_mla_layers_are_another_class(make_group: Factory) -> None:
+    group = make_group(CONFIG)
+    group.config = AttentionConfig(num_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    with pytest.raises(ConfigError, match="this group's layers are MLA: MLAAttention is their layer"):
+        Attention(group)
+
+
+def test_names_of_living_layers_are_unique(make_group: Factory) -> None:
+    group = make_group(CONFIG)
+    first = Attention(group, layer_name="model.layers.0")
+    with pytest.raises(ConfigError, match=r"layer_name = 'model.layers.0': a layer of that name exists"):
+        Attention(group, layer_name="model.layers.0")
+    del first
+    Attention(group, layer_name="model.layers.0")
+
+
+def test_made_up_names_avoid_given_ones(make_group: Factory) -> None:
+    group = make_group(CONFIG)
+    number = int(Attention(group).layer_name.removeprefix("attention."))
+    taken = Attention(group, layer_name=f"attention.{number + 1}")
+    assert Attention(group).layer_name == f"attention.{number + 2}"
+    assert taken.layer_name == f"attention.{number + 1}"

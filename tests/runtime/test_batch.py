@@ -1,0 +1,269 @@
+"""Block tables and the step's metadata from host-side lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_select.errors import ConfigError
+from attn_select.runtime import (
+    BatchError,
+    BlockPool,
+    BlockTable,
+    CommonAttentionMetadata,
+    ReqToTokenPool,
+    TokenToKVPool,
+    common_prefix_len,
+    prepare_batch,
+)
+from attn_select.testing import slot_mapping_reference
+
+
+def test_rows_of_a_block_table() -> None:
+    table = BlockTable(4, 5, 16, "cpu")
+    table.append_row(0, [3, 1])
+    table.append_row(0, [4])
+    table.append_row(0, [])
+    table.append_row(1, [7])
+    table.append_row(3, [9, 8])
+    assert table.num_blocks_per_row.tolist() == [3, 1, 0, 2]
+    assert table.host[0, :3].tolist() == [3, 1, 4]
+    table.swap_rows(0, 3)
+    assert table.num_blocks_per_row.tolist() == [2, 1, 0, 3]
+    assert table.host[0, :2].tolist() == [9, 8]
+    assert table.host[3, :3].tolist() == [3, 1, 4]
+    table.move_row(3, 1)
+    assert table.num_blocks_per_row.tolist() == [2, 3, 0, 3]
+    assert table.host[1, :3].tolist() == table.host[3, :3].tolist() == [3, 1, 4]
+    table.set_row(3, [6])
+    assert (table.num_blocks_per_row[3], table.host[3, 0]) == (1, 6)
+    assert table.host[1, :3].tolist() == [3, 1, 4]
+    table.swap_rows(2, 2)
+    assert table.num_blocks_per_row.tolist() == [2, 3, 0, 1]
+
+
+def test_commit_is_as_wide_as_the_longest_row_and_stays_where_it_is() -> None:
+    table = BlockTable(3, 8, 4, "cpu")
+    table.append_row(0, [5])
+    table.append_row(1, [2, 6, 1])
+    committed = table.commit(2)
+    assert committed.dtype == torch.int32
+    assert committed.shape == (2, 3)
+    assert committed[0, 0] == 5
+    assert committed[1].tolist() == [2, 6, 1]
+    table.append_row(0, [4, 3, 0, 7])
+    again = table.commit(1)
+    assert again.tolist() == [[5, 4, 3, 0, 7]]
+    assert again.data_ptr() == committed.data_ptr() == table.device_table.data_ptr()
+    assert table.commit(3).shape == (3, 5)
+
+
+def test_commit_of_empty_rows_has_one_column() -> None:
+    assert BlockTable(2, 3, 4, "cpu").commit(2).shape == (2, 1)
+
+
+@pytest.mark.parametrize("num_reqs", [0, 3, -1])
+def test_commit_of_rows_that_do_not_exist(num_reqs: int) -> None:
+    with pytest.raises(BatchError, match=rf"{num_reqs} requests: the block table has rows for 1 to 2 \(max_num_reqs\)"):
+        BlockTable(2, 3, 4, "cpu").commit(num_reqs)
+
+
+def test_a_row_without_room_keeps_what_it_has() -> None:
+    table = BlockTable(2, 3, 4, "cpu")
+    table.append_row(1, [1, 2])
+    with pytest.raises(BatchError, match="row 1 of the block table: 4 blocks, but max_num_blocks_per_req = 3"):
+        table.append_row(1, [3, 4])
+    assert table.num_blocks_per_row.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("wrong", ["max_num_reqs", "max_num_blocks_per_req", "block_size"])
+def test_sizes_of_a_block_table(wrong: str) -> None:
+    sizes = {"max_num_reqs": 2, "max_num_blocks_per_req": 3, "block_size": 4} | {wrong: 0}
+    with pytest.raises(ConfigError, match=f"{wrong} = 0: accepted are integers from 1") as caught:
+        BlockTable(**sizes, device="cpu")
+    assert caught.value.fields == (wrong,)
+
+
+Lens = list[tuple[int, int]]
+
+
+def table_for(requests: Lens, block_size: int, seed: int) -> BlockTable:
+    """A table with blocks in random order, one spare block per row."""
+    needed = [-(-seq_len // block_size) + 1 for _, seq_len in requests]
+    blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)).tolist()
+    table = BlockTable(len(requests), max(needed), block_size, "cpu")
+    for row, count in enumerate(needed):
+        table.append_row(row, [blocks.pop() for _ in range(count)])
+    return table
+
+
+def reference_slots(table: BlockTable, requests: Lens) -> list[int]:
+    slots = []
+    for row, (new, seq_len) in zip(table.host, requests, strict=True):
+        slots += slot_mapping_reference(row, torch.arange(seq_len - new, seq_len), table.block_size).tolist()
+    return slots
+
+
+requests_of_all_kinds = st.lists(
+    st.integers(1, 40).flatmap(lambda seq: st.tuples(st.integers(0, seq) | st.just(1), st.just(seq))),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests_of_all_kinds, st.sampled_from([1, 3, 16]), st.integers(0, 99))
+def test_prepared_batches(requests: Lens, block_size: int, seed: int) -> None:
+    table = table_for(requests, block_size, seed)
+    query_lens, seq_lens = zip(*requests, strict=True)
+    common = prepare_batch(query_lens, seq_lens, table)
+    bounds = [sum(query_lens[:r]) for r in range(len(requests) + 1)]
+    for name in ("query_start_loc", "query_start_loc_cpu"):
+        assert getattr(common, name).dtype == torch.int32
+        assert getattr(common, name).tolist() == bounds
+    for name in ("seq_lens", "seq_lens_cpu"):
+        assert getattr(common, name).dtype == torch.int32
+        assert getattr(common, name).tolist() == list(seq_lens)
+    assert (common.num_reqs, common.num_actual_tokens) == (len(requests), bounds[-1])
+    assert (common.max_query_len, common.max_seq_len) == (max(query_lens), max(seq_lens))
+    assert common.query_lens_cpu.tolist() == list(query_lens)
+    assert common.num_computed_tokens_cpu.tolist() == [seq - query for query, seq in requests]
+    assert common.slot_mapping is not None
+    assert common.slot_mapping.dtype == torch.int64
+    assert common.slot_mapping.tolist() == reference_slots(table, requests)
+    assert common.block_table_tensor is not None
+    assert torch.equal(common.block_table_tensor, table.host[:, : common.block_table_tensor.shape[1]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests_of_all_kinds, st.lists(st.integers(0, 9), min_size=7, max_size=7), st.integers(0, 99))
+def test_cross_attention_writes_the_encoders_tokens(requests: Lens, query_lens: list[int], seed: int) -> None:
+    """There the queries have nothing to do with the keys, and as many keys are written as come in."""
+    table = table_for(requests, 4, seed)
+    new_lens, seq_lens = zip(*requests, strict=True)
+    query_lens = query_lens[: len(requests)]
+    common = prepare_batch(query_lens, seq_lens, table, new_lens=new_lens)
+    assert common.query_lens_cpu.tolist() == query_lens
+    assert common.num_actual_tokens == sum(query_lens)
+    assert common.slot_mapping is not None
+    assert common.slot_mapping.tolist() == reference_slots(table, requests)
+
+
+def test_requests_without_queries_beside_longer_ones() -> None:
+    """As many tokens as requests, but not one each."""
+    table = table_for([(2, 6), (0, 5)], 4, 1)
+    common = prepare_batch([2, 0], [6, 5], table)
+    assert common.slot_mapping is not None
+    assert common.slot_mapping.tolist() == reference_slots(table, [(2, 6), (0, 5)])
+
+
+def test_a_batch_without_a_cache() -> None:
+    common = prepare_batch([4, 2], [4, 2], causal=False)
+    assert common.block_table_tensor is None
+    assert common.slot_mapping is None
+    assert common.query_start_loc.tolist() == [0, 4, 6]
+    assert not common.causal
+    assert prepare_batch([1], [1]).causal
+
+
+def test_image_ranges_are_passed_on() -> None:
+    ranges = [[(0, 3)], []]
+    assert prepare_batch([4, 2], [4, 2], mm_prefix_ranges=ranges).mm_prefix_ranges is ranges
+    assert prepare_batch([4, 2], [4, 2]).mm_prefix_ranges is None
+
+
+def long_enough() -> BlockTable:
+    table = BlockTable(3, 4, 4, "cpu")
+    for row in range(3):
+        table.append_row(row, [row * 2, row * 2 + 1])
+    return table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], []), "0 query_lens, 0 seq_lens and 0 new_lens: accepted are as many of all, at least 1"),
+        (([1, 1], [5]), "2 query_lens, 1 seq_lens"),
+        (([1] * 4, [1] * 4), r"4 requests: the block table has rows for 1 to 3"),
+        (([1, 6], [1, 5]), "request 1: query_lens = 6 with seq_lens = 5: accepted is 0 to seq_lens"),
+        (([1, 1, -1], [1, 5, 5]), "request 2: query_lens = -1 with seq_lens = 5"),
+        (([1, -50, 1], [1, 5, 5]), "request 1: query_lens = -50 with seq_lens = 5"),
+        (([1, 1, 1], [8, 9, 8]), "request 1: seq_lens = 9, but its row of the block table holds 2 blocks of 4 tokens"),
+    ],
+)
+def test_lengths_that_cannot_be(arguments: tuple[list[int], list[int]], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        prepare_batch(*arguments, long_enough())
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "new_lens", "message"),
+    [
+        ([9, 2], [9, 0], "request 0: new_lens = 9 with seq_lens = 8: accepted is 0 to seq_lens"),
+        ([9, 2], [8, -2], "request 1: new_lens = -2 with seq_lens = 3"),
+        ([9, -2], [8, 3], "request 1: query_lens = -2 with seq_lens = 3"),
+        ([9, 2], [8], "2 query_lens, 2 seq_lens and 1 new_lens"),
+    ],
+)
+def test_new_keys_that_cannot_be(query_lens: list[int], new_lens: list[int], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        prepare_batch(query_lens, [8, 3], long_enough(), new_lens=new_lens)
+
+
+def test_nothing_is_checked_against_a_table_that_is_not_there() -> None:
+    with pytest.raises(BatchError, match="request 0: query_lens = 3 with seq_lens = 2"):
+        prepare_batch([3], [2])
+    assert prepare_batch([2], [10**6]).max_seq_len == 10**6
+
+
+def test_a_shared_prefix_from_the_block_pool() -> None:
+    """Two requests on one prefix: the same blocks in front, blocks of their own behind, and slots only there."""
+    pool = BlockPool(12, 4)
+    pool.allocate("a", 10)
+    pool.share_prefix("a", "b", 8)
+    pool.allocate("b", 11)
+    table = BlockTable(2, 8, 4, "cpu")
+    for row, request in enumerate("ab"):
+        table.append_row(row, pool.blocks(request))
+    common = prepare_batch([2, 3], [10, 11], table)
+    assert common.slot_mapping is not None
+    own_a, own_b = pool.blocks("a")[2], pool.blocks("b")[2]
+    assert own_a != own_b
+    assert common.slot_mapping.tolist() == [own_a * 4, own_a * 4 + 1, own_b * 4, own_b * 4 + 1, own_b * 4 + 2]
+    assert common_prefix_len([pool.blocks("a"), pool.blocks("b")], [8, 8], 4) == 8
+    # What "a" leaves behind stays with "b" and is not handed out.
+    pool.free("a")
+    pool.allocate("c", 12)
+    assert not set(pool.blocks("c")) & set(pool.blocks("b"))
+
+
+def test_rows_of_the_token_pool_are_block_tables_of_block_size_1() -> None:
+    pool = ReqToTokenPool(4, 16, TokenToKVPool(40))
+    pool.extend("other", 3)
+    first = pool.extend("a", 5)
+    pool.extend("b", 2)
+    second = pool.extend("a", 7)
+    table = BlockTable(2, 16, 1, "cpu")
+    for row, request in enumerate("ab"):
+        table.append_row(row, pool.slots.blocks(request))
+    common = prepare_batch([2, 2], [7, 2], table)
+    assert common.block_table_tensor is not None
+    assert common.slot_mapping is not None
+    assert common.block_table_tensor[0].tolist() == [*first.tolist(), *second.tolist()]
+    assert torch.equal(common.block_table_tensor[0], pool.req_to_token[pool.row("a"), :7])
+    assert common.slot_mapping.tolist() == [*second.tolist(), *pool.slots.blocks("b")]
+
+
+def test_host_and_device_of_a_cpu_batch_are_one_memory() -> None:
+    """There is nothing to copy, and nothing to fall apart."""
+    common: CommonAttentionMetadata = prepare_batch([1, 2], [3, 4], long_enough())
+    pairs: list[tuple[Any, Any]] = [
+        (common.query_start_loc, common.query_start_loc_cpu),
+        (common.seq_lens, common.seq_lens_cpu),
+    ]
+    for here, there in pairs:
+        assert here.data_ptr() == there.data_ptr()

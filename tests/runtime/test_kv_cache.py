@@ -1,0 +1,287 @@
+"""Paged caches: where every layout puts a token, views without copies, and blocks split for a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_select import layouts
+from attn_select.config import AttentionConfig
+from attn_select.errors import ConfigError
+from attn_select.runtime import key_value_views, num_blocks_for
+from attn_select.runtime.kv_cache import (
+    SPLIT_IN_PLACE,
+    allocate_kv_cache,
+    cache_dtype,
+    check_cache_shape,
+    in_blocks_of,
+    kernel_block_table,
+    paged_attention_views,
+)
+from attn_select.testing import gather_reference, same_bits, slot_mapping_reference, write_reference
+
+FLASH, NHD, HND, MLA, DS, CLASSIC = layouts.LAYOUTS
+HEADED = (FLASH, NHD, HND, CLASSIC)
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def headed(**fields: Any) -> AttentionConfig:
+    return AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32", **fields})
+
+
+def latent(**fields: Any) -> AttentionConfig:
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 8, "qk_rope_head_dim": 64, "v_head_dim": 8}
+    return AttentionConfig(**{"num_heads": 4, **dims, **fields})
+
+
+SPARSE = latent(sparse_top_k=4, kv_cache_dtype="fp8_ds_mla")
+SHAPES = {
+    FLASH: (2, 7, 16, 2, 32),
+    NHD: (7, 2, 16, 2, 32),
+    HND: (7, 2, 2, 16, 32),
+    CLASSIC: (2, 7, 2, 16 * 32),
+    MLA: (7, 16, 576),
+    DS: (7, 16, 656),
+}
+
+
+def config_for(layout: str, **fields: Any) -> AttentionConfig:
+    if layout == DS:
+        return SPARSE
+    return latent(**fields) if layout == MLA else headed(**fields)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_shape_of_every_layout(layout: str) -> None:
+    config = config_for(layout)
+    cache = allocate_kv_cache(layout, config, 7, 16, "cpu")
+    assert tuple(cache.shape) == SHAPES[layout]
+    assert check_cache_shape(cache, layout, config) == (7, 16)
+    assert not cache.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", DTYPES)
+@pytest.mark.parametrize("layout", [*HEADED, MLA])
+def test_dtype_and_bytes(layout: str, kv_cache_dtype: str) -> None:
+    config = config_for(layout, kv_cache_dtype=kv_cache_dtype)
+    cache = allocate_kv_cache(layout, config, 5, 8, "cpu")
+    assert cache.dtype == DTYPES[kv_cache_dtype]
+    assert cache.nbytes == 5 * 8 * layouts.bytes_per_token(layout, config)
+
+
+def test_sparse_tokens_are_bytes_whatever_their_dtype_is_called() -> None:
+    aliased = latent(sparse_top_k=4, kv_cache_dtype="fp8_e4m3")
+    assert cache_dtype(DS, SPARSE) == cache_dtype(DS, aliased) == torch.uint8
+    assert allocate_kv_cache(DS, aliased, 2, 64, "cpu").dtype == torch.uint8
+    assert cache_dtype(MLA, aliased) == torch.float8_e4m3fn
+
+
+def test_a_dtype_that_torch_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'nvfp4'.*accepted are bfloat16"):
+        allocate_kv_cache(FLASH, headed(kv_cache_dtype="nvfp4"), 2, 16, "cpu")
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_budget_is_filled_to_the_last_block(layout: str) -> None:
+    config = config_for(layout)
+    per_token = layouts.bytes_per_token(layout, config)
+    layers, budget = 3, 3 * per_token * 16 * 11
+    assert num_blocks_for(budget, [per_token] * layers, 16) == 11
+    assert num_blocks_for(budget - 1, [per_token] * layers, 16) == 10
+    taken = sum(allocate_kv_cache(layout, config, 11, 16, "cpu").nbytes for _ in range(layers))
+    assert taken == budget
+
+
+def test_a_budget_below_one_block_is_refused() -> None:
+    assert num_blocks_for(1024, [64], 16) == 1
+    with pytest.raises(ConfigError, match=r"1023 bytes: one block of 16 tokens in all layers takes 1024") as caught:
+        num_blocks_for(1023, [64], 16)
+    assert caught.value.fields == ("budget_bytes",)
+    with pytest.raises(ConfigError, match="takes 0"):
+        num_blocks_for(1 << 30, [], 16)
+
+
+def numbered(layout: str, config: AttentionConfig, blocks: int = 5, block_size: int = 8) -> Tensor:
+    """A cache whose every byte differs from its neighbours', finite in every dtype."""
+    cache = allocate_kv_cache(layout, config, blocks, block_size, "cpu")
+    flat = cache.view(torch.uint8).flatten()
+    generator = torch.Generator().manual_seed(5)
+    cache.view(torch.uint8).copy_(
+        torch.randint(0, 60, flat.shape, generator=generator).view(cache.view(torch.uint8).shape)
+    )
+    return cache
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"v_head_size": 16}, {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "float16"}]
+)
+@pytest.mark.parametrize("layout", HEADED)
+def test_views_hold_what_the_oracle_reads_and_share_memory(layout: str, fields: dict[str, Any]) -> None:
+    config = headed(**fields)
+    cache = numbered(layout, config)
+    slots = torch.randperm(40)
+    keys, values = gather_reference(cache, layout, slots, config)
+    if layout == CLASSIC:
+        k, v = paged_attention_views(cache, config)
+        x = 16 // cache.element_size()
+        assert k.shape == (5, 2, 32 // x, 8, x)
+        assert v.shape == (5, 2, config.value_head_size, 8)
+        k, v = k.permute(0, 3, 1, 2, 4), v.permute(0, 3, 1, 2)
+    else:
+        k, v = key_value_views(cache, layout, config)
+        assert k.shape == (5, 8, 2, 32)
+        assert v.shape == (5, 8, 2, config.value_head_size)
+    for view, expected in ((k, keys), (v, values)):
+        raw = view.view(torch.uint8) if config.cache_dtype.startswith("fp8") else view
+        found = raw[slots // 8, slots % 8].flatten(2)
+        if config.cache_dtype.startswith("fp8"):
+            found = found.view(cache.dtype)
+        assert torch.equal(found.double(), expected)
+        assert view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+
+def test_views_of_a_value_wider_than_the_key() -> None:
+    config = headed(v_head_size=48)
+    for layout in (FLASH, NHD, HND):
+        k, v = key_value_views(numbered(layout, config), layout, config)
+        assert (k.shape, v.shape) == ((5, 8, 2, 32), (5, 8, 2, 48))
+    cache = numbered(CLASSIC, config)
+    k, v = paged_attention_views(cache, config)
+    assert (k.shape, v.shape) == ((5, 2, 8, 8, 4), (5, 2, 48, 8))
+    k.fill_(1)
+    v.fill_(2)
+    # Key blocks fill their first 32 of 48 parts; nothing of one lies in the other.
+    assert cache[0].eq(1).sum() == 5 * 2 * 8 * 32
+    assert cache[0, :, :, 8 * 32 :].ne(1).all()
+    assert cache[1].eq(2).all()
+
+
+def test_latent_views() -> None:
+    cache = numbered(MLA, latent())
+    k, v = key_value_views(cache, MLA, latent())
+    assert (k.shape, v.shape) == ((5, 8, 1, 576), (5, 8, 1, 512))
+    assert k.data_ptr() == v.data_ptr() == cache.data_ptr()
+
+
+@pytest.mark.parametrize("layout", [FLASH, NHD, HND])
+def test_views_of_every_other_block_of_a_larger_tensor(layout: str) -> None:
+    config = headed()
+    cache = numbered(layout, config, blocks=10)
+    blocks_axis = SHAPES[layout].index(7)
+    apart = cache[:, ::2] if blocks_axis == 1 else cache[::2]
+    for view, dense in zip(key_value_views(apart, layout, config), key_value_views(cache, layout, config), strict=True):
+        assert torch.equal(view, dense[::2])
+        assert view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+
+def test_views_that_do_not_exist() -> None:
+    classic = allocate_kv_cache(CLASSIC, headed(), 2, 16, "cpu")
+    with pytest.raises(ConfigError, match=r"layout PAGED_ATTENTION: K and V are no strided"):
+        key_value_views(classic, CLASSIC, headed())
+    with pytest.raises(ConfigError, match="layout 'NHD' is unknown; known are FLASH_ATTN_NHD, FLASHINFER_NHD"):
+        key_value_views(classic, "NHD", headed())
+    odd = headed(head_size=36, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ConfigError, match=r"head_size = 36: the classic layout packs 16 elements, so multiples of 16"):
+        paged_attention_views(allocate_kv_cache(CLASSIC, odd, 2, 16, "cpu"), odd)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "accepted"),
+    [
+        (FLASH, (3, 2, 16, 2, 32), r"\(2, num_blocks, block_size, 2, 32\)"),
+        (FLASH, (2, 3, 16, 2, 31), r"\(2, num_blocks, block_size, 2, 32\)"),
+        (FLASH, (2, 3, 0, 2, 32), r"\(2, num_blocks, block_size, 2, 32\)"),
+        (NHD, (2, 3, 16, 2, 32), r"\(num_blocks, 2, block_size, 2, 32\)"),
+        (HND, (3, 2, 16, 2, 32), r"\(num_blocks, 2, 2, block_size, 32\)"),
+        (CLASSIC, (2, 3, 2, 100), r"\(2, num_blocks, 2, block_size \* 32\)"),
+        (MLA, (3, 16, 512), r"\(num_blocks, block_size, 576\)"),
+        (MLA, (3, 16, 1, 576), r"\(num_blocks, block_size, 576\)"),
+        (DS, (3, 64, 576), r"\(num_blocks, block_size, 656\)"),
+    ],
+)
+def test_a_wrong_shape_is_shown_beside_the_right_one(layout: str, shape: tuple[int, ...], accepted: str) -> None:
+    cache = torch.zeros(shape, dtype=cache_dtype(layout, config_for(layout)))
+    seen = ", ".join(map(str, shape))
+    with pytest.raises(ConfigError, match=rf"kv_cache of shape \({seen}\): layout {layout} is {accepted}"):
+        check_cache_shape(cache, layout, config_for(layout))
+
+
+@pytest.mark.parametrize("layout", [*HEADED, MLA, DS])
+def test_large_blocks_on_a_cache_of_small_ones(layout: str) -> None:
+    """An allocator of 24-token blocks over a kernel of 8: the same slots, found through converted tables."""
+    config, size, kernel = config_for(layout), 24, 8
+    cache = allocate_kv_cache(layout, config, 4 * size // kernel, kernel, "cpu")
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    written = []
+    for row in table:
+        if layout in (MLA, DS):
+            key = torch.randn(48, 512, generator=generator).bfloat16()
+            value = torch.randn(48, 64, generator=generator).bfloat16()
+        else:
+            key, value = torch.randn(2, 48, 2, 32, generator=generator)
+        slots = slot_mapping_reference(row, torch.arange(48), size)
+        write_reference(cache, key, value, slots, layout, config)
+        written.append(gather_reference(cache, layout, slots, config))
+    converted = kernel_block_table(table, size // kernel)
+    assert converted.tolist() == [[9, 10, 11, 0, 1, 2], [3, 4, 5, 6, 7, 8]]
+    for row, (keys, values) in zip(converted, written, strict=True):
+        slots = slot_mapping_reference(row, torch.arange(48), kernel)
+        found = gather_reference(cache, layout, slots, config)
+        assert torch.equal(found[0], keys)
+        assert torch.equal(found[1], values)
+        assert keys.abs().sum() > 0
+
+
+@pytest.mark.parametrize("layout", SPLIT_IN_PLACE)
+def test_a_cache_in_other_blocks_is_a_view_with_the_same_slots(layout: str) -> None:
+    config = config_for(layout)
+    cache = numbered(layout, config, blocks=6, block_size=8)
+    for size, blocks in ((4, 12), (8, 6), (16, 3), (12, 4)):
+        view = in_blocks_of(size, cache, layout, config)
+        assert check_cache_shape(view, layout, config) == (blocks, size)
+        assert view.data_ptr() == cache.data_ptr()
+        slots = torch.arange(48)
+        for here, there in zip(
+            gather_reference(view, layout, slots, config), gather_reference(cache, layout, slots, config), strict=True
+        ):
+            assert same_bits(here, there)
+
+
+def test_a_cache_that_cannot_be_viewed_in_other_blocks() -> None:
+    nhd = allocate_kv_cache(NHD, headed(), 4, 16, "cpu")
+    assert in_blocks_of(16, nhd, NHD, headed()) is nhd
+    with pytest.raises(ConfigError, match="block_size = 8: a cache of 4 blocks of 16 tokens in FLASHINFER_NHD"):
+        in_blocks_of(8, nhd, NHD, headed())
+    flash = allocate_kv_cache(FLASH, headed(), 4, 16, "cpu")
+    with pytest.raises(ConfigError, match="block_size = 24: a cache of 4 blocks of 16 tokens"):
+        in_blocks_of(24, flash, FLASH, headed())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "multiple", "width"), [(1, 1, 3), (2, 1, 6), (1, 4, 4), (2, 4, 8), (3, 2, 10), (4, 128, 128)]
+)
+def test_width_of_converted_tables(ratio: int, multiple: int, width: int) -> None:
+    table = torch.tensor([[5, 1, 9], [2, 0, 7]], dtype=torch.int32)
+    made = kernel_block_table(table, ratio, multiple)
+    assert made.dtype == torch.int32
+    assert made.shape == (2, width)
+    expected = [[block * ratio + part for block in row for part in range(ratio)] for row in table.tolist()]
+    assert made[:, : 3 * ratio].tolist() == expected
+    assert not made[:, 3 * ratio :].any()
+
+    out = torch.full((4, 200), -7, dtype=torch.int32)
+    inside = kernel_block_table(table, ratio, multiple, out)
+    assert inside.data_ptr() == out.data_ptr()
+    assert torch.equal(inside, made)
+    assert (out[2:] == -7).all()
+    assert (out[:, width:] == -7).all()

@@ -1,0 +1,148 @@
+"""Counting decodes and prefills, and cutting a batch in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_select.runtime import BatchError, CommonAttentionMetadata, decodes_first, split_decodes_and_prefills
+from attn_select.runtime.metadata import Split, prefix_sums
+
+MakeBatch = Callable[..., CommonAttentionMetadata]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "threshold", "expected"),
+    [
+        ([1, 1, 1], 1, Split(3, 0, 3, 0)),
+        ([5, 4], 1, Split(0, 2, 0, 9)),
+        ([1, 1, 7, 3], 1, Split(2, 2, 2, 10)),
+        ([4, 1, 2, 7], 4, Split(3, 1, 7, 7)),
+        ([1], 1, Split(1, 0, 1, 0)),
+        ([2], 1, Split(0, 1, 0, 2)),
+        ([0, 1, 2], 1, Split(2, 1, 1, 2)),
+    ],
+)
+def test_split(make_batch: MakeBatch, query_lens: list[int], threshold: int, expected: Split) -> None:
+    common = make_batch([(length, 20) for length in query_lens])
+    assert split_decodes_and_prefills(common, threshold) == expected
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "threshold", "expected"),
+    [
+        ([3, 3, 3], 4, Split(3, 0, 9, 0)),
+        ([3, 3, 2, 3], 4, Split(2, 2, 6, 5)),
+        ([2, 1, 1], 4, Split(1, 2, 2, 2)),
+        ([9, 9, 1], 4, Split(0, 3, 0, 19)),
+        ([4, 4, 9], 4, Split(2, 1, 8, 9)),
+    ],
+)
+def test_split_of_uniform_decodes(
+    make_batch: MakeBatch, query_lens: list[int], threshold: int, expected: Split
+) -> None:
+    common = make_batch([(length, 20) for length in query_lens])
+    assert split_decodes_and_prefills(common, threshold, require_uniform=True) == expected
+
+
+def test_a_decode_behind_a_prefill_is_named_with_it(make_batch: MakeBatch) -> None:
+    common = make_batch([(1, 9), (6, 9), (8, 9), (2, 9), (1, 9)])
+    text = (
+        r"request 3 \(query of 2 tokens\) is a decode behind request 1 \(query of 6 tokens\), a prefill: decodes of up "
+        r"to 4 tokens come first"
+    )
+    with pytest.raises(BatchError, match=text) as caught:
+        split_decodes_and_prefills(common, 4)
+    assert caught.value.hint == "order the batch with attn_select.runtime.decodes_first(query_lens, threshold)"
+
+
+def test_a_loose_bound_on_the_query_changes_nothing(make_batch: MakeBatch) -> None:
+    common = make_batch([(1, 9), (1, 3)])
+    common.max_query_len = 8
+    assert split_decodes_and_prefills(common) == Split(2, 0, 2, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 5))
+def test_split_after_ordering(query_lens: list[int], threshold: int) -> None:
+    order = decodes_first(query_lens, threshold)
+    assert sorted(order) == list(range(len(query_lens)))
+    ordered = [query_lens[i] for i in order]
+    decodes = [length for length in query_lens if length <= threshold]
+    # Each kind stays in the order it came in.
+    assert ordered == decodes + [length for length in query_lens if length > threshold]
+    bounds = torch.tensor([0, *ordered]).cumsum(0).int()
+    lens = torch.full((len(ordered),), 9, dtype=torch.int32)
+    common = CommonAttentionMetadata(bounds, bounds, lens, lens, len(ordered), sum(ordered), max(ordered), 9)
+    expected = Split(len(decodes), len(ordered) - len(decodes), sum(decodes), sum(ordered) - sum(decodes))
+    assert split_decodes_and_prefills(common, threshold) == expected
+    out_of_order = query_lens != ordered
+    common.query_start_loc = common.query_start_loc_cpu = torch.tensor([0, *query_lens]).cumsum(0).int()
+    if out_of_order:
+        with pytest.raises(BatchError, match="decode behind"):
+            split_decodes_and_prefills(common, threshold)
+    else:
+        assert split_decodes_and_prefills(common, threshold) == expected
+
+
+def test_requests_of_a_batch(make_batch: MakeBatch) -> None:
+    ranges = [[(0, 1)], [], [(2, 3)], []]
+    common = make_batch([(1, 9), (4, 7), (2, 30), (3, 3)], block_size=8, mm_prefix_ranges=ranges)
+    common.dcp_local_seq_lens = torch.tensor([5, 4, 15, 2], dtype=torch.int32)
+    part = common.requests(1, 3)
+    assert part.query_start_loc.tolist() == part.query_start_loc_cpu.tolist() == [0, 4, 6]
+    assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist() == [7, 30]
+    assert (part.num_reqs, part.num_actual_tokens, part.max_query_len, part.max_seq_len) == (2, 6, 4, 30)
+    assert part.slot_mapping is not None
+    assert common.slot_mapping is not None
+    assert torch.equal(part.slot_mapping, common.slot_mapping[1:7])
+    assert part.block_table_tensor is not None
+    assert common.block_table_tensor is not None
+    assert torch.equal(part.block_table_tensor, common.block_table_tensor[1:3])
+    assert part.mm_prefix_ranges == [[], [(2, 3)]]
+    assert part.dcp_local_seq_lens is not None
+    assert part.dcp_local_seq_lens.tolist() == [4, 15]
+    assert part.num_computed_tokens_cpu.tolist() == [3, 28]
+    # Views: what is written to the batch shows in its part.
+    common.seq_lens[2] = 29
+    assert part.seq_lens[1] == 29
+
+
+def test_the_first_requests_keep_their_prefix_sums(make_batch: MakeBatch) -> None:
+    common = make_batch([(1, 9), (4, 7), (2, 30)])
+    part = common.requests(0, 2)
+    assert part.query_start_loc.tolist() == [0, 1, 5]
+    assert part.query_start_loc.data_ptr() == common.query_start_loc.data_ptr()
+    assert (part.max_query_len, part.max_seq_len) == (4, 9)
+
+
+def test_all_requests_are_the_batch_itself(make_batch: MakeBatch) -> None:
+    common = make_batch([(1, 9), (4, 7)])
+    assert common.requests(0, 2) is common
+
+
+def test_no_requests(make_batch: MakeBatch) -> None:
+    none = make_batch([(1, 9), (4, 7)]).requests(1, 1)
+    assert (none.num_reqs, none.num_actual_tokens, none.max_query_len, none.max_seq_len) == (0, 0, 0, 0)
+    assert none.query_start_loc.tolist() == [0]
+
+
+def test_a_batch_without_a_cache_is_cut_as_well() -> None:
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
+    lens = torch.tensor([3, 2], dtype=torch.int32)
+    part = CommonAttentionMetadata(bounds, bounds, lens, lens, 2, 5, 3, 3).requests(1, 2)
+    missing: list[Any] = [part.block_table_tensor, part.slot_mapping, part.mm_prefix_ranges, part.dcp_local_seq_lens]
+    assert missing == [None] * 4
+    assert part.seq_lens.tolist() == [2]
+
+
+def test_prefix_sums() -> None:
+    sums = prefix_sums(torch.tensor([3, 0, 4], dtype=torch.int32))
+    assert sums.dtype == torch.int32
+    assert sums.tolist() == [0, 3, 3, 7]
+    assert prefix_sums(torch.zeros(0, dtype=torch.int32)).tolist() == [0]

@@ -1,0 +1,222 @@
+"""Whole models from transformers generate through our layers: token for token what their own eager attention gives.
+
+Random weights, float32, greedy. The requests are packed into one sequence of tokens: prompts are prefilled in chunks
+while earlier requests decode, on a paged cache that is poisoned where nobody wrote.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_select import AttentionConfig, select
+from attn_select.runtime import (
+    Attention,
+    AttentionGroup,
+    BlockPool,
+    BlockTable,
+    Capacity,
+    MLAAttention,
+    MLAAttentionGroup,
+    attention_group,
+    prepare_batch,
+)
+
+transformers = pytest.importorskip("transformers")
+
+NEW_TOKENS = 64
+PROMPTS = (5, 37, 18, 70)
+MAX_TOKENS = 48
+"""Of one step: the longer prompts take two or more."""
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+"""Weights large enough that attention matters: with the usual 0.02 a model repeats one token."""
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2))
+
+
+def mistral() -> Any:
+    """Every layer has a window shorter than the prompts."""
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=24)
+    )
+
+
+def gemma2() -> Any:
+    """Window in every other layer, a soft cap, and a scale of its own."""
+    config = transformers.Gemma2Config(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=24,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=4.0,
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def deepseek_v3() -> Any:
+    config = transformers.DeepseekV3Config(
+        **SMALL,
+        num_key_value_heads=4,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=24,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+class Engine:
+    """Serves a transformers model: one attention group per kind of layer, one block table for all."""
+
+    def __init__(self, model: Any, block_size: int = 16) -> None:
+        self.model = model
+        total = sum(PROMPTS) + len(PROMPTS) * NEW_TOKENS
+        longest = max(PROMPTS) + NEW_TOKENS
+        capacity = Capacity(len(PROMPTS), MAX_TOKENS, longest)
+        self.pool = BlockPool(total // block_size + 2 * len(PROMPTS), block_size)
+        self.table = BlockTable(len(PROMPTS), -(-longest // block_size), block_size, "cpu")
+        self.groups: dict[AttentionConfig, AttentionGroup] = {}
+        self.layers: list[Any] = []
+        self.caches: list[Tensor] = []
+        self.metadata: dict[AttentionGroup, Any] = {}
+        for module in (layer.self_attn for layer in model.model.layers):
+            config = self.config_of(module, block_size)
+            if config not in self.groups:
+                options: dict[str, Any] = {"workspace_tokens": 40} if config.mla else {}
+                self.groups[config] = attention_group(select(config, "cpu"), capacity=capacity, **options)
+            group = self.groups[config]
+            if isinstance(group, MLAAttentionGroup):
+                weight = module.kv_b_proj.weight
+                self.layers.append(MLAAttention(group, weight, scale=module.scaling))
+                module.expand_kv = lambda kv_nope, k_rot: (kv_nope, k_rot)  # our layer expands, or absorbs
+            else:
+                self.layers.append(Attention(group, scale=module.scaling))
+            cache = group.allocate_kv_cache(self.pool.num_blocks)
+            self.caches.append(cache.fill_(float("nan")))
+
+    @staticmethod
+    def config_of(module: Any, block_size: int) -> AttentionConfig:
+        config = module.config
+        shared: dict[str, Any] = {"dtype": "float32", "block_size": block_size, "num_heads": config.num_attention_heads}
+        if hasattr(config, "kv_lora_rank"):
+            names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            return AttentionConfig(**shared, **{name: getattr(config, name) for name in names})
+        return AttentionConfig(
+            **shared,
+            num_kv_heads=config.num_key_value_heads,
+            head_size=module.head_dim,
+            sliding_window=getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+            if getattr(module, "is_sliding", True)
+            else None,
+            logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
+        )
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Run one layer on ``(1, heads, tokens, size)`` tensors; return ``(1, tokens, heads, size)``."""
+        layer, cache = self.layers[module.layer_idx], self.caches[module.layer_idx]
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if isinstance(layer, MLAAttention):
+            key, value = key[:, 0], value[:, 0]
+        output: Tensor = layer(query, key, value, cache, self.metadata[layer.group])
+        return output[None]
+
+    def step(self, tokens: list[list[int]], seq_lens: list[int], requests: list[int]) -> list[int]:
+        """Run one batch; return the next token of each request."""
+        for row, request in enumerate(requests):
+            self.pool.allocate(request, seq_lens[row])
+            self.table.set_row(row, self.pool.blocks(request))
+        lens = [len(part) for part in tokens]
+        common = prepare_batch(lens, seq_lens, self.table)
+        self.metadata = {group: group.build(common) for group in self.groups.values()}
+        positions = [torch.arange(seq_len - count, seq_len) for seq_len, count in zip(seq_lens, lens, strict=True)]
+        packed = torch.tensor([token for part in tokens for token in part])
+        logits = self.model(input_ids=packed[None], position_ids=torch.cat(positions)[None], use_cache=False).logits[0]
+        return logits[common.query_start_loc[1:].long() - 1].argmax(-1).tolist()
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Continuous batching, decodes first."""
+        texts, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        wanted = [len(prompt) + NEW_TOKENS for prompt in prompts]
+        while any(len(text) < want for text, want in zip(texts, wanted, strict=True)):
+            running = [r for r in range(len(texts)) if len(texts[r]) < wanted[r]]
+            decodes = [r for r in running if len(texts[r]) - done[r] == 1]
+            batch = {r: 1 for r in decodes}
+            for request in running:
+                if request not in batch and (room := MAX_TOKENS - sum(batch.values())):
+                    batch[request] = min(room, len(texts[request]) - done[request])
+            tokens = [texts[r][done[r] : done[r] + count] for r, count in batch.items()]
+            seq_lens = [done[r] + count for r, count in batch.items()]
+            for request, token in zip(batch, self.step(tokens, seq_lens, list(batch)), strict=True):
+                done[request] += batch[request]
+                if done[request] == len(texts[request]):
+                    texts[request].append(token)
+        return texts
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, mistral, gemma2, deepseek_v3])
+def test_tokens_are_those_of_eager_attention(make: Any) -> None:
+    torch.manual_seed(7)
+    model = make().eval()
+    prompts = [torch.randint(SMALL["vocab_size"], (length,)).tolist() for length in PROMPTS]
+    with torch.inference_mode():
+        model.set_attn_implementation("eager")
+        wanted = [
+            model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+            )[0].tolist()
+            for prompt in prompts
+        ]
+        engine = Engine(model)
+
+        def attention(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+        ) -> tuple[Tensor, None]:
+            return engine.attend(module, query, key, value), None
+
+        transformers.AttentionInterface.register("attn_select", attention)
+        transformers.AttentionMaskInterface.register("attn_select", lambda *_, **__: None)
+        model.set_attn_implementation("attn_select")
+        got = engine.generate(prompts)
+    assert got == wanted
+    assert all(len(set(text[-NEW_TOKENS:])) > 10 for text in got)
+    for request in range(len(PROMPTS)):
+        engine.pool.free(request)
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
