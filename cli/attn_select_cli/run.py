@@ -12,7 +12,7 @@ from attn_select_cli.layer_options import build_report, run_options
 if TYPE_CHECKING:
     from attn_select.render import Line
     from attn_select.report import LayerReport
-    from attn_select.testing.serving import Served, Workload
+    from attn_select_cli.serving import Served, Workload
 
 EPILOG = """\b
 Examples:
@@ -83,7 +83,7 @@ def _serving(options: dict[str, Any]) -> tuple[Any, Workload]:
     from attn_select.errors import RuntimeMissingError
 
     try:
-        from attn_select.testing.serving import Workload, serve
+        from attn_select_cli.serving import Workload, serve
     except ImportError as error:
         if error.name != "torch":
             raise

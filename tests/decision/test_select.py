@@ -40,8 +40,8 @@ def test_loading_what_cannot_run_raises_with_every_reason() -> None:
 
 
 def test_loading_says_what_this_release_does_not_bring() -> None:
-    with pytest.raises(RuntimeMissingError, match="FLASH_ATTN"):
-        select(GQA, "h100").load()
+    with pytest.raises(RuntimeMissingError, match="FLASHINFER"):
+        select(GQA, "h100", backend="FLASHINFER").load()
 
 
 @pytest.mark.parametrize(

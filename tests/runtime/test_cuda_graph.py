@@ -137,7 +137,7 @@ def test_decode_graphs_do_not_ask_what_serves_prefill(make_group: Any, make_toy:
     toys = make_toy("FIRST", phases=("prefill",), level="NEVER"), make_toy("SECOND", phases=("decode",))
     group = make_group(CONFIG, *toys, capacity=CAPACITY, cuda_graphs=True)
     check_level(group)
-    with pytest.raises(ConfigError, match="mixed batches need level ALWAYS: FIRST is at NEVER"):
+    with pytest.raises(ConfigError, match="mixed batches need level ALWAYS: FIRST with SECOND is at UNIFORM_BATCH"):
         check_level(group, mixed=True)
 
 

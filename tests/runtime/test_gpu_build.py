@@ -130,7 +130,7 @@ def inputs_for(step: int, tokens: int, device: torch.device) -> tuple[torch.Tens
     drawn: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.bfloat16}
     query = torch.randn(tokens, HEADS.num_heads, HEADS.head_size, **drawn)
     key = torch.randn(tokens, HEADS.num_kv_heads, HEADS.head_size, **drawn)
-    return query, key, torch.randn_like(key)
+    return query, key, torch.randn(key.shape, **drawn)
 
 
 def serve(group: AttentionGroup, wait: bool) -> list[tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]]:

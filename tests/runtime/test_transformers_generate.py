@@ -127,13 +127,12 @@ class Engine:
         if hasattr(config, "kv_lora_rank"):
             names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             return AttentionConfig(**shared, **{name: getattr(config, name) for name in names})
+        window = getattr(config, "sliding_window", None)
         return AttentionConfig(
             **shared,
             num_kv_heads=config.num_key_value_heads,
             head_size=module.head_dim,
-            sliding_window=getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-            if getattr(module, "is_sliding", True)
-            else None,
+            sliding_window=module.sliding_window if hasattr(module, "sliding_window") else window,
             logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
         )
 

@@ -89,9 +89,11 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
-        """Which batches can be captured: the plan's level, by default the decode plan's."""
+        """Which batches can be captured: by default the decode plan's level, ALWAYS only if it is every plan's."""
         plans = self.context.plans
-        return (plans.get("decode") or plans["prefill"]).cuda_graph
+        level = (plans.get("decode") or plans["prefill"]).cuda_graph
+        everywhere = all(plan.cuda_graph == "ALWAYS" for plan in plans.values())
+        return level if level != "ALWAYS" or everywhere else "UNIFORM_BATCH"
 
     @abstractmethod
     def build(
@@ -157,10 +159,12 @@ class AttentionImpl(ABC, Generic[M]):
             slot_mapping: int64 slots of the first tokens; -1 is skipped.
         """
         assert self.context.kv_layout is not None
-        tokens = len(slot_mapping)
+        tokens = slot_mapping.shape[0]
+        if key.shape[0] != tokens or value.shape[0] != tokens:  # a view costs a microsecond, and most batches have no padding
+            key, value = key[:tokens], value[:tokens]
         ops.reshape_and_cache(
-            key[:tokens],
-            value[:tokens],
+            key,
+            value,
             kv_cache,
             slot_mapping,
             self.context.kv_layout,
@@ -225,10 +229,12 @@ class MLAAttentionImpl:
             slot_mapping: int64 slots of the first tokens; -1 is skipped.
         """
         assert self.context.kv_layout is not None
-        tokens = len(slot_mapping)
+        tokens = slot_mapping.shape[0]
+        if kv_c_normed.shape[0] != tokens or k_pe.shape[0] != tokens:
+            kv_c_normed, k_pe = kv_c_normed[:tokens], k_pe[:tokens]
         ops.concat_and_cache_mla(
-            kv_c_normed[:tokens],
-            k_pe[:tokens],
+            kv_c_normed,
+            k_pe,
             kv_cache,
             slot_mapping,
             self.context.kv_layout,

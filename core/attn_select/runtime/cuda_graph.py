@@ -58,8 +58,11 @@ class StaticBatch:
         """Copy a batch into the buffers and return it padded to a captured size. Does not synchronise.
 
         Raises:
-            BatchError: the batch is not uniform, or its block table is wider than ``max_model_len`` allows.
+            BatchError: the batch is not uniform, has image ranges, or its block table is wider than ``max_model_len``
+                allows.
         """
+        if common.mm_prefix_ranges is not None and any(common.mm_prefix_ranges):
+            raise BatchError("mm_prefix_ranges are given: a captured step has none, run it eagerly")
         requests, tokens = self.padded_requests(size), self.padded_tokens(size)
         bounds_cpu = self._bounds(common, requests)
         seq_lens_cpu = torch.zeros(requests, dtype=torch.int32)
@@ -254,19 +257,14 @@ def check_level(group: AttentionGroup, query_len: int = 1, mixed: bool = False) 
     """Compare what a group's builders can capture with what is wanted.
 
     Raises:
-        ConfigError: names every backend below the level that is needed, with its own.
+        ConfigError: names the level that is needed, the group's backends and their level.
     """
     needed: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE" if query_len == 1 else "UNIFORM_BATCH"
     if mixed:
         needed = "ALWAYS"
-    # Uniform batches are decodes: what serves prefill takes no part.
-    used = [group.served["decode"]] if not mixed and "decode" in group.served else group.backends
-    below = []
-    for served in used:
-        levels = [served.builder.cudagraph_support, *(p.cuda_graph for p in served.context.plans.values() if mixed)]
-        level = min(levels, key=CUDA_GRAPH_LEVELS.index)
-        if CUDA_GRAPH_LEVELS.index(level) < CUDA_GRAPH_LEVELS.index(needed):
-            below.append(f"{served.spec.name} is at {level}")
-    if below:
+    level = group.cudagraph_support
+    if CUDA_GRAPH_LEVELS.index(level) < CUDA_GRAPH_LEVELS.index(needed):
         what = "mixed batches" if mixed else f"uniform batches of query length {query_len}"
-        raise ConfigError(f"CUDA graphs of {what} need level {needed}: {', '.join(below)}", fields=["cuda_graph"])
+        names = " with ".join(served.spec.name for served in group.backends)
+        text = f"CUDA graphs of {what} need level {needed}: {names} is at {level}"
+        raise ConfigError(text, fields=["cuda_graph"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
+from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.errors import ConfigError
 from attn_select.runtime import kv_cache as caches
 from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
@@ -136,7 +136,7 @@ class AttentionGroup:
             self.served.update(dict.fromkeys(own, served))
         self.backends = tuple({id(served): served for served in self.served.values()}.values())
         # Whether one backend serves every phase that the layer has: then batches are not split.
-        self._unified = len(self.backends) == 1 and len(self.served) == len(self.config.phases)
+        self.unified = len(self.backends) == 1 and len(self.served) == len(self.config.phases)
         self._tables: dict[int, Tensor] = {}
 
     @staticmethod
@@ -190,8 +190,9 @@ class AttentionGroup:
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
-        """The batches that all of the group's builders can capture."""
-        return min((served.builder.cudagraph_support for served in self.backends), key=CUDA_GRAPH_LEVELS.index)
+        """What can be captured: uniform batches are decodes, mixed ones need one backend for both phases."""
+        level = (self.served.get("decode") or self.backends[0]).builder.cudagraph_support
+        return level if level != "ALWAYS" or self.unified else "UNIFORM_BATCH"
 
     @property
     def reorder_batch_threshold(self) -> int | None:
@@ -239,12 +240,14 @@ class AttentionGroup:
         self._check(common_attn_metadata)
         if common_prefix_len:
             self._check_prefix(common_attn_metadata, common_prefix_len)
-        if self._unified:
+        if self.unified:
             return self._metadata(
                 common_attn_metadata, [self._whole(common_attn_metadata, common_prefix_len, fast_build)]
             )
         parts = []
-        split = split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold or 1)
+        split = split_decodes_and_prefills(
+            common_attn_metadata, self.reorder_batch_threshold or 1 + self.config.num_speculative_tokens
+        )
         for phase, first, last in _by_phase(split):
             served = self._server(phase)
             start = 0 if phase == "decode" else split.num_decode_tokens
@@ -263,7 +266,7 @@ class AttentionGroup:
         return self._metadata(common_attn_metadata, [Part(phase, 0, common.num_actual_tokens, metadata)])
 
     def _only_phase(self, common: CommonAttentionMetadata) -> Phase:
-        if self._unified:
+        if self.unified:
             return next(iter(self.served))
         return "decode" if common.max_query_len <= 1 + self.config.num_speculative_tokens else "prefill"
 

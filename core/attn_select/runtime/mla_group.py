@@ -167,7 +167,7 @@ class MLAAttentionGroup(AttentionGroup):
 
     def _latent_alone(self) -> bool:
         """Whether one backend computes everything on latents: its builder then sees whole batches."""
-        return self.config.sparse and self._unified
+        return self.config.sparse and self.unified
 
     def _dense_prefill(
         self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool

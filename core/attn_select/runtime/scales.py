@@ -58,7 +58,7 @@ class Scales:
             if bad:
                 raise ConfigError(f"{name} = {bad[0]}: accepted are finite numbers above 0", fields=[name])
             if host.numel() == 1:
-                host = host.reshape(()).expand(num_kv_heads if per_head else ()).contiguous()
+                host = host.reshape(1).repeat(num_kv_heads) if per_head else host.reshape(())
             made.append((host.to(device), float(host.max())))
         (q_t, q_f), (k_t, k_f), (v_t, v_f) = made
         return cls(q_t, k_t, v_t, q_f, k_f, v_f)

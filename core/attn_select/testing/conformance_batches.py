@@ -16,7 +16,7 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.runtime import decodes_first
 from attn_select.runtime.kv_cache import kv_cache_shape
 from attn_select.testing.oracle_mla_problems import MLAProblem, random_mla_problem
-from attn_select.testing.oracle_paged import _views as token_views
+from attn_select.testing.oracle_paged import token_views
 from attn_select.testing.oracle_problems import Problem, Request
 from attn_select.testing.oracle_random import random_problem, random_requests
 

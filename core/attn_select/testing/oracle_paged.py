@@ -144,7 +144,7 @@ def gather_reference(
     Raises:
         ValueError: a slot lies outside the cache, or the cache's shape is not the layout's.
     """
-    views = _views(kv_cache, layout, config)
+    views = token_views(kv_cache, layout, config)
     blocks, offsets = _blocks_and_offsets(slots, views[0])
     if layout in (MLA, FP8_DS_MLA):
         if v_scale is not None:
@@ -180,7 +180,7 @@ def write_reference(
     """
     keep = slot_mapping >= 0
     key, value = key[keep], value[keep]
-    views = _views(kv_cache, layout, config)
+    views = token_views(kv_cache, layout, config)
     blocks, offsets = _blocks_and_offsets(slot_mapping[keep], views[0])
     if layout == FP8_DS_MLA:
         packed = pack_fp8_ds_mla(key, value.flatten(1), power_of_two_scales=power_of_two_scales)
@@ -196,10 +196,10 @@ def write_reference(
 
 def block_size_of(kv_cache: KVCache, layout: str, config: AttentionConfig) -> int:
     """Return the tokens per block of a cache."""
-    return _views(kv_cache, layout, config)[0].shape[1]
+    return token_views(kv_cache, layout, config)[0].shape[1]
 
 
-def _views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:
+def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:
     """Return strided views ``(num_blocks, block_size, ...)`` on K and V, on MLA layouts one on both; FP8 as uint8.
 
     Behind the first two axes come ``(Hkv, D)`` and ``(Hkv, Dv)``, the K of PAGED_ATTENTION as ``(Hkv, D / x, x)``.

@@ -130,11 +130,11 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         starts = None if self.paged else common.query_start_loc_cpu[:-1]
         spans = spans_of(rows, starts)
         partial_widths = (spans[1] - spans[0]) + (spans[3] - spans[2])
-        # A size of 0 or 1 would be compiled apart.
-        widths = [max(2, int(width.max())) for width in (partial_widths, spans[2] - spans[1])]
+        # A size of 0 or 1 would be compiled apart. Both lists are equally wide: Triton's templates step through the full
+        # one by the strides of the other (torch/_inductor/kernel/flex/templates v2.11.0, flex_attention.py.jinja).
+        width = max(2, int(partial_widths.max()), int((spans[2] - spans[1]).max()))
         if self.context.cuda_graphs:
-            most = -(-self.context.max_model_len // TILE) + 1
-            widths = [most, most]
+            width = -(-self.context.max_model_len // TILE) + 1
         held = torch.zeros(common.num_reqs, 2, dtype=torch.int32)
         tile_requests = rows.requests[::TILE]
         seeing = spans[3] > spans[0]
@@ -153,8 +153,8 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             rows=self._keep("rows", to_device(out_rows, device), self.context.max_num_batched_tokens),
             bounds=bounds,
             requests=self._padded("requests", rows.requests),
-            partial=self._lists("partial", tiles, table, widths[0]),
-            full=self._lists("full", tiles, table, widths[1]),
+            partial=self._lists("partial", tiles, table, width),
+            full=self._lists("full", tiles, table, width),
             block_table=table,
             held=to_device(held, device),
             make_pages=self._pages,

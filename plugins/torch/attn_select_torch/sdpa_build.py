@@ -111,15 +111,15 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
             return self._built(common_attn_metadata)
         assert self.context.block_size is not None
         split = split_for_cascade(common_attn_metadata, common_prefix_len, self.context.block_size)
-        metadata = self._built(split.suffix)
-        metadata.prefix = self._built(split.prefix)
+        metadata = self._built(split.suffix, merged=True)
+        metadata.prefix = self._built(split.prefix, merged=True)
         return metadata
 
-    def _built(self, common: CommonAttentionMetadata) -> SDPAMetadata:
+    def _built(self, common: CommonAttentionMetadata, merged: bool = False) -> SDPAMetadata:
         config = self.context.config
         causal = config.attn_type == "decoder" and not config.non_causal and common.causal
         metadata = SDPAMetadata([], [], Buffers(self.context.device), [], None, common.num_actual_tokens)
-        if self.varlen is not None:
+        if self.varlen is not None and (merged or not self._decodes(common)):
             metadata.calls = varlen.calls(common, config, causal, self.gather)
             return metadata
         window = config.sliding_window
@@ -131,6 +131,14 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
             else:
                 metadata.pieces.append(self._together(common, group, band))
         return metadata
+
+    def _decodes(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a batch is better off without ``varlen_attn``: few rows each, and no log-sum-exp that is sure to be
+        wanted. There all heads of a group fill one tile, and requests of similar length one call."""
+        config = self.context.config
+        wants_lse = config.sinks or config.decode_context_parallel_size > 1
+        few = common.max_query_len <= 1 + config.num_speculative_tokens
+        return few and not wants_lse and not config.batch_invariant and self.gather is not None
 
     def _band(self, causal: bool) -> BandMask:
         window = self.context.config.sliding_window
