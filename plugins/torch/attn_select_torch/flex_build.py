@@ -130,8 +130,8 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         starts = None if self.paged else common.query_start_loc_cpu[:-1]
         spans = spans_of(rows, starts)
         partial_widths = (spans[1] - spans[0]) + (spans[3] - spans[2])
-        # A size of 0 or 1 would be compiled apart. Both lists are equally wide: Triton's templates step through the full
-        # one by the strides of the other (torch/_inductor/kernel/flex/templates v2.11.0, flex_attention.py.jinja).
+        # A size of 0 or 1 would be compiled apart. Both lists are equally wide: Triton's templates step through one by
+        # the strides of the other (torch/_inductor/kernel/flex/templates v2.11.0, flex_attention.py.jinja).
         width = max(2, int(partial_widths.max()), int((spans[2] - spans[1]).max()))
         if self.context.cuda_graphs:
             width = -(-self.context.max_model_len // TILE) + 1

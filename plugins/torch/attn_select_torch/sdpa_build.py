@@ -18,6 +18,7 @@ from attn_select_torch.dense import Range, visible_keys
 from attn_select_torch.gather import Buffers, CacheGather
 from attn_select_torch.masks import BandMask
 from attn_select_torch.pieces import Limits, Request, Tile, grouped, requests_of
+from attn_select_torch.torch_sdpa import decodes_by_sdpa
 
 MASK_ELEMENTS = 2**25
 """Most elements of the mask that a step's tiles share."""
@@ -133,12 +134,9 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         return metadata
 
     def _decodes(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a batch is better off without ``varlen_attn``: few rows each, and no log-sum-exp that is sure to be
-        wanted. There all heads of a group fill one tile, and requests of similar length one call."""
+        """Whether a batch is better off without ``varlen_attn``."""
         config = self.context.config
-        wants_lse = config.sinks or config.decode_context_parallel_size > 1
-        few = common.max_query_len <= 1 + config.num_speculative_tokens
-        return few and not wants_lse and not config.batch_invariant and self.gather is not None
+        return common.max_query_len <= 1 + config.num_speculative_tokens and decodes_by_sdpa(config)
 
     def _band(self, causal: bool) -> BandMask:
         window = self.context.config.sliding_window

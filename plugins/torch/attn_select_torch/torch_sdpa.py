@@ -58,18 +58,25 @@ _PACKED = "torch's FlashAttention takes the packed batch"
 _MASKED = "windows, slopes and image ranges go in as an additive mask"
 _SOFT_CAP = "scaled_dot_product_attention has no soft cap"
 _LSE = "scaled_dot_product_attention returns no log-sum-exp on a GPU, which decode context parallelism merges"
+_FEW_ROWS = "few query rows each: the heads of a group fill one tile, requests of similar length one call"
 _GATHER = "copies the keys and values it reads out of the cache at each call; nothing is reserved"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
 _OR_SDPA = "scaled_dot_product_attention instead where the installed torch's varlen_attn takes no window"
 _FLOAT32 = "computes in float32: this dtype has no fast kernels on a CPU"
 
 
-def _path(config: AttentionConfig, capability: tuple[int, int] | None) -> tuple[str, str]:
+def decodes_by_sdpa(config: AttentionConfig) -> bool:
+    """Whether a GPU's decodes do without ``varlen_attn``: no LSE is sure to be wanted, and requests may be joined."""
+    wants_lse = config.sinks or config.decode_context_parallel_size > 1
+    return config.has_cache and not wants_lse and not config.batch_invariant
+
+
+def _path(config: AttentionConfig, capability: tuple[int, int] | None, phase: Phase) -> tuple[str, str]:
     """Return what attends, and why."""
     if config.logits_soft_cap is not None:
         return _EXPLICIT, _SOFT_CAP
     if takes_varlen(config, capability):
-        return _VARLEN, _PACKED
+        return (_SDPA, _FEW_ROWS) if phase == "decode" and decodes_by_sdpa(config) else (_VARLEN, _PACKED)
     if capability is not None and config.decode_context_parallel_size > 1:
         return _EXPLICIT, _LSE
     if config.sliding_window is not None or config.alibi or config.mm_prefix:
@@ -82,7 +89,7 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the plan; plain capabilities say everything that speaks against it."""
     capability = device.compute_capability
-    path, because = _path(config, capability)
+    path, because = _path(config, capability, phase)
     said = notes(config, device)
     if path == _VARLEN:
         said = (*said, _OR_SDPA)
