@@ -160,7 +160,9 @@ class AttentionImpl(ABC, Generic[M]):
         """
         assert self.context.kv_layout is not None
         tokens = slot_mapping.shape[0]
-        if key.shape[0] != tokens or value.shape[0] != tokens:  # a view costs a microsecond, and most batches have no padding
+        if (
+            key.shape[0] != tokens or value.shape[0] != tokens
+        ):  # a view costs a microsecond, and most batches have no padding
             key, value = key[:tokens], value[:tokens]
         ops.reshape_and_cache(
             key,

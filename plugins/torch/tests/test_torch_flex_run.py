@@ -226,10 +226,11 @@ def test_on_a_gpu(asked: dict[str, Any]) -> None:
         requests = tuple((length if not config.has_cache else query, length) for query, length in BATCH)
     problem = drawn(config, 8, requests, device="cuda")
     rig = Rig(config, "cuda")
+    common = common_of(problem)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        metadata = rig.builder.build(0, common_of(problem))
+        metadata = rig.builder.build(0, common)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     cache = problem.written_cache() if config.has_cache else None

@@ -410,10 +410,11 @@ def test_on_a_gpu(asked: dict[str, Any], layout: str) -> None:
         requests = (*BATCH, (1, 0), (6, 2))
     problem = random_problem(14, config, layout if config.has_cache else None, requests=requests, device="cuda")
     rig = Rig(problem)
+    common = common_of(problem)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        metadata = rig.builder.build(0, common_of(problem))
+        metadata = rig.builder.build(0, common)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bool(metadata.calls) == (rig.context.plans["prefill"].path == "varlen_attn")
