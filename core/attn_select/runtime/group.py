@@ -245,9 +245,8 @@ class AttentionGroup:
                 common_attn_metadata, [self._whole(common_attn_metadata, common_prefix_len, fast_build)]
             )
         parts = []
-        threshold = self.reorder_batch_threshold or 1 + self.config.num_speculative_tokens
-        # Where no backend is for decodes, every query is a prefill, however short.
-        split = split_decodes_and_prefills(common_attn_metadata, threshold if "decode" in self.served else 0)
+        longest = 1 + self.config.num_speculative_tokens if "decode" in self.served else 1
+        split = split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold or longest)
         for phase, first, last in _by_phase(split):
             served = self._server(phase)
             start = 0 if phase == "decode" else split.num_decode_tokens
