@@ -11,7 +11,7 @@ from attn_select_cli import complete
 
 if TYPE_CHECKING:
     from attn_select.decide import Decider
-    from attn_select.report import Report
+    from attn_select_cli.report import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -203,9 +203,9 @@ def build_report(options: Mapping[str, Any]) -> Report:
     from attn_select import detection
     from attn_select.device import Device, lookup
     from attn_select.environment import parse_pins
-    from attn_select.report import LayerReport, Report
     from attn_select.selector import decider_for, environment_for, select_model
     from attn_select_cli import model_configs
+    from attn_select_cli.report import LayerReport, Report
 
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:

@@ -11,7 +11,7 @@ from attn_select_cli.layer_options import build_report, run_options
 
 if TYPE_CHECKING:
     from attn_select.render import Line
-    from attn_select.report import LayerReport
+    from attn_select_cli.report import LayerReport
     from attn_select_cli.serving import Served, Workload
 
 EPILOG = """\b

@@ -1,4 +1,4 @@
-"""The shared operations in torch (``attn_select.runtime.ops`` documents them). None synchronises with a GPU."""
+"""The shared operations in torch (``attn_select.runtime.ops`` calls them). None synchronises with a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DS_MLA_LATENT, DS_MLA_TILE = 512, 128
 
 
 def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``ops.quantize_fp8``; ``scale`` may be anything that broadcasts over ``numbers``."""
+    """Return ``numbers / scale`` saturated to an FP8 ``dtype``, rounded to nearest even; ``scale`` float32 ``()``."""
     limit = torch.finfo(dtype).max
     return (numbers.float() / scale).clamp_(-limit, limit).to(dtype)
 
@@ -73,7 +73,13 @@ def reshape_and_cache(
     config: AttentionConfig,
     scales: Scales,
 ) -> None:
-    """As ``ops.reshape_and_cache``."""
+    """Write keys ``(T, num_kv_heads, head_size)`` and values ``(T, num_kv_heads, value_head_size)`` into a paged cache.
+
+    Args:
+        kv_cache: one layer's cache in ``layout``.
+        slot_mapping: int64 ``(T,)``; tokens with slot -1 are skipped.
+        scales: an FP8 cache stores ``x / scale``, saturated and rounded to nearest even; others ignore them.
+    """
     stored_key = _stored(key, scales.k, kv_cache.dtype)
     stored_value = _stored(value, scales.v, kv_cache.dtype)
     if layout == PAGED_ATTENTION:
@@ -96,7 +102,12 @@ def concat_and_cache_mla(
     config: AttentionConfig,
     scales: Scales,
 ) -> None:
-    """As ``ops.concat_and_cache_mla``."""
+    """Write latents ``(T, kv_lora_rank)`` and rope parts ``(T, qk_rope_head_dim)`` into a latent cache.
+
+    Args:
+        layout: ``MLA``, where an FP8 cache stores ``x / scales.k``, or ``FP8_DS_MLA``, which has scales of its own.
+        slot_mapping: int64 ``(T,)``; tokens with slot -1 are skipped.
+    """
     if layout == FP8_DS_MLA:
         _scatter(kv_cache, _packed(kv_c_normed, k_pe), slot_mapping)
         return
@@ -125,7 +136,17 @@ def gather_cache_mla(
     config: AttentionConfig,
     scales: Scales,
 ) -> None:
-    """As ``ops.gather_cache_mla``."""
+    """Copy a range of each request's cached latents into a contiguous workspace, back in the compute dtype.
+
+    Args:
+        kv_cache: one layer's cache in layout ``MLA``.
+        output: ``(at least num_tokens, head_size)`` in the compute dtype.
+        block_table: int32 ``(B, W)``.
+        starts: int32 ``(B,)`` on the device, first position to copy of each request.
+        start_loc: int32 ``(B + 1,)`` on the device, prefix sums of the lengths to copy.
+        num_tokens: their sum, known to the host.
+        block_size: tokens per block of the table and the cache.
+    """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=kv_cache.device)
     request = torch.searchsorted(start_loc[1:], tokens, right=True)
     position = tokens - start_loc[request] + starts[request]
@@ -146,7 +167,17 @@ def merge_attn_states(
     suffix_lse: Tensor,
     output_lse: Tensor | None = None,
 ) -> None:
-    """As ``ops.merge_attn_states``."""
+    """Merge attention over two disjoint sets of keys into attention over both.
+
+    ``lse = log(exp(a) + exp(b))`` and ``out = exp(a - lse) * out_a + exp(b - lse) * out_b``, in float32 (online
+    softmax, arXiv 1805.02867). A partial whose LSE is -inf is not read; where both are, the result is 0 and -inf.
+
+    Args:
+        output: ``(T, H, Dv)``, written; may be one of the partial outputs.
+        prefix_output, suffix_output: ``(T, H, Dv)``.
+        prefix_lse, suffix_lse: float32 ``(T, H)``, natural logarithm.
+        output_lse: float32 ``(T, H)``, written where given; may be one of the partial LSEs.
+    """
     # Weights relative to the larger LSE are exact to a rounding, however large both are; that of the larger is 1.
     most = torch.maximum(prefix_lse, suffix_lse)
     most = most.masked_fill(most.isneginf(), 0.0)
