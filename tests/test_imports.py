@@ -38,7 +38,7 @@ LIGHT = {
     "typing_inspection",
 }
 
-CODE_LINES_CORE = 3150
+CODE_LINES_CORE = 3050
 CODE_LINES_ALL = 7000
 
 PROBE = """

@@ -43,30 +43,35 @@ def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(layer: str | None, as_json: bool, **options: Any) -> int:
     """Run one attention layer of a model here, chunked prefill and decode on a paged cache, checked against float64."""
+    from dataclasses import asdict
+
+    from attn_select.render import warning_lines
     from attn_select_cli.output import print_json, print_lines
 
     report = build_report({**options, "gpu": "auto"})
     chosen = _chosen(report.layers, layer)
     for one in chosen:
         one.selection.require()
-    serve, workload = _serving(options)
-    served = []
+    serve, unserved, workload = _serving(options)
+    served: list[tuple[LayerReport, Served | str]] = []
     for one in chosen:
+        reason = None if layer is not None else unserved(one.selection.config)
+        if reason is not None:
+            served.append((one, reason))
+            continue
         tokens = sum(workload.prompts()) + workload.num_requests * workload.decode_steps
         with _progress(one.kind, tokens) as advance:
             served.append((one, serve(one.selection, workload, advance)))
-    ok = all(outcome.ok for _, outcome in served)
+    ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
     if as_json:
         document = report.to_dict()
-        document["layers"] = [
-            {"kind": one.kind, "count": one.count, **_to_dict(one, outcome)} for one, outcome in served
-        ]
-        print_json({**document, "ok": ok, "workload": _workload_dict(workload)})
+        document["layers"] = [_to_dict(one, outcome) for one, outcome in served]
+        print_json({**document, "ok": ok, "workload": asdict(workload)})
     else:
         lines = report.head_lines()
         for one, outcome in served:
             lines += [[], *_lines(one, outcome, workload)]
-        print_lines(lines)
+        print_lines(lines + warning_lines(report.all_warnings))
     return 0 if ok else 1
 
 
@@ -78,12 +83,12 @@ def _chosen(layers: Any, kind: str | None) -> list[LayerReport]:
     return [one for one in layers if kind in (None, one.kind)]
 
 
-def _serving(options: dict[str, Any]) -> tuple[Any, Workload]:
+def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
     """Import the runtime, which needs torch, and read the workload."""
     from attn_select.errors import RuntimeMissingError
 
     try:
-        from attn_select_cli.serving import Workload, serve
+        from attn_select_cli.serving import Workload, serve, unserved
     except ImportError as error:
         if error.name != "torch":
             raise
@@ -91,7 +96,7 @@ def _serving(options: dict[str, Any]) -> tuple[Any, Workload]:
             "running a layer needs torch, which is not installed", hint="pip install torch"
         ) from None
     names = ("prompt_tokens", "decode_steps", "max_num_batched_tokens", "seed")
-    return serve, Workload(num_requests=options["requests"], **{name: options[name] for name in names})
+    return serve, unserved, Workload(num_requests=options["requests"], **{name: options[name] for name in names})
 
 
 def _progress(kind: str, tokens: int) -> Any:
@@ -114,16 +119,19 @@ def _progress(kind: str, tokens: int) -> Any:
     return bar()
 
 
-def _lines(one: LayerReport, served: Served, workload: Workload) -> list[Line]:
+def _lines(one: LayerReport, served: Served | str, workload: Workload) -> list[Line]:
     from attn_select.render import byte_text, plan_lines
     from attn_select_cli.output import table_lines
 
     lines = plan_lines(one.selection, one.kind, one.count)
+    if isinstance(served, str):
+        return [*lines, [("  not run          ", "warning"), (served, "")]]
     if served.cache_shape is not None:
         size = f"{served.num_blocks} blocks, {byte_text(served.cache_bytes)} for one layer"
         lines.append([("  allocated        ", "dim"), (size, "")])
     prompts, steps = served.prompts, workload.decode_steps if one.selection.config.has_cache else 0
-    work = f"  {len(prompts)} requests of {min(prompts)} to {max(prompts)} prompt tokens"
+    lengths = f"{min(prompts)} to {max(prompts)}" if min(prompts) < max(prompts) else str(max(prompts))
+    work = f"  {len(prompts)} request{'s' if len(prompts) > 1 else ''} of {lengths} prompt tokens"
     work += (
         f", then {steps} decode steps each; at most {workload.max_num_batched_tokens} tokens a step" if steps else ""
     )
@@ -148,9 +156,12 @@ def _lines(one: LayerReport, served: Served, workload: Workload) -> list[Line]:
     return lines + table_lines(header, [*rows, bound])
 
 
-def _to_dict(one: LayerReport, served: Served) -> dict[str, Any]:
+def _to_dict(one: LayerReport, served: Served | str) -> dict[str, Any]:
+    told = {"kind": one.kind, "count": one.count, **one.selection.to_dict()}
+    if isinstance(served, str):
+        return {**told, "run": None, "not_run": served}
     return {
-        **one.selection.to_dict(),
+        **told,
         "run": {
             "ok": served.ok,
             "prompts": served.prompts,
@@ -170,9 +181,3 @@ def _to_dict(one: LayerReport, served: Served) -> dict[str, Any]:
             ],
         },
     }
-
-
-def _workload_dict(workload: Workload) -> dict[str, int]:
-    from dataclasses import asdict
-
-    return asdict(workload)

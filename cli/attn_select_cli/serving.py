@@ -133,6 +133,13 @@ class Served:
         return all(kind.error.norm <= self.bound.norm and kind.error.row <= self.bound.row for kind in self.kinds)
 
 
+def unserved(config: AttentionConfig) -> str | None:
+    """Return why the workload has no inputs for a layer; None where it has."""
+    if config.sparse:
+        return "sparse MLA needs an indexer's choice of tokens"
+    return "cross-attention needs an encoder's tokens" if config.attn_type == "encoder_decoder" else None
+
+
 def serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None = None) -> Served:
     """Serve the workload twice through one layer: once checked, then once timed.
 
@@ -145,9 +152,8 @@ def serve(selection: Selection, workload: Workload, progress: Callable[[int], No
         NoBackendError, RuntimeMissingError: from loading the selection.
     """
     config = selection.config
-    if config.attn_type == "encoder_decoder" or config.sparse:
-        why = "sparse MLA needs an indexer's choice" if config.sparse else "cross-attention needs an encoder's tokens"
-        raise ConfigError(f"this layer cannot be served alone: {why}", fields=["sparse_top_k", "attn_type"])
+    if (reason := unserved(config)) is not None:
+        raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["sparse_top_k", "attn_type"])
     layer = _Layer(selection, workload)
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     for checked in (True, False):

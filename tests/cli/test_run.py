@@ -1,0 +1,114 @@
+"""``attn-select run``: what it prints, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="running a layer needs torch")
+
+from attn_select_cli import serving
+
+SMALL = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--prompt-tokens", "40", "--decode-steps", "3")
+SHORT = ("--prompt-tokens", "20", "--decode-steps", "2", "--requests", "2")
+CPU_ONLY = pytest.mark.skipif(serving.torch.cuda.is_available(), reason="pinned to what a CPU selects")
+
+
+@CPU_ONLY
+def test_one_layer_is_served_in_chunks_and_checked(run: Any) -> None:
+    result = run("run", *SMALL, "--max-num-batched-tokens", "32")
+    assert result.code == 0
+    assert "TORCH_SDPA" in result.out
+    said = r"4 requests of 2\d to 40 prompt tokens, then 3 decode steps each; at most 32 tokens a step"
+    assert re.search(said, result.out)
+    rows = [line.split() for line in result.out.splitlines() if line.endswith("within")]
+    assert [row[0] for row in rows] == ["prefill", "mixed", "decode"]
+    assert "bound" in result.out
+
+
+@CPU_ONLY
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--kv-cache-dtype", "fp8"),
+        ("--sliding-window", "9", "--sinks", "--dtype", "float32"),
+        ("--alibi", "--soft-cap", "30", "--dtype", "float16"),
+        ("--non-causal", "--v-head-size", "16"),
+        ("--per-head-quant-scales", "--kv-cache-dtype", "fp8_e5m2"),
+        ("--batch-invariant", "--block-size", "32"),
+    ],
+)
+def test_every_kind_of_layer_is_within_its_bound(run: Any, options: tuple[str, ...]) -> None:
+    data = run("run", *SMALL, *options, "--json").json
+    assert data["ok"]
+    (layer,) = data["layers"]
+    assert layer["run"]["ok"]
+    for step in layer["run"]["steps"]:
+        assert 0 < step["error"]["norm"] <= layer["run"]["bound"]["norm"]
+
+
+@CPU_ONLY
+def test_json_counts_the_tokens_and_the_cache(run: Any) -> None:
+    data = run("run", *SMALL, "--requests", "2", "--seed", "3", "--json").json
+    assert data["schema_version"] == 1
+    assert data["workload"] == {
+        "num_requests": 2,
+        "prompt_tokens": 40,
+        "decode_steps": 3,
+        "max_num_batched_tokens": 192,
+        "seed": 3,
+    }
+    ran = data["layers"][0]["run"]
+    assert sum(step["tokens"] for step in ran["steps"]) == sum(ran["prompts"]) + 2 * 3
+    assert ran["prompts"][0] == 40
+    assert ran["cache_bytes"] == ran["num_blocks"] * 16 * 2 * 2 * 32 * 2
+    assert data["layers"][0]["plan"]["phases"]["decode"]["backend"] == "TORCH_SDPA"
+
+
+@CPU_ONLY
+@pytest.mark.parametrize(
+    ("model", "backends"),
+    [("llama-3-8b", {"TORCH_SDPA"}), ("deepseek-v3", {"TORCH_MLA"}), ("gemma-3-27b", {"TORCH_SDPA"})],
+)
+def test_models(run: Any, model: str, backends: set[str]) -> None:
+    data = run("run", "--model", model, *SHORT, "--json").json
+    assert data["ok"]
+    assert {name for layer in data["layers"] for name in layer["selected"].values()} == backends
+
+
+@CPU_ONLY
+def test_layers_that_cannot_be_served_alone_say_so(run: Any) -> None:
+    result = run("run", "--model", "whisper-large-v3", *SHORT)
+    assert result.code == 0
+    assert "not run          cross-attention needs an encoder's tokens" in result.out
+    alone = run("run", "--model", "whisper-large-v3", "--layer", "cross_attention", *SHORT)
+    assert alone.code == 2
+    assert "this layer cannot be served alone: cross-attention needs an encoder's tokens" in alone.err
+
+
+@CPU_ONLY
+def test_an_error_above_its_bound_is_exit_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = serving.ErrorBound(1e-12, 1e-12, 1e-12, "made for this test")
+    monkeypatch.setattr(serving, "error_bound", lambda *_: bound)
+    result = run("run", *SMALL)
+    assert result.code == 1
+    assert "ABOVE" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--model", "llama-3-8b", "--layer", "nope"), 2, "unknown layer kind 'nope'"),
+        ((*SMALL, "--requests", "0"), 2, "num_requests = 0: accepted are integers from 1"),
+        ((*SMALL, "--max-num-batched-tokens", "2"), 2, "max_num_batched_tokens = 2: accepted are integers from 4"),
+        ((*SMALL, "--backend", "CUTLASS_MLA"), 1, "no backend for"),
+        (("--prompt-tokens", "5"), 2, "which layer?"),
+    ],
+)
+def test_wrong_input_is_told(run: Any, arguments: tuple[str, ...], code: int, said: str) -> None:
+    result = run("run", *arguments)
+    assert result.code == code
+    assert said in result.err
+    assert "Traceback" not in result.err
