@@ -106,6 +106,12 @@ class RuntimeMissingError(AttnSelectError, RuntimeError):
     code = "runtime-missing"
 
 
+class KernelMismatchError(AttnSelectError, ImportError):
+    """An installed kernel library whose version, build or signatures are not what its plugin calls."""
+
+    code = "kernel-mismatch"
+
+
 class NoBackendError(AttnSelectError):
     """No backend can run the layer, or the one that was asked for cannot.
 

@@ -92,6 +92,7 @@ def dispatch(group: Any, common: Any) -> float:
     return microseconds(lambda: layer(query, key, value, cache, metadata, output)) - microseconds(raw)
 
 
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", action="append", help="backend (repeatable) [default: the selected one]")

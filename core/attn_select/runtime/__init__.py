@@ -21,7 +21,8 @@ from attn_select.runtime.batch import BlockTable, prepare_batch
 from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolError
 from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.custom_op import forward_context
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.group import AttentionGroup
+from attn_select.runtime.group_parts import AttentionMetadata, Capacity
 from attn_select.runtime.kv_cache import key_value_views, num_blocks_for
 from attn_select.runtime.metadata import (
     BatchError,

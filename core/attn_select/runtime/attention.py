@@ -12,7 +12,8 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.group import AttentionGroup
+from attn_select.runtime.group_parts import AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.scales import Scales

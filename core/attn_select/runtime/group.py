@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,74 +13,12 @@ from torch import Tensor
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.errors import ConfigError
 from attn_select.runtime import kv_cache as caches
-from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.backend import AttentionBackend, BackendContext
 from attn_select.runtime.checks import check_common, checks_enabled
+from attn_select.runtime.group_parts import AttentionMetadata, Capacity, Part, Served
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, BackendSpec
-
-
-@dataclass(slots=True)
-class Capacity:
-    """The most that a batch may hold; persistent buffers and workspaces are sized by it.
-
-    Attributes:
-        max_num_seqs: requests.
-        max_num_batched_tokens: tokens of one step, all requests together.
-        max_model_len: tokens of one request.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_model_len: int = 131072
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from 1", fields=[name])
-
-
-@dataclass(slots=True)
-class Served:
-    """One backend as a group uses it: what was chosen, loaded, and the builder that all layers share."""
-
-    spec: BackendSpec
-    backend: type[AttentionBackend]
-    context: BackendContext
-    builder: AttentionMetadataBuilder[Any]
-
-
-@dataclass(slots=True)
-class Part:
-    """The requests of a batch that one backend computes.
-
-    Attributes:
-        phase: which of the group's backends.
-        start, end: the tokens, ``start .. end - 1``.
-        metadata: what its builder built.
-    """
-
-    phase: Phase
-    start: int
-    end: int
-    metadata: Any
-
-
-@dataclass(slots=True)
-class AttentionMetadata:
-    """One step's batch as the layers of a group want it.
-
-    Attributes:
-        common: the batch, tables in the allocator's blocks.
-        num_actual_tokens: tokens; what lies behind is padding.
-        slot_mapping: int64 slots of the step's keys and values; None without a cache.
-        parts: one, or decodes and prefills apart where different backends serve them.
-    """
-
-    common: CommonAttentionMetadata
-    num_actual_tokens: int
-    slot_mapping: Tensor | None
-    parts: tuple[Part, ...]
+from attn_select.spec import BackendPlan
 
 
 class AttentionGroup:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attn_select.config import Phase
 from attn_select.errors import ConfigError
-from attn_select.runtime.group import AttentionGroup, Capacity, Served
+from attn_select.runtime.group import AttentionGroup
+from attn_select.runtime.group_parts import Capacity, Served
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import (
     BatchError,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_select.environment import WRONG_VERSION, Environment
-from attn_select.errors import AttnSelectError
+from attn_select.errors import KernelMismatchError
 from attn_select_flash_attn.providers import VLLM, Kernel
 
 Arguments = dict[str, Any]
@@ -31,12 +31,6 @@ _SCHEDULE_ARGUMENTS = (
     "has_softcap",
     "num_splits",
 )
-
-
-class KernelMismatchError(AttnSelectError, ImportError):
-    """An installed FlashAttention whose version, build or signature is not what this plugin calls."""
-
-    code = "kernel-mismatch"
 
 
 @dataclass(frozen=True, slots=True)

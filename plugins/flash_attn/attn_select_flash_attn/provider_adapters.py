@@ -6,9 +6,10 @@ from functools import cache
 
 from torch import Tensor
 
+from attn_select.errors import KernelMismatchError
 from attn_select.runtime.metadata import prefix_sums
 from attn_select.spec import BackendPlan
-from attn_select_flash_attn.adapters import Adapter, Arguments, KernelMismatchError, Shape, Step
+from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
 from attn_select_flash_attn.providers import FLASH_ATTN_2, FLASH_ATTN_3, KERNELS, VLLM, Kernel
 
 _DESCALES = ("q_descale", "k_descale", "v_descale")

@@ -16,7 +16,7 @@ from attn_select_flash_attn.providers import KERNELS, Kernel
 
 pytest.importorskip("torch")
 
-from attn_select_flash_attn.adapters import KernelMismatchError
+from attn_select.errors import KernelMismatchError
 from attn_select_flash_attn.provider_adapters import adapter, kernel_of
 
 emulated: Any = sys.modules["flash_attn_emulated"]

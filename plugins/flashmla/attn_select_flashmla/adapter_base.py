@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attn_select.errors import AttnSelectError
+from attn_select.errors import KernelMismatchError
 from attn_select_flashmla.providers import Kernel
 
 Result = tuple[Tensor, Tensor]
@@ -35,12 +35,6 @@ DESCALES = ("descale_q", "descale_k")
 _SPARSE_FWD = ("q", "kv", "indices", "sm_scale", "d_v")
 TENSOR_METADATA = ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k")
 _SPARSE_METADATA = ("num_heads_q", "is_fp8_kvcache", "topk")
-
-
-class KernelMismatchError(AttnSelectError, ImportError):
-    """An installed FlashMLA that cannot be imported, or whose functions take other arguments than are passed here."""
-
-    code = "kernel-mismatch"
 
 
 @dataclass(slots=True, eq=False)

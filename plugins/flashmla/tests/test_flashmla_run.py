@@ -14,9 +14,10 @@ import flashmla_emulated
 import flashmla_layers as layers
 import torch
 
+from attn_select.errors import KernelMismatchError
 from attn_select.runtime import MLAAttentionGroup
 from attn_select.testing import error_bound, lse_error, relative_error
-from attn_select_flashmla.adapter_base import KernelMismatchError, TensorSchedule
+from attn_select_flashmla.adapter_base import TensorSchedule
 from attn_select_flashmla.providers import KERNELS
 from attn_select_flashmla.runtime import FlashMLAMetadata
 
