@@ -17,6 +17,11 @@ PYPROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 PLUGINS := $(patsubst %/pyproject.toml,./%,$(filter plugins/%,$(PYPROJECTS)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS))
 
+# Without a GPU the Triton kernels run in this release's interpreter, which must be on before anything imports triton. It
+# is not the release that torch asks for and never calls here, hence --no-deps.
+INTERPRET := $(if $(shell command -v nvidia-smi),,TRITON_INTERPRET=1)
+TRITON := triton==3.6.0
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -35,7 +40,7 @@ test: venv ## Lint, type-check and test (ARGS="-k name -x" goes to pytest)
 	$(TEST_ENV)/bin/ruff check
 	$(TEST_ENV)/bin/ruff format --check
 	$(TEST_ENV)/bin/mypy
-	$(TEST_ENV)/bin/python -m pytest $(ARGS)
+	$(INTERPRET) $(TEST_ENV)/bin/python -m pytest $(ARGS)
 
 venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all seven projects, editable
 
@@ -80,5 +85,6 @@ $(DEMO_ENV)/.installed: $(DEMO_ENV)/.torch $(PYPROJECTS)
 $(TEST_ENV)/.installed: $(TEST_ENV)/.torch $(PYPROJECTS)
 	@echo "Installing the development tools, attn-select and its plugins into $(TEST_ENV)"
 	@$(TEST_ENV)/bin/python -m pip install -q --group dev
+	@$(if $(INTERPRET),$(TEST_ENV)/bin/python -m pip install -q --no-deps $(TRITON))
 	@$(TEST_ENV)/bin/python -m pip install -q --no-build-isolation $(EDITABLE)
 	@touch $@

@@ -10,12 +10,13 @@ import re
 import tomllib
 from typing import Any, NamedTuple
 
-# Possessive throughout (`*+`): valid text needs no second try, and a second try over a long string would be slow.
+# Runs of characters are possessive (`++`), so that no second try goes through a long string. Groups are not: possessive
+# ones match wrongly before Python 3.11.4 (python/cpython#101955).
 # Up to two quotes may stand before the closing three of a multi-line string.
 _TOKEN = re.compile(
-    r'"""(?:[^"\\]|\\.|"{1,2}(?!"))*+"{3,5}'  # multi-line basic string
-    r"|'''(?:[^']|'{1,2}(?!'))*+'{3,5}"  # multi-line literal string
-    r'|"(?:[^"\\\n]|\\.)*+"'  # basic string
+    r'"""(?:[^"\\]++|\\.|"{1,2}(?!"))*"{3,5}'  # multi-line basic string
+    r"|'''(?:[^']++|'{1,2}(?!'))*'{3,5}"  # multi-line literal string
+    r'|"(?:[^"\\\n]++|\\.)*"'  # basic string
     r"|'[^'\n]*+'"  # literal string
     r"|#[^\n]*+"  # comment
     r"|[\[\]{}]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,19 @@ def _interpret() -> None:
     interpreter._patch_lang_tensor = patch
 
 
-if HAS_TRITON:
+# Where another test brought triton first, its own functions are compiled ones, which cannot be interpreted.
+TOO_LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+if HAS_TRITON and not TOO_LATE:
     _interpret()
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request: pytest.FixtureRequest) -> None:
+    """Skip tests of kernels where they can run in no way."""
+    import torch
+
+    if TOO_LATE and not torch.cuda.is_available() and hasattr(request.module, "torch"):
+        pytest.skip("triton was imported before its interpreter could be turned on: run pytest with TRITON_INTERPRET=1")
 
 
 @pytest.fixture
