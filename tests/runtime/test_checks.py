@@ -90,8 +90,10 @@ def test_padding_of_graphs_passes(make_group: Factory, make_batch: Factory) -> N
     )
     group = make_group(CONFIG)
     cache = group.allocate_kv_cache(3)
-    rows = torch.zeros(6, 4, 32)
-    Attention(group)(rows, rows[:, :2], rows[:, :2], cache, group.build(padded))
+    rows = torch.ones(6, 4, 32)
+    output = Attention(group)(rows, rows[:, :2], rows[:, :2], cache, group.build(padded))
+    assert output[:2].isfinite().all()
+    assert cache.flatten(1, 2).any(-1).any(-1).nonzero().tolist() == [[0, 19], [0, 34], [1, 19], [1, 34]]
 
 
 def changed(name: str, index: Any, value: int) -> Callable[[CommonAttentionMetadata], CommonAttentionMetadata]:
@@ -249,7 +251,8 @@ def test_what_no_request_reads_may_be_anything(make_group: Factory, make_batch: 
     for index in ((0, 2), (2, 1)):  # behind the last blocks of requests 0 and 2
         batch = changed("block_table_tensor", index, -5)(batch)
     rows = torch.ones(9, 4, 32)
-    Attention(group)(rows, rows[:, :2], rows[:, :2], group.allocate_kv_cache(6), group.build(batch))
+    output = Attention(group)(rows, rows[:, :2], rows[:, :2], group.allocate_kv_cache(6), group.build(batch))
+    assert output.isfinite().all()
 
 
 class Call:

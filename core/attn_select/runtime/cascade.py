@@ -20,11 +20,10 @@ from attn_select.runtime.metadata import CommonAttentionMetadata
 if TYPE_CHECKING:
     from attn_select.runtime.backend import BackendContext
 
-MIN_PREFIX = 256
-"""Tokens of prefix below which a second kernel and the merge cost more than they save."""
-MIN_REQUESTS = 8
-"""Requests below which the prefix is read too few times (both limits are vLLM's, v1/attention/backends/flash_attn.py
-0.33, use_cascade_attention)."""
+MIN_PREFIX, MIN_REQUESTS = 256, 8
+"""Tokens of prefix and requests below which cascade is not considered: vLLM's limits
+(v1/attention/backends/flash_attn.py 0.33, use_cascade_attention). With a fast kernel the second call and the merge cost
+more than is saved well above them, so a builder that was measured asks for more (``docs/gpu-results.md``)."""
 
 
 @dataclass(slots=True)

@@ -31,9 +31,10 @@ def test_neither_build_nor_forward_waits_for_the_gpu(fields: dict[str, Any], gra
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns that it does not see every synchronisation
             torch.cuda.set_sync_debug_mode("error")
-        layer(query, None, None, cache, group.build(common))
+        output = layer(query, None, None, cache, group.build(common))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert output.isfinite().all()
 
 
 @pytest.mark.gpu

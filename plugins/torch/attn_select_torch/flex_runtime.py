@@ -17,8 +17,6 @@ from attn_select.runtime.kv_cache import key_value_views
 from attn_select_torch.flex_attention import TILE, shared_need, shared_room
 from attn_select_torch.flex_build import BlockLists, FlexBuilder, FlexMetadata
 
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 class Kind(NamedTuple):
     """What is compiled apart; of all else only sizes differ."""

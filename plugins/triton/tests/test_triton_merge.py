@@ -55,8 +55,11 @@ def test_in_place_strided_and_without_lse(device: torch.device) -> None:
 
 
 def test_nothing_to_merge(device: torch.device) -> None:
-    none, lse = torch.empty(0, 2, 32, device=device), torch.empty(0, 2, device=device)
+    outputs, lses = torch.ones(4, 2, 32, device=device), torch.ones(4, 2, device=device)
+    none, lse = outputs[:0], lses[:0]
     merge.merge_attn_states(none, none, lse, none, lse, lse)
+    assert outputs.eq(1).all()
+    assert lses.eq(1).all()
 
 
 @pytest.mark.parametrize("splits", [2, merge.MERGE_CHUNK, merge.MERGE_CHUNK + 3])
