@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError, shorten
+from attn_select.errors import shorten
 from attn_select.layouts import MLA
 from attn_select.spec import (
     BackendOptions,
@@ -23,11 +23,17 @@ from attn_select.spec import (
 )
 from attn_select_cutlass_mla.providers import LIBRARIES, PROVIDERS, Provider, ProviderName, choose
 
+if TYPE_CHECKING:
+    from attn_select_cutlass_mla.runtime import CutlassMLABackend
+
 MIB = 1 << 20
 HEADS = 128
+"""Query heads that the kernel computes, whatever is asked for."""
 MAX_SPLITS = 16
 """The kernel's own choice stops there, to avoid hangs (vLLM 0.33.0 v1/attention/backends/mla/cutlass_mla.py)."""
 SPLITS_VARIABLE = "FORCE_NUM_KV_SPLITS"
+PATHS = {-1: "CUTLASS MLA", **{n: f"CUTLASS MLA, {n} KV split{'s' * (n > 1)}" for n in range(1, MAX_SPLITS + 1)}}
+"""By number of KV splits, -1 being the kernel's own choice: what a plan is called, and so what the runtime passes."""
 
 _VLLM = "vllm-project/vllm v1/attention/backends/mla/cutlass_mla.py 0.33.0"
 _VLLM_CSRC = "vllm-project/vllm csrc/attention/mla/sm100_cutlass_mla_kernel.cu 0f5257e"
@@ -71,7 +77,8 @@ class CutlassMLAOptions(BackendOptions):
 
     num_kv_splits: Annotated[int, Field(ge=-1, le=MAX_SPLITS, strict=True), AfterValidator(_not_zero)] = Field(
         -1,
-        description=f"parts into which a request's KV is split; -1: the kernel chooses; {SPLITS_VARIABLE} overrides it",
+        description=f"parts into which a request's KV is split; -1: the kernel chooses (sgl-kernel: 1); "
+        f"{SPLITS_VARIABLE} overrides it",
     )
     provider: ProviderName = Field(
         "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
@@ -86,7 +93,7 @@ _LABELS = {provider.library.distribution: provider.label for provider in PROVIDE
 _PINNED = "its only kernel, from the provider that the options name"
 _BECAUSE = {name: f"its only kernel, from {name}: the first usable provider that runs the layer" for name in _LABELS}
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
-_UNIT_SCALES = "with an FP8 cache the query and KV scales must be 1"
+_SCALES = "FP8 scales become part of the softmax scale, and that of the latent multiplies the output"
 _GROWS = "the workspace grows to the kernel's own size before CUDA graphs are captured"
 
 
@@ -117,7 +124,7 @@ def plan(
     if type(chosen) is list:
         return reasons + chosen
     assert isinstance(chosen, Provider)
-    return reasons or _plan(config, chosen, options, set_by)
+    return reasons or _plan(config, chosen, options, splits, set_by)
 
 
 def _objections(config: AttentionConfig) -> list[Reason]:
@@ -140,11 +147,13 @@ def _parse_splits(text: str) -> int | None:
     return value if value == -1 or 1 <= value <= MAX_SPLITS else None
 
 
-def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOptions, set_by: str | None) -> BackendPlan:
+def _plan(
+    config: AttentionConfig, provider: Provider, options: CutlassMLAOptions, splits: int, set_by: str | None
+) -> BackendPlan:
     name, fp8 = provider.library.distribution, config.kv_cache_dtype == "fp8_e4m3"
     notes: tuple[str, ...] = (_GROWS, *provider.notes)
     if fp8:
-        notes = (*notes, _UNIT_SCALES)
+        notes = (*notes, _SCALES)
         if config.dtype == "float16":
             notes = (*notes, _CONVERTED)
     if config.num_heads != HEADS:
@@ -152,7 +161,7 @@ def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOption
     if set_by is not None:
         notes = (*notes, f"KV splits fixed by {set_by}")
     return BackendPlan(
-        path="CUTLASS MLA",
+        path=PATHS[provider.default_splits.value if splits == -1 else splits],
         because=_BECAUSE[name] if options.provider == "auto" else _PINNED,
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=provider.returns_lse.value,
@@ -166,12 +175,15 @@ def _plan(config: AttentionConfig, provider: Provider, options: CutlassMLAOption
     )
 
 
-def load() -> NoReturn:
-    """Raise: the runtime comes in a later release."""
-    raise RuntimeMissingError(
-        "CUTLASS_MLA cannot run yet: attn-select-cutlass-mla 0.1 registers its facts only",
-        hint="selection and `attn-select explain` work; its runtime comes in a later release",
-    )
+def load() -> type[CutlassMLABackend]:
+    """Import torch and return the runtime backend; the kernel is imported when a group is made.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    from attn_select_cutlass_mla.runtime import CutlassMLABackend
+
+    return CutlassMLABackend
 
 
 def compile_key(config: AttentionConfig) -> object:

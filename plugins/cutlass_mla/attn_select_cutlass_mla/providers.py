@@ -40,6 +40,7 @@ class Provider:
         fp8: whether it reads an FP8 cache (with an FP8 query, writing bfloat16).
         returns_lse: whether it returns the log-sum-exp.
         splits: whether the caller may set the number of KV splits.
+        default_splits: what is passed where nobody sets it; -1: the kernel chooses.
         notes: what its caller must know, one clause each.
     """
 
@@ -50,6 +51,7 @@ class Provider:
     fp8: Fact[bool]
     returns_lse: Fact[bool]
     splits: Fact[bool]
+    default_splits: Fact[int]
     notes: tuple[str, ...]
 
     @property
@@ -93,6 +95,7 @@ PROVIDERS = (
         fp8=Fact(True, f"{_VLLM_CSRC} (Float8_e4m3fn in, bfloat16 out)"),
         returns_lse=Fact(True, _VLLM_CSRC),
         splits=Fact(True, _VLLM_CSRC),
+        default_splits=Fact(-1, "vllm-project/vllm v1/attention/backends/mla/cutlass_mla.py 0.33.0"),
         notes=(),
     ),
     Provider(
@@ -103,7 +106,9 @@ PROVIDERS = (
         fp8=Fact(False, _SGL),
         returns_lse=Fact(False, _SGL),
         splits=Fact(True, _SGL),
-        notes=(),
+        # Its kernel is from before vllm-project/vllm #26026, which ended hangs of split batches.
+        default_splits=Fact(1, f"{_SGL} (its own default)"),
+        notes=("sgl-kernel's function returns a tensor of its own, which is copied",),
     ),
     Provider(
         library=FLASHINFER,
@@ -115,6 +120,7 @@ PROVIDERS = (
         fp8=Fact(False, "flashinfer-ai/flashinfer csrc/cutlass_mla.cu v0.6.14"),
         returns_lse=Fact(False, f"{_FLASHINFER} (its pointer is null)"),
         splits=Fact(False, f"{_FLASHINFER} (split_kv = -1)"),
+        default_splits=Fact(-1, f"{_FLASHINFER} (split_kv = -1)"),
         notes=(
             "FlashInfer's function scales by 1 / sqrt(192): the query is scaled for other softmax scales",
             "FlashInfer compiles its kernel at first use",

@@ -13,7 +13,6 @@ from attn_select import gate
 from attn_select.config import AttentionConfig
 from attn_select.device import CPU, Device, lookup
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.layouts import MLA
 from attn_select.spec import BackendPlan, Fact, Reason
 from attn_select.spec_check import problems_of
@@ -92,9 +91,9 @@ def test_providers_are_the_alternatives_in_order() -> None:
     assert all(provider.module.split(".")[0] == provider.library.module for provider in PROVIDERS)
 
 
-def test_load_says_that_the_runtime_is_missing() -> None:
-    with pytest.raises(RuntimeMissingError, match=r"^CUTLASS_MLA cannot run yet: .*registers its facts only"):
-        CUTLASS_MLA.load()
+def test_load_returns_the_runtime_without_a_kernel_library() -> None:
+    pytest.importorskip("torch")
+    assert CUTLASS_MLA.load().get_name() == "CUTLASS_MLA"
 
 
 # --- Plans ----------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ def test_caches() -> None:
     assert plan_of(dtype="float16").query_dtype == "float16"
     plan = plan_of(kv_cache_dtype="fp8")
     assert plan.query_dtype == "fp8_e4m3"
-    assert any("scales must be 1" in note for note in plan.notes)
+    assert any("part of the softmax scale" in note for note in plan.notes)
     assert any("converted to float16" in note for note in plan_of(kv_cache_dtype="fp8", dtype="float16").notes)
     assert plan_of(kv_cache_dtype="fp8", per_head_quant_scales=True)
     for cache in ("fp8_e5m2", "nvfp4", "float16"):
@@ -253,12 +252,20 @@ def test_pinned_provider(installed: Installed) -> None:
 
 
 def test_kv_splits() -> None:
-    assert not any("splits" in note for note in plan_of().notes)
-    assert "KV splits fixed by num_kv_splits = 4" in plan_of(options={"num_kv_splits": 4}).notes
-    both = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "2"})
-    assert "KV splits fixed by FORCE_NUM_KV_SPLITS=2" in both.notes
-    none = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "-1"})
-    assert not any("splits" in note for note in none.notes)
+    assert (plan_of().path, any("splits" in note for note in plan_of().notes)) == ("CUTLASS MLA", False)
+    plan = plan_of(options={"num_kv_splits": 4})
+    assert (plan.path, plan.notes[-1]) == ("CUTLASS MLA, 4 KV splits", "KV splits fixed by num_kv_splits = 4")
+    plan = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "2"})
+    assert (plan.path, plan.notes[-1]) == ("CUTLASS MLA, 2 KV splits", "KV splits fixed by FORCE_NUM_KV_SPLITS=2")
+    plan = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "-1"})
+    assert (plan.path, any("splits" in note for note in plan.notes)) == ("CUTLASS MLA", False)
+
+
+def test_sgl_kernel_splits_only_where_asked() -> None:
+    """Its kernel may hang when it splits a batch."""
+    assert plan_of(options={"provider": "sgl-kernel"}).path == "CUTLASS MLA, 1 KV split"
+    plan = plan_of(options={"provider": "sgl-kernel", "num_kv_splits": 8})
+    assert plan.path == "CUTLASS MLA, 8 KV splits"
 
 
 @pytest.mark.parametrize("text", ["", "0", "17", "-2", "two", "1.5", "9" * 5000])

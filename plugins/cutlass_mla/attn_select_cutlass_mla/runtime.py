@@ -1,0 +1,193 @@
+"""``CUTLASS_MLA`` at run time: one query token per request, on the latent cache.
+
+The kernel computes 128 heads, so fewer are padded; what the other heads' rows hold is nobody's. It leaves the rows of a
+request without keys alone, so these are set to 0 afterwards. It knows no FP8 scales: those of query and latent are part
+of the softmax scale, and that of the latent multiplies the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime import ops
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+from attn_select_cutlass_mla.adapters import RANK, adapter_for
+from attn_select_cutlass_mla.cutlass_mla import HEADS, PATHS
+from attn_select_cutlass_mla.workspace import Workspace
+
+SPLITS = {path: splits for splits, path in PATHS.items()}
+
+
+@dataclass(slots=True)
+class CutlassMLAMetadata:
+    """One batch of B decodes.
+
+    Attributes:
+        num_reqs: B; requests without a query are left out.
+        page_table: int32 ``(B, W)``, contiguous.
+        seq_lens: int32 ``(B,)`` on the device.
+        workspace: uint8, large enough for this batch.
+        empty: bool ``(B,)`` on the device, which requests have no keys; None: all have some.
+    """
+
+    num_reqs: int
+    page_table: Tensor
+    seq_lens: Tensor
+    workspace: Tensor
+    empty: Tensor | None
+
+
+class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
+    """Reserves the workspace for the largest batch; building launches a kernel or two only where graphs need it.
+
+    Raises:
+        ImportError, KernelMismatchError: the plan's provider cannot be called.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        plan = context.plans["decode"]
+        adapter, splits = adapter_for(plan.provider), SPLITS[plan.path]
+        self._workspace = Workspace(adapter, splits, context, plan.workspace_bytes)
+        self._empty: Tensor | None = None
+        if context.cuda_graphs:
+            self._empty = torch.zeros(context.max_num_seqs, dtype=torch.bool, device=context.device)
+        self._tables: dict[int, Tensor] = {}
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CutlassMLAMetadata:
+        """As ``AttentionMetadataBuilder.build``."""
+        common = common_attn_metadata
+        table, seq_lens, seq_lens_cpu = common.block_table_tensor, common.seq_lens, common.seq_lens_cpu
+        assert table is not None
+        requests = common.num_reqs
+        if common.num_actual_tokens != requests:
+            chosen_cpu = common.query_lens_cpu.nonzero().flatten()
+            chosen, seq_lens_cpu = to_device(chosen_cpu, seq_lens.device), seq_lens_cpu[chosen_cpu]
+            table, seq_lens, requests = table.index_select(0, chosen), seq_lens.index_select(0, chosen), len(chosen_cpu)
+        empty = None
+        if self._empty is not None:
+            empty = torch.eq(seq_lens, 0, out=self._empty[:requests])
+        elif requests and int(seq_lens_cpu.min()) == 0:
+            empty = seq_lens == 0
+        return CutlassMLAMetadata(
+            num_reqs=requests,
+            page_table=table if table.is_contiguous() else self._packed(table),
+            seq_lens=seq_lens,
+            workspace=self._workspace.for_batch(requests, table.shape[1]),
+            empty=empty,
+        )
+
+    def _packed(self, table: Tensor) -> Tensor:
+        """Return a table with its rows one behind the other; where steps are captured always at the same place."""
+        requests, width = table.shape
+        if not self.context.cuda_graphs:
+            return table.contiguous()
+        if width not in self._tables:
+            self._tables[width] = table.new_zeros(self.context.max_num_seqs, width)
+        return self._tables[width][:requests].copy_(table)
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: there is no such path."""
+        return False
+
+
+class CutlassMLAImpl(MLAAttentionImpl):
+    """Runs one layer."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        plan = context.plans["decode"]
+        self._adapter, self._splits = adapter_for(plan.provider), SPLITS[plan.path]
+        self._fp8 = context.config.cache_dtype == "fp8_e4m3"
+        self._written = torch.bfloat16 if self._fp8 else PLAIN_DTYPES[context.config.dtype]
+        self._factor = self._adapter.query_factor(scale)
+        self._no_lse = torch.empty(0, device=context.device)
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CutlassMLAMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (pages, 128, 576)`` is bfloat16, float16 or e4m3.
+
+        Raises:
+            BatchError: the cache is not contiguous.
+        """
+        metadata, heads, scale = attn_metadata, query.shape[1], self.scale
+        if not metadata.num_reqs:
+            return output
+        if not kv_cache.is_contiguous():
+            raise BatchError(f"kv_cache has strides {kv_cache.stride()}: accepted is a contiguous one")
+        if self._fp8:
+            query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
+            scale *= layer.scales.q_float * layer.scales.k_float
+        query = self._padded(query, heads)
+        direct = heads == HEADS and output.dtype is self._written and output.is_contiguous()
+        out = output if direct else query.new_empty((metadata.num_reqs, HEADS, RANK), dtype=self._written)
+        lse = self._no_lse
+        if output_lse is not None:
+            lse = output_lse.new_empty(metadata.num_reqs, HEADS)
+        where = (metadata.seq_lens, metadata.page_table, metadata.workspace)
+        found = self._adapter.decode(query, kv_cache, *where, scale, self._splits, out, lse)
+        if found is not output:
+            output.copy_(found[:, :heads])
+        if self._fp8 and layer.scales.k_float != 1.0:
+            output.mul_(layer.scales.k_float)
+        if output_lse is not None:
+            output_lse.copy_(lse[:, :heads])
+        if metadata.empty is not None:
+            output.masked_fill_(metadata.empty[:, None, None], 0.0)
+            if output_lse is not None:
+                output_lse.masked_fill_(metadata.empty[:, None], -torch.inf)
+        return output
+
+    def _padded(self, query: Tensor, heads: int) -> Tensor:
+        """Return the query of 128 heads, contiguous, in units of the kernel's own softmax scale."""
+        if heads == HEADS:
+            return query.contiguous() if self._factor == 1.0 else query * self._factor
+        padded = query.new_empty(query.shape[0], HEADS, query.shape[2])
+        if self._factor == 1.0:
+            padded[:, :heads] = query
+        else:
+            torch.mul(query, self._factor, out=padded[:, :heads])
+        return padded
+
+
+class CutlassMLABackend(AttentionBackend):
+    """``CUTLASS_MLA``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``CUTLASS_MLA``."""
+        return "CUTLASS_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[CutlassMLAImpl]:
+        """Return ``CutlassMLAImpl``."""
+        return CutlassMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CutlassMLAMetadataBuilder]:
+        """Return ``CutlassMLAMetadataBuilder``."""
+        return CutlassMLAMetadataBuilder

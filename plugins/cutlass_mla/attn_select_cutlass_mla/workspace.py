@@ -1,0 +1,61 @@
+"""The kernel's scratch: partial results of split requests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import BackendContext
+from attn_select.runtime.metadata import BatchError
+from attn_select_cutlass_mla.adapters import PAGE, Adapter
+
+B200_SMS = 148
+"""What a CPU emulates."""
+
+
+class Workspace:
+    """Scratch that all layers of a kind share, reserved for the largest batch.
+
+    How many parts a request is split into may grow as batches shrink, so every batch size is asked about. A table wider
+    than ``max_model_len`` needs may ask for more: then it grows, unless captured graphs hold its address.
+
+    Args:
+        adapter: says how many bytes a batch needs.
+        splits: KV splits, -1 for the kernel's choice.
+        context: bounds of a batch.
+        least: bytes to reserve at least.
+    """
+
+    def __init__(self, adapter: Adapter, splits: int, context: BackendContext, least: int) -> None:
+        device = context.device
+        self._adapter, self._splits, self._fixed = adapter, splits, context.cuda_graphs
+        on_gpu = device.type == "cuda"
+        self._sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else B200_SMS
+        self._asked: dict[tuple[int, int], int] = {}
+        width = -(-context.max_model_len // PAGE)
+        most = max(self._bytes(requests, width) for requests in range(1, context.max_num_seqs + 1))
+        self._buffer = torch.empty(max(least, most), dtype=torch.uint8, device=device)
+
+    def for_batch(self, requests: int, width: int) -> Tensor:
+        """Return uint8 memory for B requests whose tables have ``width`` pages.
+
+        Raises:
+            BatchError: it would have to grow, but steps are captured.
+        """
+        reserved = self._buffer.shape[0]
+        if requests and (needed := self._bytes(requests, width)) > reserved:
+            if self._fixed:
+                raise BatchError(
+                    f"a batch of {requests} requests with block_table_tensor of {width} blocks needs a workspace of "
+                    f"{needed} bytes: {reserved} are reserved, and CUDA graphs hold their address",
+                    hint=f"backends.CUTLASS_MLA.workspace_bytes = {needed}, or narrower tables",
+                )
+            self._buffer = torch.empty(needed, dtype=torch.uint8, device=self._buffer.device)
+        return self._buffer
+
+    def _bytes(self, requests: int, width: int) -> int:
+        found = self._asked.get((requests, width))
+        if found is None:
+            found = self._adapter.workspace_bytes(PAGE * width, requests, self._sms, self._splits)
+            self._asked[requests, width] = found
+        return found

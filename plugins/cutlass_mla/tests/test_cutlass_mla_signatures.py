@@ -1,0 +1,168 @@
+"""The emulated functions have the signatures of what is installed, so that a release that changes one is seen.
+
+Read from the sources: importing vLLM or sgl-kernel needs a CUDA device's libraries.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select.environment import Environment
+from attn_select_cutlass_mla.providers import BY_NAME, PROVIDERS, Provider
+
+pytest.importorskip("torch")
+
+import cutlass_mla_emulated as emulated
+
+from attn_select.errors import KernelMismatchError
+from attn_select_cutlass_mla import adapters
+from attn_select_cutlass_mla.adapters import adapter_for
+
+Emulate = Callable[[str], list[dict[str, Any]]]
+FILES = {"vllm": "_custom_ops.py", "sgl-kernel": "attention.py", "flashinfer-python": "mla/_core.py"}
+
+
+def source_of(provider: Provider) -> ast.Module:
+    """Return the source that defines a provider's functions; skip where it is not installed."""
+    library = provider.library
+    if not Environment().has(library):
+        pytest.skip(f"{library.distribution} is not installed")
+    spec = importlib.util.find_spec(library.module)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse((Path(spec.origin).parent / FILES[library.distribution]).read_text(encoding="utf-8"))
+
+
+def signature_of(tree: ast.Module, function: str) -> list[tuple[str, str | None]]:
+    """Return each parameter's name and default."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            names = [argument.arg for argument in node.args.args]
+            defaults = [None] * (len(names) - len(node.args.defaults)) + [ast.unparse(d) for d in node.args.defaults]
+            return [*zip(names, defaults, strict=True)]
+    pytest.fail(f"{function} does not exist")
+
+
+@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda provider: provider.library.distribution)
+def test_emulated_signatures_are_the_installed_ones(provider: Provider) -> None:
+    tree = source_of(provider)
+    module, functions = emulated.MODULES[provider.library.distribution]
+    assert module == provider.module
+    for name, function in functions.items():
+        parameters = inspect.signature(function).parameters.values()
+        wanted = [(p.name, None if p.default is p.empty else repr(p.default)) for p in parameters]
+        assert signature_of(tree, name) == wanted, name
+
+
+def test_flashinfers_module_function_is_called_as_its_wrapper_calls_it() -> None:
+    """The function is compiled, and has no signature to ask for."""
+    tree = source_of(BY_NAME["flashinfer-python"])
+    name = "cutlass_mla_paged_attention"
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(f".{name}")]
+    passed = [[ast.unparse(argument).split(".")[-1].lstrip("_") for argument in call.args] for call in calls]
+    own = [*inspect.signature(emulated.cutlass_mla_paged_attention).parameters]
+    renamed = {"float_workspace_buffer": "workspace", "output_scale": "o_scale"}
+    assert [[renamed.get(argument, argument) for argument in arguments] for arguments in passed] == [own]
+
+
+@pytest.mark.slow
+def test_flashinfers_module_compiles_for_sm100(tmp_path: Path) -> None:
+    """Without such a GPU: its name and its function exist, and nvcc takes its sources for 10.0a."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed")
+    source_of(BY_NAME["flashinfer-python"])
+    script = (
+        "from flashinfer.jit.mla import gen_mla_module\n"
+        "spec = gen_mla_module()\n"
+        "spec.build(verbose=False)\n"
+        "print(spec.jit_library_path)"
+    )
+    environment = {**os.environ, "FLASHINFER_CUDA_ARCH_LIST": "10.0a", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    library = Path(done.stdout.split()[-1])
+    assert b"cutlass_mla_paged_attention" in library.read_bytes()
+
+
+# --- What adapters refuse ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda provider: provider.library.distribution)
+def test_adapters_take_the_emulated_functions(provider: Provider, emulate: Emulate) -> None:
+    emulate(provider.library.distribution)
+    adapter = adapter_for(provider.label)
+    assert adapter.provider is provider
+    assert adapter_for(provider.label) is adapter  # one per provider
+
+
+def change(monkeypatch: pytest.MonkeyPatch, distribution: str, **functions: Any) -> None:
+    """Replace functions of an emulated module; None removes one."""
+    module, own = emulated.MODULES[distribution]
+    made = {name: function for name, function in {**own, **functions}.items() if function is not None}
+    monkeypatch.setitem(emulated.MODULES, distribution, (module, made))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "name"),
+    [
+        ("vllm", "sm100_cutlass_mla_decode"),
+        ("vllm", "sm100_cutlass_mla_get_workspace_size"),
+        ("sgl-kernel", "cutlass_mla_decode"),
+        ("sgl-kernel", "cutlass_mla_get_workspace_size"),
+        ("flashinfer-python", "get_mla_module"),
+    ],
+)
+def test_missing_and_changed_functions_are_named(
+    monkeypatch: pytest.MonkeyPatch, emulate: Emulate, distribution: str, name: str
+) -> None:
+    label = BY_NAME[distribution].label
+
+    def changed(query: Any, more: Any) -> None: ...
+
+    change(monkeypatch, distribution, **{name: changed})
+    emulate(distribution)
+    with pytest.raises(KernelMismatchError, match=rf"{name} takes \(query, more\): accepted is \(.*\)") as caught:
+        adapter_for(label)
+    assert f"the functions of {distribution}>=" in (caught.value.hint or "")
+    change(monkeypatch, distribution, **{name: None})
+    emulate(distribution)
+    with pytest.raises(KernelMismatchError, match=rf"{name} does not exist"):
+        adapter_for(label)
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such operator"), RuntimeError("CUDA version must be >= 12.4")])
+def test_a_build_without_the_kernel_is_named(
+    monkeypatch: pytest.MonkeyPatch, emulate: Emulate, error: Exception
+) -> None:
+    def absent(max_seq_len: Any, num_batches: Any, sm_count: Any, num_kv_splits: Any) -> Any:
+        raise error
+
+    change(monkeypatch, "vllm", sm100_cutlass_mla_get_workspace_size=absent)
+    emulate("vllm")
+    with pytest.raises(KernelMismatchError, match=rf"is built without this kernel \(\w+: {error}\)"):
+        adapter_for(BY_NAME["vllm"].label)
+
+
+def test_a_module_without_the_function_is_named(monkeypatch: pytest.MonkeyPatch, emulate: Emulate) -> None:
+    change(monkeypatch, "flashinfer-python", get_mla_module=lambda: object())
+    emulate("flashinfer-python")
+    with pytest.raises(KernelMismatchError, match="its module has no cutlass_mla_paged_attention"):
+        adapter_for(BY_NAME["flashinfer-python"].label)
+
+
+def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch, emulate: Emulate) -> None:
+    monkeypatch.setattr(adapters, "Environment", lambda: Environment(assume_installed=True, pins={"vllm": "0.10.1"}))
+    emulate("vllm")
+    with pytest.raises(KernelMismatchError, match=r"vllm 0\.10\.1 is installed, >=0\.11 is needed"):
+        adapter_for(BY_NAME["vllm"].label)
