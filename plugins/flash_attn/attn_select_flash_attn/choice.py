@@ -157,10 +157,11 @@ def _merge(judged: Judged, describe: Callable[[str], Subject]) -> list[Reason]:
 
 
 def _labels(kernels: Sequence[Kernel], judged: Judged) -> str:
-    """Return ``FA3`` where these are all of that version, else ``FA3 of vllm and sglang-kernel``."""
+    """Return ``FA3`` where these are all of that version, else ``FA3 of vllm, sglang-kernel and sgl-kernel``."""
     texts = []
     for version in sorted({kernel.version for kernel in kernels}, reverse=True):
         names = [kernel.library.distribution for kernel in kernels if kernel.version == version]
         every = sum(kernel.version == version for kernel, _ in judged)
-        texts.append(f"FA{version}" if len(names) == every > 1 else f"FA{version} of {' and '.join(names)}")
-    return ", ".join(texts)
+        listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        texts.append(f"FA{version}" if len(names) == every > 1 else f"FA{version} of {listed}")
+    return " and ".join(texts)

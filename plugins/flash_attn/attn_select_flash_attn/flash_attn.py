@@ -76,6 +76,12 @@ class FlashAttnOptions(BackendOptions):
     provider: ProviderName = Field(
         "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
     )
+    hybrid: bool = Field(
+        False,
+        strict=True,
+        description="the cache's memory also serves other state (Mamba layers), so behind a sequence's end may be "
+        "NaN: only kernel blocks of 64, 32 and 16 tokens, of which kernels read what was written",
+    )
 
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
@@ -84,11 +90,19 @@ LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 
 _ANY_PAGE = (16, 1)
 _PAGES = {1: _ANY_PAGE, 16: (16,), 256: (256,)}
+_HYBRID_PAGES = (64, 32, 16)
+"""Tokens per block smaller than a tile of the kernels' keys. FA3 loads blocks that are multiples of its tile whole, and
+a NaN comes through a weight of 0 (Dao-AILab/flash-attention #1974 and hopper/flash_api.cpp 0251105, get_pagedkv_tma;
+vllm-project/vllm #27753, which #36701 took back since blocks are zeroed there)."""
 
 _UNQUANTISED = "--kv-cache-dtype auto"
 _WITH_ALIBI = "ALiBi slopes need FA2"
 _NARROW_V = "V rows take head_size elements in the cache, the first v_head_size of them used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
+_FA2_CROSS = "none in cross-attention"
+"""With more queries than keys, whose windows may hold no key: FA2 drops a right bound from ``max_seqlen_k`` on, and
+where a whole tile sees no key it writes the LSE to another place (csrc/flash_attn/flash_api.cpp 0251105,
+mha_varlen_fwd, and src/flash_fwd_kernel.h, compute_attn_1rowblock_splitkv)."""
 _BF16_SINKS = "sinks are passed in bfloat16"
 _SPLIT_BYTES = (
     "inside CUDA graphs FA3's split-KV partial sums take num_splits x query heads x (V head size + 1) x 4 bytes "
@@ -96,15 +110,23 @@ _SPLIT_BYTES = (
 )
 
 
-def objections(kernel: Kernel, config: AttentionConfig, capability: tuple[int, int] | None) -> list[Objection]:
+def objections(
+    kernel: Kernel, config: AttentionConfig, capability: tuple[int, int] | None, hybrid: bool = False
+) -> list[Objection]:
     """Return what speaks against one build for a layer on a device of that compute capability; empty: it runs."""
     found: list[Objection] = []
     fa3_on_hopper = kernel.version == 3 and capability == HOPPER
     if config.alibi and kernel.version == 3:
         found.append(("alibi", "none"))
-    size = config.block_size
-    if size is not None and size % kernel.page_multiple.value and config.has_cache:
-        found.append(("block-size", kernel.page_multiple.value))
+    if kernel.version == 2 and config.attn_type == "encoder_decoder" and config.sliding_window is not None:
+        found.append(("sliding-window", _FA2_CROSS))
+    size, page = config.block_size, kernel.page_multiple.value
+    if hybrid and config.has_cache:
+        page = max(page, _HYBRID_PAGES[-1])
+        if page > _HYBRID_PAGES[0]:
+            found.append(("hybrid", f"blocks of {page} tokens"))
+    if size is not None and size % page and config.has_cache:
+        found.append(("block-size", page))
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     if fp8 and not fa3_on_hopper:
         found.append(("kv-cache-dtype", "16-bit KV only, FP8 needs FA3 on compute capability 9.0"))
@@ -129,6 +151,10 @@ def _describe(code: str, config: AttentionConfig) -> Subject:
         return Subject(f"block size {config.block_size}", config.block_size)
     if code == "kv-cache-dtype":
         return Subject(f"KV-cache dtype {config.kv_cache_dtype}", config.kv_cache_dtype, _UNQUANTISED)
+    if code == "sliding-window":
+        return Subject(f"sliding window {config.sliding_window}", config.sliding_window)
+    if code == "hybrid":
+        return Subject("cache memory shared with other state", True, "backends.FLASH_ATTN.hybrid = false")
     if code == "head-size":
         return Subject(f"head size {config.head_size}", config.head_size, _UNQUANTISED)
     if code == "sinks":
@@ -179,22 +205,22 @@ def plan(
     judged = []
     for candidate in left:
         if environment.has(candidate.library):
-            found = objections(candidate.kernel, config, capability)
+            found = objections(candidate.kernel, config, capability, options.hybrid)
             if not found:
-                return _plan(candidate, config, pin)
+                return _plan(candidate, config, options.hybrid, pin)
             judged.append((candidate.kernel, found))
     return refuse(
         judged,
         candidates,
         environment,
-        lambda kernel: objections(kernel, config, capability),
+        lambda kernel: objections(kernel, config, capability, options.hybrid),
         lambda code: _describe(code, config),
         device.capability_text,
         pin,
     )
 
 
-def _plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> BackendPlan:
+def _plan(candidate: Candidate, config: AttentionConfig, hybrid: bool, pin: Pin | None) -> BackendPlan:
     kernel = candidate.kernel
     fa3 = kernel.version == 3
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
@@ -205,6 +231,11 @@ def _plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> Bac
     elif config.alibi:
         because = _WITH_ALIBI
     notes = candidate.notes
+    pages = _PAGES[kernel.page_multiple.value]
+    if hybrid:
+        # With a window and such heads FA3's tile is 64 keys (hopper/tile_size.h 0251105).
+        small_tile = config.head_size > 192 and config.sliding_window is not None
+        pages = _HYBRID_PAGES[1:] if small_tile else _HYBRID_PAGES
     if config.v_head_size is not None and config.v_head_size < config.head_size and cached:
         notes = (*notes, _NARROW_V)
     if fp8 and config.dtype == "float16":
@@ -219,7 +250,7 @@ def _plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> Bac
         "fp8_e4m3" if fp8 else config.dtype,
         True,
         LAYOUTS if cached else (),
-        _PAGES[kernel.page_multiple.value] if cached else (),
+        pages if cached else (),
         # FA2 packs query groups when the longest query is one token: a graph captured so does not replay mixed batches.
         "ALWAYS" if fa3 else "UNIFORM_BATCH",
         0,

@@ -94,7 +94,9 @@ class FlashAttnMLAOptions(BackendOptions):
 
 _FA3_ON_HOPPER = tuple(candidate for candidate in candidates_for(HOPPER) if candidate.kernel.version == 3)
 _LAYOUTS = (MLA,)
-_PAGES = (64, 1)  # 64 is what was measured with q_v; any size runs
+_PAGES = (64, 32, 16, 1)
+"""Any size runs. Pages of 64 are the tile that FA3 loads whole for a latent of 512, others are gathered row by row
+(hopper/flash_api.cpp 0251105, get_pagedkv_tma)."""
 _SPLIT_BYTES = (
     "inside CUDA graphs FA3's split-KV partial sums take num_splits x query heads x (kv_lora_rank + 1) x 4 bytes "
     "per token (vLLM 0.33 caps num_splits at 32)"

@@ -190,7 +190,9 @@ def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
 
 def _candidate(kernel: Kernel, capability: tuple[int, int] | None) -> Candidate:
     path, text = f"FA{kernel.version}", "cpu" if capability is None else "{}.{}".format(*capability)
-    because = f"compute capability {text}"
+    because = (
+        "Hopper's own kernel" if kernel.version == 3 else f"FA3 is Hopper's kernel, this is compute capability {text}"
+    )
     if kernel.version == 2 and capability == HOPPER:
         because = "no installed package has FA3"
     elif kernel.version == 3 and capability != HOPPER:

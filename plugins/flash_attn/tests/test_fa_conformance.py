@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -130,6 +130,18 @@ class Real(Suite):
 class TestFlashAttn(Real):
     spec = FLASH_ATTN
     max_compile_keys = 1  # FA2 on Hopper compiles for a minute per kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestFlashAttnHybrid(Real):
+    """What option ``hybrid`` is for: NaN behind a sequence's end stays there."""
+
+    spec = FLASH_ATTN
+    options: ClassVar[Mapping[str, Any]] = {"hybrid": True}
+    nan_tail_safe = True
+    num_configs = 60
+    max_compile_keys = 1
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from attn_select.runtime import Attention, Scales
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing.oracle import attention_reference
+from attn_select_flash_attn.flash_attn import FLASH_ATTN
 
 layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]
@@ -239,3 +240,21 @@ def test_encoders_attend_to_their_own_tokens(provider: str, gpu: str, emulate: E
         tensors = query[rows], key[rows], value[rows]
         wanted, _ = attention_reference(*tensors, scale=layer.scale, causal=False, sliding_window=6)
         torch.testing.assert_close(output[rows].double(), wanted, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize(("provider", "gpu"), [("vllm", "h100"), ("vllm", "a100")])
+def test_blocks_of_hybrid_models_are_split(provider: str, gpu: str, emulate: Emulate) -> None:
+    """Sizes that Mamba states lead to, such as 544, run in the largest small blocks that divide them."""
+    emulate(provider)
+    for size, kernel_size in ((544, 32), (64, 64), (128, 64), (48, 16)):
+        config = layers.layer_config(block_size=size)
+        selection = layers.selected(FLASH_ATTN, config, None, gpu, provider=provider, hybrid=True)
+        group = layers.group_of(selection)
+        assert (group.block_size, group.kernel_block_size) == (size, kernel_size)
+    common, cache = layers.batch(group, [1, 5], [30, 70])
+    layer = Attention(group)
+    assert cache.shape[2] == 16
+    output, lse = layers.run(group, common, cache, layer)
+    wanted = layers.reference(group, common, cache.view(2, -1, 48, *cache.shape[3:]), layer)
+    torch.testing.assert_close(output.double(), wanted[0], atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted[1], atol=LSE, rtol=0)

@@ -69,6 +69,7 @@ OPTIONS = st.fixed_dictionaries({}, optional={"provider": st.sampled_from([k.lib
     missing=st.sets(st.sampled_from(LIBRARIES[1])),
     options=OPTIONS,
     version=st.sampled_from(["auto", 2, 3]),
+    hybrid=st.booleans(),
 )
 def test_plan_answers_every_config(
     config: AttentionConfig,
@@ -76,8 +77,11 @@ def test_plan_answers_every_config(
     missing: set[Any],
     options: dict[str, Any],
     version: Any,
+    hybrid: bool,
 ) -> None:
     spec, key = (FLASH_ATTN_MLA, "prefill_version") if config.mla else (FLASH_ATTN, "version")
+    if not config.mla:
+        options = {**options, "hybrid": hybrid}
     device = CPU if capability is None else Device("gpu", capability)
     wanted = spec.options(**{key: version}, **options)
     environment = Environment(assume_installed=True)

@@ -51,7 +51,7 @@ def reasons_of(*args: Any, **kwargs: Any) -> dict[str, Reason]:
 
 def test_mla_decode_on_hopper() -> None:
     plan = plan_of(mla(), gpu(9))
-    assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == ("FA3 with q_v", (MLA,), (64, 1))
+    assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == ("FA3 with q_v", (MLA,), (64, 32, 16, 1))
     assert (plan.cuda_graph, plan.returns_lse, plan.query_dtype) == ("UNIFORM_BATCH", True, "bfloat16")
 
 

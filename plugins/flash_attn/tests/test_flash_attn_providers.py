@@ -1,4 +1,4 @@
-"""Which build of FlashAttention serves, what is recommended where none does, and pins."""
+"""Which build of FlashAttention serves, what is recommended where none does, pins, and hybrid models."""
 
 from __future__ import annotations
 
@@ -137,3 +137,54 @@ def test_compile_key_groups_what_fa2_compiles_together() -> None:
     different = [{"head_size": 64}, {"dtype": "float16"}, {"non_causal": True}]
     assert len({key(layer(alibi=True, **fields)) for fields in [{}, *different]}) == 4
     assert key(layer(alibi=True, sliding_window=64)) == key(layer(alibi=True, non_causal=True))
+
+
+# --- Hybrid models ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("capability", "path"), [((8, 0), "FA2"), ((9, 0), "FA3"), ((12, 0), "FA2")])
+def test_hybrid_offers_small_blocks_alone(capability: tuple[int, int], path: str) -> None:
+    """vLLM's list for models with Mamba layers; no token pools either."""
+    for fields in ({}, {"block_size": 16}, {"block_size": 544}, {"kv_cache_dtype": "fp8"} if path == "FA3" else {}):
+        plan = plan_of(layer(**fields), gpu(*capability), hybrid=True)
+        assert (plan.path, plan.kernel_block_sizes) == (path, (64, 32, 16))
+    refused = reasons_of(layer(block_size=24), gpu(*capability), hybrid=True)
+    assert refused["block-size"].remedy == "--block-size 32"
+    assert "block-size" in reasons_of(layer(block_size=1), gpu(9), hybrid=True)
+
+
+def test_hybrid_blocks_are_smaller_than_the_tile() -> None:
+    """FA3 loads a block of 64 whole where its tile is 64 keys: wide heads with a window."""
+    assert plan_of(layer(head_size=256), gpu(9), hybrid=True).kernel_block_sizes == (64, 32, 16)
+    assert plan_of(layer(head_size=192, sliding_window=9), gpu(9), hybrid=True).kernel_block_sizes == (64, 32, 16)
+    assert plan_of(layer(head_size=256, sliding_window=9), gpu(9), hybrid=True).kernel_block_sizes == (32, 16)
+
+
+def test_hybrid_leaves_out_a_kernel_of_large_blocks(installed: Any) -> None:
+    environment = installed(flash_attn="2.8.3")
+    assert plan_of(layer(), gpu(8), environment).kernel_block_sizes == (256,)
+    reason = reasons_of(layer(), gpu(8), environment, hybrid=True)["hybrid"]
+    assert reason.message == "cache memory shared with other state (FA2 of flash-attn: blocks of 256 tokens)"
+    assert reason.remedy == "backends.FLASH_ATTN.hybrid = false"
+    both = installed(flash_attn="2.8.3", vllm="0.33.0")
+    assert plan_of(layer(), gpu(8), both, hybrid=True).provider == "vllm (vllm.vllm_flash_attn.flash_attn_interface)"
+
+
+def test_hybrid_says_nothing_about_encoders() -> None:
+    plan = plan_of(layer(attn_type="encoder_only"), gpu(9), phase="prefill", hybrid=True)
+    assert plan.kernel_block_sizes == ()
+
+
+# --- Windows in cross-attention -----------------------------------------------------------------
+
+
+def test_fa2_has_no_windows_in_cross_attention(installed: Any) -> None:
+    """Its LSE of a tile of queries that see no key lands elsewhere."""
+    config = layer(attn_type="encoder_decoder", sliding_window=64)
+    refused = reasons_of(config, gpu(12))
+    assert list(refused) == ["sliding-window"]
+    assert refused["sliding-window"].message == "sliding window 64 (FA2: none in cross-attention)"
+    assert plan_of(config, gpu(9)).path == "FA3"
+    assert list(reasons_of(config, gpu(9), version=2)) == ["sliding-window"]
+    assert plan_of(layer(attn_type="encoder_decoder"), gpu(12)).path == "FA2"
+    assert plan_of(layer(sliding_window=64), gpu(12)).path == "FA2"

@@ -138,10 +138,10 @@ class Adapter(ABC):
             kv_cache: ``(blocks, 64, 1, 576)`` in the query's dtype.
             block_table: ``(B, W)``, seq_lens ``(B,)``.
             causal: the last query stands at the last key.
-            out: ``(B * q_len, H, 512)``, contiguous.
+            out: ``(B, 1, q_len * H, 512)``, contiguous: the output's own shape is documented, but this one is checked.
 
         Returns:
-            Output ``(B, q_len, H, 512)``, LSE ``(B, H, q_len)``.
+            Output ``(B, q_len, H, 512)``, where it was written into ``out`` of its shape; LSE ``(B, H, q_len)``.
         """
 
     def dense_fp8(
@@ -153,7 +153,7 @@ class Adapter(ABC):
         schedule: TensorSchedule,
         scale: float,
         causal: bool,
-        descales: tuple[Tensor, Tensor],
+        descales: tuple[Tensor, ...],
     ) -> Result:
         """As ``dense`` with query and cache in e4m3; ``descales`` float32 ``(1,)`` of both; the output is bfloat16."""
         if schedule.tiles is None:
@@ -243,14 +243,9 @@ class ScheduleObjects(Adapter):
         out: Tensor | None,
     ) -> Result:
         """As ``Adapter.dense``."""
-        call = (query, kv_cache, block_table, seq_lens, RANK, schedule, None, scale, causal)
-        if self.writes_output and out is not None:
-            # Documented is the output's own shape, but what is checked is one row per query and head.
-            out = out.view(query.shape[0], 1, -1, RANK)
-            result: Result = self._decode(*call, out=out)
-        else:
-            result = self._decode(*call, **self.extra)
-        return result
+        call, extra = self._decode, {"out": out} if out is not None and self.writes_output else self.extra
+        found: Result = call(query, kv_cache, block_table, seq_lens, RANK, schedule, None, scale, causal, **extra)
+        return found
 
     def sparse_decode(
         self,

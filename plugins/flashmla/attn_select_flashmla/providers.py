@@ -188,4 +188,5 @@ def _merge(judged: Judged, describe: Callable[[str], Subject]) -> list[Reason]:
 
 
 def _names(names: Sequence[str], judged: int) -> str:
-    return "FlashMLA" if len(names) == judged > 1 else f"FlashMLA of {' and '.join(names)}"
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return "FlashMLA" if len(names) == judged > 1 else f"FlashMLA of {listed}"

@@ -24,8 +24,9 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
-from attn_select_flashmla.adapter_base import Adapter
+from attn_select_flashmla.adapter_base import RANK, Adapter
 from attn_select_flashmla.adapters import adapter_for
+from attn_select_flashmla.views import CacheView
 
 
 @dataclass(slots=True)
@@ -105,8 +106,11 @@ class FlashMLAImpl(MLAAttentionImpl):
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         self._adapter: Adapter = adapter_for(context.plans["decode"].provider)
         self._fp8 = quantized(context)
-        self._dense, self._writes_output = self._adapter.dense, self._adapter.writes_output
-        self._descales: tuple[Scales, tuple[Tensor, Tensor]] | None = None
+        self._dense = self._adapter.dense
+        self._direct = self._adapter.writes_output and not self._fp8
+        self._heads, self._width = context.config.num_heads, context.config.head_size
+        self._one_kv_head = CacheView(lambda kv_cache: kv_cache.unsqueeze(2))
+        self._descales: tuple[Scales | None, tuple[Tensor, ...]] = (None, ())
 
     def forward_mqa(
         self,
@@ -119,40 +123,44 @@ class FlashMLAImpl(MLAAttentionImpl):
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (blocks, 64, 576)`` is bfloat16, float16 or e4m3."""
-        metadata, padding = attn_metadata, attn_metadata.padding
-        if not metadata.query_len:
+        metadata, heads = attn_metadata, self._heads
+        requests, query_len, padding = metadata.num_reqs, metadata.query_len, metadata.padding
+        if not query_len:
             return output
-        if padding is not None:
-            query = query.index_select(0, padding.sources)
-        call = (kv_cache.unsqueeze(2), metadata.block_table, metadata.seq_lens, metadata.schedule, self.scale)
-        in_place = False
-        if self._fp8:
-            query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
-            rows = query.view(metadata.num_reqs, metadata.query_len, -1, query.shape[2])
-            found, lse = self._adapter.dense_fp8(rows, *call, metadata.causal, self._descales_of(layer.scales))
+        cache, table, seq_lens = self._one_kv_head(kv_cache), metadata.block_table, metadata.seq_lens
+        schedule, scale, causal = metadata.schedule, self.scale, metadata.causal
+        if self._direct and padding is None and output.is_contiguous():
+            rows = query.view(requests, query_len, heads, self._width)
+            into = output.view(requests, 1, query_len * heads, RANK)
+            lse = self._dense(rows, cache, table, seq_lens, schedule, scale, causal, into)[1]
         else:
-            in_place = self._writes_output and padding is None and output.is_contiguous()
-            rows = query.view(metadata.num_reqs, metadata.query_len, -1, query.shape[2])
-            found, lse = self._dense(rows, *call, metadata.causal, output if in_place else None)
-        if not in_place:
-            found = found.reshape(-1, *output.shape[1:])
+            if padding is not None:
+                query = query.index_select(0, padding.sources)
+            if self._fp8:
+                query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
+                rows = query.view(requests, query_len, heads, self._width)
+                descales = self._descales_of(layer.scales)
+                found, lse = self._adapter.dense_fp8(rows, cache, table, seq_lens, schedule, scale, causal, descales)
+            else:
+                rows = query.view(requests, query_len, heads, self._width)
+                found, lse = self._dense(rows, cache, table, seq_lens, schedule, scale, causal, None)
+            found = found.reshape(requests * query_len, heads, RANK)
             if padding is None:
                 output.copy_(found)
             else:
                 output[: len(padding.places)] = found.index_select(0, padding.places)
         if output_lse is not None:
-            lse = lse.transpose(1, 2).reshape(-1, lse.shape[1])
+            lse = lse.transpose(1, 2).reshape(-1, heads)
             if padding is not None:
                 lse = lse.index_select(0, padding.places)
             store_lse(output_lse[: len(lse)], lse)
         return output
 
-    def _descales_of(self, scales: Scales) -> tuple[Tensor, Tensor]:
+    def _descales_of(self, scales: Scales) -> tuple[Tensor, ...]:
         """Return the scales of query and latents as the kernel wants them, views made once."""
-        if self._descales is None or self._descales[0] is not scales:
+        if self._descales[0] is not scales:
             # By way of a scalar: the kernel wants a stride of 1, even of one number.
-            q, k = (scale.reshape(()).reshape(1) for scale in (scales.q, scales.k))
-            self._descales = scales, (q, k)
+            self._descales = scales, tuple(scale.reshape(()).reshape(1) for scale in (scales.q, scales.k))
         return self._descales[1]
 
 

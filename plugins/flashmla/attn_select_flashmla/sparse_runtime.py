@@ -27,11 +27,13 @@ from attn_select.runtime.backend import (
     MLAAttentionImpl,
 )
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.checks import checks_enabled
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select_flashmla.adapter_base import RANK
 from attn_select_flashmla.adapters import adapter_for
 from attn_select_flashmla.flashmla_sparse import DEQUANTISED, MOST_HEADS
 from attn_select_flashmla.runtime import store_lse
+from attn_select_flashmla.views import CacheView
 
 BLOCK = 64
 """Tokens per block of the FP8 cache."""
@@ -62,7 +64,7 @@ class Span:
     positions: Tensor | None = None
 
     def position_of(self, indices: Tensor, num_blocks: int) -> Tensor:
-        """Return int32 positions in the copy for slots of the cache, negative for void ones."""
+        """Return int32 positions in the copy for slots of the cache, -1 for void ones."""
         blocks = self.blocks
         assert blocks is not None
         if self.positions is None or len(self.positions) != num_blocks:
@@ -163,11 +165,16 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         adapter = adapter_for(next(iter(context.plans.values())).provider)
         self._decode, self._prefill = adapter.sparse_decode, adapter.sparse_prefill
-        self._writes_output = adapter.writes_output
+        self._checked = checks_enabled()
+        heads = context.config.num_heads
+        self._heads, self._padded = heads, _padded_heads(heads)
+        self._writes_output = adapter.writes_output and self._padded == heads
+        self._decode_missing, self._prefill_missing = (-(context.config.sparse_top_k or 0) % size for size in (64, 128))
+        self._one_kv_head = CacheView(lambda kv_cache: kv_cache.unsqueeze(2))
+        self._tokens = CacheView(lambda kv_cache: kv_cache.view(-1, 1, kv_cache.shape[2]))
         self._own_sinks = self._sinks = None if sinks is None else sinks.float()
         if self._own_sinks is not None:
-            heads = len(self._own_sinks)
-            self._sinks = functional.pad(self._own_sinks, (0, _padded_heads(heads) - heads))
+            self._sinks = functional.pad(self._own_sinks, (0, self._padded - heads))
 
     def forward_mqa(
         self,
@@ -180,11 +187,17 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` is bfloat16 ``(blocks, size, 576)`` or bytes
-        ``(blocks, 64, 656)``.
+        ``(blocks, 64, 656)``. Padding of ``topk_indices`` is exactly -1: the decode kernel takes any other negative
+        number for an address.
+
+        Raises:
+            BatchError: in checked mode, an index is neither -1 nor a slot of the cache; names it.
         """
         assert topk_indices is not None
+        if self._checked:
+            check_indices(topk_indices, kv_cache.shape[0] * kv_cache.shape[1])
         spans = attn_metadata.spans
-        if len(spans) == 1 and spans[0].rows == slice(0, query.shape[0]):
+        if len(spans) == 1 and spans[0].rows.stop == query.shape[0] and not spans[0].rows.start:
             if query.shape[0]:
                 self._run(spans[0], query, kv_cache, output, output_lse, topk_indices)
             return output
@@ -203,30 +216,49 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         output_lse: Tensor | None,
         indices: Tensor,
     ) -> None:
-        tokens, heads, width = query.shape
-        padded = _padded_heads(heads)
-        in_place = self._writes_output and padded == heads and output.is_contiguous()
+        heads, padded = self._heads, self._padded
+        in_place = self._writes_output and output.is_contiguous()
         if padded != heads:
             # What the other heads hold is nobody's: rows of the kernel's products do not mix.
-            own, query = query, query.new_empty(tokens, padded, width)
+            own, query = query, query.new_empty(query.shape[0], padded, query.shape[2])
             query[:, :heads] = own
         if span.schedule is not None:
-            # Any negative index but -1 would be an address.
-            indices = _multiple_of(64, indices.clamp_min(-1)).unsqueeze(1)
-            out = output.unsqueeze(1) if in_place else None
-            call = (query.unsqueeze(1), kv_cache.unsqueeze(2), indices, span.schedule, self.scale, self._sinks)
-            found, lse = self._decode(*call, out)
+            if self._decode_missing:
+                indices = functional.pad(indices, (0, self._decode_missing), value=-1)
+            cache, out = self._one_kv_head(kv_cache), output.unsqueeze(1) if in_place else None
+            rows = (query.unsqueeze(1), cache, indices.unsqueeze(1))
+            found, lse = self._decode(*rows, span.schedule, self.scale, self._sinks, out)
         else:
-            if span.blocks is not None:
+            if span.blocks is None:
+                latents = self._tokens(kv_cache)
+            else:
                 indices = span.position_of(indices, kv_cache.shape[0])
-                kv_cache = dequantised(kv_cache, span.blocks)
-            latents, indices = kv_cache.view(-1, 1, width), _multiple_of(128, indices).unsqueeze(1)
+                latents = dequantised(kv_cache, span.blocks).unsqueeze(1)
+            if self._prefill_missing:
+                indices = functional.pad(indices, (0, self._prefill_missing), value=-1)
             out = output if in_place else None
-            found, lse = self._prefill(query, latents, indices, self.scale, self._sinks, out)
+            found, lse = self._prefill(query, latents, indices.unsqueeze(1), self.scale, self._sinks, out)
         if not in_place:
-            output.copy_(found.reshape(tokens, padded, RANK)[:, :heads])
+            output.copy_(found.reshape(-1, padded, RANK)[:, :heads])
         if output_lse is not None:
-            store_lse(output_lse, lse.reshape(tokens, padded)[:, :heads], self._own_sinks)
+            store_lse(output_lse, lse.reshape(-1, padded)[:, :heads], self._own_sinks)
+
+
+def check_indices(indices: Tensor, num_slots: int) -> None:
+    """Compare indices ``(T, top_k)`` with what a cache holds. Synchronises, and checks nothing inside a CUDA graph.
+
+    Raises:
+        BatchError: one is neither -1 nor a slot; names the first and where it stands.
+    """
+    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ((indices < -1) | (indices >= num_slots)).nonzero()
+    if len(wrong):
+        token, place = wrong[0].tolist()
+        raise BatchError(
+            f"topk_indices[{token}, {place}] = {int(indices[token, place])}: accepted are slots 0 to {num_slots - 1}, "
+            "and -1 for none"
+        )
 
 
 def dequantised(kv_cache: Tensor, blocks: Tensor) -> Tensor:
@@ -245,12 +277,6 @@ def dequantised(kv_cache: Tensor, blocks: Tensor) -> Tensor:
         torch.mul(tiles, scales.view(torch.float32).unsqueeze(2), out=by_tile)
         target[:, RANK:] = rope.view(torch.bfloat16)
     return latents
-
-
-def _multiple_of(size: int, indices: Tensor) -> Tensor:
-    """Return indices ``(T, k)`` with void ones added up to a multiple of ``size``."""
-    missing = -indices.shape[1] % size
-    return functional.pad(indices, (0, missing), value=-1) if missing else indices
 
 
 def _padded_heads(heads: int) -> int:

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import flashmla_layers as layers
 import torch
 
-from attn_select.runtime import Capacity, MLAAttentionGroup
+from attn_select.runtime import BatchError, Capacity, MLAAttentionGroup
 from attn_select.testing import error_bound, lse_error, pack_fp8_ds_mla, relative_error, unpack_fp8_ds_mla
 from attn_select_flashmla import sparse_runtime
 from attn_select_flashmla.flashmla_sparse import DEQUANTISED
@@ -86,7 +86,7 @@ def test_sinks(emulate: Emulate, build: str, kv_cache_dtype: str, num_heads: int
 @pytest.mark.parametrize("num_heads", [4, 40])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_void_indices(emulate: Emulate, kv_cache_dtype: str, num_heads: int, sinks: bool) -> None:
-    """Every negative index is void, anywhere in its row, and so may be the whole row."""
+    """-1 is void anywhere in its row, and so may be the whole row."""
     emulate("vllm")
     group = layers.make_group(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype, sinks=sinks))
     problem = layers.problem_for(group, [(1, 66), (1, 70), (4, 68)])
@@ -94,9 +94,28 @@ def test_void_indices(emulate: Emulate, kv_cache_dtype: str, num_heads: int, sin
     assert indices is not None
     indices = indices.clone()
     indices[:, ::3] = -1
-    indices[:, 1::6] = torch.iinfo(torch.int32).min
-    indices[2:4] = -7
+    indices[2:4] = -1
     check(group, [(1, 66), (1, 70), (4, 68)], topk_indices=indices)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize(("wrong", "accepted"), [(-2, False), (10**6, False), (-1, True)])
+def test_checked_mode_names_an_index_that_is_no_slot(
+    emulate: Emulate, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, wrong: int, accepted: bool
+) -> None:
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+    calls = emulate("vllm")
+    group = layers.make_group(sparse_config(kv_cache_dtype=kv_cache_dtype))
+    problem = layers.problem_for(group, [(1, 66), (4, 68)])
+    assert problem.step.topk_indices is not None
+    indices = problem.step.topk_indices.clone()
+    indices[3, 17] = wrong
+    if accepted:
+        check(group, [(1, 66), (4, 68)], topk_indices=indices)
+        return
+    with pytest.raises(BatchError, match=rf"^topk_indices\[3, 17\] = {wrong}: accepted are slots 0 to \d+, and -1 for"):
+        check(group, [(1, 66), (4, 68)], topk_indices=indices)
+    assert calls == []
 
 
 def test_a_top_k_of_any_size(emulate: Emulate) -> None:
