@@ -126,7 +126,7 @@ class MLAAttention(nn.Module):
                 must be the forward context's.
             output: ``(T', num_heads, v_head_dim)``, written; None makes one. Rows behind ``num_actual_tokens`` are left
                 alone.
-            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, negative ones are padding.
+            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding.
             output_lse: float32 ``(T', num_heads)``, written where given; for plans that return the LSE.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Operations that backends share: writing and gathering a paged cache, merging partial results, quantising.
+"""Operations that backends share: writing and gathering a paged cache and its tables, merging results, quantising.
 
 Each has an implementation in torch, and a plugin may bring a faster one for its devices: an entry point in group
 ``attn_select.ops``, named like the operation, that loads a function ``(device: torch.device) -> callable or None``. The
@@ -69,5 +69,6 @@ class SharedOperation:
 reshape_and_cache = SharedOperation("reshape_and_cache", 2)
 concat_and_cache_mla = SharedOperation("concat_and_cache_mla", 2)
 gather_cache_mla = SharedOperation("gather_cache_mla", 0)
+flatten_block_table = SharedOperation("flatten_block_table", 0)
 merge_attn_states = SharedOperation("merge_attn_states", 0)
 quantize_fp8 = SharedOperation("quantize_fp8", 0)

@@ -159,6 +159,20 @@ def gather_cache_mla(
         output[:num_tokens] = stored
 
 
+def flatten_block_table(block_table: Tensor, indptr: Tensor, out: Tensor) -> None:
+    """Write the first blocks of each row one row behind the other, as FlashInfer wants its page indices.
+
+    Args:
+        block_table: int32 ``(B, W)``, B from 1; ``indptr[b + 1] - indptr[b]`` of row b are taken.
+        indptr: int32 ``(B + 1,)`` on the device, prefix sums of their numbers.
+        out: int32, at least ``indptr[-1]`` long: ``out[indptr[b]:indptr[b + 1]]`` is row b's, the rest stays as it is.
+    """
+    places = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    row = torch.searchsorted(indptr[1:], places, right=True).clamp_max_(len(block_table) - 1)
+    column = (places - indptr[row]).clamp_max_(block_table.shape[1] - 1)
+    out.copy_(torch.where(places < indptr[-1], block_table[row, column], out))
+
+
 def merge_attn_states(
     output: Tensor,
     prefix_output: Tensor,
