@@ -1,13 +1,11 @@
-"""What the three backends share: the libraries, the releases that matter, sources, sizes, and what ``load`` says."""
+"""What the three backends share: the libraries, the releases that matter, sources and sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NoReturn
 
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.spec import Fact, Library, Reason
 
 RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
@@ -113,15 +111,3 @@ def padded_heads(heads: int) -> int:
     for sparse MLA on 12.x see csrc/sparse_mla_sm120_prefill.cu v0.6.14.
     """
     return next(tile for tile in (8, 16, 32, 64, 128) if heads <= tile)
-
-
-def runtime_missing(backend: str) -> Callable[[], NoReturn]:
-    """Return the ``load`` of a backend whose facts come in an earlier release than its runtime."""
-
-    def load() -> NoReturn:
-        raise RuntimeMissingError(
-            f"{backend} cannot run yet: attn-select-flashinfer 0.1 registers its facts only",
-            hint="selection and `attn-select explain` work; its runtime comes in a later release",
-        )
-
-    return load

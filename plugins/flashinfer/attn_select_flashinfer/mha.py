@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -34,10 +34,9 @@ from attn_select_flashinfer.common import (
     RAN,
     VLLM,
     pages,
-    runtime_missing,
 )
-from attn_select_flashinfer.native import NATIVE_PAGES, Native, choose
-from attn_select_flashinfer.trtllm import GEN_PAGES, XQA_PAGES, decide, fp8_query, kernel_for
+from attn_select_flashinfer.native import NATIVE_PAGES, WITH_SINKS, Native, choose
+from attn_select_flashinfer.trtllm import GEN_PAGES, GEN_PATH, XQA_PAGES, XQA_PATH, decide, fp8_query, kernel_for
 
 CAPABILITIES = Capabilities(
     compute_capabilities=Fact(
@@ -150,10 +149,10 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
     notes: tuple[str, ...]
     wants_fp8 = fp8_query(config, case.kernel)
     if case.kernel == "xqa":
-        path, layouts, sizes, lse = "TRT-LLM (XQA)", _NHD_HND, XQA_PAGES, False
+        path, layouts, sizes, lse = XQA_PATH, _NHD_HND, XQA_PAGES, False
         notes = _XQA_NOTES if case.capability[0] == 9 and config.kv_cache_dtype != "fp8_e4m3" else _XQA_NOTES_SM12X
     else:
-        path, layouts, lse, notes = "TRT-LLM (trtllm-gen)", _HND, True, _GEN_NOTES[phase]
+        path, layouts, lse, notes = GEN_PATH, _HND, True, _GEN_NOTES[phase]
         sizes = _PAGES_256_SM100 if config.head_size == 256 else GEN_PAGES
         if config.kv_cache_dtype == "nvfp4" and config.output_quantization == "none":
             notes = (*notes, _FP4_OUT)
@@ -170,10 +169,14 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
     )
 
 
+def native_scratch(config: AttentionConfig, options: FlashInferOptions) -> int:
+    """Return the bytes that native wrappers get for partial results."""
+    return options.native_workspace_bytes or (2048 * MIB if config.batch_invariant else 394 * MIB)
+
+
 def _native_plan(
     config: AttentionConfig, phase: Phase, chosen: Native, because: str, options: FlashInferOptions, sm100: bool
 ) -> BackendPlan:
-    scratch = options.native_workspace_bytes or (2048 * MIB if config.batch_invariant else 394 * MIB)
     notes: tuple[str, ...] = (_NATIVE_SCRATCH,)
     if phase == "decode":
         if config.num_speculative_tokens:
@@ -184,7 +187,7 @@ def _native_plan(
         sizes: tuple[int, ...] = _PAGES_256_SM100
     else:
         sizes = NATIVE_PAGES if config.block_size is None else _with_own(config.block_size)
-    kernel = f"native {chosen.kernel} (sink wrapper)" if chosen.sinks else f"native {chosen.kernel}"
+    kernel = f"native {chosen.kernel}{WITH_SINKS if chosen.sinks else ''}"
     return BackendPlan(
         path=kernel,
         because=f"{because}; {chosen.because}",
@@ -193,7 +196,7 @@ def _native_plan(
         kv_layouts=_HND if sm100 else _NHD_HND,
         kernel_block_sizes=pages(sizes, config.block_size),
         cuda_graph=_SINGLE_TOKEN if phase == "decode" else _UNIFORM_BATCH,
-        workspace_bytes=scratch + INT_WORKSPACE,
+        workspace_bytes=native_scratch(config, options) + INT_WORKSPACE,
         notes=notes,
     )
 
@@ -207,6 +210,19 @@ def _page_16_head_256(size: int) -> Reason:
     reason = block_size_reason(size, _PAGES_256_SM100)
     reason.message += " with head size 256 on compute capability 10.x"
     return reason
+
+
+def load() -> Any:
+    """Import FlashInfer and return what runs the layers.
+
+    Raises:
+        ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
+    """
+    from attn_select_flashinfer.library import flashinfer
+    from attn_select_flashinfer.runtime import FlashInferBackend
+
+    flashinfer()
+    return FlashInferBackend
 
 
 def compile_key(config: AttentionConfig) -> object:
@@ -230,7 +246,7 @@ FLASHINFER = BackendSpec(
     summary="FlashInfer: native fa2 and fa3, and TRT-LLM kernels (trtllm-gen on 10.x, XQA on 9.x and 12.x)",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=runtime_missing("FLASHINFER"),
+    load=load,
     libraries=LIBRARIES,
     options=FlashInferOptions,
     compile_key=compile_key,

@@ -28,6 +28,12 @@ DEEPSEEK = (512, 64)
 SMALL = (256, 64)
 """kv_lora_rank and qk_rope_head_dim of the two MLA shapes that FlashInfer knows."""
 MAX_HEADS = 128
+TILE = Fact(
+    128,
+    f"{RAN}: under causality fa2 and fa3 leave a key out for a query that the end of a tile cuts in two, where the key "
+    "is the first of a tile of keys; flashinfer 0.7.2 refuses such plans (mla/_batch_mla/_backends/_fa_common.py)",
+)
+"""Rows of query heads that a cluster of fa2 or fa3 works on; 64 where queries are short."""
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +190,7 @@ FA3 = MLAKernel(
     heads=lambda heads: heads,
     returns_lse=True,
     lse_scratch=False,
-    cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
+    cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule",
     against=_against_fa3,
@@ -198,7 +204,7 @@ FA2 = MLAKernel(
     heads=lambda heads: heads,
     returns_lse=True,
     lse_scratch=False,
-    cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
+    cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule",
     against=_against_fa2,

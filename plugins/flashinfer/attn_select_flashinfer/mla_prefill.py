@@ -1,7 +1,8 @@
 """Prefill of ``FLASHINFER_MLA``: ragged attention on decompressed K and V, QK dim nope + rope, V dim its own.
 
-``fa2``, ``fa3`` and ``cutlass`` stand behind ``BatchPrefillWithRaggedKVCacheWrapper``, ``trtllm-gen`` behind
-``trtllm_ragged_attention_deepseek``.
+``fa2`` and ``fa3`` stand behind ``BatchPrefillWithRaggedKVCacheWrapper``, ``trtllm-gen`` behind
+``trtllm_ragged_attention_deepseek``, ``cutlass`` behind ``fmha_varlen`` (its wrapper reads prefix sums back from the
+device).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ PREFILL_KERNELS: dict[str, RaggedKernel] = {
         ),
         _BOTH,
         False,
-        394 * MIB + INT_WORKSPACE,
-        _SCHEDULE,
+        32 * MIB,
+        "FlashInfer keeps the workspace itself",
     ),
     "trtllm-gen": RaggedKernel(
         "TRT-LLM (trtllm-gen, ragged)",
@@ -91,12 +92,12 @@ PREFILL_KERNELS: dict[str, RaggedKernel] = {
 }
 
 _FA2_ONLY = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
-_CUTLASS_WHY = "Blackwell's own ragged kernel"
 _BY_MAJOR = {
     9: (("fa3", "Hopper's own ragged kernel"), ("fa2", "")),
-    11: (("cutlass", _CUTLASS_WHY), ("fa2", "")),
+    11: (("cutlass", "Blackwell's own ragged kernel"), ("fa2", "")),
 }
-_ON_10 = (("cutlass", _CUTLASS_WHY), ("trtllm-gen", ""), ("fa2", ""))
+# vLLM 0.33.0 (platforms/interface.py) has trtllm-gen before CUTLASS, too.
+_ON_10 = (("trtllm-gen", "Blackwell's own ragged kernel"), ("cutlass", ""), ("fa2", ""))
 
 
 def plan_prefill(

@@ -7,7 +7,7 @@ in flashinfer/mla/_core.py 0.6.14); on 12.x it is FlashInfer's own kernel for th
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -37,8 +37,10 @@ from attn_select_flashinfer.common import (
     TRTLLM_GEN_CAPABILITIES,
     padded_heads,
     pages,
-    runtime_missing,
 )
+
+if TYPE_CHECKING:
+    from attn_select_flashinfer.mla_sparse_runtime import FlashInferMLASparseBackend
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
@@ -85,7 +87,7 @@ CAPABILITIES = Capabilities(
 class FlashInferMLASparseOptions(BackendOptions):
     """``[backends.FLASHINFER_MLA_SPARSE]``."""
 
-    workspace_bytes: Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)] = Field(
+    workspace_bytes: Annotated[int, Field(ge=40 * MIB, le=1 << 40, strict=True)] = Field(
         394 * MIB, description="zeroed scratch, shared by both phases"
     )
 
@@ -96,12 +98,13 @@ _CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
 _CACHE_ON_12 = ("fp8_ds_mla", "fp8_e4m3")
 _ALIAS = "fp8_e4m3 is stored as fp8_ds_mla, the one FP8 format of sparse MLA here"
 _CONVERTED = "the kernel writes bfloat16, which is converted to float16"
-_NOTES_12 = (
-    "the workspace is zeroed before its first use and shared by both phases",
-    "one row of top-k token slots per query token",
+_NOTES_12 = ("both phases share the workspace", "one row of top-k token slots per query token")
+_NOTES_10 = (
+    "both phases share the workspace, which is zeroed before its first use",
+    "one row of top-k token slots per query token, valid ones moved to its front",
+    "at most 8192 query tokens per call: longer prefills are cut",
 )
-_NOTES_10 = (*_NOTES_12, "at most 8192 query tokens per call: longer prefills are cut")
-_DCP_NOTE = "with the log-sum-exp trtllm-gen needs 2 KiB more workspace per query token and head"
+_DCP_NOTE = "with the log-sum-exp calls are cut as the workspace demands, 2 KiB per query token and head"
 
 
 def plan(
@@ -178,12 +181,19 @@ def compile_key(config: AttentionConfig) -> object:
     return config.kv_cache_dtype
 
 
+def load() -> type[FlashInferMLASparseBackend]:
+    """Import the runtime."""
+    from attn_select_flashinfer.mla_sparse_runtime import FlashInferMLASparseBackend
+
+    return FlashInferMLASparseBackend
+
+
 FLASHINFER_MLA_SPARSE = BackendSpec(
     name="FLASHINFER_MLA_SPARSE",
     summary="FlashInfer sparse MLA: trtllm-gen on 10.x, its own kernel for fp8_ds_mla on 12.x",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=runtime_missing("FLASHINFER_MLA_SPARSE"),
+    load=load,
     libraries=LIBRARIES,
     options=FlashInferMLASparseOptions,
     compile_key=compile_key,

@@ -19,6 +19,8 @@ from attn_select_flashinfer.common import (
     upgrade,
 )
 
+WITH_SINKS = " (sink wrapper)"
+"""Ends the path of a plan whose kernel is the variant with attention sinks."""
 NATIVE_PAGES = (16, 32, 64, 1)
 """Any page size runs (H100, flashinfer 0.6.14: 1, 5, 8, 16, 24, 32, 64)."""
 
@@ -99,6 +101,9 @@ def _objections(case: Case) -> list[Reason]:
         if config.decode_context_parallel_size > 1:
             message = "attention sinks are not split over decode context parallel ranks"
             reasons.append(Reason("sinks", message, True, False, "--dcp 1"))
+    if config.non_causal and config.sliding_window is not None and not _last_token_alone(case):
+        message = "no non-causal attention with a sliding window: native kernels hide no keys behind a query"
+        reasons.append(Reason("non-causal", message, True, False))
     if config.output_quantization != "none":
         message = f"native kernels write float16 and bfloat16, not {config.output_quantization}"
         reasons.append(
@@ -116,6 +121,11 @@ def _objections(case: Case) -> list[Reason]:
             message = f"head size {config.head_size} {where} needs flashinfer-python {least}"
             reasons.append(Reason("head-size", message, config.head_size, "64, 128, 256", upgrade(needed)))
     return reasons
+
+
+def _last_token_alone(case: Case) -> bool:
+    """Whether every query is its sequence's last token, which has no keys behind it."""
+    return case.phase == "decode" and not case.config.num_speculative_tokens
 
 
 def _against_per_head(case: Case) -> str | None:

@@ -34,6 +34,7 @@ from attn_select_flashinfer.common import (
 GEN_PAGES = (16, 32, 64)
 """trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347)."""
 XQA_PAGES = (16, 32, 64, 128)
+XQA_PATH, GEN_PATH = "TRT-LLM (XQA)", "TRT-LLM (trtllm-gen)"
 XQA_GROUP = 32
 """Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 run, 48 and 71 do not compile, 64 with 16 bits)."""
 
@@ -77,6 +78,12 @@ def _context_parallel(case: Case) -> bool:
 
 def _not_causal(case: Case) -> bool:
     return case.config.non_causal and case.kernel == "trtllm-gen"
+
+
+def _window_ahead(case: Case) -> bool:
+    config = case.config
+    drafts = case.kernel == "xqa" and config.num_speculative_tokens > 0
+    return drafts and config.non_causal and config.sliding_window is not None
 
 
 def _cache_dtype(case: Case) -> bool:
@@ -163,6 +170,13 @@ OBSTACLES = (
         _not_causal,
         "trtllm-gen is used for causal attention only",
         f"{VLLM} build: causal and use_trtllm_attention(...); decode has a causal mask ({LAUNCHER})",
+    ),
+    Condition(
+        "non-causal-window",
+        False,
+        _window_ahead,
+        "XQA's window hides no keys behind a draft token",
+        "flashinfer csrc/xqa/mha_sm90.cu v0.6.14: a mask that is not causal goes with no sliding window",
     ),
     Condition(
         "kv-cache-dtype",

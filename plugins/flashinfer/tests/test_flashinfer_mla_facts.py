@@ -47,8 +47,8 @@ def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
 @pytest.mark.parametrize(
     ("gpus", "path", "because", "lse", "level", "width", "sizes"),
     [
-        (("sm80", "sm89", "sm110"), FA2, "every compute", True, "UNIFORM_SINGLE_TOKEN_DECODE", 1, (64, 32, 16, 1)),
-        (("sm90",), FA3, "Hopper", True, "UNIFORM_SINGLE_TOKEN_DECODE", 1, (64, 32, 16, 1)),
+        (("sm80", "sm89", "sm110"), FA2, "every compute", True, "UNIFORM_BATCH", 1, (64, 32, 16, 1)),
+        (("sm90",), FA3, "Hopper", True, "UNIFORM_BATCH", 1, (64, 32, 16, 1)),
         (("sm100", "sm103"), GEN, "Blackwell", True, "UNIFORM_BATCH", 4, (64, 32)),
         (("sm120", "sm121"), XQA, "12.x", False, "UNIFORM_SINGLE_TOKEN_DECODE", 8, (64, 32, 128, 16)),
     ],
@@ -204,27 +204,36 @@ def test_context_parallel_decode_on_10_doubles_the_workspace() -> None:
     [
         ("sm80", "native fa2 (ragged)", "every compute capability"),
         ("sm90", "native fa3 (ragged)", "Hopper"),
-        ("sm100", "CUTLASS (ragged)", "Blackwell"),
-        ("sm103", "CUTLASS (ragged)", "Blackwell"),
+        ("sm100", "TRT-LLM (trtllm-gen, ragged)", "Blackwell"),
+        ("sm103", "TRT-LLM (trtllm-gen, ragged)", "Blackwell"),
         ("sm110", "CUTLASS (ragged)", "Blackwell"),
         ("sm120", "native fa2 (ragged)", "every compute capability"),
     ],
 )
 def test_prefill_kernel_follows_the_device(gpu: str, path: str, because: str) -> None:
     # The cache does not bind prefill, which runs on decompressed K and V.
-    for fields in ({}, {"kv_cache_dtype": "fp8"}, {"block_size": 7}, {"dtype": "float16"}):
+    for fields in ({}, {"kv_cache_dtype": "fp8"}, {"block_size": 7}):
         plan = plan_of(gpu, "prefill", **fields)
         assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == (path, (), ())
         assert because in plan.because
-        assert plan.query_dtype == fields.get("dtype", "bfloat16")
+        assert plan.query_dtype == "bfloat16"
         assert plan.returns_lse
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_prefill_in_float16(gpu: str) -> None:
+    plan = plan_of(gpu, "prefill", dtype="float16")
+    assert plan.query_dtype == "float16"
+    if gpu in ("sm100", "sm103"):  # trtllm-gen has no float16 there
+        assert plan.path == "CUTLASS (ragged)"
+        assert "float16" in plan.because
 
 
 def test_prefill_head_dims() -> None:
     wide = {**DEEPSEEK, "qk_nope_head_dim": 192, "v_head_dim": 256}
     plan = plan_of("sm100", "prefill", **wide)
     assert plan.path == "TRT-LLM (trtllm-gen, ragged)"
-    assert plan.because.startswith("QK / V head dims 256 / 256")
+    assert plan_of("sm100", "prefill", options={"prefill_kernel": "trtllm-gen"}, **wide).path == plan.path
     assert plan_of("sm100", "prefill", dtype="float16", **wide).path == "native fa2 (ragged)"
     assert plan_of("sm90", "prefill", **wide).path == "native fa3 (ragged)"
     for gpu in GPUS:

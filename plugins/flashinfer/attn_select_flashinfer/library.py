@@ -1,0 +1,144 @@
+"""The one place that imports FlashInfer: its entries by name, checked once against what this plugin passes.
+
+Everything else reaches them through ``flashinfer()``. A test replaces that function by one that returns the same
+dataclass with emulated entries.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from attn_select.environment import WRONG_VERSION, Environment
+from attn_select.errors import KernelMismatchError
+from attn_select_flashinfer.common import FLASHINFER_PYTHON
+
+_LISTS = "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads"
+_STEP = "causal sm_scale window_left logits_soft_cap q_data_type kv_data_type"
+_BUFFERS = "qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf paged_kv_last_page_len_buf"
+_TRTLLM = (
+    "query kv_cache workspace_buffer block_tables seq_lens bmm1_scale bmm2_scale window_left out out_dtype o_sf_scale "
+    "sinks kv_layout lse return_lse"
+)
+
+PARAMETERS: dict[str, dict[str, str]] = {
+    "BatchPrefillWithPagedKVCacheWrapper": {
+        "__init__": f"float_workspace_buffer kv_layout use_cuda_graph {_BUFFERS} backend jit_args jit_kwargs",
+        "plan": f"{_LISTS} head_dim_qk page_size {_STEP} o_data_type disable_split_kv seq_lens max_token_per_sequence",
+        "run": "q paged_kv_cache q_scale v_scale out lse return_lse",
+    },
+    "BatchDecodeWithPagedKVCacheWrapper": {
+        "__init__": "float_workspace_buffer kv_layout use_cuda_graph use_tensor_cores paged_kv_indptr_buffer "
+        "paged_kv_indices_buffer paged_kv_last_page_len_buffer backend",
+        "plan": "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size",
+        "run": "q paged_kv_cache q_scale v_scale out lse return_lse",
+    },
+    "merge_state_in_place": {"": "v s v_other s_other"},
+    "FP4Tensor": {"__init__": "data scale scale_start_index original_shape"},
+    "BatchPrefillWithRaggedKVCacheWrapper": {
+        "__init__": "float_workspace_buffer kv_layout backend",
+        "plan": "qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk head_dim_vo causal sm_scale window_left "
+        "logits_soft_cap q_data_type kv_data_type",
+        "run": "q k v out lse return_lse",
+    },
+    "BatchMLAPagedAttentionWrapper": {
+        "__init__": "float_workspace_buffer use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr backend",
+        "plan": "qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe page_size causal "
+        "sm_scale q_data_type kv_data_type",
+        "run": "q_nope q_pe ckv_cache kpe_cache out lse return_lse ckv_scale kpe_scale return_lse_base_on_e",
+    },
+    "trtllm_batch_context_with_kv_cache": {
+        "": f"{_TRTLLM} max_q_len max_kv_len batch_size cum_seq_lens_q cum_seq_lens_kv"
+    },
+    "trtllm_batch_decode_with_kv_cache": {"": f"{_TRTLLM} max_seq_len q_len_per_req mask backend"},
+    "trtllm_batch_decode_with_kv_cache_mla": {
+        "": "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens "
+        "max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks backend cum_seq_lens_q max_q_len lse return_lse "
+        "kv_scale_format"
+    },
+    "trtllm_ragged_attention_deepseek": {
+        "": "query key value workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale o_sf_scale "
+        "batch_size window_left cum_seq_lens_q cum_seq_lens_kv enable_pdl is_causal return_lse attention_sinks out lse"
+    },
+    "fmha_varlen": {"": "q k v qo_segment_offsets kv_segment_offsets max_qo_len out lse causal sm_scale return_lse"},
+}
+"""What is passed to each entry, by class and method (empty for a function)."""
+
+MODULES = {
+    "trtllm_batch_context_with_kv_cache": "flashinfer.prefill",
+    "trtllm_ragged_attention_deepseek": "flashinfer.prefill",
+    "fmha_varlen": "flashinfer.prefill",
+    "trtllm_batch_decode_with_kv_cache": "flashinfer.decode",
+    "trtllm_batch_decode_with_kv_cache_mla": "flashinfer.mla",
+    "BatchMLAPagedAttentionWrapper": "flashinfer.mla",
+    "FP4Tensor": "flashinfer.utils",
+}
+"""Where an entry is imported from, ``flashinfer`` unless it stands here."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInfer:
+    """FlashInfer's classes and functions that the runtimes call.
+
+    Attributes:
+        version: of flashinfer-python.
+        attention_sink_decl: CUDA source of the variant with attention sinks, by kernel (``fa2``, ``fa3``).
+    """
+
+    version: str
+    BatchPrefillWithPagedKVCacheWrapper: Any
+    BatchDecodeWithPagedKVCacheWrapper: Any
+    merge_state_in_place: Any
+    FP4Tensor: Any
+    BatchPrefillWithRaggedKVCacheWrapper: Any
+    BatchMLAPagedAttentionWrapper: Any
+    trtllm_batch_context_with_kv_cache: Any
+    trtllm_batch_decode_with_kv_cache: Any
+    trtllm_batch_decode_with_kv_cache_mla: Any
+    trtllm_ragged_attention_deepseek: Any
+    fmha_varlen: Any
+    attention_sink_decl: dict[str, str]
+
+
+@cache
+def flashinfer() -> FlashInfer:
+    """Import FlashInfer and return its entries.
+
+    Raises:
+        ImportError: it is not installed, or something it imports is not.
+        KernelMismatchError: its version is not one that this plugin was written for, or an entry is missing or takes
+            no such parameters.
+    """
+    library = FLASHINFER_PYTHON
+    environment = Environment()
+    version = environment.version(library.distribution)
+    if version is not None and environment.state(library) == WRONG_VERSION:
+        text = f"{library.distribution} {version} is installed, {library.version} is needed"
+        raise KernelMismatchError(text, hint=library.install)
+    found = {name: _checked(name) for name in PARAMETERS}
+    declarations = _attribute("flashinfer.attention._core", "attention_sink_decl")
+    return FlashInfer(version=version or "", attention_sink_decl=declarations, **found)
+
+
+def _attribute(module: str, name: str) -> Any:
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise KernelMismatchError(f"{module}.{name} does not exist", hint=FLASHINFER_PYTHON.install)
+    return found
+
+
+def _checked(name: str) -> Any:
+    module = MODULES.get(name, "flashinfer")
+    entry = _attribute(module, name)
+    for method, wanted in PARAMETERS[name].items():
+        called, label = (getattr(entry, method), f"{name}.{method}") if method else (entry, name)
+        parameters = inspect.signature(called).parameters
+        missing = [parameter for parameter in wanted.split() if parameter not in parameters]
+        # 0.7 hands what is behind page_size of the decode wrapper's plan on as keywords.
+        if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            text = f"{module}.{label} takes no argument {', '.join(missing)}; it takes {', '.join(parameters)}"
+            raise KernelMismatchError(text, hint=FLASHINFER_PYTHON.install)
+    return entry

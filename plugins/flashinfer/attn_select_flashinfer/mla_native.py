@@ -1,0 +1,243 @@
+"""Native decode of ``FLASHINFER_MLA``: ``BatchMLAPagedAttentionWrapper`` with its fa3 or fa2 kernels.
+
+The wrapper reads page indices, and a schedule that it plans on the host. Its launch grid depends on the mean query
+length alone, so that a graph of equal queries replays with any lengths and pages. Where a request's indices begin is
+its own, and ``kv_len_arr`` says how many there are: block tables are read as they are, row behind row, not flattened.
+
+Under causality the kernels end the loop over keys at ``kv_len - q_len + tile_end // num_heads``, one key too early for
+a query that a tile of 64 or 128 rows cuts in two (include/flashinfer/attention/mla.cuh and mla_hopper.cuh v0.6.14;
+0.7.2 refuses such plans). There every query becomes a request of its own, which shares its request's pages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from attn_select.errors import ConfigError
+from attn_select.runtime.backend import AttentionLayer, BackendContext
+from attn_select.runtime.batch import staging
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
+from attn_select_flashinfer import library
+from attn_select_flashinfer.common import INT_WORKSPACE, MIB
+from attn_select_flashinfer.mla_build import PlannedCall, PlannedWrapper, SharedScale
+from attn_select_flashinfer.mla_decode import TILE
+from attn_select_flashinfer.staging import PinnedRing
+
+MAX_WORKS = 16384
+"""Pieces of work that a schedule holds; MLAPlan in attention/scheduler.cuh v0.6.14 does not check it."""
+SCHEDULE_BYTES = MIB
+"""Eleven lists of ``MAX_WORKS`` and five of an entry per SM, int32."""
+MOST_SMS = 256
+
+
+class Lists(NamedTuple):
+    """Host lists of a plan in pinned memory, never written again: int32 ``(B + 1,)``, ``(B + 1,)``, ``(B,)``."""
+
+    queries: Tensor
+    pages: Tensor
+    keys: Tensor
+
+
+class NativeDecode:
+    """Plans the decodes of one kind of layers.
+
+    Args:
+        context: its decode plan names the kernel.
+        kernel: ``fa3`` or ``fa2``.
+
+    Raises:
+        ConfigError: batches of this capacity may exceed what a schedule holds.
+    """
+
+    def __init__(self, context: BackendContext, kernel: str, scale: SharedScale) -> None:
+        config, self._context, self._scale = context.config, context, scale
+        self._size, self._heads = cast(int, context.block_size), config.num_heads
+        self._causal = not config.non_causal
+        self._backend, self._ring = kernel, PinnedRing(context.device)
+        self._most = self._check_capacity()
+        memory: dict[str, Any] = {"dtype": torch.uint8, "device": context.device}
+        self._workspace = torch.empty(context.plans["decode"].workspace_bytes - INT_WORKSPACE, **memory)
+        # One for all wrappers: a plan is used up by its step before the next step's is copied.
+        self._schedule = torch.empty(SCHEDULE_BYTES, **memory)
+        self._eager = self._wrapper()
+        self._captured: dict[int, PlannedWrapper] = {}
+        self._known: dict[int, Tensor] = {}
+        self._fixed: dict[str, Any] = {
+            "num_heads": self._heads,
+            "head_dim_ckv": config.kv_lora_rank,
+            "head_dim_kpe": config.qk_rope_head_dim,
+            "page_size": self._size,
+            "q_data_type": PLAIN_DTYPES[config.dtype],
+            "kv_data_type": storage_dtype(config.cache_dtype),
+        }
+
+    def _check_capacity(self) -> int:
+        """Return how many tokens a batch may have."""
+        context, heads = self._context, self._heads
+        drafts = 1 + context.config.num_speculative_tokens
+        tokens = min(context.max_num_batched_tokens, context.max_num_seqs * drafts)
+        requests = min(tokens, context.max_num_seqs)
+        # A piece per tile, and one more per SM where keys are split. Tiles are half as high where queries are short.
+        tiles = max(2 * requests, tokens * heads // TILE.value + requests)
+        if self._causal and drafts > 1 and TILE.value % heads:
+            tiles = max(tiles, tokens * -(-heads // TILE.value))
+        if tiles + MOST_SMS > MAX_WORKS:
+            text = (
+                f"max_num_seqs = {context.max_num_seqs} and max_num_batched_tokens = {context.max_num_batched_tokens}: "
+                f"{tokens} decode tokens of {heads} heads may need {tiles + MOST_SMS} pieces of work; {MAX_WORKS} fit"
+            )
+            raise ConfigError(text, fields=["max_num_seqs", "max_num_batched_tokens"])
+        return tokens
+
+    def _wrapper(self, **buffers: Any) -> PlannedWrapper:
+        made = library.flashinfer().BatchMLAPagedAttentionWrapper(self._workspace, backend=self._backend, **buffers)
+        return PlannedWrapper(made, self._ring, self._schedule)
+
+    def capture(self, common: CommonAttentionMetadata) -> PlannedCall:
+        """Return the call to capture: its wrapper serves batches of this size for good.
+
+        Its page indices are the captured block table; a plan copies another table there.
+        """
+        causal = self._causal and common.causal and common.max_query_len > 1
+        requests = common.num_actual_tokens if causal and self._by_token(common) else common.num_reqs
+        if requests not in self._captured:
+            ints: dict[str, Any] = {"dtype": torch.int32, "device": self._context.device}
+            sizes = {"qo_indptr": requests + 1, "kv_indptr": requests + 1, "kv_len_arr": requests}
+            lists = {name: torch.zeros(size, **ints) for name, size in sizes.items()}
+            self._captured[requests] = self._wrapper(use_cuda_graph=True, kv_indices=_rows(common), **lists)
+        return self.build(common)
+
+    def build(self, common: CommonAttentionMetadata) -> PlannedCall:
+        """Return the decodes of a batch, planned.
+
+        Raises:
+            BatchError: a block table of more tokens than the kernels count.
+        """
+        causal = self._causal and common.causal and common.max_query_len > 1
+        lists = self._lists(common)
+        if causal and self._by_token(common):
+            lists, causal = self._as_requests(lists), False
+        arguments = {
+            "qo_indptr": lists.queries,
+            "kv_indptr": lists.pages,
+            "kv_indices": _rows(common),
+            "kv_len_arr": lists.keys,
+            "causal": causal,
+            **self._fixed,
+        }
+        planned = self._captured.get(len(lists.keys), self._eager)
+        return PlannedCall(common.num_actual_tokens, planned, arguments, self._scale)
+
+    def _lists(self, common: CommonAttentionMetadata) -> Lists:
+        requests, longest, table = common.num_reqs, common.max_query_len, common.block_table_tensor
+        assert table is not None
+        width = table.stride(0)
+        if requests * width * max(2, self._size) >= 1 << 32:
+            text = f"{requests} rows of {width} pages of {self._size} tokens: the kernels count tokens in 32 bits"
+            raise BatchError(f"block_table_tensor of {text}")
+        keys = self._pinned(requests)
+        keys.copy_(common.seq_lens_cpu)
+        if longest * requests == common.num_actual_tokens:
+            queries = self._multiples(longest, requests)
+        else:
+            queries = self._pinned(requests + 1)
+            queries.copy_(common.query_start_loc_cpu)
+        return Lists(queries, self._multiples(width, requests), keys)
+
+    def _pinned(self, length: int) -> Tensor:
+        return staging(4 * length, self._context.device).view(torch.int32)
+
+    def _multiples(self, factor: int, count: int) -> Tensor:
+        """Return 0 to ``count`` times ``factor``."""
+        known = self._known.get(factor)
+        if known is None or len(known) <= count:
+            known = self._pinned(max(self._most, count) + 1)
+            known.copy_(torch.arange(len(known)) * factor)
+            self._known[factor] = known
+        return known[: count + 1]
+
+    def _by_token(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a tile of rows would cut a query in two under causality."""
+        tile, mean = TILE.value, common.num_actual_tokens * self._heads // common.num_reqs
+        if mean <= tile // 2:  # one CTA instead of a cluster of two
+            tile //= 2
+        return tile % self._heads != 0 and common.max_query_len * self._heads > tile
+
+    def _as_requests(self, lists: Lists) -> Lists:
+        """Return each query as a request of one, which sees the keys up to its own."""
+        tokens = int(lists.queries[-1])
+        request = torch.repeat_interleave(lists.queries.diff(), output_size=tokens)
+        queries, pages, keys = self._multiples(1, tokens), self._pinned(tokens + 1), self._pinned(tokens)
+        pages[:-1] = lists.pages[request]
+        pages[-1] = lists.pages[-1]
+        # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
+        behind = lists.queries[1:][request] - 1 - queries[:-1]
+        torch.sub(lists.keys[request], behind, out=keys).clamp_min_(0)
+        return Lists(queries, pages, keys)
+
+
+def _rows(common: CommonAttentionMetadata) -> Tensor:
+    """Return the block table as one row, int32 ``(num_reqs * stride,)`` less what its last row lacks."""
+    table = common.block_table_tensor
+    assert table is not None
+    return table.as_strided(((common.num_reqs - 1) * table.stride(0) + table.shape[1],), (1,))
+
+
+class LatentViews:
+    """Latents and rope parts of the cache that was seen last, made once; they do not keep it alive."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+        self._seen: Callable[[], Tensor | None] = lambda: None
+        self._address = 0
+        self._views: tuple[Tensor, ...] = ()
+
+    def __call__(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
+        """Return ``(blocks, size, R)`` and ``(blocks, size, Pr)``."""
+        if self._seen() is not kv_cache or self._address != kv_cache.data_ptr() or not self._views:
+            # Of an alias: a view's base would stay alive with it, and this cache is the engine's to free.
+            self._views = kv_cache.data.split_with_sizes(self._sizes, dim=-1)
+            self._seen, self._address = weakref.ref(kv_cache, self._forget), kv_cache.data_ptr()
+        return self._views
+
+    def _forget(self, _: Any) -> None:
+        self._views = ()
+
+
+class NativeLayer:
+    """Runs the decodes of one layer."""
+
+    def __init__(self, context: BackendContext, scale: float) -> None:
+        config = context.config
+        self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
+        self._parts = LatentViews(self._sizes)
+        self._fp8, self._scale = config.cache_dtype == "fp8_e4m3", scale
+
+    def run(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        call: PlannedCall,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        """Attend; ``query (T, H, R + Pr)`` and ``output (T, H, R)`` have exactly the call's tokens."""
+        run = call.ready(self._scale).run
+        parts = (*query.split_with_sizes(self._sizes, dim=-1), *self._parts(kv_cache))
+        options: dict[str, Any] = {"out": output}
+        if self._fp8:
+            options["ckv_scale"] = options["kpe_scale"] = layer.scales.k_float
+        if output_lse is None:
+            run(*parts, **options)
+            return
+        lse = output_lse.contiguous()
+        run(*parts, lse=lse, return_lse=True, return_lse_base_on_e=True, **options)
+        if lse is not output_lse:
+            output_lse.copy_(lse)

@@ -1,0 +1,267 @@
+"""Prefill of ``FLASHINFER_MLA`` at run time: full K and V, one request behind the other, QK wider than V.
+
+fa2 and fa3 stand behind ``BatchPrefillWithRaggedKVCacheWrapper``, which plans on the host. A step's own tokens and each
+chunk of context are calls of their own, whose plans are all in use until the last layer has run: each has a wrapper.
+trtllm-gen and CUTLASS are functions. What they do with a request without keys is not defined
+(flashinfer-ai/flashinfer #3779), so they are called for each run of requests that have some. (CUTLASS's wrapper reads
+its prefix sums back from the device; its function does not.)
+
+FlashInfer's LSE is in base 2, and -5e4 in a row without keys (``math::inf`` in include/flashinfer/math.cuh).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import BackendContext
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import VarlenMetadata
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+from attn_select_flashinfer import library
+from attn_select_flashinfer.common import INT_WORKSPACE, MIB
+from attn_select_flashinfer.mla_build import LN2, PlannedCall, PlannedWrapper, SharedScale, blank_rows
+from attn_select_flashinfer.staging import PinnedRing
+
+Results = tuple[Tensor, Tensor | None]
+"""Output ``(T, H, V)`` and float32 LSE ``(T, H)``, to be written."""
+
+
+@dataclass(slots=True)
+class RaggedCall:
+    """One ``forward_mha`` call: its queries, who runs it, and how; None where there is nothing to attend to."""
+
+    num_tokens: int
+    runner: PlannedRagged | DirectRagged
+    how: Any
+
+
+@dataclass(slots=True)
+class PlannedPrefill:
+    """One call of fa2 or fa3: its plan, and bool ``(T,)`` queries of requests without keys; None: there is none."""
+
+    call: PlannedCall
+    blank: Tensor | None
+
+
+class PlannedRagged:
+    """Plans the calls of a kind of layers and runs them by fa2 or fa3."""
+
+    def __init__(self, context: BackendContext, kernel: str, scale: SharedScale) -> None:
+        self._context, self._kernel, self._scale = context, kernel, scale
+        self._ring, on = PinnedRing(context.device), context.device
+        size = context.plans["prefill"].workspace_bytes - INT_WORKSPACE
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=on)
+        self._wrappers: list[PlannedWrapper] = []
+        self._used = 0
+        config = context.config
+        dtype = PLAIN_DTYPES[config.dtype]
+        self._fixed: dict[str, Any] = {
+            "num_qo_heads": config.num_heads,
+            "num_kv_heads": config.num_heads,
+            "head_dim_qk": cast(int, config.qk_nope_head_dim) + cast(int, config.qk_rope_head_dim),
+            "head_dim_vo": config.v_head_dim,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+        }
+
+    def build(self, varlen: VarlenMetadata) -> RaggedCall:
+        """Return one call, planned."""
+        if varlen.counts_sinks:  # a step's own tokens come first, and with them the next step
+            self._used = 0
+        tokens = int(varlen.query_start_loc_cpu[-1])
+        if not tokens or not int(varlen.key_start_loc_cpu[-1]):
+            return RaggedCall(tokens, self, None)
+        arguments = {
+            "qo_indptr": varlen.query_start_loc_cpu,
+            "kv_indptr": varlen.key_start_loc_cpu,
+            "causal": varlen.causal,
+            **self._fixed,
+        }
+        call = PlannedCall(tokens, self._next(), arguments, self._scale)
+        return RaggedCall(tokens, self, PlannedPrefill(call, blank_of(varlen)))
+
+    def _next(self) -> PlannedWrapper:
+        if self._used == len(self._wrappers):
+            made = library.flashinfer().BatchPrefillWithRaggedKVCacheWrapper(
+                self._workspace, kv_layout="NHD", backend=self._kernel
+            )
+            if self._wrappers:  # there is one per chunk of context: they take what a plan needs
+                size = self._schedule_bytes()
+                made.reset_workspace_buffer(self._workspace, self._workspace.new_empty(size))
+            self._wrappers.append(PlannedWrapper(made, self._ring))
+        self._used += 1
+        return self._wrappers[self._used - 1]
+
+    def _schedule_bytes(self) -> int:
+        """Return room for ten int32 lists of a tile of 64 queries each, per head (PrefillSM90Plan, scheduler.cuh)."""
+        context = self._context
+        tiles = context.max_num_batched_tokens // 64 + context.max_num_seqs
+        return min(INT_WORKSPACE, MIB // 4 + 40 * tiles * context.config.num_heads)
+
+    def run(
+        self, call: PlannedPrefill, scale: float, sinks: Tensor | None, tensors: tuple[Tensor, ...], into: Results
+    ) -> None:
+        """Attend: ``(query, key, value)`` of the call's tokens and keys."""
+        wrapper, (output, lse) = call.call.ready(scale), into
+        out = output.contiguous()
+        base2 = None if lse is None else lse.contiguous()
+        wrapper.run(*tensors, out=out, lse=base2, return_lse=lse is not None)
+        if out is not output:
+            output.copy_(out)
+        if lse is not None and base2 is not None:
+            torch.mul(base2, LN2, out=lse)
+        if call.blank is not None:
+            blank_rows(output, lse, call.blank)
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring requests with queries and keys.
+
+    Attributes:
+        rows, keys: theirs in the call.
+        lists: int32 on the device: prefix sums of queries and of keys ``(B + 1,)``, numbers of keys ``(B,)``.
+        host: int32 ``(B,)``, numbers of queries and of keys.
+        longest: most of them.
+    """
+
+    rows: slice
+    keys: slice
+    lists: tuple[Tensor, ...]
+    host: tuple[Tensor, Tensor]
+    longest: tuple[int, int]
+
+
+@dataclass(slots=True)
+class DirectPrefill:
+    """One call of trtllm-gen or CUTLASS: the runs it is made of, and whether rows are in none."""
+
+    runs: tuple[Run, ...]
+    gaps: bool
+    causal: bool
+    counts_sinks: bool
+
+
+class DirectRagged:
+    """Runs prefill by trtllm-gen's or CUTLASS's function."""
+
+    def __init__(self, context: BackendContext, kernel: str) -> None:
+        self._context, entries = context, library.flashinfer()
+        self._cutlass, self._heads = kernel == "cutlass", context.config.num_heads
+        self._entry = entries.fmha_varlen if self._cutlass else entries.trtllm_ragged_attention_deepseek
+        # Since 0.6.18 trtllm-gen's function reads lengths back from the device unless it is given them.
+        self._takes_lens = "q_seq_lens_cpu" in inspect.signature(self._entry).parameters
+        size = 0 if self._cutlass else context.plans["prefill"].workspace_bytes
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)
+
+    def build(self, varlen: VarlenMetadata) -> RaggedCall:
+        """Return one call; waits for nothing."""
+        bounds, key_bounds = varlen.query_start_loc_cpu, varlen.key_start_loc_cpu
+        lens, key_lens = bounds.diff(), key_bounds.diff()
+        active, tokens = ((lens > 0) & (key_lens > 0)).tolist(), int(bounds[-1])
+        if not any(active):
+            return RaggedCall(tokens, self, None)
+        if all(active):
+            whole = (slice(0, tokens), slice(0, int(key_bounds[-1])))
+            lists = (varlen.query_start_loc, varlen.key_start_loc, varlen.key_start_loc.diff())
+            run = Run(*whole, lists, (lens, key_lens), (varlen.max_query_len, varlen.max_key_len))
+            return RaggedCall(tokens, self, DirectPrefill((run,), False, varlen.causal, varlen.counts_sinks))
+        runs, first = [], 0
+        while first < len(active):
+            if not active[first]:
+                first += 1
+                continue
+            last = first
+            while last < len(active) and active[last]:
+                last += 1
+            runs.append(self._run_of(bounds, key_bounds, first, last))
+            first = last
+        gaps = sum(run.rows.stop - run.rows.start for run in runs) < tokens
+        return RaggedCall(tokens, self, DirectPrefill(tuple(runs), gaps, varlen.causal, varlen.counts_sinks))
+
+    def _run_of(self, bounds: Tensor, key_bounds: Tensor, first: int, last: int) -> Run:
+        own, theirs = bounds[first : last + 1], key_bounds[first : last + 1]
+        lists = (own - own[0], theirs - theirs[0], theirs.diff())
+        on_device = to_device(torch.cat(lists), self._context.device).split_with_sizes([len(each) for each in lists])
+        host = own.diff(), theirs.diff()
+        longest = int(host[0].max()), int(host[1].max())
+        rows, keys = (slice(int(each[0]), int(each[-1])) for each in (own, theirs))
+        return Run(rows, keys, on_device, host, longest)
+
+    def run(
+        self, call: DirectPrefill, scale: float, sinks: Tensor | None, tensors: tuple[Tensor, ...], into: Results
+    ) -> None:
+        """Attend: ``(query, key, value)`` of the call's tokens and keys; ``sinks`` float32 ``(H,)``."""
+        query, key, value = tensors
+        output, lse = into
+        if call.gaps:
+            output.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
+        for run in call.runs:
+            own = (query[run.rows], key[run.keys], value[run.keys])
+            part, part_lse = output[run.rows], None if lse is None else lse[run.rows]
+            out = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+            base2 = None if part_lse is None else part_lse.contiguous()
+            if self._cutlass:
+                self._entry(
+                    *own, *run.lists[:2], max_qo_len=run.longest[0], out=out, lse=base2,
+                    causal=call.causal, sm_scale=scale, return_lse=base2 is not None,
+                )  # fmt: skip
+            else:
+                self._trtllm(call, run, scale, sinks if call.counts_sinks else None, own, (out, base2))
+            if out is not part:
+                part.copy_(out)
+            if part_lse is not None and base2 is not None:
+                torch.mul(base2, LN2, out=part_lse)
+
+    def _trtllm(
+        self,
+        call: DirectPrefill,
+        run: Run,
+        scale: float,
+        sinks: Tensor | None,
+        tensors: tuple[Tensor, ...],
+        into: Results,
+    ) -> None:
+        lens = {}
+        if self._takes_lens:
+            lens = {"q_seq_lens_cpu": run.host[0], "kv_seq_lens_cpu": run.host[1]}
+        query, key, value = tensors
+        self._entry(
+            query=query.contiguous(),  # its strides are not read
+            key=key,
+            value=value,
+            workspace_buffer=self._workspace,
+            seq_lens=run.lists[2],
+            max_q_len=run.longest[0],
+            max_kv_len=run.longest[1],
+            bmm1_scale=scale,
+            bmm2_scale=1.0,
+            o_sf_scale=1.0,
+            batch_size=len(run.lists[2]),
+            window_left=-1,
+            cum_seq_lens_q=run.lists[0],
+            cum_seq_lens_kv=run.lists[1],
+            enable_pdl=None,
+            is_causal=call.causal,
+            return_lse=into[1] is not None,
+            attention_sinks=sinks,
+            out=into[0],
+            lse=into[1],
+            **lens,
+        )
+
+
+def blank_of(varlen: VarlenMetadata) -> Tensor | None:
+    """Return bool ``(T,)`` on the device, the queries of requests without keys; None where there is none."""
+    lens, key_lens = varlen.query_start_loc_cpu.diff(), varlen.key_start_loc_cpu.diff()
+    empty = (key_lens == 0) & (lens > 0)
+    if not bool(empty.any()):
+        return None
+    return to_device(torch.repeat_interleave(empty, lens), varlen.query_start_loc.device)

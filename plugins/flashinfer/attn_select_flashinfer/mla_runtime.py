@@ -1,0 +1,155 @@
+"""``FLASHINFER_MLA`` at run time: decodes on the latent cache, prefills on full keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select_flashinfer.mla_build import PlannedCall, SharedScale
+from attn_select_flashinfer.mla_decode import KERNELS
+from attn_select_flashinfer.mla_native import NativeDecode, NativeLayer
+from attn_select_flashinfer.mla_prefill import PREFILL_KERNELS
+from attn_select_flashinfer.mla_ragged import DirectRagged, PlannedRagged, RaggedCall
+from attn_select_flashinfer.mla_trtllm import TrtllmCall, TrtllmDecode, TrtllmLayer
+
+NATIVE = ("fa2", "fa3")
+_DECODE = {kernel.path: name for name, kernel in KERNELS.items()}
+_PREFILL = {kernel.path: name for name, kernel in PREFILL_KERNELS.items()}
+
+
+class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """Builds the metadata of one kind of layers, and keeps their workspaces and wrappers.
+
+    Raises:
+        ImportError, KernelMismatchError: FlashInfer cannot be called.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        plans, scale = context.plans, SharedScale(context.config)
+        self._decode: NativeDecode | TrtllmDecode | None = None
+        if "decode" in plans:
+            kernel = _DECODE[plans["decode"].path]
+            native = kernel in NATIVE
+            self._decode = NativeDecode(context, kernel, scale) if native else TrtllmDecode(context, kernel)
+        self._prefill: PlannedRagged | DirectRagged | None = None
+        if "prefill" in plans:
+            kernel = _PREFILL[plans["prefill"].path]
+            native = kernel in NATIVE
+            self._prefill = PlannedRagged(context, kernel, scale) if native else DirectRagged(context, kernel)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PlannedCall | TrtllmCall:
+        """As ``AttentionMetadataBuilder.build``; natively the last build's metadata alone can be run."""
+        assert self._decode is not None
+        return self._decode.build(common_attn_metadata)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlannedCall | TrtllmCall:
+        """As ``AttentionMetadataBuilder.build_for_cudagraph_capture``."""
+        if isinstance(self._decode, NativeDecode):
+            return self._decode.capture(common_attn_metadata)
+        return self.build(0, common_attn_metadata)
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: ``build`` ignores a common prefix."""
+        return False
+
+    def build_prefill(self, varlen: VarlenMetadata) -> RaggedCall:
+        """Return the metadata of one ``forward_mha`` call."""
+        assert self._prefill is not None
+        return self._prefill.build(varlen)
+
+
+class FlashInferMLAImpl(MLAAttentionImpl):
+    """Runs one layer."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        self._layer: NativeLayer | TrtllmLayer | None = None
+        if "decode" in context.plans:
+            kernel = _DECODE[context.plans["decode"].path]
+            native = kernel in NATIVE
+            self._layer = NativeLayer(context, scale) if native else TrtllmLayer(context, kernel, scale, sinks)
+        self._sinks = None if sinks is None else sinks.float().contiguous()
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PlannedCall | TrtllmCall,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (blocks, size, R + Pr)``."""
+        tokens, run = attn_metadata.num_tokens, self._layer
+        assert run is not None
+        if not tokens:
+            return output
+        own, lse = output, output_lse
+        if query.shape[0] != tokens or output.shape[0] != tokens:
+            query, own = query[:tokens], output[:tokens]
+        if lse is not None and lse.shape[0] != tokens:
+            lse = lse[:tokens]
+        run.run(layer, query, kv_cache, attn_metadata, own, lse)  # type: ignore[arg-type]
+        return output
+
+    def forward_mha(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_metadata: RaggedCall,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mha``."""
+        tokens = attn_metadata.num_tokens
+        if not tokens:
+            return output
+        own, lse = output, output_lse
+        if query.shape[0] != tokens or output.shape[0] != tokens:
+            query, own = query[:tokens], output[:tokens]
+        if lse is not None and lse.shape[0] != tokens:
+            lse = lse[:tokens]
+        if attn_metadata.how is not None:
+            attn_metadata.runner.run(attn_metadata.how, self.scale, self._sinks, (query, key, value), (own, lse))
+            return output
+        own.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return output
+
+
+class FlashInferMLABackend(AttentionBackend):
+    """``FLASHINFER_MLA``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``FLASHINFER_MLA``."""
+        return "FLASHINFER_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashInferMLAImpl]:
+        """Return ``FlashInferMLAImpl``."""
+        return FlashInferMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashInferMLAMetadataBuilder]:
+        """Return ``FlashInferMLAMetadataBuilder``."""
+        return FlashInferMLAMetadataBuilder

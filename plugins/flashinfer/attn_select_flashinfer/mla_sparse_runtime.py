@@ -1,0 +1,181 @@
+"""``FLASHINFER_MLA_SPARSE`` at run time: every token attends to the slots that its indexer chose.
+
+Nothing else of a batch matters to the kernels, so tokens are rows of one query each, whichever request they belong to,
+and both phases are the same. trtllm-gen (10.x) reads the first ``seq_lens`` of a row's slots, which must all be there:
+they are moved to the front. The kernel of 12.x skips slots of -1 wherever they stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.config import Phase
+from attn_select.layouts import FP8_DS_MLA
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select_flashinfer import library
+from attn_select_flashinfer.common import padded_heads
+from attn_select_flashinfer.mla_heads import Heads
+from attn_select_flashinfer.mla_trtllm import requests_at_once
+
+SLOTS = 128
+"""What a row's width is a multiple of on 10.x; vLLM 0.33.0 pads its rows likewise."""
+
+
+@dataclass(slots=True)
+class SparseMetadata:
+    """One batch: its tokens, and the zeroed workspace of all layers."""
+
+    num_tokens: int
+    workspace: Tensor
+
+
+class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
+    """Launches nothing and looks at no length.
+
+    Raises:
+        ImportError, KernelMismatchError: FlashInfer cannot be called.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        library.flashinfer()
+        size = max(plan.workspace_bytes for plan in context.plans.values())
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseMetadata:
+        """As ``AttentionMetadataBuilder.build``."""
+        return SparseMetadata(common_attn_metadata.num_actual_tokens, self._workspace)
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: there is no such path."""
+        return False
+
+
+class FlashInferMLASparseImpl(MLAAttentionImpl):
+    """Runs one layer, both phases by one kernel."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        config = context.config
+        phase: Phase = next(iter(context.plans))
+        self._entry = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla
+        self._on_12 = context.kv_layout == FP8_DS_MLA
+        self._heads = Heads(context, phase, scale, sinks, padded=padded_heads(config.num_heads))
+        self._fixed: dict[str, Any] = {
+            "qk_nope_head_dim": config.qk_nope_head_dim,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_rope_head_dim": config.qk_rope_head_dim,
+            "sinks": self._heads.sinks,
+            "backend": "sparse" if self._on_12 else "trtllm-gen",
+        }
+        if self._on_12:  # the cache's scales are powers of two (ops.concat_and_cache_mla)
+            self._fixed["kv_scale_format"] = "pow2_fp32"
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: SparseMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` ``(blocks, size, 576)`` or ``(blocks, 64, 656)`` bytes."""
+        assert topk_indices is not None
+        tokens, workspace = attn_metadata.num_tokens, attn_metadata.workspace
+        step = requests_at_once(workspace, padded_heads(query.shape[1]), 1, output_lse is not None)
+        for first in range(0, tokens, step):
+            rows = slice(first, min(first + step, tokens))
+            lse = None if output_lse is None else output_lse[rows]
+            self._run(layer, query[rows], kv_cache, workspace, output[rows], lse, topk_indices[rows])
+        return output
+
+    def _run(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        workspace: Tensor,
+        output: Tensor,
+        output_lse: Tensor | None,
+        indices: Tensor,
+    ) -> None:
+        work = self._heads.begin(layer, query, output, output_lse)
+        if self._on_12:
+            slots, lens = indices.clamp_min(-1), None  # any other negative number would be an address
+            empty = (slots < 0).all(dim=1)
+        else:
+            slots, lens = in_front(indices)
+            empty, lens = lens == 0, lens.clamp_min_(1)
+        width = slots.shape[1]
+        if work.lse is not None:
+            wanted: dict[str, Any] = {"lse": work.lse, "return_lse": True}
+        else:
+            wanted = {}
+        self._entry(
+            query=work.query.unsqueeze(1),
+            kv_cache=kv_cache,
+            workspace_buffer=workspace,
+            block_tables=slots.unsqueeze(1),
+            seq_lens=lens,
+            max_seq_len=width,
+            sparse_mla_top_k=width,
+            out=work.out.unsqueeze(1),
+            bmm1_scale=work.bmm1_scale,
+            bmm2_scale=work.bmm2_scale,
+            **self._fixed,
+            **wanted,
+        )
+        self._heads.finish(work, output, output_lse, empty)
+
+
+def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int32 slots ``(T, k')`` with each row's valid ones in front, zeros behind, and how many int32 ``(T,)``.
+
+    Waits for nothing, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``.
+    """
+    tokens, width = indices.shape
+    valid = indices >= 0
+    seen = valid.cumsum(1)
+    counts = seen[:, -1:]
+    columns = torch.arange(width, device=indices.device)
+    # Void ones go behind the valid ones, so that no two are written to one place.
+    places = torch.where(valid, seen - 1, counts + columns - seen)
+    slots = indices.new_zeros(tokens, -(-width // SLOTS) * SLOTS)
+    slots.scatter_(1, places, indices.clamp_min(0))
+    return slots, counts.squeeze(1).int()
+
+
+class FlashInferMLASparseBackend(AttentionBackend):
+    """``FLASHINFER_MLA_SPARSE``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``FLASHINFER_MLA_SPARSE``."""
+        return "FLASHINFER_MLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashInferMLASparseImpl]:
+        """Return ``FlashInferMLASparseImpl``."""
+        return FlashInferMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashInferMLASparseMetadataBuilder]:
+        """Return ``FlashInferMLASparseMetadataBuilder``."""
+        return FlashInferMLASparseMetadataBuilder

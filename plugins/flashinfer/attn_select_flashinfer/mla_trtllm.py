@@ -1,0 +1,228 @@
+"""Decode of ``FLASHINFER_MLA`` by ``trtllm_batch_decode_with_kv_cache_mla``: trtllm-gen on 10.x, XQA on 12.x.
+
+The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are
+``(B, q_len, H, R + Pr)``, causal. Of several lengths they are one behind the other with their bounds, where that is
+right (``RAGGED``) and no LSE is asked for; else, and without causality, each is a row of its own, with the keys that it
+sees as its length. Before 0.6.18 a query is a CTA of its own anyway, so rows cost no more than a table of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attn_select.environment import version_matches
+from attn_select.runtime.backend import AttentionLayer, BackendContext
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.spec import Fact
+from attn_select_flashinfer import library
+from attn_select_flashinfer.common import MIB, MLA_CORE
+from attn_select_flashinfer.mla import FlashInferMLAOptions
+from attn_select_flashinfer.mla_decode import KERNELS
+from attn_select_flashinfer.mla_heads import Heads
+
+RAGGED = Fact(
+    ">=0.6.18",
+    "flashinfer-ai/flashinfer #3849: before, csrc/fmhaReduction.cu takes the longest query's length for all",
+)
+MOST_REQUESTS = Fact(8192, f"{MLA_CORE} _TRTLLM_GEN_MLA_MAX_BATCH: the counters end there")
+STATISTICS = Fact((8, 256), "csrc/trtllm_fmha_kernel_launcher.cu v0.6.14: bytes per query and head, queries at a time")
+RESERVED = (8 + 1 + 24) * MIB
+"""Of a workspace: its counters, what is kept free behind the statistics, and room for partial results (a CTA of 64 rows
+per SM)."""
+
+
+@dataclass(slots=True)
+class TrtllmCall:
+    """Decodes of one batch, the same for all layers.
+
+    Attributes:
+        num_tokens: queries.
+        query_len: of each request; None: by ``bounds``.
+        block_table: int32 ``(B, W)``, contiguous.
+        seq_lens: int32 ``(B,)``, at least 1.
+        max_seq_len: a bound of them.
+        bounds: int32 ``(B + 1,)``, prefix sums of the query lengths where they differ.
+        max_query_len: a bound of them.
+        blank: bool ``(T,)``, queries whose request has no keys; None where there is none.
+        builder: keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries.
+        common: the batch.
+    """
+
+    num_tokens: int
+    query_len: int | None
+    block_table: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+    bounds: Tensor | None
+    max_query_len: int
+    blank: Tensor | None
+    builder: TrtllmDecode
+    common: CommonAttentionMetadata
+    _rows: TrtllmCall | None = None
+
+    def rows(self) -> TrtllmCall:
+        """Return the call with a row per query; made once."""
+        if self._rows is None:
+            self._rows = self.builder.by_token(self.common)
+        return self._rows
+
+
+class TrtllmDecode:
+    """Builds the decodes of one kind of layers, and keeps their zeroed workspace."""
+
+    def __init__(self, context: BackendContext, kernel: str) -> None:
+        self._context, config = context, context.config
+        self._causal = not config.non_causal
+        size, on = context.plans["decode"].workspace_bytes, context.device
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)
+        version = library.flashinfer().version
+        self._ragged = kernel == "trtllm-gen" and bool(version) and version_matches(version, RAGGED.value)
+        self._most = min(context.max_num_batched_tokens, context.max_num_seqs * (1 + config.num_speculative_tokens))
+        self._lens: Tensor | None = None
+        self._table: Tensor | None = None
+        if context.cuda_graphs:
+            self._lens = torch.ones(max(self._most, context.max_num_seqs), dtype=torch.int32, device=on)
+
+    def build(self, common: CommonAttentionMetadata) -> TrtllmCall:
+        """Return the decodes of a batch; waits for nothing."""
+        longest, table, lens = common.max_query_len, common.block_table_tensor, common.seq_lens
+        assert table is not None
+        uniform, causal = common.num_reqs * longest == common.num_actual_tokens, self._causal and common.causal
+        keyless = int(common.seq_lens_cpu.min()) == 0
+        if longest > 1 and not (uniform and causal):
+            if not (causal and self._ragged and not keyless and int(common.query_lens_cpu.min()) > 0):
+                return self.by_token(common)
+        elif not uniform:  # some requests have no query
+            return self.by_token(common)
+        if self._lens is not None:
+            lens = torch.clamp_min(lens, 1, out=self._lens[: common.num_reqs])
+        blank = None
+        if keyless:
+            empty = common.seq_lens == 0
+            lens, table = lens.clamp_min(1) if self._lens is None else lens, table.masked_fill(empty.unsqueeze(1), 0)
+            blank = empty.repeat_interleave(longest, output_size=common.num_actual_tokens)
+        return TrtllmCall(
+            num_tokens=common.num_actual_tokens,
+            query_len=longest if uniform else None,
+            block_table=table.contiguous(),
+            seq_lens=lens,
+            max_seq_len=max(common.max_seq_len, 1),
+            bounds=None if uniform else common.query_start_loc,
+            max_query_len=longest,
+            blank=blank,
+            builder=self,
+            common=common,
+        )
+
+    def by_token(self, common: CommonAttentionMetadata) -> TrtllmCall:
+        """Return the call in which every query is a request of one."""
+        table, tokens, device = common.block_table_tensor, common.num_actual_tokens, self._context.device
+        assert table is not None
+        request = torch.repeat_interleave(common.query_lens_cpu, output_size=tokens)
+        lens = common.seq_lens_cpu[request]
+        if self._causal and common.causal:
+            lens = lens - (common.query_start_loc_cpu[1:][request] - 1 - torch.arange(tokens, dtype=torch.int32))
+        numbers = to_device(torch.cat([request.int(), lens.int().clamp_min(1)]), device)
+        rows, blank = table.index_select(0, numbers[:tokens]), None
+        if bool((lens <= 0).any()):
+            blank = to_device(lens <= 0, device)
+            rows.masked_fill_(blank.unsqueeze(1), 0)
+        kept = numbers[tokens:]
+        if self._lens is not None:
+            if self._table is None:
+                self._table = rows.new_zeros(self._most, rows.shape[1])
+            kept, rows = self._lens[:tokens].copy_(kept), self._table[:tokens, : rows.shape[1]].copy_(rows)
+        return TrtllmCall(
+            num_tokens=tokens,
+            query_len=1,
+            block_table=rows.contiguous(),
+            seq_lens=kept,
+            max_seq_len=max(common.max_seq_len, 1),
+            bounds=None,
+            max_query_len=1,
+            blank=blank,
+            builder=self,
+            common=common,
+        )
+
+
+class TrtllmLayer:
+    """Runs the decodes of one layer."""
+
+    def __init__(self, context: BackendContext, kernel: str, scale: float, sinks: Tensor | None) -> None:
+        config = context.config
+        self._entry, self._xqa = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla, kernel == "xqa"
+        padded = KERNELS[kernel].heads(config.num_heads)
+        device_scales = kernel == "trtllm-gen" and cast(FlashInferMLAOptions, context.options).device_scales
+        made: dict[str, Any] = {"padded": padded, "cache_scales": self._xqa, "device_scales": device_scales}
+        self._heads = Heads(context, "decode", scale, sinks, **made)
+        self._rank = cast(int, config.kv_lora_rank)
+        self._fixed: dict[str, Any] = {
+            "qk_nope_head_dim": config.qk_nope_head_dim,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_rope_head_dim": config.qk_rope_head_dim,
+            "backend": kernel,
+        }
+        if sinks is not None:
+            self._fixed["sinks"] = self._heads.sinks
+
+    def run(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        call: TrtllmCall,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        """Attend; ``query (T, H, R + Pr)`` and ``output (T, H, R)`` have exactly the call's tokens."""
+        if call.bounds is not None and output_lse is not None:
+            call = call.rows()
+        heads = self._heads
+        work = heads.begin(layer, query, output, output_lse)
+        fixed: dict[str, Any] = {
+            **self._fixed,
+            "kv_cache": kv_cache,
+            "workspace_buffer": call.builder.workspace,
+            "max_seq_len": call.max_seq_len,
+            "bmm1_scale": work.bmm1_scale,
+            "bmm2_scale": work.bmm2_scale,
+        }
+        if call.bounds is not None:
+            fixed |= {"cum_seq_lens_q": call.bounds, "max_q_len": call.max_query_len}
+            self._entry(query=work.query, block_tables=call.block_table, seq_lens=call.seq_lens, out=work.out, **fixed)
+        else:
+            self._run_uniform(call, work.query, work.out, work.lse, fixed)
+        heads.finish(work, output, output_lse, call.blank)
+
+    def _run_uniform(
+        self, call: TrtllmCall, query: Tensor, out: Tensor, lse: Tensor | None, fixed: dict[str, Any]
+    ) -> None:
+        each = cast(int, call.query_len)
+        requests, (heads, width) = len(call.seq_lens), query.shape[1:]
+        query = query.view(requests, each, heads, width)
+        out = out if self._xqa else out.view(requests, each, heads, self._rank)
+        step = requests_at_once(call.builder.workspace, heads, each, lse is not None)
+        for first in range(0, requests, step):
+            some = slice(first, min(first + step, requests))
+            if lse is not None:
+                fixed |= {"lse": lse[some.start * each : some.stop * each], "return_lse": True}
+            if step < requests:
+                parts = (query[some], call.block_table[some], call.seq_lens[some], out[some])
+            else:
+                parts = (query, call.block_table, call.seq_lens, out)
+            self._entry(query=parts[0], block_tables=parts[1], seq_lens=parts[2], out=parts[3], **fixed)
+
+
+def requests_at_once(workspace: Tensor, heads: int, query_len: int, wants_lse: bool) -> int:
+    """Return how many requests one call takes: what counters there are, and with LSE what statistics fit."""
+    if not wants_lse:
+        return MOST_REQUESTS.value
+    size, at_once = STATISTICS.value
+    each = size * heads * -(-query_len // at_once) * at_once
+    return max(1, min(MOST_REQUESTS.value, (workspace.numel() - RESERVED) // each))

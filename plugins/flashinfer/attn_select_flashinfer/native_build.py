@@ -1,0 +1,172 @@
+"""Plans FlashInfer's native wrappers for a step: page lists on the host, page indices on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime import ops
+from attn_select.runtime.backend import BackendContext
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select_flashinfer.metadata import FICascade, FIDecode, FIPrefill
+from attn_select_flashinfer.page_lists import PageLists
+from attn_select_flashinfer.wrappers import NativeKernel, WrapperPool
+
+
+class NativeBuilder:
+    """Makes the native parts of a step.
+
+    Args:
+        context: the kind of layers.
+        scratch_bytes: of the buffer for partial results, reserved here.
+    """
+
+    def __init__(self, context: BackendContext, scratch_bytes: int) -> None:
+        self._context = context
+        self._page = context.block_size or 1
+        self.pool = WrapperPool(context, torch.empty(scratch_bytes, dtype=torch.uint8, device=context.device))
+        self._causal, self._windowed = not context.config.non_causal, context.config.sliding_window is not None
+
+    def decode(self, common: CommonAttentionMetadata, kernel: NativeKernel, last: int) -> FIDecode:
+        """Plan the batch's first ``last`` requests, which have one token each."""
+        wrapper = self.pool.eager(kernel, "decode")
+        lists = self._lists(common.seq_lens_cpu[:last])
+        part = self._planned_decode(wrapper, kernel, lists)
+        self._flatten(wrapper, common, lists, 0)
+        return part
+
+    def _planned_decode(self, wrapper: Any, kernel: NativeKernel, lists: PageLists) -> FIDecode:
+        given = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
+        self.pool.plan(wrapper, kernel, *given, seq_lens=lists.seq_lens)
+        end = len(lists.seq_lens)
+        return FIDecode(
+            phase="decode", path=kernel.label, start=0, end=end, wrapper=wrapper, kernel=kernel, lists=lists
+        )
+
+    def prefill(
+        self,
+        common: CommonAttentionMetadata,
+        kernel: NativeKernel,
+        first: int,
+        last: int,
+        *,
+        phase: str = "prefill",
+        path: str | None = None,
+        skipped: int = 0,
+    ) -> FIPrefill:
+        """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence.
+
+        Raises:
+            BatchError: the step is not causal, but the layers have a window.
+        """
+        causal = self._causal and common.causal
+        if not causal and self._windowed:
+            raise BatchError("a step that is not causal, in layers with a window: native kernels hide no later keys")
+        seq_lens = common.seq_lens_cpu[first:last]
+        lists = self._lists(seq_lens - skipped if skipped else seq_lens)
+        bounds = common.query_start_loc_cpu[first : last + 1]
+        start, end = int(bounds[0]), int(bounds[-1])
+        part = FIPrefill(
+            phase=phase,
+            path=path or kernel.label,
+            start=start,
+            end=end,
+            wrapper=self.pool.eager(kernel, phase),
+            kernel=kernel,
+            lists=lists,
+            qo_indptr=bounds - start,
+            causal=causal,
+        )
+        self._plan(part, common.max_query_len)
+        self._flatten(part.wrapper, common, lists, first, skipped)
+        return part
+
+    def _lists(self, seq_lens: Tensor) -> PageLists:
+        return PageLists.of(seq_lens, self._page, None, self._context.device)
+
+    def _plan(self, part: FIPrefill, max_query_len: int) -> None:
+        lists = part.lists
+        self.pool.plan(
+            part.wrapper,
+            part.kernel,
+            part.qo_indptr,
+            lists.paged_kv_indptr,
+            lists.paged_kv_indices,
+            lists.paged_kv_last_page_len,
+            causal=part.causal,
+            seq_lens=lists.seq_lens,
+            max_token_per_sequence=max_query_len,
+        )
+
+    def _flatten(
+        self, wrapper: Any, common: CommonAttentionMetadata, lists: PageLists, first: int, skipped: int = 0
+    ) -> None:
+        """Gather the page indices on the device, where the table is; the plan has not read them."""
+        rows = common.block_table_tensor
+        assert rows is not None
+        requests = len(lists.seq_lens)
+        if requests < common.num_reqs:
+            rows = rows[first : first + requests]
+        if skipped:
+            rows = rows[:, skipped // self._page :]
+        # The plan has copied the prefix sums to the device already (FlashInfer 0.6.14 keeps them there by this name).
+        indptr = getattr(wrapper, "_paged_kv_indptr_buf", None)
+        if indptr is None:
+            indptr = to_device(lists.paged_kv_indptr, self._context.device)
+        ops.flatten_block_table(rows, indptr, lists.paged_kv_indices)
+
+    def captured(self, common: CommonAttentionMetadata, kernel: NativeKernel) -> FIDecode | FIPrefill:
+        """Plan one token per request for a CUDA graph, making a wrapper for this batch size if there is none."""
+        requests, buffers = common.num_reqs, self.pool.buffers
+        assert buffers is not None
+        wrapper = self.pool.captured(kernel, requests)
+        lists = PageLists.of(common.seq_lens_cpu, self._page, buffers.paged_kv_indices, self._context.device)
+        part: FIDecode | FIPrefill
+        if kernel.single_token:
+            part = self._planned_decode(wrapper, kernel, lists)
+        else:
+            part = FIPrefill(
+                phase="decode",
+                path=kernel.label,
+                start=0,
+                end=requests,
+                wrapper=wrapper,
+                kernel=kernel,
+                lists=lists,
+                qo_indptr=torch.arange(requests + 1, dtype=torch.int32),
+                causal=True,
+            )
+            self._plan(part, 1)
+        indptr = buffers.paged_kv_indptr[: requests + 1]
+        assert common.block_table_tensor is not None
+        ops.flatten_block_table(common.block_table_tensor, indptr, lists.paged_kv_indices)
+        return part
+
+    def cascade(self, common: CommonAttentionMetadata, kernel: NativeKernel, prefix_len: int) -> FICascade:
+        """Plan the first ``prefix_len`` tokens, which lie in the same pages for all requests, and each one's rest.
+
+        Both run by the decode kernel, which splits long sequences whatever the number of queries.
+        """
+        table, tokens = common.block_table_tensor, common.num_actual_tokens
+        assert table is not None
+        kernel = kernel.any_length
+        rest = self.prefill(common, kernel, 0, common.num_reqs, phase="decode", skipped=prefix_len)
+        lists = PageLists.of(torch.tensor([prefix_len], dtype=torch.int32), self._page, table[0], self._context.device)
+        own = kernel.without_sinks
+        prefix = FIPrefill(
+            phase="prefill",
+            path=own.label,
+            start=0,
+            end=tokens,
+            wrapper=self.pool.eager(own, "prefill"),
+            kernel=own,
+            lists=lists,
+            qo_indptr=torch.tensor([0, tokens], dtype=torch.int32),
+            causal=False,
+        )
+        self._plan(prefix, tokens)
+        path = f"cascade, {kernel.label}"
+        return FICascade(phase="decode", path=path, start=0, end=tokens, prefix=prefix, rest=rest)

@@ -1,0 +1,242 @@
+"""FlashInfer's native wrappers: what all calls of a phase have in common, and who keeps which wrapper.
+
+FlashInfer plans on the host and runs on the device. A wrapper without CUDA graphs serves every batch; with them there
+is one decode wrapper per batch size, whose index lists stay where they are.
+
+Attention sinks are a variant of the prefill kernel, compiled as ``BatchAttentionWithAttentionSinkWrapper`` does it
+(flashinfer/attention/_core.py 0.6.14). That class names the module by query dtype and window alone, so that a second
+head size or cache dtype in one process would get the first one's kernel; here the name holds all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.layouts import FLASHINFER_HND
+from attn_select.runtime.backend import BackendContext
+from attn_select.runtime.metadata import BatchError
+from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select.spec import BackendPlan
+from attn_select_flashinfer.common import INT_WORKSPACE
+from attn_select_flashinfer.library import flashinfer
+from attn_select_flashinfer.native import WITH_SINKS
+from attn_select_flashinfer.staging import PinnedRing
+
+
+def hnd_or_nhd(context: BackendContext) -> str:
+    """Return the cache's layout as FlashInfer calls it."""
+    return "HND" if context.kv_layout == FLASHINFER_HND else "NHD"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NativeKernel:
+    """What all calls of one phase have in common. One object per phase: wrappers are kept by it.
+
+    Attributes:
+        backend: ``fa2`` or ``fa3``.
+        single_token: run by the decode wrapper, which takes one token per request.
+        sinks: the variant with attention sinks.
+        query_dtype, cache_dtype, output_dtype: as the kernel takes them.
+        window_left: keys before a query's own that it sees, -1 for all.
+        soft_cap: of logits, 0.0 for none.
+        split_kv: whether long sequences may be split, by the load.
+    """
+
+    backend: str
+    single_token: bool
+    sinks: bool
+    query_dtype: torch.dtype
+    cache_dtype: torch.dtype
+    output_dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    page_size: int
+    kv_layout: str
+    window_left: int
+    soft_cap: float
+    split_kv: bool
+
+    @classmethod
+    def of(cls, plan: BackendPlan, context: BackendContext, *, decode: bool) -> NativeKernel:
+        """Return what a native plan names (``mha._native_plan``)."""
+        config = context.config
+        assert context.block_size is not None
+        sinks = plan.path.endswith(WITH_SINKS)
+        return cls(
+            backend="fa3" if "fa3" in plan.path else "fa2",
+            single_token=decode and not sinks,
+            sinks=sinks,
+            query_dtype=FP8_DTYPES.get(plan.query_dtype, PLAIN_DTYPES[config.dtype]),
+            cache_dtype=storage_dtype(config.cache_dtype),
+            output_dtype=PLAIN_DTYPES[config.dtype],
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            page_size=context.block_size,
+            kv_layout=hnd_or_nhd(context),
+            window_left=-1 if config.sliding_window is None else config.sliding_window - 1,
+            soft_cap=config.logits_soft_cap or 0.0,
+            split_kv=not config.batch_invariant,
+        )
+
+    @property
+    def label(self) -> str:
+        """``native fa3``, with or without sinks."""
+        return f"native {self.backend}{WITH_SINKS if self.sinks else ''}"
+
+    @cached_property
+    def fp8_query(self) -> bool:
+        """Whether the query is quantised."""
+        return self.query_dtype in FP8_DTYPES.values()
+
+    @cached_property
+    def any_length(self) -> NativeKernel:
+        """The same kernel for queries of any length: the prefill wrapper runs it."""
+        return replace(self, single_token=False) if self.single_token else self
+
+    @cached_property
+    def without_sinks(self) -> NativeKernel:
+        """The same kernel, sinks not counted."""
+        return replace(self, sinks=False) if self.sinks else self
+
+    @cached_property
+    def planned(self) -> dict[str, Any]:
+        """What every ``plan`` of the kernel gets beside the batch's lists; a layer's scale is given to ``run``."""
+        return {
+            "num_qo_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim" if self.single_token else "head_dim_qk": self.head_size,
+            "page_size": self.page_size,
+            "sm_scale": 1.0,
+            "window_left": self.window_left,
+            "logits_soft_cap": self.soft_cap,
+            "q_data_type": self.query_dtype,
+            "kv_data_type": self.cache_dtype,
+            "o_data_type": self.output_dtype,
+            "disable_split_kv": not self.split_kv,
+        }
+
+    def variant(self) -> dict[str, Any]:
+        """Return what names and defines the module with sinks, for the wrapper's constructor."""
+        window = self.window_left >= 0
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.query_dtype, self.cache_dtype)]
+        uri = f"attn_select_sink_{self.backend}_{names[0]}_kv_{names[1]}_head_{self.head_size}_swa_{window}".lower()
+        size, declared = self.head_size, flashinfer().attention_sink_decl[self.backend]
+        dtypes = (self.query_dtype, self.cache_dtype, self.output_dtype, torch.int32)
+        arguments = [uri, *dtypes, size, size, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", declared]
+        return {"jit_args": arguments, "jit_kwargs": {"use_sliding_window": window}}
+
+
+@dataclass(slots=True)
+class GraphBuffers:
+    """Index lists of captured decodes, on the device, where they stay; a batch size uses the front of them.
+
+    Attributes:
+        paged_kv_indptr: int32 ``(max_num_seqs + 1,)``.
+        paged_kv_indices: int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens.
+        paged_kv_last_page_len: int32 ``(max_num_seqs,)``.
+        qo_indptr: int32 ``(max_num_seqs + 1,)``, one token per request.
+    """
+
+    paged_kv_indptr: Tensor
+    paged_kv_indices: Tensor
+    paged_kv_last_page_len: Tensor
+    qo_indptr: Tensor
+
+    @classmethod
+    def make(cls, context: BackendContext) -> GraphBuffers:
+        """Allocate them."""
+        assert context.block_size is not None
+        requests, pages = context.max_num_seqs, -(-context.max_model_len // context.block_size)
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": context.device}
+        return cls(
+            torch.zeros(requests + 1, **ints),
+            torch.zeros(requests * pages, **ints),
+            torch.zeros(requests, **ints),
+            torch.arange(requests + 1, **ints),
+        )
+
+
+class WrapperPool:
+    """The wrappers of one kind of layers.
+
+    Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory; all wrappers of one role share
+    one such buffer, since a step plans and runs one of them.
+
+    Args:
+        context: the kind.
+        scratch: uint8 on the device, for partial results; all wrappers share it, as kernels run one after the other.
+    """
+
+    def __init__(self, context: BackendContext, scratch: Tensor) -> None:
+        self._context, self.scratch = context, scratch
+        self.ring = PinnedRing(context.device)
+        self._schedules: dict[str, Tensor] = {}
+        self._eager: dict[tuple[str, NativeKernel], Any] = {}
+        self._captured: dict[int, Any] = {}
+        self.buffers = GraphBuffers.make(context) if context.cuda_graphs and "decode" in context.plans else None
+
+    def eager(self, kernel: NativeKernel, role: str) -> Any:
+        """Return the wrapper for batches that are not captured; ``role``: which schedule it may overwrite."""
+        if (role, kernel) not in self._eager:
+            self._eager[role, kernel] = self._made(kernel, role)
+        return self._eager[role, kernel]
+
+    def captured(self, kernel: NativeKernel, num_reqs: int) -> Any:
+        """Return the decode wrapper of one batch size, making it if it is new."""
+        if num_reqs not in self._captured:
+            buffers = self.buffers
+            assert buffers is not None
+            ends = "er" if kernel.single_token else ""
+            lists = {
+                f"paged_kv_indptr_buff{ends}": buffers.paged_kv_indptr[: num_reqs + 1],
+                f"paged_kv_indices_buff{ends}": buffers.paged_kv_indices,
+                f"paged_kv_last_page_len_buff{ends}": buffers.paged_kv_last_page_len[:num_reqs],
+            }
+            if not kernel.single_token:
+                lists = {name.replace("buff", "buf"): tensor for name, tensor in lists.items()}
+                lists["qo_indptr_buf"] = buffers.qo_indptr[: num_reqs + 1]
+            self._captured[num_reqs] = self._made(kernel, "decode", use_cuda_graph=True, **lists)
+        return self._captured[num_reqs]
+
+    def is_captured(self, num_reqs: int) -> bool:
+        """Whether there is a decode wrapper of this batch size."""
+        return num_reqs in self._captured
+
+    def plan(self, wrapper: Any, kernel: NativeKernel, *lists: Tensor, **more: Any) -> None:
+        """Plan a step. Waits neither for the device nor for an earlier plan's copy.
+
+        Raises:
+            BatchError: the schedule or its partial results need more scratch than there is.
+        """
+        try:
+            self.ring.plan(wrapper, *lists, **kernel.planned, **more)
+        except RuntimeError as error:
+            if "workspace buffer" not in str(error):  # csrc AlignedAllocator, include/flashinfer/allocator.h 0.6.14
+                raise
+            text = f"{kernel.label}: scratch of {self.scratch.numel()} bytes is too small for a batch of "
+            raise BatchError(
+                f"{text}{len(lists[0]) - 1} requests ({str(error).splitlines()[0]})",
+                hint="raise native_workspace_bytes under [backends.FLASHINFER]",
+            ) from error
+
+    def _made(self, kernel: NativeKernel, role: str, **given: Any) -> Any:
+        library = flashinfer()
+        if kernel.single_token:
+            made, given = library.BatchDecodeWithPagedKVCacheWrapper, {**given, "use_tensor_cores": True}
+        else:
+            made, given = library.BatchPrefillWithPagedKVCacheWrapper, dict(given)
+        if kernel.sinks:
+            given |= kernel.variant()
+        wrapper = made(self.scratch, kernel.kv_layout, backend=kernel.backend, **given)
+        if role not in self._schedules:
+            device = self._context.device
+            self._schedules[role] = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=device)
+        wrapper.reset_workspace_buffer(self.scratch, self._schedules[role])
+        return wrapper

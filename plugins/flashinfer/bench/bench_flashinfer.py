@@ -1,0 +1,287 @@
+"""Measure FLASHINFER on one GPU: checked against the oracle first, then timed, interleaved, medians.
+
+Run ``python plugins/flashinfer/bench/bench_flashinfer.py [--parts check,overhead,...]``.
+
+Parts: ``check`` (against float64), ``overhead`` (raw call, raw call again as a control, our layer: GPU time by graph
+replay, host time), ``build`` (host time of FlashInfer's own ``plan``, of it again, of our ``build``), ``cascade``
+(against the plain path and FlashInfer's own cascade wrapper).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import flashinfer
+import torch
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+from attn_select import AttentionConfig, select
+from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, ops
+from attn_select.runtime.batch import prepare_batch
+from attn_select.testing.oracle import attention_reference
+
+Call = Callable[[], Any]
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
+CONFIG = AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, block_size=PAGE)
+DECODES = (("decode B64 S4096", 64, 4096), ("decode B8 S16384", 8, 16384), ("decode B256 S1024", 256, 1024))
+MIB = 1 << 20
+
+
+def gpu_times(calls: Mapping[str, Call], repeat: int = 10, rounds: int = 15) -> dict[str, float]:
+    """Return the median GPU time of each call in us: ``repeat`` of them in one graph, graphs replayed in turn."""
+    graphs, samples = {}, {name: [] for name in calls}  # type: Any, Any
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(repeat):
+                call()
+    for turn in range(rounds + 2):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn > 1:
+                samples[name].append(start.elapsed_time(end) * 1e3 / repeat)
+    return {name: statistics.median(found) for name, found in samples.items()}
+
+
+def host_times(calls: Mapping[str, Call], repeat: int = 20, rounds: int = 40) -> dict[str, float]:
+    """Return the median host time of each call in us; the device is idle when a round begins."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            spent = (time.perf_counter() - began) * 1e6 / repeat
+            if turn > 2:
+                samples[name].append(spent)
+    return {name: statistics.median(found) for name, found in samples.items()}
+
+
+@cache
+def rules(use_trtllm: str) -> Path:
+    """Return a rules file that sets the option."""
+    path = Path(tempfile.mkdtemp()) / "rules.toml"
+    path.write_text(f"version = 1\n[backends.FLASHINFER]\nuse_trtllm = {use_trtllm}\n")
+    return path
+
+
+class Bench:
+    """One kind of layers, filled with random numbers; ``use_trtllm`` as TOML has it."""
+
+    def __init__(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], shared: int = 0, use_trtllm: str = "false"
+    ) -> None:
+        torch.manual_seed(0)
+        self.selection = select(CONFIG, backend="FLASHINFER", rules=rules(use_trtllm))
+        capacity = Capacity(len(seq_lens), max(8192, sum(query_lens)), max(seq_lens))
+        self.group = attention_group(self.selection, capacity=capacity)
+        self.builder: Any = self.group.backends[0].builder
+        width, prefix = -(-max(seq_lens) // PAGE), shared // PAGE
+        blocks = torch.randperm(len(seq_lens) * width + 1).tolist()
+        self.table = BlockTable(len(seq_lens), width, PAGE, "cuda")
+        for row in range(len(seq_lens)):
+            own = blocks[row * width : (row + 1) * width]
+            self.table.set_row(row, [*blocks[:prefix], *own[prefix:]])
+        self.cache = self.group.allocate_kv_cache(len(blocks))
+        self.cache.normal_()
+        self.query_lens, self.seq_lens = query_lens, seq_lens
+        self.common = prepare_batch(query_lens, seq_lens, self.table)
+        self.query = torch.randn(sum(query_lens), HEADS, SIZE, device="cuda", dtype=BF16)
+        self.output = torch.empty_like(self.query)
+        self.layer = Attention(self.group)
+        self.impl: Any = self.layer.impls["decode"]
+
+    def forward(self, metadata: Any) -> Call:
+        """Return a call of the layer's kernel part."""
+        given = (self.layer, self.query, None, None, self.cache, metadata, self.output)
+        return partial(self.impl.forward, *given)
+
+    def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return indptr and last page lengths on the host, indices on the device, as an engine would hand them over."""
+        pages = [-(-length // PAGE) for length in self.seq_lens]
+        indptr = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        last = torch.tensor([(length - 1) % PAGE + 1 for length in self.seq_lens], dtype=torch.int32)
+        rows = self.common.block_table_tensor
+        assert rows is not None
+        return indptr, torch.cat([rows[row, :count] for row, count in enumerate(pages)]), last
+
+    def raw_decode(self) -> tuple[Any, Call, Call]:
+        """Return FlashInfer's decode wrapper, its plan and its run."""
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(394 * MIB, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True, backend="fa2"
+        )
+        plan = partial(
+            wrapper.plan, *self.lists(), HEADS, KV_HEADS, SIZE, PAGE, q_data_type=BF16, kv_data_type=BF16,
+            seq_lens=self.common.seq_lens_cpu,
+        )  # fmt: skip
+        plan()
+        return wrapper, plan, partial(wrapper.run, self.query, self.cache, out=self.output)
+
+    def raw_prefill(self) -> tuple[Any, Call, Call]:
+        """Return FlashInfer's prefill wrapper on fa3, its plan and its run."""
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            torch.empty(394 * MIB, dtype=torch.uint8, device="cuda"), "NHD", backend="fa3"
+        )
+        plan = partial(
+            wrapper.plan, self.common.query_start_loc_cpu, *self.lists(), HEADS, KV_HEADS, SIZE, PAGE, causal=True,
+            q_data_type=BF16, kv_data_type=BF16, seq_lens=self.common.seq_lens_cpu,
+        )  # fmt: skip
+        plan()
+        return wrapper, plan, partial(wrapper.run, self.query, self.cache, out=self.output)
+
+    def raw_xqa(self) -> Call:
+        """Return FlashInfer's TRT-LLM entry on XQA."""
+        assert self.common.block_table_tensor is not None
+        return partial(
+            trtllm_batch_decode_with_kv_cache, self.query, self.cache,
+            torch.zeros(394 * MIB, dtype=torch.uint8, device="cuda"), self.common.block_table_tensor.contiguous(),
+            self.common.seq_lens, self.common.max_seq_len, bmm1_scale=SIZE**-0.5, out=self.output, kv_layout="NHD",
+            backend="xqa",
+        )  # fmt: skip
+
+    def error(self, metadata: Any) -> float:
+        """Return the largest relative error of some rows against float64."""
+        self.output.fill_(torch.nan)
+        self.layer(self.query, None, None, self.cache, metadata, self.output)
+        worst, bounds = 0.0, self.common.query_start_loc_cpu.tolist()
+        key, value = self.cache.unbind(1)
+        for request in {0, len(self.seq_lens) // 2, len(self.seq_lens) - 1}:
+            length = self.seq_lens[request]
+            table = self.table.device_table[request, : -(-length // PAGE)].long()
+            keys, values = (half[table].flatten(0, 1)[:length] for half in (key, value))
+            rows = torch.arange(bounds[request], bounds[request + 1])[[0, -1]].unique()
+            positions = (rows - bounds[request + 1] + length).cuda()
+            query = self.query[rows.cuda()]
+            wanted = attention_reference(query, keys, values, scale=self.layer.scale, query_positions=positions)[0]
+            got = self.output[rows.cuda()].double()
+            worst = max(worst, float((got - wanted).norm() / wanted.norm()) if got.isfinite().all() else torch.inf)
+        return worst
+
+
+def check() -> None:
+    print("\ncheck: worst relative error of rows against float64")
+    for use_trtllm in ("false", '"auto"'):
+        for name, batch, seq_len in DECODES:
+            bench = Bench([1] * batch, [seq_len] * batch, use_trtllm=use_trtllm)
+            print(f"  {name:18s} {bench.error(bench.group.build(bench.common)):.1e} {dict(bench.builder.ran)}")
+    bench = Bench([1, 1, 700, 33, 256], [5000, 17, 700, 1033, 3000])
+    print(f"  {'mixed':18s} {bench.error(bench.group.build(bench.common)):.1e} {dict(bench.builder.ran)}")
+    bench = Bench([1] * 16, [4096 + 50 * i for i in range(1, 17)], 4096)
+    error = bench.error(bench.group.build(bench.common, 4096))
+    print(f"  {'cascade B16 P4096':18s} {error:.1e} {dict(bench.builder.ran)}")
+
+
+def overhead() -> None:
+    print("\noverhead: GPU time by graph replay in us (raw, raw again, ours), host time in us")
+    cases: list[tuple[str, Bench, Call, Call]] = []
+    for name, batch, seq_len in DECODES:
+        native = Bench([1] * batch, [seq_len] * batch)
+        cases.append((f"{name} native", native, native.raw_decode()[2], native.raw_decode()[2]))
+        xqa = Bench([1] * batch, [seq_len] * batch, use_trtllm='"auto"')
+        cases.append((f"{name} xqa", xqa, xqa.raw_xqa(), xqa.raw_xqa()))
+    prefill = Bench([4096] * 4, [4096] * 4)
+    cases.append(("prefill B4 S4096 fa3", prefill, prefill.raw_prefill()[2], prefill.raw_prefill()[2]))
+    for name, bench, raw, again in cases:
+        ours = bench.forward(bench.group.build(bench.common).parts[0].metadata)
+        found = gpu_times({"raw": raw, "again": again, "ours": ours})
+        print(
+            f"  {name:25s} raw {found['raw']:8.1f}  again x{found['again'] / found['raw']:.3f}  "
+            f"ours x{found['ours'] / found['raw']:.3f}"
+        )
+    for name, use_trtllm in (("native", "false"), ("xqa", '"auto"')):
+        bench = Bench([1] * 8, [256] * 8, use_trtllm=use_trtllm)
+        raw, again = (bench.raw_decode()[2] if name == "native" else bench.raw_xqa() for _ in range(2))
+        metadata = bench.group.build(bench.common)
+        layer = partial(bench.layer.forward, bench.query, None, None, bench.cache, metadata, bench.output)
+        calls = {"raw": raw, "impl.forward": bench.forward(metadata.parts[0].metadata), "layer.forward": layer}
+        with torch.inference_mode():
+            host = host_times({**calls, "again": again})
+        print(f"  host, {name} decode B8: " + "  ".join(f"{key} {value:.1f}" for key, value in host.items()))
+
+
+def build() -> None:
+    print("\nbuild: host time in us of FlashInfer's plan, of it again, of our build (lists, indices and plan)")
+    for batch in (8, 64, 256):
+        bench = Bench([1] * batch, [1024] * batch)
+        plans = {"plan": bench.raw_decode()[1], "again": bench.raw_decode()[1]}
+        host = host_times({**plans, "build": partial(bench.builder.build, 0, bench.common)})
+        print(f"  native decode B{batch}: " + "  ".join(f"{key} {value:.1f}" for key, value in host.items()))
+        bench = Bench([1] * batch, [1024] * batch, use_trtllm='"auto"')
+        host = host_times({"build": partial(bench.builder.build, 0, bench.common)})
+        print(f"  XQA decode B{batch}: build {host['build']:.1f}")
+    bench = Bench([512] * 8, [1024] * 8)
+    plans = {"plan": bench.raw_prefill()[1], "again": bench.raw_prefill()[1]}
+    host = host_times({**plans, "build": partial(bench.builder.build, 0, bench.common)})
+    print("  fa3 prefill B8: " + "  ".join(f"{key} {value:.1f}" for key, value in host.items()))
+
+
+def raw_cascade(bench: Bench, prefix: int) -> Call:
+    """Return the run of FlashInfer's own cascade wrapper."""
+    scratch = torch.empty(394 * MIB, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, scratch, "NHD")
+    indptr, indices, last = bench.lists()
+    shared, requests = prefix // PAGE, len(bench.seq_lens)
+    first = indptr[:-1].tolist()
+    own = torch.cat([indices[start + shared : end] for start, end in zip(first, indptr[1:].tolist(), strict=True)])
+    ints = partial(torch.tensor, dtype=torch.int32)
+    wrapper.plan(
+        [ints([0, requests]), bench.common.query_start_loc_cpu],
+        [ints([0, shared]), indptr - shared * torch.arange(requests + 1, dtype=torch.int32)],
+        [indices[:shared], own],
+        [ints([PAGE]), last],
+        HEADS, KV_HEADS, SIZE, PAGE, causal=True, q_data_type=BF16, kv_data_type=BF16,
+    )  # fmt: skip
+    return partial(wrapper.run, bench.query, bench.cache)
+
+
+def cascade() -> None:
+    print("\ncascade: GPU time in us of the plain path, of ours and of FlashInfer's wrapper; 128 tokens of own context")
+    print(f"  flatten_block_table by {ops.implementation('flatten_block_table', torch.device('cuda', 0))[1]}")
+    for batch in (8, 32, 128):
+        for prefix in (256, 1024, 4096, 16384):
+            bench = Bench([1] * batch, [prefix + 128] * batch, prefix)
+            other = Bench([1] * batch, [prefix + 128] * batch, prefix)  # its wrappers keep the plain plan
+            calls = {
+                "plain": other.forward(other.builder.build(0, other.common)),
+                "cascade": bench.forward(bench.builder.build(prefix, bench.common)),
+                "theirs": raw_cascade(bench, prefix),
+            }
+            found = gpu_times(calls, repeat=5, rounds=9)
+            saved = (batch - 1) * prefix * 2 * KV_HEADS * SIZE * 2 / MIB
+            print(
+                f"  B{batch:<3d} prefix {prefix:5d} saves {saved:6.0f} MiB: "
+                + "  ".join(f"{name} {found[name]:.1f}" for name in calls)
+                + f"  x{found['plain'] / found['cascade']:.2f}"
+            )
+
+
+PARTS = {"check": check, "overhead": overhead, "build": build, "cascade": cascade}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, in order (default: %(default)s)")
+    arguments = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "flashinfer", flashinfer.__version__)
+    with torch.no_grad():
+        for part in arguments.parts.split(","):
+            PARTS[part]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,469 @@
+"""FlashInfer's TRT-LLM entries without a GPU: XQA and trtllm-gen decode, trtllm-gen prefill, paged and ragged.
+
+See ``emulated``. Rules by source: decode.py, prefill.py and xqa.py, csrc/xqa/xqa_wrapper.cu and mha.cu,
+csrc/trtllm_fmha_kernel_launcher.cu, jit/xqa.py, all 0.6.14. Tensors reach the kernels as bare pointers: what is not
+checked there and would be read wrongly is checked here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+fi: Any = sys.modules["flashinfer_emulated"]
+fp4: Any = sys.modules["flashinfer_emulated_fp4"]
+need = fi.need
+
+XQA_PAGES = (16, 32, 64, 128)
+GEN_PAGES = (16, 32, 64)
+"""trtllm-gen's pages of which tests exist; above 128 it reads wrong blocks (flashinfer-ai/flashinfer #4347)."""
+XQA_GROUP = 32
+GUARD = 1 << 20
+"""Bytes behind trtllm-gen's softmax statistics."""
+GEN_RAGGED = ((192, 128), (128, 128), (256, 256))
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: Any,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    window_left: Any = -1,
+    out: Any = None,
+    out_dtype: Any = None,
+    o_sf_scale: Any = None,
+    o_sf_vec_size: Any = None,
+    sinks: Any = None,
+    kv_layout: Any = "HND",
+    enable_pdl: Any = None,
+    backend: Any = "auto",
+    q_len_per_req: Any = 1,
+    o_scale: Any = 1.0,
+    mask: Any = None,
+    max_q_len: Any = None,
+    cum_seq_lens_q: Any = None,
+    skip_softmax_threshold_scale_factor: Any = None,
+    kv_cache_sf: Any = None,
+    uses_shared_paged_kv_idx: Any = True,
+    lse: Any = None,
+    return_lse: Any = False,
+) -> Any:
+    fi.called("trtllm_batch_decode_with_kv_cache", locals())
+    if backend == "auto":
+        backend = "trtllm-gen" if fi.world.capability[0] == 10 else "xqa"
+    need(backend in ("xqa", "trtllm-gen"), f"Backend {backend} not supported", KeyError)
+    need(uses_shared_paged_kv_idx and skip_softmax_threshold_scale_factor is None, "not emulated")
+    k, v = _halves(kv_cache)
+    if backend == "xqa":
+        packed = out_dtype == "nvfp4" or isinstance(out, fp4.FP4Tensor)
+        need(not packed, "xqa backend does not support nvfp4 output", ValueError)
+        need(o_sf_scale is None and o_sf_vec_size is None, "xqa backend does not support o_sf_scale", ValueError)
+        need(max_q_len is None and cum_seq_lens_q is None, "xqa backend does not support cum_seq_lens_q", ValueError)
+        need(not return_lse and lse is None, "xqa backend does not support return_lse/lse output", NotImplementedError)
+        if out_dtype is None:
+            out_dtype = out.dtype if out is not None else query.dtype
+        if out is None:
+            out = torch.empty_like(query, dtype=out_dtype)
+        return xqa_batch_decode_with_kv_cache(
+            query, (k, v), workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+            out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf,
+        )  # fmt: skip
+    need(mask is None, "trtllm-gen does not read mask: its drafts are causal")
+    k, v = (half.transpose(-3, -2) if kv_layout == "NHD" else half for half in (k, v))
+    out = _gen_output(query, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    if q_len_per_req is not None:
+        need(len(query) % q_len_per_req == 0, f"{len(query)} tokens of {q_len_per_req} per request")
+        bounds = torch.arange(len(query) // q_len_per_req + 1, dtype=torch.int32) * q_len_per_req
+        need(cum_seq_lens_q is None, "cum_seq_lens_q goes with max_q_len and q_len_per_req=None")
+    else:
+        need(max_q_len is not None, "max_q_len", AssertionError)
+        fi.check_list(cum_seq_lens_q, len(cum_seq_lens_q), "cum_seq_lens_q")
+        bounds = cum_seq_lens_q
+    lse = _gen_lse(query, lse, return_lse)
+    _check_gen(query, k, v, block_tables, seq_lens, sinks, (bmm1_scale, bmm2_scale), len(bounds) - 1)
+    call = {"limits": (max_q_len or q_len_per_req, max_seq_len), "decode": True, "causal": True, "window": window_left}
+    call["o_sf_scale"] = o_sf_scale
+    lists = (bounds, block_tables, seq_lens)
+    fi.launch(partial(_gen, query, k, v, workspace_buffer, lists, out, lse, (bmm1_scale, bmm2_scale), sinks, call))
+    return (out, lse) if return_lse else out
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    max_q_len: Any,
+    max_kv_len: Any,
+    bmm1_scale: Any,
+    bmm2_scale: Any,
+    batch_size: Any,
+    cum_seq_lens_q: Any,
+    cum_seq_lens_kv: Any,
+    window_left: Any = -1,
+    out: Any = None,
+    out_dtype: Any = None,
+    o_sf_scale: Any = None,
+    o_sf_vec_size: Any = None,
+    kv_layout: Any = "HND",
+    enable_pdl: Any = None,
+    sinks: Any = None,
+    kv_cache_sf: Any = None,
+    skip_softmax_threshold_scale_factor: Any = None,
+    uses_shared_paged_kv_idx: Any = True,
+    causal: Any = True,
+    lse: Any = None,
+    return_lse: Any = False,
+) -> Any:
+    fi.called("trtllm_batch_context_with_kv_cache", locals())
+    dense = causal or window_left < 0
+    need(dense, "Sliding-window non-causal attention is not supported for trtllm-gen", NotImplementedError)
+    need(uses_shared_paged_kv_idx and skip_softmax_threshold_scale_factor is None, "not emulated")
+    k, v = (half.transpose(-3, -2) if kv_layout == "NHD" else half for half in _halves(kv_cache))
+    out = _gen_output(query, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    lse = _gen_lse(query, lse, return_lse)
+    for bounds, name in ((cum_seq_lens_q, "cum_seq_lens_q"), (cum_seq_lens_kv, "cum_seq_lens_kv")):
+        fi.check_list(bounds, batch_size + 1, name)
+    _check_gen(query, k, v, block_tables, seq_lens, sinks, (bmm1_scale, bmm2_scale), batch_size)
+    call = {"limits": (max_q_len, max_kv_len), "decode": False, "causal": causal, "window": window_left}
+    call |= {"keys": cum_seq_lens_kv, "o_sf_scale": o_sf_scale}
+    lists = (cum_seq_lens_q, block_tables, seq_lens)
+    fi.launch(partial(_gen, query, k, v, workspace_buffer, lists, out, lse, (bmm1_scale, bmm2_scale), sinks, call))
+    return (out, lse) if return_lse else out
+
+
+def trtllm_ragged_attention_deepseek(
+    query: Any,
+    key: Any,
+    value: Any,
+    workspace_buffer: Any,
+    seq_lens: Any,
+    max_q_len: Any,
+    max_kv_len: Any,
+    bmm1_scale: Any,
+    bmm2_scale: Any,
+    o_sf_scale: Any,
+    batch_size: Any,
+    window_left: Any,
+    cum_seq_lens_q: Any,
+    cum_seq_lens_kv: Any,
+    enable_pdl: Any,
+    is_causal: Any,
+    return_lse: Any,
+    attention_sinks: Any = None,
+    skip_softmax_threshold_scale_factor: Any = None,
+    out: Any = None,
+    lse: Any = None,
+    sage_attn_sfs: Any = (None, None, None, None),
+    num_elts_per_sage_attn_blk: Any = (0, 0, 0, 0),
+    backend: Any = "trtllm-gen",
+) -> Any:
+    fi.called("trtllm_ragged_attention_deepseek", locals())
+    need(fi.world.capability in ((10, 0), (10, 3)), "trtllm-gen is for compute capability 10.0 and 10.3", RuntimeError)
+    need(backend == "trtllm-gen", f"backend {backend!r} is not emulated")
+    dims = (key.shape[2], value.shape[2])
+    need(dims in GEN_RAGGED and query.shape[2] == dims[0], f"Unsupported head dimensions: {dims}", AssertionError)
+    if out is None:
+        out_dtype = torch.bfloat16 if query.dtype in fi.FP8 else query.dtype
+        out = torch.empty(*query.shape[:2], dims[1], dtype=out_dtype)
+    need(tuple(out.shape) == (*query.shape[:2], dims[1]), f"out {tuple(out.shape)}", ValueError)
+    need(out.dtype not in fi.FP8, "FP8 output is not supported for trtllm_ragged_attention_deepseek", ValueError)
+    need(query.dtype == key.dtype == value.dtype, f"{query.dtype}, {key.dtype}, {value.dtype}")
+    need(query.is_contiguous() and out.is_contiguous(), "query and out are read by their shapes alone")
+    need(key.stride(-1) == value.stride(-1) == 1, "the last dimension must be contiguous")
+    lse = _gen_lse(query, lse, return_lse)
+    for bounds, name in ((cum_seq_lens_q, "cum_seq_lens_q"), (cum_seq_lens_kv, "cum_seq_lens_kv")):
+        fi.check_list(bounds, batch_size + 1, name)
+    fi.check_list(seq_lens, batch_size, "seq_lens")
+    scale, factor = (_number(each) for each in (bmm1_scale, bmm2_scale))
+
+    def attend() -> None:
+        rows, keys = (
+            fi.check_indptr(cum_seq_lens_q, "cum_seq_lens_q"),
+            fi.check_indptr(cum_seq_lens_kv, "cum_seq_lens_kv"),
+        )
+        if lse is not None:
+            fi.scribble(workspace_buffer)
+        for request in range(batch_size):
+            mine, theirs = slice(*rows[request : request + 2]), slice(*keys[request : request + 2])
+            length = theirs.stop - theirs.start
+            need(
+                int(seq_lens[request]) == length, f"request {request}: seq_lens {int(seq_lens[request])}, {length} keys"
+            )
+            need(
+                mine.stop - mine.start <= max_q_len and length <= max_kv_len,
+                f"request {request} is longer than the bounds",
+            )
+            found, found_lse = fi.attend(
+                query[mine], key[theirs], value[theirs], scale, causal=is_causal, window_left=window_left,
+                sinks=attention_sinks,
+            )  # fmt: skip
+            out[mine] = (found * factor).to(out.dtype)
+            if lse is not None:
+                lse[mine] = found_lse.float()
+
+    fi.launch(attend)
+    return (out, lse) if return_lse else out
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: Any,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    window_left: Any = -1,
+    out: Any = None,
+    sinks: Any = None,
+    kv_layout: Any = "NHD",
+    enable_pdl: Any = None,
+    q_len_per_req: Any = 1,
+    o_scale: Any = 1.0,
+    mask: Any = None,
+    kv_cache_sf: Any = None,
+) -> Any:
+    need(fi.world.capability[0] in (9, 12), "XQA is used on compute capability 9.x and 12.x")
+    k, v = _halves(kv_cache)
+    k, v = (half.transpose(-3, -2) if kv_layout == "HND" else half for half in (k, v))
+    size, kv_heads, head_size = k.shape[-3:]
+    heads, requests = query.shape[1], len(query) // q_len_per_req
+    need(query.dtype in fi.HALVES, f"Invalid dtype: {query.dtype} for XQA", ValueError)
+    need(k.dtype in (query.dtype, fi.E4M3), f"XQA with a cache of {k.dtype}")
+    need(size in XQA_PAGES, f"Invalid page_size: {size}, only {XQA_PAGES} are supported", ValueError)
+    fits = head_size % 16 == 0 and 16 <= head_size <= 256 and query.shape[-1] == head_size
+    need(fits, f"Invalid head_dim: {head_size}, must be divisible by 16 and in range [16, 256]", ValueError)
+    need(heads % kv_heads == 0 and heads // kv_heads <= XQA_GROUP, f"{heads} query heads, {kv_heads} KV heads")
+    need(len(query) == requests * q_len_per_req, f"{len(query)} tokens of {q_len_per_req} per request")
+    fp8_out = out.dtype == fi.E4M3
+    need(not fp8_out or k.dtype == fi.E4M3, "KV cache must be fp8 when output is fp8", AssertionError)
+    need(fp8_out or out.dtype == query.dtype, "Output and query must have the same dtype", AssertionError)
+    need(query.is_contiguous() and out.is_contiguous(), "query and out are read as contiguous")
+    need(tuple(out.shape) == tuple(query.shape), f"out {tuple(out.shape)}")
+    fi.check_cache(k, v, every_stride=True)
+    _check_tables(block_tables, seq_lens, requests)
+    if sinks is not None:
+        need(sinks.dtype == torch.float32 and sinks.is_contiguous(), f"sinks are {sinks.dtype}: read as float32")
+        need(tuple(sinks.shape) == (heads,), f"sinks {tuple(sinks.shape)}")
+    if q_len_per_req > 1:
+        need(mask is not None, "Mask is required for speculative decoding", AssertionError)
+        words = (q_len_per_req + 31) // 32 * 2
+        need(mask.dtype == torch.uint16 and mask.is_contiguous(), f"mask is {mask.dtype}: read as packed uint16")
+        need(tuple(mask.shape) == (requests, q_len_per_req, words), f"mask {tuple(mask.shape)}")
+        need(window_left < 0, "before 0.6.16 all drafts get the last one's window")
+    else:
+        need(mask is None or mask.numel() == 0, "one token per request has no mask")
+    # One scale serves K and V; a cache of 16 bits has none (mha.cu: isKVCacheQuantized).
+    kv_scale = _number(bmm2_scale) * _number(o_scale)
+    quantized = k.dtype == fi.E4M3
+    scale = _number(bmm1_scale) / kv_scale * (kv_scale if quantized else 1.0)
+    factor = (kv_scale if quantized else 1.0) / _number(o_scale)
+    call = {"scale": scale, "factor": factor, "window": window_left, "each": q_len_per_req, "sinks": sinks}
+    call["full_mask_fails"] = quantized and fi.world.capability[0] == 9
+    call["fp8_reads_tails"] = quantized
+    fi.launch(partial(_xqa, fi.moment(query), k, v, workspace_buffer, (block_tables, seq_lens, mask), out, call))
+    return out
+
+
+def _xqa(
+    q: Tensor, k: Tensor, v: Tensor, workspace: Tensor, lists: Sequence[Any], out: Tensor, call: dict[str, Any]
+) -> None:
+    table, lens, mask = lists
+    _check_semaphores(workspace)
+    fi.scribble(workspace, fi.SEMAPHORES)
+    each = call["each"]
+    for request, length in enumerate(lens.tolist()):
+        rows = slice(request * each, (request + 1) * each)
+        need(
+            length <= table.shape[1] * k.shape[1],
+            f"request {request}: {length} tokens, the table holds {table.shape[1]} pages",
+        )
+        if length == 0:
+            out[rows] = 0
+            continue
+        pages = table[request, : -(-length // k.shape[1])].tolist()
+        visible = None
+        if each > 1:
+            drafts = _unpacked(mask[request], each)
+            need(length >= each, f"request {request}: {each} drafts, {length} tokens")
+            causal = torch.ones(each, each, dtype=torch.bool).tril()
+            need(
+                torch.equal(drafts, causal) or not call["full_mask_fails"],
+                "before 0.6.16 an FP8 cache is masked causally",
+            )
+            visible = torch.cat([torch.ones(each, length - each, dtype=torch.bool), drafts], dim=1)
+        if call["fp8_reads_tails"]:
+            last = v[pages[-1]].float()
+            need(last.isfinite().all(), f"request {request}: XQA reads NaN behind the end of an FP8 cache's sequence")
+        keys, values = (fi.gather(half, pages, length, "NHD") for half in (k, v))
+        found, _ = fi.attend(
+            q[rows], keys, values, call["scale"], causal=True, window_left=call["window"], sinks=call["sinks"],
+            visible=visible,
+        )  # fmt: skip
+        out[rows] = _stored(found * call["factor"], out.dtype)
+
+
+def _gen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    workspace: Tensor,
+    lists: Sequence[Tensor],
+    out: Any,
+    lse: Tensor | None,
+    scales: Sequence[Any],
+    sinks: Tensor | None,
+    call: dict[str, Any],
+) -> None:
+    bounds, table, lens = lists
+    rows = fi.check_indptr(bounds, "cum_seq_lens_q")
+    heads, requests = q.shape[1], len(rows) - 1
+    need(rows[-1] <= len(q), f"{len(q)} queries, cum_seq_lens_q ends at {rows[-1]}")
+    statistics = 0 if lse is None else 8 * heads * requests * (-(-call["limits"][0] // 256) * 256) + GUARD
+    start = fi.SEMAPHORES if call["decode"] else 0
+    size = workspace.numel() * workspace.element_size()
+    need(start + statistics <= size, f"workspace of {size} bytes: {start + statistics} are needed", RuntimeError)
+    if call["decode"]:
+        need(requests * heads <= fi.SEMAPHORES // 4, f"{requests} requests of {heads} heads: there are 2**21 counters")
+        _check_semaphores(workspace)
+    if statistics or call["decode"]:
+        fi.scribble(workspace, start)  # prefill's statistics lie where decode's counters are
+    lengths, scale, factor = lens.tolist(), *(_number(each) for each in scales)
+    if "keys" in call:
+        need(
+            fi.check_indptr(call["keys"], "cum_seq_lens_kv")[-1] == sum(lengths),
+            "cum_seq_lens_kv is not the sum of seq_lens",
+        )
+    for request, length in enumerate(lengths):
+        mine = slice(*rows[request : request + 2])
+        count = mine.stop - mine.start
+        need(count <= call["limits"][0], f"request {request}: {count} queries, at most {call['limits'][0]}")
+        need(length <= call["limits"][1], f"request {request}: {length} tokens, at most {call['limits'][1]}")
+        need(
+            length <= table.shape[1] * k.shape[2],
+            f"request {request}: {length} tokens, the table has {table.shape[1]} pages",
+        )
+        pages = table[request, : -(-length // k.shape[2])].tolist()
+        keys, values = (fi.gather(half, pages, length, "HND") for half in (k, v))
+        found, found_lse = fi.attend(
+            q[mine], keys, values, scale, causal=call["causal"], window_left=call["window"], sinks=sinks
+        )
+        if isinstance(out, fp4.FP4Tensor):
+            fp4.write(out, mine, found * factor, call["o_sf_scale"])
+        else:
+            out[mine] = _stored(found * factor, out.dtype)
+        if lse is not None:
+            lse[mine] = found_lse.float()
+
+
+def _halves(cache: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(cache, tuple):
+        return cache
+    if cache.shape[1] == 1:
+        return cache, cache
+    need(cache.shape[1] == 2, "the second dimension must be 1 or 2", AssertionError)
+    k, v = cache.unbind(dim=1)
+    return k, v
+
+
+def _gen_output(query: Tensor, out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> Any:
+    if out_dtype == "nvfp4" or (out_dtype is None and isinstance(out, fp4.FP4Tensor)):
+        return fp4.check_output(query, out, o_sf_scale, o_sf_vec_size)
+    need(isinstance(out_dtype, torch.dtype) or out_dtype is None, f"Invalid out_dtype: {out_dtype}", ValueError)
+    need(o_sf_scale is None and o_sf_vec_size is None, "o_sf_scale is for nvfp4 output", AssertionError)
+    out_dtype = out_dtype or (out.dtype if out is not None else query.dtype)
+    out = torch.empty_like(query, dtype=out_dtype) if out is None else out
+    need(out_dtype in (query.dtype, *fi.HALVES), f"Unsupported out_dtype: {out_dtype}", ValueError)
+    fi.check_tensor(out, query.shape, out_dtype, "out")
+    need(out.is_contiguous(), f"out has strides {out.stride()}")
+    return out
+
+
+def _gen_lse(query: Tensor, lse: Any, return_lse: bool) -> Any:
+    if lse is None and return_lse:
+        lse = torch.empty(query.shape[:2], dtype=torch.float32)
+    if lse is not None:
+        fi.check_tensor(lse, query.shape[:2], torch.float32, "lse")
+    return lse
+
+
+def _check_gen(
+    query: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, sinks: Any, scales: Sequence[Any], requests: int
+) -> None:
+    """Check what a trtllm-gen kernel exists for; K and V in HND order."""
+    need(fi.world.capability in ((10, 0), (10, 3)), "trtllm-gen is for compute capability 10.0 and 10.3", RuntimeError)
+    fi.check_cache(k, v, every_stride=True)
+    heads, kv_heads, size, page = query.shape[1], k.shape[1], k.shape[3], k.shape[2]
+    need(heads % kv_heads == 0, f"num_qo_heads must be a multiple of num_kv_heads: {heads}, {kv_heads}", RuntimeError)
+    need(
+        query.shape[-1] == size, f"head_dim_k and head_dim_q must be the same: {size}, {query.shape[-1]}", RuntimeError
+    )
+    need(page in GEN_PAGES and not (page == 16 and size == 256), f"pages of {page} with head size {size}")
+    need(size in (64, 128, 256, 512), f"Missing TRTLLM-GEN kernel: head size {size}", RuntimeError)
+    need(
+        query.dtype == k.dtype and k.dtype in (*fi.HALVES, fi.E4M3),
+        f"query {query.dtype}, cache {k.dtype}",
+        RuntimeError,
+    )
+    need(query.stride(-1) == 1, f"query has strides {query.stride()}")
+    need(
+        k.storage_offset() * k.element_size() % 16 == 0 and k.stride(2) * k.element_size() % 16 == 0,
+        "TMA wants 16 bytes",
+    )
+    if sinks is not None:
+        need(sinks.dtype == torch.float32, "attention_sinks must be a float tensor", RuntimeError)
+        need(tuple(sinks.shape) == (heads,) and sinks.is_contiguous(), f"sinks {tuple(sinks.shape)}")
+    for scale in scales:
+        tensor = torch.is_tensor(scale)
+        need(not tensor or (scale.dtype == torch.float32 and scale.numel() == 1), "scales are float32", AssertionError)
+    _check_tables(table, lens, requests)
+
+
+def _check_tables(table: Tensor, lens: Tensor, requests: int) -> None:
+    fi.check_list(lens, requests, "seq_lens")
+    need(table.ndim == 2, f"block_tables must be 2D for shared paged KV layout, got ndim={table.ndim}", ValueError)
+    need(table.dtype == torch.int32, f"block_tables is {table.dtype}: read as int32")
+    need(
+        table.is_contiguous(), f"block_tables has strides {table.stride()}: its rows are read as {table.shape[1]} wide"
+    )
+    need(len(table) == requests, f"block_tables has {len(table)} rows, not {requests}")
+
+
+def _check_semaphores(workspace: Tensor) -> None:
+    need(workspace.is_contiguous(), "the workspace is contiguous")
+    counters = workspace.view(torch.uint8)[: fi.SEMAPHORES]
+    need(counters.numel() == fi.SEMAPHORES, f"a workspace of {counters.numel()} bytes: the first 8 MiB are counters")
+    need(
+        not bool(counters.view(torch.int64).any()),
+        "the counters are not zero: not zeroed, or shared with other scratch",
+    )
+
+
+def _number(scale: Any) -> float:
+    """Read a scale: a number, or float32 on the device."""
+    if torch.is_tensor(scale):
+        need(scale.dtype == torch.float32 and scale.numel() == 1, f"scale {scale.dtype} {tuple(scale.shape)}")
+    return float(scale)
+
+
+def _unpacked(words: Tensor, drafts: int) -> Tensor:
+    """Return bool ``(drafts, drafts)`` of a packed mask ``(drafts, words)`` of 16 bits, least significant first."""
+    bits = torch.arange(16)
+    return (words.int()[..., None] >> bits & 1).bool().flatten(1)[:, :drafts]
+
+
+def _stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return numbers.clamp(-limit, limit).to(dtype)

@@ -1,0 +1,115 @@
+"""What the tests of FLASHINFER's runtime share: groups and layers of one path, and batches on small caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from attn_select.config import AttentionConfig
+from attn_select.detection import detect_device
+from attn_select.device import lookup
+from attn_select.environment import Environment
+from attn_select.runtime import Attention, AttentionGroup, BlockTable, Capacity, attention_group
+from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime.kv_cache import key_value_views
+from attn_select.selector import environment_for
+from attn_select.spec import BackendPlan
+from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
+from attn_select.testing.oracle import attention_reference
+from attn_select_flashinfer.mha import FLASHINFER
+
+EMULATED = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})
+
+
+def selected(fields: dict[str, Any], gpu: str | None = "h100", layout: str | None = None, **options: Any) -> Any:
+    """Return the selection of FLASHINFER alone, for a GPU by name or (None) the one that is there."""
+    config = AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
+    device = lookup(gpu) if gpu else detect_device().device
+    environment = EMULATED if gpu else environment_for(device)
+    made = FLASHINFER.options(**options)
+    found = outcomes(FLASHINFER, config, device, environment, made)
+    assert all(isinstance(outcome, BackendPlan) for outcome in found.values()), found
+    plans, choice = plans_of(found), 0
+    if layout is not None:
+        choice = next(iter(plans.values())).kv_layouts.index(layout)
+    selection = selection_for(FLASHINFER, plans, config, device, environment, made, layout_choice=choice)
+    assert selection is not None
+    return selection
+
+
+def made(gpu: str = "h100", layout: str | None = None, options: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Return a group on the CPU, of emulated kernels; ``group_*`` fields go to the group."""
+    return _group(fields, gpu, layout, options or {}, "cpu")
+
+
+def on_gpu(layout: str | None = None, options: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Return a group of the real kernels, or skip."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return _group(fields, None, layout, options or {}, "cuda")
+
+
+def _group(fields: dict[str, Any], gpu: str | None, layout: Any, options: dict[str, Any], device: str) -> Any:
+    given = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
+    given.setdefault("capacity", Capacity(16, 1024, 1024))
+    return attention_group(selected(fields, gpu, layout, **options), device, **given)
+
+
+def builder_of(group: AttentionGroup) -> Any:
+    return group.backends[0].builder
+
+
+def batch(
+    group: AttentionGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
+) -> tuple[Any, torch.Tensor]:
+    """Return a batch whose requests lie in random blocks (the first ``shared_blocks`` the same), and a random cache."""
+    assert group.block_size is not None
+    width = -(-max(*seq_lens, 1) // group.block_size)
+    draw = torch.Generator().manual_seed(len(query_lens) + sum(seq_lens))
+    blocks = torch.randperm(len(seq_lens) * width + 1, generator=draw).tolist()
+    table = BlockTable(len(seq_lens), width, group.block_size, group.device)
+    for row in range(len(seq_lens)):
+        own = blocks[row * width : (row + 1) * width]
+        table.set_row(row, [*blocks[:shared_blocks], *own[shared_blocks:]])
+    cache = group.allocate_kv_cache(len(blocks))
+    cache.copy_(torch.randn(cache.shape, generator=draw).to(cache.dtype))
+    return prepare_batch(query_lens, seq_lens, table), cache
+
+
+def drawn_query(group: AttentionGroup, tokens: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1)
+    config = group.config
+    query = torch.randn(tokens, config.num_heads, config.head_size, generator=draw)
+    return query.to(getattr(torch, config.dtype)).to(group.device)
+
+
+def run(
+    group: Any, common: Any, cache: Any, layer: Any = None, *, padding: int = 0, lse: bool = True, **build: Any
+) -> tuple[Any, Any]:
+    """Return output and LSE of random queries; ``padding`` rows behind the batch's are poisoned."""
+    tokens = common.num_actual_tokens + padding
+    query = drawn_query(group, tokens)
+    output = torch.full_like(query, torch.nan)
+    wanted = torch.full(query.shape[:2], torch.nan, device=group.device) if lse else None
+    layer = layer or Attention(group)
+    layer.forward(query, None, None, cache, group.build(common, **build), output, wanted)
+    return output, wanted
+
+
+def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -> tuple[Any, Any]:
+    """Attend request by request in float64 to the queries that ``run`` draws."""
+    query = drawn_query(group, common.num_actual_tokens)
+    key, value = key_value_views(cache, group.kv_layout, group.config)
+    scales, parts = layer.scales, []
+    for request, (first, last) in enumerate(common.query_start_loc_cpu.unfold(0, 2, 1).tolist()):
+        length, size = int(common.seq_lens_cpu[request]), key.shape[1]
+        table = common.block_table_tensor[request, : -(-length // size)].long()
+        halves = (half.view(torch.uint8) if half.element_size() == 1 else half for half in (key, value))
+        keys, values = (half[table].view(cache.dtype).flatten(0, 1)[:length].double() for half in halves)
+        if cache.element_size() == 1:
+            keys, values = keys * scales.k_float, values * scales.v_float
+        parts.append(attention_reference(query[first:last], keys, values, scale=layer.scale, **options))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

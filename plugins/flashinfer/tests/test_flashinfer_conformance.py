@@ -1,0 +1,162 @@
+"""FLASHINFER runs what its spec promises: emulated on a CPU for three devices, by the real kernels on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.environment import Environment
+from attn_select.spec import BackendPlan
+from attn_select_flashinfer.common import pages
+from attn_select_flashinfer.mha import FLASHINFER
+from attn_select_flashinfer.trtllm import XQA_PAGES, XQA_PATH
+
+pytest.importorskip("torch")
+
+import torch
+
+from attn_select.testing import BackendConformance
+from attn_select.testing.conformance_configs import Case
+from attn_select.testing.error_bounds import E4M3_ROUNDOFF, ROW, ErrorBound, error_bound
+
+NATIVE = {"use_trtllm": False}
+
+
+class Suite(BackendConformance):
+    def error_bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
+        """XQA reads an FP8 cache with an FP8 query that it makes itself, and rounds the weights likewise."""
+        bound = error_bound(config, plans)
+        if config.cache_dtype != "fp8_e4m3" or all(plan.path != XQA_PATH for plan in plans.values()):
+            return bound
+        norm = max(bound.norm, E4M3_ROUNDOFF)
+        return ErrorBound(norm, ROW * norm, bound.lse, "XQA's own FP8 query")
+
+
+class Emulated(Suite):
+    """The kernels of 0.6.14, for which all facts are."""
+
+    spec = FLASHINFER
+    device = "cpu"
+    gate_device = "h100"
+    num_configs = 100
+    max_compile_keys = 1000
+    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})
+    capability: ClassVar[tuple[int, int]] = (9, 0)
+
+    @pytest.fixture(autouse=True)
+    def _emulated(self, emulate: Callable[..., Any]) -> None:
+        emulate(self.capability)
+
+
+@pytest.mark.slow
+class TestHopper(Emulated):
+    """XQA decode where it runs, fa3 prefill."""
+
+
+@pytest.mark.slow
+class TestHopperNative(Emulated):
+    seed = 1
+    options = NATIVE
+
+
+@pytest.mark.slow
+class TestAmpere(Emulated):
+    seed = 2
+    gate_device = "a100"
+    capability = (8, 0)
+
+
+@pytest.mark.slow
+class TestBlackwell(Emulated):
+    """trtllm-gen in both phases where it runs."""
+
+    seed = 3
+    gate_device = "b200"
+    capability = (10, 0)
+
+
+@pytest.mark.slow
+class TestBlackwellNative(Emulated):
+    seed = 4
+    gate_device = "b200"
+    capability = (10, 0)
+    options = NATIVE
+
+
+def native_modules(config: AttentionConfig) -> tuple[Any, ...]:
+    """Return what native modules are compiled for."""
+    features = (config.sliding_window is not None, config.logits_soft_cap is not None, config.sinks)
+    return (config.dtype, config.cache_dtype, config.head_size, *features)
+
+
+def all_modules(config: AttentionConfig) -> tuple[Any, ...]:
+    """Return what XQA is compiled for beside that: the group, the page, the drafts and the output."""
+    page = next(iter(pages(XQA_PAGES, config.block_size)), None)
+    own = config.block_size if config.block_size in XQA_PAGES else page
+    group = config.num_heads // config.num_kv_heads
+    return (*native_modules(config), group, own, config.num_speculative_tokens, config.output_quantization)
+
+
+class Real(Suite):
+    """The kernels on this machine, of the modules that ``layers`` need: each compiles for half a minute to two."""
+
+    num_configs = 200
+    layers: ClassVar[tuple[dict[str, Any], ...]] = ()
+
+    @pytest.fixture(autouse=True)
+    def _needs_a_gpu(self) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+    def _with_few_keys(self, case: Case) -> Case:
+        if not self._compiled:
+            for fields in self.layers:
+                config = AttentionConfig(**{"num_heads": 8, "num_kv_heads": 2, "head_size": 128, **fields})
+                self._compiled[self.spec.compile_key(config)] = config
+        return super()._with_few_keys(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestNative(Real):
+    spec = replace(FLASHINFER, compile_key=native_modules)
+    options = NATIVE
+    layers = (
+        {},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "fp8_e4m3", "sliding_window": 33},
+        {"head_size": 64},
+        {"head_size": 64, "sliding_window": 33},
+        {"head_size": 64, "sinks": True},
+        {"head_size": 64, "kv_cache_dtype": "fp8_e5m2"},
+        {"dtype": "float16", "logits_soft_cap": 30.0},
+    )
+    max_compile_keys = len(layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestNativeFA2(TestNative):
+    """Prefill too: of the same modules as decode."""
+
+    options: ClassVar[dict[str, Any]] = {**NATIVE, "prefill_kernel": "fa2"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestXqa(Real):
+    spec = replace(FLASHINFER, compile_key=all_modules)
+    heads = ((4, 1), (8, 2))
+    layers = (
+        {"block_size": 16},
+        {"block_size": 16, "kv_cache_dtype": "fp8_e4m3"},
+        {"block_size": 16, "num_speculative_tokens": 1},
+        {"block_size": 32, "head_size": 64, "sliding_window": 33},
+        {"block_size": 64, "head_size": 64, "sinks": True},
+        {"block_size": 16, "kv_cache_dtype": "fp8_e4m3", "output_quantization": "fp8"},
+    )
+    max_compile_keys = len(layers)

@@ -1,0 +1,106 @@
+"""FLASHINFER_MLA and FLASHINFER_MLA_SPARSE run what their specs promise: emulated anywhere, the real ones on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from attn_select.environment import Environment
+from attn_select_flashinfer.mla import FLASHINFER_MLA
+from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE
+
+pytest.importorskip("torch")
+
+import torch
+
+from attn_select.testing import BackendConformance
+
+HEADS = ((1, 1), (4, 4), (16, 16), (20, 20), (40, 40))
+FA2 = {"decode_kernel": "fa2", "prefill_kernel": "fa2"}
+
+
+class Emulated(BackendConformance):
+    """On the CPU, for one GPU, on emulated kernels of 0.6.14."""
+
+    device = "cpu"
+    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})
+    num_configs: ClassVar[int] = 40
+    heads = HEADS
+    capability: ClassVar[tuple[int, int]] = (9, 0)
+
+    @pytest.fixture(autouse=True)
+    def _emulated(self, emulate: Callable[..., Any]) -> None:
+        emulate(self.capability)
+
+
+@pytest.mark.slow
+class TestOnH100(Emulated):
+    spec = FLASHINFER_MLA
+    gate_device = "h100"
+
+
+@pytest.mark.slow
+class TestFa2OnH100(Emulated):
+    spec = FLASHINFER_MLA
+    gate_device = "h100"
+    options: ClassVar[dict[str, Any]] = FA2
+
+
+@pytest.mark.slow
+class TestOnB200(Emulated):
+    spec = FLASHINFER_MLA
+    gate_device = "b200"
+    capability = (10, 0)
+
+
+@pytest.mark.slow
+class TestCutlassOnB200(Emulated):
+    spec = FLASHINFER_MLA
+    gate_device = "b200"
+    capability = (10, 0)
+    num_configs = 15
+    options: ClassVar[dict[str, Any]] = {"prefill_kernel": "cutlass"}
+
+
+@pytest.mark.slow
+class TestOn5090(Emulated):
+    spec = FLASHINFER_MLA
+    gate_device = "rtx5090"
+    capability = (12, 0)
+
+
+@pytest.mark.slow
+class TestSparseOnB200(Emulated):
+    spec = FLASHINFER_MLA_SPARSE
+    gate_device = "b200"
+    capability = (10, 0)
+
+
+class OnGpu(BackendConformance):
+    """On the GPU of the machine, with the FlashInfer that is there."""
+
+    spec = FLASHINFER_MLA
+    num_configs: ClassVar[int] = 120
+    heads = (*HEADS, (128, 128))
+    nan_tail_safe = True
+    max_compile_keys = 100
+    """Keys that differ in the page alone share a module but for XQA."""
+
+    @pytest.fixture(autouse=True)
+    def _gpu(self) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestOwnKernels(OnGpu):
+    """What the plan chooses: fa3 on Hopper."""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestFa2(OnGpu):
+    options: ClassVar[dict[str, Any]] = FA2

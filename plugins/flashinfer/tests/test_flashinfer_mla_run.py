@@ -1,0 +1,305 @@
+"""FLASHINFER_MLA's native decode: plans on host data, page indices, graphs, causal tiles, one scale per kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from attn_select.environment import Environment
+from attn_select.errors import ConfigError
+from attn_select.runtime import BatchError, Capacity
+from attn_select.runtime.cuda_graph import CudaGraphRunner
+from attn_select.testing import error_bound, relative_error
+from attn_select.testing.conformance_batches import part_of
+from attn_select.testing.oracle import attention_reference
+from attn_select_flashinfer import staging
+
+fi: Any = sys.modules["flashinfer_emulated"]
+layers: Any = sys.modules["flashinfer_mla_layers"]
+Emulate = Callable[..., Any]
+WRAPPER = "BatchMLAPagedAttentionWrapper"
+PLAN, RUN = f"{WRAPPER}.plan", f"{WRAPPER}.run"
+RANK, ROPE = 512, 64
+KERNELS = pytest.mark.parametrize(
+    ("gpu", "capability", "options", "backend"),
+    [
+        ("h100", (9, 0), {}, "fa3"),
+        ("h100", (9, 0), {"decode_kernel": "fa2"}, "fa2"),
+        ("a100", (8, 0), {}, "fa2"),
+        ("rtx5090", (12, 0), {}, "fa2"),
+    ],
+)
+
+
+def on_gpu(kernel: str, **fields: Any) -> Any:
+    """Return a group of the real kernels for decode, or skip."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs fa3: compute capability 9.x")
+    options = {name: fields.pop(name) for name in ("cuda_graphs", "capacity") if name in fields}
+    environment, config = Environment(), layers.mla_config(**fields)
+    made = {"device": "cuda", "environment": environment, "phases": ["decode"], "decode_kernel": kernel}
+    return layers.group_for("h100", config, **made, **options)
+
+
+@KERNELS
+@pytest.mark.parametrize("block_size", [1, 48, 64, 128])
+def test_decodes_of_several_lengths(
+    gpu: str, capability: Any, options: Any, backend: str, block_size: int, emulate: Emulate
+) -> None:
+    world = emulate(capability)
+    config = layers.mla_config(block_size=block_size, num_speculative_tokens=2)
+    group = layers.group_for(gpu, config, phases=["decode"], **options)
+    problem = layers.problem_for(group, [(1, 70), (3, 3), (2, 129), (1, 0)], nan_tails=True)
+    fi.on_device(problem.step.block_table, problem.step.seq_lens, problem.step.query_start_loc)
+    layers.run(group, problem)
+    (made,) = world.named(f"{WRAPPER}.__init__")
+    (plan,) = world.named(PLAN)
+    assert made["backend"] == backend
+    assert not world.syncs
+    assert (plan["page_size"], plan["causal"]) == (group.kernel_block_size, True)
+    ratio = block_size // plan["page_size"]
+    for request, length in enumerate((70, 3, 129, 0)):
+        blocks = problem.step.block_table[request, : -(-length // block_size)].tolist()
+        wanted = [block * ratio + part for block in blocks for part in range(ratio)]
+        first = int(plan["kv_indptr"][request])
+        assert plan["kv_indices"][first : first + len(wanted)].tolist() == wanted
+
+
+def test_a_block_table_is_read_where_it_lies(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
+    problem = layers.problem_for(group, [(1, 70), (1, 200), (1, 1)])
+    wide = torch.empty(3, 10, dtype=torch.int32)
+    for part in (wide[:, 5:], wide[:, :5]):
+        wide.fill_(1 << 30)
+        part[:, : problem.step.block_table.shape[1]] = problem.step.block_table
+        step = dataclasses.replace(problem.step, block_table=part)
+        layers.run(group, dataclasses.replace(problem, step=step))
+        assert world.named(PLAN)[-1]["kv_indices"].data_ptr() == part.data_ptr()
+    served = group.served["decode"]
+    huge = torch.empty_strided((3, 1), (1 << 25, 1), dtype=torch.int32, device="meta")
+    with pytest.raises(BatchError, match="3 rows of 33554432 pages of 64 tokens: the kernels count tokens in 32 bits"):
+        served.builder.build(0, layers.common_of(problem, block_table_tensor=huge))
+
+
+def test_query_and_cache_are_views(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
+    problem = layers.problem_for(group, [(1, 9), (1, 65)])
+    served = group.served["decode"]
+    impl = served.backend.get_impl_cls()(served.context, scale=0.1)
+    query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
+    metadata = served.builder.build(0, layers.common_of(problem))
+    for cache in (problem.step.kv_cache, problem.step.kv_cache.clone()):
+        impl.forward_mqa(None, query, cache, metadata, output)
+        (call,) = world.named(RUN)[-1:]
+        assert call["q_nope"].data_ptr() == query.data_ptr()
+        assert call["q_pe"].data_ptr() == query[..., RANK:].data_ptr()
+        assert call["ckv_cache"].data_ptr() == cache.data_ptr()
+        assert call["kpe_cache"].data_ptr() == cache[..., RANK:].data_ptr()
+        assert call["out"] is output
+        assert not call["return_lse"]
+
+
+def test_fp8_cache(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config(kv_cache_dtype="fp8", num_speculative_tokens=1))
+    layers.run(group, layers.problem_for(group, [(1, 70), (2, 30), (1, 0), (9, 90)]))
+    (call,) = world.named(RUN)
+    assert call["q_nope"].dtype == torch.bfloat16
+    assert call["ckv_scale"] == call["kpe_scale"] > 0
+
+
+@pytest.mark.parametrize("heads", [40, 24])
+def test_a_query_that_a_tile_cuts_in_two_is_a_request(heads: int, emulate: Emulate) -> None:
+    world = emulate()
+    config = layers.mla_config(num_heads=heads, num_speculative_tokens=7)
+    group = layers.group_for("h100", config, phases=["decode"])
+    # The first tile ends in query 128 // heads, which sees one key more than its loop reads: the first of a new tile.
+    cut = 128 // heads
+    requests = [(8, 64 + 8 - cut), (8, 100), (3, 5), (1, 0)]
+    layers.run(group, layers.problem_for(group, requests))
+    (plan,) = world.named(PLAN)
+    assert plan["qo_indptr"].tolist() == list(range(21))
+    assert plan["kv_len_arr"][:8].tolist() == list(range(65 - cut, 73 - cut))
+    assert not plan["causal"]
+    # Planned as it is, that query would lose the key.
+    lists = [torch.tensor(each, dtype=torch.int32) for each in ([0, 8], [0, 2], [0, 1], [72 - cut])]
+    wrapper = fi.library().BatchMLAPagedAttentionWrapper(torch.empty(64 << 20, dtype=torch.uint8), backend="fa3")
+    sizes = {"num_heads": heads, "head_dim_ckv": RANK, "head_dim_kpe": ROPE, "page_size": 64}
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    wrapper.plan(*lists, **sizes, causal=True, sm_scale=0.1, **dtypes)
+    query, cache = torch.randn(8, heads, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
+    out = wrapper.run(query[..., :RANK], query[..., RANK:], cache[..., :RANK], cache[..., RANK:])
+    keys = cache.flatten(0, 1)[: 72 - cut, None]
+    wanted, _ = attention_reference(query, keys, keys[..., :RANK], scale=0.1)
+    off = (out - wanted).abs().amax((1, 2)) > 0.02
+    assert off.nonzero().flatten().tolist() == [cut]
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_query_that_fits_its_tiles_is_not_split(heads: int, emulate: Emulate) -> None:
+    world = emulate()
+    config = layers.mla_config(num_heads=heads, num_speculative_tokens=3)
+    group = layers.group_for("h100", config, phases=["decode"])
+    layers.run(group, layers.problem_for(group, [(4, 65), (2, 66), (1, 130)]))
+    assert [plan["qo_indptr"].tolist() for plan in world.named(PLAN)] == [[0, 4, 6, 7]]
+
+
+def test_layers_that_are_not_causal(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config(num_heads=40, non_causal=True, num_speculative_tokens=7))
+    layers.run(group, layers.problem_for(group, [(8, 70), (1, 9), (20, 40)]))
+    (plan,) = world.named(PLAN)
+    assert (plan["qo_indptr"].tolist(), plan["causal"]) == ([0, 8, 9], False)
+
+
+def test_a_layers_own_scale_is_planned_once(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config())
+    problem = layers.problem_for(group, [(1, 70), (20, 90)])
+    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, scale=0.05))
+    for _ in range(2):
+        layers.run(group, problem)
+    default, own = 192**-0.5, 0.05
+    assert [plan["sm_scale"] for plan in world.named(PLAN)] == [default, own, own]
+    # Own tokens and two chunks of context: planned, planned again as the layer runs them, and the next step's.
+    ragged = world.named("BatchPrefillWithRaggedKVCacheWrapper.plan")
+    assert [plan["sm_scale"] for plan in ragged] == [default] * 3 + [own] * 6
+    metadata = group.build(layers.common_of(problem))
+    layers.run(group, problem, metadata=metadata)
+    with pytest.raises(ConfigError, match=r"scales 0\.05 and 0\.2: one plan serves one scale"):
+        layers.run(group, problem, layers.layer_for(group, problem, scale=0.2), metadata)
+
+
+def test_metadata_of_an_earlier_batch_is_refused(emulate: Emulate) -> None:
+    emulate()
+    group = layers.group_for("h100", layers.mla_config())
+    problem = layers.problem_for(group, [(1, 70)])
+    earlier = group.build(layers.common_of(problem))
+    layers.run(group, layers.problem_for(group, [(1, 9), (1, 8)]))
+    with pytest.raises(BatchError, match="an earlier batch's"):
+        layers.run(group, problem, metadata=earlier)
+
+
+def test_a_capacity_that_overflows_a_schedule(emulate: Emulate) -> None:
+    emulate()
+    config = layers.mla_config(num_heads=128, num_speculative_tokens=63)
+    with pytest.raises(ConfigError, match="pieces of work; 16384 fit"):
+        layers.group_for("h100", config, capacity=Capacity(512, 32768, 4096))
+    layers.group_for("h100", config, capacity=Capacity(128, 8192, 4096))
+
+
+@pytest.mark.parametrize(("query_len", "heads"), [(1, 4), (3, 4), (5, 40)])
+def test_a_graph_replays_with_other_lengths_and_pages(query_len: int, heads: int, emulate: Emulate) -> None:
+    world = emulate()
+    config = layers.mla_config(num_heads=heads, num_speculative_tokens=query_len - 1)
+    group = layers.group_for("h100", config, cuda_graphs=True, phases=["decode"])
+    served = group.served["decode"]
+    impl = served.backend.get_impl_cls()(served.context, scale=0.1)
+    problems = [
+        layers.problem_for(group, [(query_len, length) for length in lengths], seed)
+        for seed, lengths in enumerate(([9, 9, 9], [70, 5, 0], [200, 64, 65], [6, 330, 129]))
+    ]
+    tables = torch.zeros(2, 3, 8, dtype=torch.int32)
+    cache, query = torch.zeros(64, 64, 576).bfloat16(), torch.randn(3 * query_len, heads, 576).bfloat16()
+    output, lse = torch.empty(3 * query_len, heads, RANK).bfloat16(), torch.empty(3 * query_len, heads)
+
+    def common(problem: Any, place: int = 0) -> Any:
+        table = problem.step.block_table
+        tables[place, :, : table.shape[1]] = table
+        return layers.common_of(problem, block_table_tensor=tables[place])
+
+    for _ in range(2):  # the first learns the layer's scale, as a runner's warm-up does
+        metadata = served.builder.build_for_cudagraph_capture(common(problems[0]))
+        impl.forward_mqa(None, query, cache, metadata, output, lse)
+    with fi.capturing() as graph:
+        impl.forward_mqa(None, query, cache, metadata, output, lse)
+    assert len(graph.nodes) == 1
+    for place, problem in enumerate(problems[1:]):
+        cache[: len(problem.step.kv_cache)] = problem.step.kv_cache.nan_to_num()
+        batch = common(problem, place % 2)
+        served.builder.build(0, batch)
+        graph.replay()
+        for request, (_, length) in enumerate(problem.step.requests):
+            rows = slice(request * query_len, (request + 1) * query_len)
+            pages = batch.block_table_tensor[request, : -(-length // 64)].long()
+            keys = cache[pages].flatten(0, 1)[:length, None]
+            wanted, wanted_lse = attention_reference(query[rows], keys, keys[..., :RANK], scale=0.1)
+            torch.testing.assert_close(output[rows].double(), wanted, atol=2e-2, rtol=0)
+            torch.testing.assert_close(lse[rows].double(), wanted_lse, atol=2e-3, rtol=0)
+    captured = [made for made in world.named(f"{WRAPPER}.__init__") if made["use_cuda_graph"]]
+    assert len(captured) == 1
+    assert captured[0]["kv_indices"].data_ptr() == tables.data_ptr()
+
+
+def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate()
+    monkeypatch.setattr(staging, "new_event", lambda device: fi.Event())
+    group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
+    served = group.served["decode"]
+    impl = served.backend.get_impl_cls()(served.context, scale=192**-0.5)
+    problems = [layers.problem_for(group, [(1, 20 * step + r) for r in range(1, 4)], step) for step in range(4)]
+    query, caches = torch.randn(3, 4, 576).bfloat16(), [each.step.kv_cache.nan_to_num() for each in problems]
+
+    def outputs() -> list[torch.Tensor]:
+        made = []
+        for problem in problems:
+            made.append(torch.zeros(3, 4, RANK).bfloat16())
+            metadata = served.builder.build(0, layers.common_of(problem))
+            impl.forward_mqa(None, query, caches[len(made) - 1], metadata, made[-1])
+        return made
+
+    waited = outputs()
+    with fi.lagging():
+        found = outputs()
+    for one, other in zip(waited, found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["fa3", "fa2"])
+@pytest.mark.parametrize("requests", [[(8, 69)], [(8, 69), (3, 130), (8, 197)]], ids=["one", "several"])
+def test_a_query_that_a_tile_cuts_in_two_on_the_gpu(kernel: str, requests: list[tuple[int, int]]) -> None:
+    group = on_gpu(kernel, num_heads=40, num_speculative_tokens=7)
+    layers.run(group, layers.problem_for(group, requests))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "cache"), [("fa3", "auto"), ("fa2", "auto"), ("fa3", "fp8")])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: int) -> None:
+    fields = {"num_heads": 16, "kv_cache_dtype": cache, "num_speculative_tokens": query_len - 1}
+    group = on_gpu(kernel, cuda_graphs=True, capacity=Capacity(32, 128, 512), **fields)
+    # Of one seed, and so with the same weights.
+    lengths = [[3 + (37 * r + 111 * other) % 400 for r in range(32)] for other in range(2)]
+    problems = [layers.problem_for(group, [(query_len, length) for length in each]) for each in lengths]
+    layer = layers.layer_for(group, problems[0])
+    held = max((problem.step.kv_cache for problem in problems), key=len).clone()
+    inputs = {"query": problems[0].query, "key": problems[0].step.key, "value": problems[0].step.value}
+
+    def step(given: Any, metadata: Any) -> torch.Tensor:
+        output = torch.empty(len(given["query"]), 16, 128, dtype=torch.bfloat16, device="cuda")
+        return layer(given["query"], given["key"], given["value"], held, metadata[group], output)
+
+    runner = CudaGraphRunner(step, [group], inputs, [1, 2, 4, 8, 16, 32], query_len=query_len)
+    runner.capture()
+    for size in (1, 2, 3, 8, 13, 32):
+        for problem in problems:
+            part = part_of(problem, 0, size)
+            held[: len(part.step.kv_cache)].copy_(part.step.kv_cache)
+            given = {"query": part.query, "key": part.step.key, "value": part.step.value}
+            output = runner(given, {group: layers.common_of(part)})
+            wanted, _ = part.reference(size, kv_cache=held)
+            plans = {"decode": group.served["decode"].context.plans["decode"]}
+            assert relative_error(output.cpu(), wanted.cpu()).norm <= error_bound(group.config, plans).norm

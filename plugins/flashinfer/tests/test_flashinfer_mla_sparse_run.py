@@ -1,0 +1,129 @@
+"""FLASHINFER_MLA_SPARSE: slots in front and how many, requests without any, 656-byte tokens on 12.x."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from attn_select.runtime import Capacity
+from attn_select_flashinfer.mla_sparse_runtime import in_front
+
+fi: Any = sys.modules["flashinfer_emulated"]
+layers: Any = sys.modules["flashinfer_mla_layers"]
+Emulate = Callable[..., Any]
+ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
+REQUESTS = [(1, 70), (2, 9), (1, 0), (30, 90)]
+ON = {"b200": (10, 0), "rtx5090": (12, 0)}
+
+
+def group_on(gpu: str, emulate: Emulate, **fields: Any) -> tuple[Any, Any]:
+    given: dict[str, Any] = {"sparse_top_k": 64, "num_speculative_tokens": 1}
+    if gpu == "rtx5090":
+        given |= {"sparse_top_k": 2048, "kv_cache_dtype": "fp8_ds_mla"}
+    return emulate(ON[gpu]), layers.group_for(gpu, layers.mla_config(**{**given, **fields}))
+
+
+def test_valid_slots_come_first() -> None:
+    indices = torch.tensor([[-1, 7, -5, 3], [1, 2, 3, 4], [-1, -1, -1, -2]], dtype=torch.int32)
+    slots, lens = in_front(indices)
+    assert slots.dtype == lens.dtype == torch.int32
+    assert slots.shape == (3, 128)
+    assert lens.tolist() == [2, 4, 0]
+    assert slots[0, :4].tolist() == [7, 3, 0, 0]
+    assert slots[1, :5].tolist() == [1, 2, 3, 4, 0]
+    assert not slots[2].any()
+
+
+def test_rows_that_are_wide_enough_stay_as_wide() -> None:
+    draw = torch.Generator().manual_seed(0)
+    indices = torch.randint(-50, 50, (9, 256), generator=draw, dtype=torch.int32)
+    slots, lens = in_front(indices)
+    assert slots.shape == (9, 256)
+    for row, (own, count) in enumerate(zip(slots, lens.tolist(), strict=True)):
+        assert own[:count].tolist() == indices[row][indices[row] >= 0].tolist()
+        assert not own[count:].any()
+
+
+@pytest.mark.parametrize("gpu", ON)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_both_phases_by_one_kernel(gpu: str, sinks: bool, emulate: Emulate) -> None:
+    world, group = group_on(gpu, emulate, sinks=sinks)
+    problem = layers.problem_for(group, REQUESTS)
+    void = problem.step.topk_indices < 0
+    problem.step.topk_indices[void] = -3  # any negative number is padding
+    layers.run(group, problem)
+    (call,) = world.named(ENTRY)
+    assert call["query"].shape == (34, 1, 8, 576)
+    assert call["backend"] == ("trtllm-gen" if gpu == "b200" else "sparse")
+    width = call["sparse_mla_top_k"]
+    assert call["block_tables"].shape == (34, 1, width)
+    if gpu == "b200":
+        assert (width, call["max_seq_len"]) == (128, 128)
+        assert int(call["seq_lens"].min()) == 1
+    else:
+        assert (width, call["seq_lens"], call["kv_scale_format"]) == (2048, None, "pow2_fp32")
+        assert call["kv_cache"].shape[1:] == (64, 656)
+    assert not world.syncs
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields"),
+    [
+        ("b200", {"kv_cache_dtype": "fp8"}),
+        ("b200", {"kv_cache_dtype": "fp8", "dtype": "float16", "num_heads": 16}),
+        ("b200", {"num_heads": 20, "block_size": 32}),
+        ("b200", {"num_heads": 128}),
+        ("rtx5090", {"kv_cache_dtype": "fp8"}),
+        ("rtx5090", {"num_heads": 40}),
+    ],
+    ids=str,
+)
+def test_dtypes_and_heads(gpu: str, fields: dict[str, Any], emulate: Emulate) -> None:
+    world, group = group_on(gpu, emulate, **fields)
+    problem = layers.problem_for(group, REQUESTS[:3])
+    layers.run(group, problem)
+    layers.run(group, problem, wants_lse=False)
+    call = world.named(ENTRY)[0]
+    if gpu == "b200" and "kv_cache_dtype" in fields:
+        q, k = float(problem.step.q_scale), float(problem.step.k_scale)
+        assert call["query"].dtype == torch.float8_e4m3fn
+        assert (call["bmm1_scale"], call["bmm2_scale"]) == pytest.approx((q * k * problem.step.scale, k))
+    else:
+        assert (call["bmm1_scale"], call["bmm2_scale"]) == (problem.step.scale, 1.0)
+
+
+def test_more_tokens_than_a_call_takes(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_select.spec import Fact
+    from attn_select_flashinfer import mla_trtllm
+
+    monkeypatch.setattr(mla_trtllm, "MOST_REQUESTS", Fact(20, ""))
+    world, group = group_on("b200", emulate)
+    layers.run(group, layers.problem_for(group, REQUESTS))
+    assert [len(call["query"]) for call in world.named(ENTRY)] == [20, 14]
+
+
+def test_statistics_bound_a_call(emulate: Emulate) -> None:
+    world, group = group_on("b200", emulate, num_heads=128)
+    (served,) = group.backends
+    served.builder._workspace = torch.zeros((33 << 20) + 10 * 8 * 128 * 256, dtype=torch.uint8)
+    layers.run(group, layers.problem_for(group, [(12, 30)]))
+    assert [len(call["query"]) for call in world.named(ENTRY)] == [10, 2]
+
+
+def test_the_workspace_stays(emulate: Emulate) -> None:
+    capacity = Capacity(8, 64, 512)
+    world = emulate((10, 0))
+    config = layers.mla_config(sparse_top_k=64, num_speculative_tokens=1)
+    group = layers.group_for("b200", config, cuda_graphs=True, capacity=capacity)
+    for lengths in ([9, 70], [200, 3]):
+        problem = layers.problem_for(group, [(2, length) for length in lengths])
+        layers.run(group, problem, metadata=group.build_for_cudagraph_capture(layers.common_of(problem)))
+    first, second = world.named(ENTRY)
+    assert first["workspace_buffer"].data_ptr() == second["workspace_buffer"].data_ptr()

@@ -1,0 +1,358 @@
+"""FLASHINFER's builder and layers on a CPU: which path runs, what reaches the kernel, and what comes back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from attn_select.errors import ConfigError, KernelMismatchError
+from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.runtime import Attention, BatchError, Scales
+from attn_select_flashinfer import library
+from attn_select_flashinfer.metadata import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
+from attn_select_flashinfer.mha import FLASHINFER
+
+groups: Any = sys.modules["flashinfer_groups"]
+Emulate = Callable[..., Any]
+NATIVE = {"use_trtllm": False}
+MIB = 1 << 20
+LSE = 2e-3
+E4M3 = torch.float8_e4m3fn
+PREFILL_RUN = "BatchPrefillWithPagedKVCacheWrapper.run"
+DECODE_RUN = "BatchDecodeWithPagedKVCacheWrapper.run"
+
+
+def parts_of(metadata: Any) -> list[Any]:
+    return metadata.parts[0].metadata.parts  # type: ignore[no-any-return]
+
+
+# --- Which path runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "decode", "prefill"),
+    [
+        ("h100", {}, (TRTLLMDecode, "TRT-LLM (XQA)"), (FIPrefill, "native fa3")),
+        ("h100", NATIVE, (FIDecode, "native fa2"), (FIPrefill, "native fa3")),
+        ("h100", {**NATIVE, "prefill_kernel": "fa2"}, (FIDecode, "native fa2"), (FIPrefill, "native fa2")),
+        ("a100", {}, (FIDecode, "native fa2"), (FIPrefill, "native fa2")),
+        ("b200", {}, (TRTLLMDecode, "TRT-LLM (trtllm-gen)"), (TRTLLMPrefill, "TRT-LLM (trtllm-gen)")),
+        ("b200", NATIVE, (FIDecode, "native fa2"), (FIPrefill, "native fa2")),
+        ("rtx5090", {}, (TRTLLMDecode, "TRT-LLM (XQA)"), (FIPrefill, "native fa2")),
+    ],
+)
+def test_each_phase_runs_by_its_plan_and_is_counted(
+    gpu: str, options: dict[str, Any], decode: Any, prefill: Any, emulate: Emulate
+) -> None:
+    emulate({"h100": (9, 0), "a100": (8, 0), "b200": (10, 0), "rtx5090": (12, 0)}[gpu])
+    group = groups.made(gpu, options=options)
+    builder = groups.builder_of(group)
+    for query_lens, seq_lens in (([1, 1, 20], [30, 5, 40]), ([1, 1], [31, 6])):
+        common, _ = groups.batch(group, query_lens, seq_lens)
+        parts = parts_of(group.build(common))
+        assert [(type(part), part.path) for part in parts] == [decode, prefill][: len(set(query_lens))]
+    assert builder.ran == {f"decode: {decode[1]}": 2, f"prefill: {prefill[1]}": 1}
+    for phase, (_, path) in (("decode", decode), ("prefill", prefill)):
+        assert group.selection.plans[phase].path == path
+        assert group.selection.plans[phase].because
+
+
+def test_a_forced_path_that_cannot_run_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="use_trtllm = true, but TRT-LLM kernels take no logits soft cap"):
+        groups.selected({"logits_soft_cap": 30.0}, use_trtllm=True)
+    with pytest.raises(AssertionError, match="use_trtllm = true, but TRT-LLM kernels are for"):
+        groups.selected({}, "a100", use_trtllm=True)
+    forced = groups.selected({}, "b200", use_trtllm=True)
+    assert {plan.path for plan in forced.plans.values()} == {"TRT-LLM (trtllm-gen)"}
+
+
+def test_a_step_that_is_not_causal_is_prefilled_natively(emulate: Emulate) -> None:
+    world = emulate((10, 0))
+    group = groups.made("b200", kv_cache_dtype="fp8_e4m3")
+    layer = Attention(group, scales=Scales.make("cpu", q=0.1, k=0.5, v=0.25))
+    common, cache = groups.batch(group, [1, 20], [30, 40])
+    groups.run(group, common, cache, layer)
+    assert groups.builder_of(group).native is None
+    common.causal = False
+    output, lse = groups.run(group, common, cache, layer)
+    expected, expected_lse = groups.reference(group, common, cache, layer, causal=False)
+    torch.testing.assert_close(output[1:].double(), expected[1:], atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse[1:].double(), expected_lse[1:], atol=LSE, rtol=0)
+    ran = groups.builder_of(group).ran
+    assert ran["prefill: native fa2 (step not causal)"] == ran["prefill: TRT-LLM (trtllm-gen)"] == 1
+    assert world.named(PREFILL_RUN)[0]["q"].dtype == torch.bfloat16
+
+
+def test_drafts_of_trtllm_gen_are_prefilled_where_the_step_is_not_causal(emulate: Emulate) -> None:
+    emulate((10, 0))
+    group = groups.made("b200", num_speculative_tokens=2)
+    layer = Attention(group)
+    common, cache = groups.batch(group, [3, 3, 2], [30, 40, 2])
+    common.causal = False
+    output, _ = groups.run(group, common, cache, layer)
+    expected, _ = groups.reference(group, common, cache, layer, causal=False)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+    assert groups.builder_of(group).ran == {"prefill: native fa2 (step not causal)": 1}
+
+
+def test_native_kernels_refuse_a_window_in_a_step_that_is_not_causal(emulate: Emulate) -> None:
+    emulate()
+    group = groups.made(options=NATIVE, sliding_window=8)
+    common, _ = groups.batch(group, [1, 20], [30, 40])
+    common.causal = False
+    with pytest.raises(BatchError, match="not causal, in layers with a window"):
+        group.build(common)
+
+
+# --- What reaches the native wrappers -------------------------------------------------------------
+
+
+def test_page_lists_of_both_phases(emulate: Emulate) -> None:
+    world = emulate()
+    group = groups.made(options=NATIVE, block_size=16)
+    common, cache = groups.batch(group, [1, 1, 1, 20, 5], [33, 32, 1, 20, 48])
+    decode, prefill = parts_of(group.build(common))
+    assert decode.lists.paged_kv_indptr.tolist() == [0, 3, 5, 6]
+    assert decode.lists.paged_kv_last_page_len.tolist() == [1, 16, 1]
+    assert prefill.lists.paged_kv_indptr.tolist() == [0, 2, 5]
+    assert prefill.lists.paged_kv_last_page_len.tolist() == [4, 16]
+    assert prefill.qo_indptr.tolist() == [0, 20, 25]
+    assert (decode.start, decode.end, prefill.start, prefill.end) == (0, 3, 3, 28)
+    for part, first in ((decode, 0), (prefill, 3)):
+        bounds = part.lists.paged_kv_indptr.tolist()
+        for row in range(len(bounds) - 1):
+            pages = part.lists.paged_kv_indices[bounds[row] : bounds[row + 1]].tolist()
+            assert pages == common.block_table_tensor[first + row, : len(pages)].tolist()
+    assert world.syncs == []
+    layer = Attention(group)
+    output, lse = groups.run(group, common, cache, layer)
+    expected, expected_lse = groups.reference(group, common, cache, layer)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=LSE, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, NATIVE], ids=str)
+def test_both_layouts_and_rows_behind_the_batch(options: dict[str, Any], emulate: Emulate) -> None:
+    emulate()
+    outputs = []
+    for layout in (FLASHINFER_NHD, FLASHINFER_HND):
+        group = groups.made(layout=layout, options=options, block_size=32)
+        assert group.kv_layout == layout
+        common, cache = groups.batch(group, [1, 9], [70, 40])
+        draw = torch.Generator().manual_seed(5)
+        numbers = torch.randn(len(cache), 2, 32, 2, 64, generator=draw)
+        cache.copy_(numbers if layout == FLASHINFER_NHD else numbers.transpose(2, 3))
+        output, _ = groups.run(group, common, cache, padding=3, lse=False)
+        assert output[10:].isnan().all()
+        outputs.append(output[:10])
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_layers_of_a_kind_have_scales_of_their_own(emulate: Emulate) -> None:
+    world = emulate()
+    group = groups.made(options=NATIVE, kv_cache_dtype="fp8_e4m3")
+    layers = [
+        Attention(group, scale=0.3, scales=Scales.make("cpu", q=0.02, k=0.5, v=2.0)),
+        Attention(group, scale=0.05, scales=Scales.make("cpu", q=0.04, k=0.25, v=1.0)),
+    ]
+    common, cache = groups.batch(group, [1, 20], [30, 40])
+    metadata = group.build(common)
+    query = groups.drawn_query(group, 21)
+    for layer in layers:
+        output = layer(query, None, None, cache, metadata)
+        expected, _ = groups.reference(group, common, cache, layer)
+        error = (output.double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+        assert error[0] < 1e-2
+        assert error[1:].max() < 0.2  # the query is FP8 there
+    assert len(world.named("BatchDecodeWithPagedKVCacheWrapper.plan")) == 1
+    decodes, prefills = world.named(DECODE_RUN), world.named(PREFILL_RUN)
+    assert [(call["q_scale"], call["v_scale"]) for call in decodes] == [(0.3 * 0.5, 2.0), (0.05 * 0.25, None)]
+    assert all(call["q"].dtype == torch.bfloat16 for call in decodes)
+    assert all(call["q"].dtype == E4M3 for call in prefills)
+    assert [[scale.unique().item() for scale in call["args"]] for call in prefills] == [
+        pytest.approx([0.02, 0.5, 2.0]),  # 0.3 of it are left: enough
+        pytest.approx([0.04 * 8, 0.25, 1.0]),  # 0.05 of it were too little
+    ]
+
+
+@pytest.mark.parametrize("use", ["fa2", "fa3", "sinks", "16 bits"])
+def test_masked_keys_are_far_away_with_small_scales_too(use: str, emulate: Emulate) -> None:
+    """Kernels hide a key with a raw score of -5e4: what that is multiplied by must be large enough."""
+    world = emulate()
+    fields: dict[str, Any] = {} if use == "16 bits" else {"kv_cache_dtype": "fp8_e4m3"}
+    sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if use == "sinks" else {}
+    group = groups.made(
+        options={**NATIVE, "prefill_kernel": use if use == "fa3" else "auto"}, sinks=bool(sinks), **fields
+    )
+    scale = 1e-4 if use == "16 bits" else 0.125
+    layer = Attention(group, scale=scale, scales=Scales.make("cpu", q=0.01, k=1e-3, v=0.5), **sinks)
+    common, cache = groups.batch(group, [1, 20], [30, 40])
+    if fields:
+        cache.copy_((torch.randn(cache.shape) * 100).clamp(-448, 448).to(E4M3))
+    output, _ = groups.run(group, common, cache, layer)
+    expected, _ = groups.reference(group, common, cache, layer, **sinks)
+    error = (output.double() - expected).norm() / expected.norm()
+    assert error < (0.1 if use == "fa3" else 1e-2)
+    for call in (*world.named(DECODE_RUN), *world.named(PREFILL_RUN)):
+        total = call["args"][1] if use == "sinks" else call["q_scale"]
+        if call["q"].dtype == E4M3:
+            total *= float(call["args"][0].min() * call["args"][1].min())
+        assert total * 5e4 >= 127.9
+
+
+def test_scales_that_are_large_enough_are_left_alone() -> None:
+    from attn_select_flashinfer.terms import LEAST_SCALE, power_for
+
+    assert [power_for(scale) for scale in (1.0, 0.0625, LEAST_SCALE)] == [1.0, 1.0, 1.0]
+    assert power_for(LEAST_SCALE * 0.99) == 2.0
+    assert power_for(LEAST_SCALE / 100) == 128.0
+
+
+def test_one_fp8_scale_per_head_in_both_phases(emulate: Emulate) -> None:
+    world = emulate()
+    group = groups.made(kv_cache_dtype="fp8_e4m3", per_head_quant_scales=True)
+    scales = Scales.make("cpu", q=0.02, k=torch.tensor([0.5, 0.25]), v=torch.tensor([2.0, 1.0]), num_kv_heads=2)
+    common, cache = groups.batch(group, [1, 20], [30, 40])
+    output, _ = groups.run(group, common, cache, Attention(group, scales=scales))
+    assert output.isfinite().all()
+    for call in (*world.named(DECODE_RUN), *world.named(PREFILL_RUN)):
+        assert [each.tolist() for each in call["args"][1:]] == [[0.5, 0.25], [2.0, 1.0]]
+        assert call["q"].dtype == E4M3
+
+
+@pytest.mark.parametrize("options", [{}, NATIVE], ids=str)
+def test_sinks_count_and_are_the_lse_of_requests_without_keys(options: dict[str, Any], emulate: Emulate) -> None:
+    world = emulate()
+    group = groups.made(options=options, sinks=True)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.25])
+    layer = Attention(group, sinks=sinks.bfloat16())
+    common, cache = groups.batch(group, [1, 1, 20], [30, 1, 40])
+    common.seq_lens = common.seq_lens_cpu = torch.tensor([30, 0, 40], dtype=torch.int32)
+    output, lse = groups.run(group, common, cache, layer, lse=bool(options))
+    expected, expected_lse = groups.reference(group, common, cache, layer, sinks=sinks)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+    assert not output[1].any()
+    if lse is not None:
+        torch.testing.assert_close(lse.double(), expected_lse, atol=LSE, rtol=0)
+        assert torch.equal(lse[1], sinks)
+    names = {call["jit_args"][0] for call in world.calls if call.get("jit_args")}
+    assert names <= {f"attn_select_sink_{k}_bfloat16_kv_bfloat16_head_64_swa_false" for k in ("fa2", "fa3")}
+    assert len(names) == 1 + bool(options)
+
+
+def test_the_module_with_sinks_is_named_by_all_that_it_is_compiled_for(emulate: Emulate) -> None:
+    world = emulate()
+    for fields in ({"head_size": 64}, {"head_size": 128}, {"kv_cache_dtype": "fp8_e4m3"}, {"sliding_window": 9}):
+        group = groups.made("a100", options=NATIVE, sinks=True, **fields)
+        common, _ = groups.batch(group, [1, 20], [30, 40])
+        group.build(common)
+    assert len({call["jit_args"][0] for call in world.calls if call.get("jit_args")}) == 4
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100", "b200"])
+def test_requests_without_keys_give_zero_and_minus_infinity(gpu: str, emulate: Emulate) -> None:
+    emulate({"h100": (9, 0), "a100": (8, 0), "b200": (10, 0)}[gpu])
+    group = groups.made(gpu, options=NATIVE)
+    common, cache = groups.batch(group, [1, 1], [33, 1])
+    common.seq_lens = common.seq_lens_cpu = torch.tensor([33, 0], dtype=torch.int32)
+    output, lse = groups.run(group, common, cache)
+    assert not output[1].any()
+    assert lse[1].isneginf().all()
+    assert lse[0].isfinite().all()
+
+
+def test_drafts_and_requests_without_a_query_go_through_the_prefill_wrapper(emulate: Emulate) -> None:
+    world = emulate()
+    group = groups.made(options=NATIVE, num_speculative_tokens=3)
+    layer = Attention(group)
+    assert group.reorder_batch_threshold == 4
+    for query_lens, seq_lens in (([4, 2, 1, 9], [30, 20, 5, 40]), ([1, 0, 1], [30, 7, 5])):
+        common, cache = groups.batch(group, query_lens, seq_lens)
+        output, lse = groups.run(group, common, cache, layer)
+        expected, expected_lse = groups.reference(group, common, cache, layer)
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=LSE, rtol=0)
+    assert world.named(DECODE_RUN) == []
+    assert groups.builder_of(group).ran == {"decode: native fa2": 2, "prefill: native fa3": 1}
+
+
+def test_batch_invariant_layers_split_nothing_and_get_2_gib(emulate: Emulate) -> None:
+    world = emulate()
+    group = groups.made(batch_invariant=True, num_speculative_tokens=3)
+    assert group.reorder_batch_threshold == 1
+    common, _ = groups.batch(group, [1, 4], [30, 40])
+    group.build(common)
+    (planned,) = world.named("BatchDecodeWithPagedKVCacheWrapper.plan")
+    assert planned["disable_split_kv"]
+    (made,) = world.named("BatchDecodeWithPagedKVCacheWrapper.__init__")
+    assert made["float_workspace_buffer"].numel() == 2048 * MIB
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "seen"),
+    [
+        ({"sliding_window": 9}, "sliding_window = None, this layer has 9"),
+        ({"head_size": 128}, "head_size = 64, this layer has 128"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = auto, this layer has fp8_e4m3"),
+        ({"block_size": 32}, "block_size = 16, this layer has 32"),
+    ],
+    ids=str,
+)
+def test_metadata_of_another_kind_of_layers_is_refused(own: dict[str, Any], seen: str, emulate: Emulate) -> None:
+    emulate()
+    group, other = groups.made(options=NATIVE, block_size=16), groups.made(options=NATIVE, **{"block_size": 16, **own})
+    common, _ = groups.batch(group, [1, 9], [30, 40])
+    cache = other.allocate_kv_cache(100)
+    with pytest.raises(BatchError, match=f"the metadata was planned for layers with {seen}"):
+        Attention(other)(groups.drawn_query(other, 10), None, None, cache, group.build(common))
+
+
+def test_metadata_of_another_group_of_the_same_kind_serves(emulate: Emulate) -> None:
+    emulate()
+    group, twin = groups.made(), groups.made()
+    common, cache = groups.batch(group, [1, 9], [30, 40])
+    query = groups.drawn_query(group, 10)
+    assert torch.equal(
+        Attention(twin)(query, None, None, cache, group.build(common)),
+        Attention(group)(query, None, None, cache, group.build(common)),
+    )
+
+
+def test_an_nvfp4_cache_cannot_be_allocated(emulate: Emulate) -> None:
+    emulate((8, 0))
+    with pytest.raises(ConfigError, match="kv_cache_dtype = 'nvfp4': a cache of it cannot be allocated"):
+        groups.made("a100", kv_cache_dtype="nvfp4", head_size=128).allocate_kv_cache(4)
+
+
+def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> None:
+    real: Any = sys.modules["flashinfer_emulated_native"]
+
+    class Bare(real.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
+        def reset_workspace_buffer(self, *args: Any) -> None:
+            super().reset_workspace_buffer(*args)
+            del self._pin_memory_int_workspace_buffer
+
+    emulate(BatchDecodeWithPagedKVCacheWrapper=Bare)
+    group = groups.made(options=NATIVE)
+    common, _ = groups.batch(group, [1], [30])
+    with pytest.raises(KernelMismatchError, match="Bare of the installed FlashInfer has no _pin_memory"):
+        group.build(common)
+
+
+def test_load_needs_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.flashinfer.cache_clear()
+    monkeypatch.setattr("attn_select.environment.installed_version", {"flashinfer-python": "0.6.13"}.get)
+    monkeypatch.setattr("attn_select.environment.has_module", {"flashinfer"}.__contains__)
+    with pytest.raises(KernelMismatchError, match=r"flashinfer-python 0\.6\.13 is installed, >=0\.6\.14 is needed"):
+        FLASHINFER.load()
+    library.flashinfer.cache_clear()
