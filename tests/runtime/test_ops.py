@@ -295,6 +295,16 @@ def test_a_gpu_merges_and_gathers_without_waiting(cuda: torch.device) -> None:
     assert gathered.any()
 
 
+@pytest.mark.parametrize("lengths", [[3], [0, 4, 1, 0], [0, 0]])
+def test_flattened_tables_lie_one_row_behind_the_other(lengths: list[int]) -> None:
+    table = torch.arange(4 * 5, dtype=torch.int32).view(4, 5)[: len(lengths)]
+    indptr = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    out = torch.full((7,), -1, dtype=torch.int32)
+    ops.flatten_block_table(table, indptr, out)
+    wanted = [block for row, length in zip(table.tolist(), lengths, strict=True) for block in row[:length]]
+    assert out.tolist() == wanted + [-1] * (7 - len(wanted))
+
+
 Offer = Callable[..., None]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NoReturn
 
 from attn_select.config import AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.errors import RuntimeMissingError
 from attn_select.spec import ComputeCapabilities, Fact, HeadSizes, Library, Reason
 from attn_select_triton.toolchain import compiler_reason
 
@@ -41,6 +39,7 @@ ANY_STRIDE = f"{OWN}: reads the cache by strides, one page-table entry per tile 
 MASK = f"{OWN}: a term of the mask or the score, chosen at compilation"
 
 E4M3_FROM = (8, 9)
+TMA_FROM = (9, 0)
 THOR = (11, 0)
 THOR_TRITON = (3, 7)
 _EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"
@@ -58,10 +57,10 @@ def device_reasons(
     config: AttentionConfig, device: Device, environment: Environment, reads_cache: bool = True
 ) -> list[Reason]:
     """Return what Triton cannot compile for this device, or on this machine."""
-    found: list[Reason] = []
     capability = device.compute_capability
     if capability is None:
-        return found  # the capabilities already say that a CPU will not do
+        return []  # the capabilities already say that a CPU will not do
+    found = machine_reasons(device, environment)
     if reads_cache and config.kv_cache_dtype == "fp8_e4m3" and capability < E4M3_FROM:
         message = (
             f"KV-cache dtype fp8_e4m3 on compute capability {device.capability_text} "
@@ -70,7 +69,13 @@ def device_reasons(
         found.append(
             Reason("kv-cache-dtype", message, "fp8_e4m3", ["auto", "fp8_e5m2"], "--kv-cache-dtype auto"),
         )
-    if capability == THOR:
+    return found
+
+
+def machine_reasons(device: Device, environment: Environment) -> list[Reason]:
+    """Return what keeps Triton from compiling anything for this device, or on this machine."""
+    found: list[Reason] = []
+    if device.compute_capability == THOR:
         version = environment.version("triton")
         if version is not None and () < _release(version) < THOR_TRITON:
             message = f"triton {version} has no code for compute capability 11.0 (needs >=3.7)"
@@ -89,6 +94,18 @@ def notes(config: AttentionConfig, device: Device) -> tuple[str, ...]:
     return (_NO_MMA, _EMULATED_BF16) if config.dtype == "bfloat16" else (_NO_MMA,)
 
 
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least ``size`` and 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def two_powers(size: int) -> tuple[int, int]:
+    """Return ``size`` as a power of two and a rest, 0 or a smaller power of two from 16 on; (0, 0) where it is not."""
+    high = 1 << (size.bit_length() - 1)
+    rest = size - high
+    return (high, rest) if rest == 0 or (rest >= 16 and rest & (rest - 1) == 0) else (0, 0)
+
+
 MOST_SMS = 192
 """Taken where a device's count is unknown: a full GB202, the largest single die in a product line (NVIDIA RTX Blackwell
 architecture whitepaper)."""
@@ -102,14 +119,3 @@ def split_workspace(device: Device, programs_per_sm: int, rows: int, width: int)
     maximum and sum. The kernel's choice of splits keeps to this bound.
     """
     return 2 * programs_per_sm * (device.sm_count or MOST_SMS) * rows * (width + 2) * 4
-
-
-def no_runtime(name: str) -> NoReturn:
-    """Raise: the runtime of backend ``name`` is not part of this release.
-
-    Raises:
-        RuntimeMissingError: always.
-    """
-    raise RuntimeMissingError(
-        f"{name}: this release brings its facts, not its runtime", hint="selection and `attn-select explain` work"
-    )

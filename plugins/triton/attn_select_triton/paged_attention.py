@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -15,11 +17,29 @@ from attn_select_triton.hardware import (
     KV_CACHE_DTYPES,
     LIBRARIES,
     OWN,
+    TMA_FROM,
     TURING_AND_UP,
     device_reasons,
-    no_runtime,
     notes,
+    power_of_two,
 )
+from attn_select_triton.triton_attn import TritonAttnOptions
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
+
+Version = Literal["v1", "v2"]
+
+
+class PagedAttentionOptions(TritonAttnOptions):
+    """The ``[backends.PAGED_ATTENTION]`` table."""
+
+    gather_workspace_mib: int = Field(
+        0,
+        ge=0,
+        description="MiB reserved for keys and values that a prefill copies out of the cache; 0: it reads the blocks",
+    )
+
 
 _V1 = "vllm-project/vllm csrc/attention/paged_attention_v1.cu 03f8611"
 _RULE = "vllm-project/vllm vllm/attention/ops/paged_attn.py 002a0ba"
@@ -29,6 +49,8 @@ PARTITION_SIZE = 512
 V1_MOST_TOKENS = 8192
 V1_LEAST_ROWS = 512
 """Version 1 above one partition needs more than this many sequences x query heads (``_RULE``)."""
+WORKSPACE_BYTES = 128 << 20
+"""Version 2's partial results, at most, unless one sequence has more: batches that have are run in several launches."""
 
 CAPABILITIES = Capabilities(
     compute_capabilities=TURING_AND_UP,
@@ -53,8 +75,31 @@ CAPABILITIES = Capabilities(
 LAYOUTS = (PAGED_ATTENTION_LAYOUT,)
 BLOCK_SIZES = (16, 32, 8)
 
-_PREFILL = "TRITON_ATTN's prefill kernel, reading the classic layout"
-_GRAPHS = "a captured graph keeps the version that its batch size and longest sequence chose"
+GATHERED = "prefill, pages gathered"
+_GATHERED = (
+    "TRITON_ATTN's prefill kernel; TMA reads the step's own keys, or keys and values copied out of the cache where the "
+    "copy pays and fits its workspace"
+)
+_PREFILL = "TRITON_ATTN's prefill kernel, reading the step's own keys, or the classic layout by pointers"
+_GRAPHS = "a captured graph keeps the version that its batch size and the longest possible sequence chose"
+
+
+def chosen_version(num_seqs: int, num_heads: int, max_seq_len: int) -> Version:
+    """Return the version that decodes a batch, as ``_RULE`` has it.
+
+    Args:
+        num_seqs: sequences, one query token each.
+        num_heads: query heads.
+        max_seq_len: the longest sequence's tokens.
+    """
+    one_partition = max_seq_len <= PARTITION_SIZE
+    short_enough = max_seq_len <= V1_MOST_TOKENS
+    return "v1" if short_enough and (one_partition or num_seqs * num_heads > V1_LEAST_ROWS) else "v2"
+
+
+def partial_bytes(config: AttentionConfig) -> int:
+    """Return the bytes of one partial result: an output row in the query's dtype, maximum and sum in float32."""
+    return config.head_size * BITS[config.dtype] // 8 + 8
 
 
 def _rule(num_heads: int) -> str:
@@ -62,7 +107,22 @@ def _rule(num_heads: int) -> str:
     several = f"in batches of more than {most} sequences" if most else "in any batch"
     return (
         f"v1 where no sequence exceeds {PARTITION_SIZE} tokens, and up to {V1_MOST_TOKENS} tokens {several} "
-        f"(sequences x {num_heads} heads > {V1_LEAST_ROWS}); else v2, in partitions of {PARTITION_SIZE} tokens"
+        f"(sequences x {num_heads} heads > {V1_LEAST_ROWS}); else v2, whose partitions of {PARTITION_SIZE} tokens let "
+        "few or long sequences fill the GPU"
+    )
+
+
+def _in_boxes(config: AttentionConfig, device: Device) -> bool:
+    """Whether the prefill kernel reads contiguous keys and values through TMA."""
+    capability, size = device.compute_capability, config.head_size
+    newer = capability is not None and capability >= TMA_FROM
+    return newer and config.dtype != "float32" and power_of_two(size) == size
+
+
+def _partials(config: AttentionConfig) -> str:
+    return (
+        f"v2 reserves {partial_bytes(config)} bytes per sequence, head and partition for partial results, "
+        f"{WORKSPACE_BYTES >> 20} MiB or one sequence's at most; batches that need more take several launches"
     )
 
 
@@ -81,23 +141,29 @@ def plan(
         return reasons
     said = notes(config, device)
     if phase == "prefill":
-        return BackendPlan("prefill", _PREFILL, config.dtype, False, LAYOUTS, BLOCK_SIZES, "ALWAYS", 0, 1, None, said)
-    row = config.head_size * BITS[config.dtype] // 8 + 8
-    partial = f"v2 takes {row} bytes per sequence, head and partition for partial results, allocated at each call"
-    said = (*said, partial, _GRAPHS)
+        assert isinstance(options, PagedAttentionOptions)
+        path, because, workspace = "prefill", _PREFILL, 0
+        if options.gather_workspace_mib and _in_boxes(config, device):
+            path, because, workspace = GATHERED, _GATHERED, options.gather_workspace_mib << 20
+        return BackendPlan(path, because, config.dtype, False, LAYOUTS, BLOCK_SIZES, "ALWAYS", workspace, 1, None, said)
+    said = (*said, _partials(config), _GRAPHS)
     because = _rule(config.num_heads)
-    return BackendPlan("v1/v2", because, config.dtype, False, LAYOUTS, BLOCK_SIZES, "ALWAYS", 0, 1, None, said)
+    return BackendPlan(
+        "v1/v2", because, config.dtype, False, LAYOUTS, BLOCK_SIZES, "ALWAYS", WORKSPACE_BYTES, 1, None, said
+    )
 
 
 def compile_key(config: AttentionConfig) -> object:
     """Group layers that share one compilation: what the kernels take as constants."""
-    group = config.num_heads // config.num_kv_heads
-    return (config.head_size, group, config.dtype, config.cache_dtype, config.block_size, config.alibi)
+    heads = (config.num_heads, config.num_kv_heads)
+    return (config.head_size, heads, config.dtype, config.cache_dtype, config.block_size, config.alibi)
 
 
-def load() -> NoReturn:
-    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
-    no_runtime("PAGED_ATTENTION")
+def load() -> type[AttentionBackend]:
+    """Return the backend's runtime; imports torch and Triton."""
+    from attn_select_triton.paged_runtime import PagedAttentionBackend
+
+    return PagedAttentionBackend
 
 
 PAGED_ATTENTION = BackendSpec(
@@ -107,5 +173,6 @@ PAGED_ATTENTION = BackendSpec(
     plan=plan,
     load=load,
     libraries=LIBRARIES,
+    options=PagedAttentionOptions,
     compile_key=compile_key,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -17,12 +19,28 @@ from attn_select_triton.hardware import (
     MASK,
     OWN,
     PREFILL_HEAD_SIZES,
+    TMA_FROM,
     TURING_AND_UP,
     device_reasons,
-    no_runtime,
     notes,
+    power_of_two,
     split_workspace,
+    two_powers,
 )
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
+
+
+class TritonAttnOptions(BackendOptions):
+    """The ``[backends.TRITON_ATTN]`` table."""
+
+    gather_workspace_mib: int = Field(
+        128,
+        ge=0,
+        description="MiB reserved for keys and values that a prefill copies out of small pages; 0: it reads the pages",
+    )
+
 
 CAPABILITIES = Capabilities(
     compute_capabilities=TURING_AND_UP,
@@ -47,18 +65,26 @@ CAPABILITIES = Capabilities(
 )
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
-BLOCK_SIZES = (16,)
+PAGES = (16, 32, 64, 128, 256)
+"""Kernel block sizes that a plan offers where the config names none; every multiple of 16 runs."""
+TMA_PAGE = 64
+"""Pages of a multiple of so many tokens hold whole tiles."""
 TILE_ROWS = 128
 """The most query rows (queries x heads of a group) that one program holds."""
-PROGRAMS_PER_SM = 4
-"""Programs that split-KV decode aims at per SM: it splits only while the unsplit grid is smaller than that."""
+PROGRAMS_PER_SM = 8
+"""Programs per SM that the workspace of split-KV decode has room for, twice. Two fill an SM; the rest is for batches of
+unequal lengths, where every request has room for as many splits as the longest."""
 
-_PREFILL = "tiles of queries over the paged cache"
-_NO_CACHE = "tiles of queries over K and V as they come, no cache"
-_DECODE = "splits the keys until every SM has work, then merges by log-sum-exp"
-_FIXED = "splits of a fixed number of tokens: batch invariance"
+BY_TMA, GATHERED = "prefill by TMA", "prefill, pages gathered"
+_GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
+_TMA = "TMA reads whole pages"
+_POINTERS = "every row of keys by its own pointer through the block table"
+_NO_CACHE = "K and V as they come, no cache"
+_DECODE = "splits the keys until every SM has its share of them, then merges by log-sum-exp"
+_FIXED = "splits by the length of a request alone: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits grow with the longest sequence and are reserved for its maximum"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
+_HALF = "FP8 keys read in place are multiplied as float16 beside a bfloat16 query too, whose numbers end at 65504 then"
 
 
 def _v_reason(size: int) -> Reason:
@@ -72,8 +98,30 @@ def tile_rows(config: AttentionConfig) -> int:
     return min(TILE_ROWS, -(-rows // 16) * 16)
 
 
+def kernel_block_sizes(config: AttentionConfig) -> tuple[int, ...]:
+    """Return the allocator's own block size, since larger pages are read faster, then what it can be split to."""
+    size = config.block_size
+    if size is None or size % PAGES[0]:
+        return PAGES
+    return tuple(dict.fromkeys((size, *(page for page in reversed(PAGES) if size % page == 0))))
+
+
+def prefill_path(config: AttentionConfig, device: Device, options: TritonAttnOptions) -> tuple[str, str]:
+    """Return how a prefill reads the paged cache, and why."""
+    head_size, width = config.head_size, config.value_head_size
+    capability, page = device.compute_capability, config.block_size or PAGES[0]
+    in_boxes = two_powers(head_size) != (0, 0) and power_of_two(width) == width
+    if capability is None or capability < TMA_FROM or config.dtype == "float32" or not in_boxes:
+        return "prefill", _POINTERS
+    if page % TMA_PAGE == 0 and config.cache_dtype == config.dtype:
+        return BY_TMA, _TMA
+    if config.batch_invariant or not options.gather_workspace_mib:
+        return "prefill", _POINTERS
+    return GATHERED, _GATHERED
+
+
 def plan(
-    config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
+    config: AttentionConfig, device: Device, environment: Environment, options: TritonAttnOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the plan, or what Triton cannot compile for this device."""
     cached = config.has_cache
@@ -88,15 +136,23 @@ def plan(
         return BackendPlan("prefill", _NO_CACHE, config.dtype, True, (), (), "ALWAYS", 0, 1, None, said)
     if width is not None and width != config.head_size:
         said = (*said, _PADDED_V)
-    if phase == "prefill":
-        return BackendPlan("prefill", _PREFILL, config.dtype, True, LAYOUTS, BLOCK_SIZES, "ALWAYS", 0, 1, None, said)
+    if config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"):
+        said = (*said, _HALF)
+    sizes = kernel_block_sizes(config)
+    # A prefill of few tokens over a long context splits its keys too.
+    workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
     if config.batch_invariant:
+        workspace = 0
+    if phase == "prefill":
+        path, because = prefill_path(config, device, options)
+        if path == GATHERED:
+            workspace += options.gather_workspace_mib << 20
+    elif config.batch_invariant:
         said = (*said, _FIXED_GROWS)
-        path, because, workspace = "fixed-split decode", _FIXED, 0
+        path, because = "fixed-split decode", _FIXED
     else:
-        workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
         path, because = "split-KV decode", _DECODE
-    return BackendPlan(path, because, config.dtype, True, LAYOUTS, BLOCK_SIZES, "ALWAYS", workspace, 1, None, said)
+    return BackendPlan(path, because, config.dtype, True, LAYOUTS, sizes, "ALWAYS", workspace, 1, None, said)
 
 
 def compile_key(config: AttentionConfig) -> object:
@@ -104,7 +160,8 @@ def compile_key(config: AttentionConfig) -> object:
     return (
         config.head_size,
         config.value_head_size,
-        config.num_heads // config.num_kv_heads,
+        config.num_heads,
+        config.num_kv_heads,
         config.num_speculative_tokens,
         config.dtype,
         config.cache_dtype,
@@ -119,9 +176,15 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> NoReturn:
-    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
-    no_runtime("TRITON_ATTN")
+def load() -> type[AttentionBackend]:
+    """Return the backend's class; imports torch and triton.
+
+    Raises:
+        ImportError: one of them is not installed.
+    """
+    from attn_select_triton.attn_runtime import TritonAttnBackend  # facts are read without torch
+
+    return TritonAttnBackend
 
 
 TRITON_ATTN = BackendSpec(
@@ -131,5 +194,6 @@ TRITON_ATTN = BackendSpec(
     plan=plan,
     load=load,
     libraries=LIBRARIES,
+    options=TritonAttnOptions,
     compile_key=compile_key,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -18,27 +18,31 @@ from attn_select_triton.hardware import (
     PREFILL_HEAD_SIZES,
     TURING_AND_UP,
     device_reasons,
-    no_runtime,
     notes,
     split_workspace,
 )
+
+if TYPE_CHECKING:
+    from attn_select_triton.mla_runtime import TritonMLABackend
 
 LORA_RANKS = HeadSizes(multiple_of=16, minimum=16, maximum=512)
 """Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512."""
 ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 """Accepted ``qk_rope_head_dim``; DeepSeek-V2 and V3 have 64."""
-MOST_HEADS = 128
 HEAD_TILE = 64
 """The most query rows (heads x draft tokens) that one decode program holds."""
 PROGRAMS_PER_SM = 1
 """A tile of 64 rows and 576 columns leaves an SM's registers and shared memory no room for a second."""
 
 
+_RAN = "ran on an H100, triton 3.6.0"
+
+
 def _capabilities(reads_cache: bool) -> Capabilities:
     return Capabilities(
         compute_capabilities=TURING_AND_UP,
-        dtypes=Fact(("bfloat16", "float16"), f"{COMPILED}: tl.dot of each, from 7.5 on; {OWN}: no float32 latent"),
-        kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"), KV_CACHE_DTYPES.source),
+        dtypes=Fact(("bfloat16", "float16"), f"{_RAN}; {COMPILED}: from 7.5 on; {OWN}: no float32 latent"),
+        kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"), f"{_RAN}; {KV_CACHE_DTYPES.source}"),
         head_sizes=Fact(HeadSizes(multiple_of=16, minimum=32, maximum=640), f"{OWN}: rank and rope part by themselves"),
         block_sizes=Fact((16,), ANY_STRIDE),
         mla=True,
@@ -54,12 +58,48 @@ def _capabilities(reads_cache: bool) -> Capabilities:
 
 PREFILL = _capabilities(reads_cache=False)
 DECODE = _capabilities(reads_cache=True)
-BLOCK_SIZES = (16,)
+BLOCK_SIZES = (64, 32, 16)
+"""Of decode, preferred first: a tile of up to 64 keys then lies in one block. Other multiples of 16 run as they are."""
+
+GLUON_PATH = "Gluon decode"
+PORTABLE_PATH = "portable decode"
+GLUON_TRITON = "3.6."
+"""Gluon, Triton's language of explicit layouts, is experimental: its kernel was compiled and run with these."""
+GLUON_CAPABILITY = (9, 0)
+GLUON_BLOCK = 64
+GLUON_RANKS, GLUON_ROPE = (256, 512), 64
+"""Sizes that were run."""
 
 _PREFILL = "TRITON_ATTN's prefill kernel on decompressed keys and values"
-_DECODE = "splits the keys until every SM has work, then merges by log-sum-exp"
+_SPLIT = "keys split until every SM has work"
 _FIXED = "splits of a fixed number of tokens: batch invariance"
-_FIXED_GROWS = "partial results of fixed splits grow with the longest sequence and are reserved for its maximum"
+_FIXED_GROWS = "partial results of fixed splits are reserved for the longest request and the largest batch of decodes"
+
+
+def gluon_lacks(
+    capability: tuple[int, int], rank: int, rope: int, block_size: int, dtype: str, cache_dtype: str, triton: str | None
+) -> str | None:
+    """Return what keeps decode's warp-specialised kernel from these layers, as a predicate; None: it takes them.
+
+    Args:
+        capability: the device's compute capability.
+        rank, rope: sizes of the latent and of the rope part.
+        block_size: tokens per block of the cache.
+        dtype: of the query; cache_dtype likewise, as text.
+        triton: Triton's version; None where it is not known: one that was run is taken for granted.
+    """
+    if capability != GLUON_CAPABILITY:
+        return "is for compute capability 9.0"
+    if cache_dtype != dtype:
+        return f"reads no {cache_dtype} cache for a {dtype} query"
+    if rank not in GLUON_RANKS or rope != GLUON_ROPE:
+        accepted = " or ".join(f"{some} + {GLUON_ROPE}" for some in GLUON_RANKS)
+        return f"takes latents of {accepted}, not {rank} + {rope}"
+    if block_size % GLUON_BLOCK:
+        return f"takes blocks of multiples of {GLUON_BLOCK} tokens, not {block_size}"
+    if triton is not None and not triton.startswith(GLUON_TRITON):
+        return f"was run with Triton {GLUON_TRITON}x, not {triton}"
+    return None
 
 
 def _dim(name: str, value: int, supported: HeadSizes) -> Reason:
@@ -70,9 +110,6 @@ def _dim_reasons(config: AttentionConfig, phase: Phase) -> list[Reason]:
     rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
     nope, v_dim = config.qk_nope_head_dim or 0, config.v_head_dim or 0
     found = []
-    if config.num_heads > MOST_HEADS:
-        message = f"{config.num_heads} query heads (supported: at most {MOST_HEADS})"
-        found.append(Reason("num-heads", message, config.num_heads, f"at most {MOST_HEADS}"))
     if phase == "prefill":
         if not PREFILL_HEAD_SIZES.accepts(nope + rope):
             found.append(_dim("qk_nope_head_dim + qk_rope_head_dim", nope + rope, PREFILL_HEAD_SIZES))
@@ -98,17 +135,28 @@ def plan(
     # Chunked prefill loops on host lengths, so mixed batches are not captured.
     if not decode:
         return BackendPlan("prefill", _PREFILL, config.dtype, True, (), (), "UNIFORM_BATCH", 0, 1, None, said)
+    rank, rope, size = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0, config.block_size or BLOCK_SIZES[0]
+    capability = device.compute_capability or (0, 0)
+    version = environment.version("triton")
+    lacks = gluon_lacks(capability, rank, rope, size, config.dtype, config.cache_dtype, version)
+    path = PORTABLE_PATH if lacks else GLUON_PATH
+    because = f"warp-specialised for Hopper, {rank} + {rope} in blocks of {size} by TMA"
+    if lacks:
+        because = f"the Gluon kernel {lacks}"
+    workspace = 0
     if config.batch_invariant:
         said = (*said, _FIXED_GROWS)
-        path, because, workspace = "fixed-split decode", _FIXED, 0
     else:
-        rows = config.num_heads * (1 + config.num_speculative_tokens)
-        rows = min(HEAD_TILE, -(-rows // 16) * 16)
-        workspace = split_workspace(device, PROGRAMS_PER_SM, rows, config.kv_lora_rank or 0)
-        path, because = "split-KV decode", _DECODE
-    return BackendPlan(
-        path, because, config.dtype, True, (MLA,), BLOCK_SIZES, "UNIFORM_BATCH", workspace, 1, None, said
-    )
+        workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), rank)
+    because = f"{because}; {_FIXED if config.batch_invariant else _SPLIT}"
+    sizes = BLOCK_SIZES if size in BLOCK_SIZES else (size, *BLOCK_SIZES)
+    return BackendPlan(path, because, config.dtype, True, (MLA,), sizes, "UNIFORM_BATCH", workspace, 1, None, said)
+
+
+def tile_rows(config: AttentionConfig) -> int:
+    """Return the query rows of one decode program: all heads of all draft tokens, in steps of 16."""
+    rows = config.num_heads * (1 + config.num_speculative_tokens)
+    return min(HEAD_TILE, -(-rows // 16) * 16)
 
 
 def compile_key(config: AttentionConfig) -> object:
@@ -119,17 +167,24 @@ def compile_key(config: AttentionConfig) -> object:
         config.qk_rope_head_dim,
         config.v_head_dim,
         config.num_heads,
-        config.num_speculative_tokens,
+        tile_rows(config),
         config.dtype,
         config.cache_dtype,
         config.block_size,
         config.non_causal,
+        config.batch_invariant,
     )
 
 
-def load() -> NoReturn:
-    """Raise ``RuntimeMissingError``: the runtime is not part of this release."""
-    no_runtime("TRITON_MLA")
+def load() -> type[TritonMLABackend]:
+    """Import Triton and return the backend.
+
+    Raises:
+        ImportError: Triton or torch cannot be imported.
+    """
+    from attn_select_triton.mla_runtime import TritonMLABackend
+
+    return TritonMLABackend
 
 
 TRITON_MLA = BackendSpec(

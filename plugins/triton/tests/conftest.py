@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,14 @@ def _interpret() -> None:
 TOO_LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
 if HAS_TRITON and not TOO_LATE:
     _interpret()
+
+# Tests are imported one by one, so what they share is put in `sys.modules` by hand.
+for _name in ("layers", "mla_layers") if HAS_TRITON else ():
+    _spec = importlib.util.spec_from_file_location(f"triton_{_name}", Path(__file__).with_name(f"{_name}.py"))
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_spec.name])
 
 
 @pytest.fixture(autouse=True)

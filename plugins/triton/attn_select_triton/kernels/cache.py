@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_select_triton.kernels.launch import FP8, cache_strides, power_of_two
+from attn_select_triton.kernels.launch import FP8, SLICED, cache_strides, power_of_two
+from attn_select_triton.kernels.relaunch import Relaunch
 
 GATHER_ALIGN = 64
 """``gather_pages`` fills whole tiles of this many keys: no tile of a prefill then holds anything but keys and zeros."""
@@ -27,7 +30,7 @@ def plain(numbers, element: tl.constexpr):
     return numbers.to(element)
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
+@triton.jit(do_not_specialize=["stride_table", "window"], do_not_specialize_on_alignment=SLICED)
 def gather_pages_kernel(
     k_ptr,
     v_ptr,
@@ -136,15 +139,22 @@ def gather_pages(
 
 
 @triton.jit
+def saturated(numbers, scale, limit):
+    """Return float32 ``numbers / scale`` within the limits of an FP8 dtype; the division is exact, NaN stays NaN."""
+    scaled = tl.div_rn(numbers.to(tl.float32), scale)
+    return tl.clamp(scaled, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def stored(numbers, scale_ptr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, head, limit, element: tl.constexpr):
     """Return numbers as the cache holds them: FP8 divided by its scale, saturated, rounded to nearest even."""
     if limit > 0:
         scale = tl.load(scale_ptr + head, mask=head < HEADS, other=1.0)[None, :] if PER_HEAD else tl.load(scale_ptr)
-        numbers = tl.clamp(numbers.to(tl.float32) / scale, -limit, limit)
+        numbers = saturated(numbers, scale, limit)
     return numbers.to(element)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=SLICED)
 def reshape_and_cache_kernel(
     key_ptr,
     value_ptr,
@@ -205,6 +215,9 @@ def reshape_and_cache_kernel(
     tl.store(v_ptr + target, value, mask=mask)
 
 
+_writes: dict[Any, Relaunch] = {}
+
+
 def write_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
     k_scale: Tensor, v_scale: Tensor,
@@ -223,10 +236,19 @@ def write_kv(
     if not tokens:
         return
     block_size, pack, k_strides, v_strides = cache_strides(key_cache, value_cache, True)
+    strides = (*key.stride()[:2], *value.stride()[:2], *k_strides, *v_strides)
     limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8 else 0.0
-    reshape_and_cache_kernel[(-(-tokens // WRITE_TOKENS),)](
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, tokens,
-        *key.stride()[:2], *value.stride()[:2], *k_strides, *v_strides,
-        block_size, heads, size, value_size, pack, limit, k_scale.ndim > 0,
-        power_of_two(heads * size), power_of_two(heads * value_size), WRITE_TOKENS, num_warps=4,
+    constants = (
+        block_size, heads, size, value_size, pack, limit, k_scale.ndim > 0, power_of_two(heads * size),
+        power_of_two(heads * value_size), WRITE_TOKENS,
     )  # fmt: skip
+    # All that Triton compiles and specialises for: a kernel that is launched again is not looked up.
+    tensors = (key, value, key_cache, value_cache)
+    addresses = tuple([tensor.data_ptr() % 16 for tensor in tensors])
+    dtypes = (key.dtype, value.dtype, key_cache.dtype, slot_mapping.dtype, key.get_device())
+    kind = (strides, constants, addresses, dtypes)
+    if kind not in _writes:
+        _writes[kind] = Relaunch(reshape_and_cache_kernel, num_warps=4)
+    _writes[kind](
+        (-(-tokens // WRITE_TOKENS), 1, 1), *tensors, slot_mapping, k_scale, v_scale, tokens, *strides, *constants
+    )

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +16,7 @@ from attn_select_triton.kernels.launch import (
     FP8,
     PLAIN,
     PRECISION,
+    SLICED,
     Launch,
     Terms,
     cache_strides,
@@ -22,8 +26,9 @@ from attn_select_triton.kernels.launch import (
     power_of_two,
     sm_count,
 )
-from attn_select_triton.kernels.merge import merge_splits
+from attn_select_triton.kernels.merge import DIRECT, MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.primitives import LOG2E, attend, key_bounds, natural_lse, normalised, split_bounds
+from attn_select_triton.kernels.relaunch import Relaunch
 
 WGMMA_ROWS = 64
 """Tiles of so many rows compile to wgmma, which takes V from shared memory: splitting FP8 pairs in registers is for
@@ -32,7 +37,10 @@ E4M3_SHIFT = 256.0
 """``primitives.fp8_pairs`` gives e4m3 times 2 ** -8."""
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_tokens", "row_tiles", "window", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_splits", "split_tokens", "row_tiles", "window", "stride_table"],
+    do_not_specialize_on_alignment=SLICED,
+)
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -49,6 +57,7 @@ def decode_kernel(
     ranges_ptr,
     num_splits,
     split_tokens,
+    split_tokens_ptr,
     row_tiles,
     score_scale,
     v_scale,
@@ -77,7 +86,6 @@ def decode_kernel(
     RANGES: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
-    FIXED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -92,7 +100,9 @@ def decode_kernel(
 ):
     """One program: up to ``BLOCK_M`` rows (all heads of a KV head's group x all tokens), against one split of the keys.
 
-    Memory traffic: each key and value that is seen, once; with ``SPLIT`` a float32 partial row and its LSE.
+    Keys are cut into as many even shares as ``split_tokens`` asks for, ``num_splits`` at most: of one request by its
+    own length alone. Where that is one, the result is written at once, and ``DIRECT`` tells the merge so. Memory
+    traffic: each key and value that is seen, once; with several splits a float32 partial row and its LSE each.
     """
     kv_head = tl.program_id(0) // row_tiles
     first = tl.program_id(0) % row_tiles * BLOCK_M
@@ -118,12 +128,18 @@ def decode_kernel(
     )
     split_low = low
     split_high = high
+    splits = 1
+    row = (query_start + token).to(tl.int64) * HEADS + head
+    parts = row
     if SPLIT:
-        if FIXED:
-            split_low = tl.maximum(low, split * split_tokens)
-            split_high = tl.minimum(high, (split + 1) * split_tokens)
-        else:
-            split_low, split_high = split_bounds(split, num_splits, low, high, BLOCK_N)
+        if split_tokens_ptr is not None:
+            split_tokens = tl.load(split_tokens_ptr)
+        splits = tl.maximum(tl.minimum(tl.cdiv(high - low, split_tokens), num_splits), 1)
+        parts = (row - tl.load(query_start_loc_ptr) * HEADS) * num_splits + split
+        if split >= splits:
+            tl.store(part_lse_ptr + parts, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_rows & (splits > 1))
+            return
+        split_low, split_high = split_bounds(split, splits, low, high, BLOCK_N)
 
     size = tl.arange(0, BLOCK_D)
     q_rows = (query_start + token).to(tl.int64) * stride_qt + head * stride_qh
@@ -181,21 +197,191 @@ def decode_kernel(
     if SIZE != PADDED:
         o_mask = o_mask & (width < SIZE)[None, :]
     result = normalised(accumulator, row_sum) * v_scale
-    row = (query_start + token).to(tl.int64) * HEADS + head
+    lse = natural_lse(row_max, row_sum)
     if SPLIT:
-        parts = row * num_splits + split
-        tl.store(part_ptr + parts[:, None] * SIZE + width[None, :], result, mask=o_mask)
-        tl.store(part_lse_ptr + parts, natural_lse(row_max, row_sum), mask=in_rows)
-    else:
+        tl.store(part_lse_ptr + parts, tl.where(splits > 1, lse, DIRECT), mask=in_rows)
+        if splits > 1:
+            tl.store(part_ptr + parts[:, None] * SIZE + width[None, :], result, mask=o_mask)
+    if splits == 1:
         o_rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
         tl.store(out_ptr + o_rows[:, None] + width[None, :], result.to(out_ptr.dtype.element_ty), mask=o_mask)
         if LSE:
-            tl.store(lse_ptr + row, natural_lse(row_max, row_sum), mask=in_rows)
+            tl.store(lse_ptr + row, lse, mask=in_rows)
 
 
 def decode_workspace(tokens: int, heads: int, value_size: int, num_splits: int) -> int:
     """Return how many float32 elements ``decode_attention`` takes for partial results; 0 without splits."""
     return tokens * heads * num_splits * (value_size + 1) if num_splits > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Q, K and V of a kind of layers.
+
+    Attributes:
+        heads, kv_heads: of the query, and of K and V.
+        head_size, value_size: of Q and K, and of V.
+        dtype, cache_dtype: of the query and output, and of K and V.
+        device: where they live.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+
+
+_launches: dict[Any, tuple[Relaunch, Relaunch]] = {}
+"""Decode and merge by all that Triton compiles and specialises them for."""
+
+
+class Decode:
+    """A step's decode, ready for its layers: what they share is worked out once. Nothing waits for the device.
+
+    Args:
+        shape: of the layers.
+        query_start_loc: int32 ``(B + 1,)``, rows of the query; those before the first and behind the last are left
+            alone, but where splits are merged, ``tokens`` rows from the first on are written.
+        seq_lens: int32 ``(B,)``, keys per request.
+        block_table: int32 ``(B, W)``.
+        tokens: of these requests.
+        max_query_len: most tokens of a request.
+        num_splits: programs that may share a request's keys (``launch.num_splits_for``).
+        split_tokens: keys that one of them should have at least; from 1, or int32 ``(1,)`` on the device, which a
+            captured kernel reads at each replay.
+        workspace: float32, ``decode_workspace`` elements at least; with splits.
+        first_token: row of the first request's first token, as ``query_start_loc`` has it.
+        launch: another than the table's.
+
+    Raises:
+        ValueError: splits without a workspace that is large enough.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        tokens: int,
+        max_query_len: int,
+        num_splits: int = 1,
+        split_tokens: int | Tensor = 1,
+        workspace: Tensor | None = None,
+        first_token: int = 0,
+        launch: Launch | None = None,
+    ) -> None:
+        requests, group = len(seq_lens), shape.heads // shape.kv_heads
+        rows, width = group * max_query_len, max(shape.head_size, shape.value_size)
+        if launch is None:
+            load = requests * shape.kv_heads / sm_count(shape.device)
+            launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
+        self.shape, self.launch, self.tokens, self.num_splits = shape, launch, tokens, num_splits
+        self._rows = slice(first_token, first_token + tokens)
+        row_tiles = -(-rows // launch.block_m)
+        self._grid = (shape.kv_heads * row_tiles, requests, num_splits)
+        compute = compute_dtype(shape.dtype, shape.cache_dtype)
+        self._pairs = 0
+        if shape.cache_dtype in FP8 and compute == tl.float16 and launch.block_m < WGMMA_ROWS:
+            self._pairs = 2 if shape.cache_dtype == torch.float8_e5m2 else 1
+        self._parts: Tensor | None = None
+        self._part_lse: Tensor | None = None
+        if num_splits > 1:
+            wanted = decode_workspace(tokens, shape.heads, shape.value_size, num_splits)
+            if workspace is None or workspace.numel() < wanted:
+                have = 0 if workspace is None else workspace.numel()
+                raise ValueError(f"workspace of {have} elements: {num_splits} splits of {tokens} tokens take {wanted}")
+            partials = tokens * shape.heads * num_splits * shape.value_size
+            self._parts, self._part_lse = workspace[:partials], workspace[partials:wanted]
+        each, pointer = (1, split_tokens) if isinstance(split_tokens, Tensor) else (split_tokens, None)
+        self._tensors = (self._parts, self._part_lse, block_table, query_start_loc, seq_lens)
+        self.splits = (num_splits, each, pointer, row_tiles)
+        self._tile = (PRECISION, compute, launch.block_m, launch.block_n)
+        self._stride_table = block_table.stride(0)
+        self._kind = (shape, launch, num_splits > 1, pointer is None)
+        # Of the layer before, which is most often like the next one.
+        self._seen: Any = None
+        self._found: tuple[tuple[Any, ...], Relaunch, Relaunch] | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        *,
+        scale: float,
+        terms: Terms = PLAIN,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        output_lse: Tensor | None = None,
+    ) -> None:
+        """Launch it for one layer, whose tensors are as ``prefill_attention`` has them."""
+        block_size, pack, k_strides, v_strides = cache_strides(key, value, True)
+        pairs, slopes, sinks, ranges = self._pairs, terms.slopes, terms.sinks, terms.ranges
+        if pairs:
+            if v_strides[3] == 1 and value.is_cuda:
+                value = value.view(torch.int16)
+                v_strides = (v_strides[0] // 2, v_strides[1] // 2, v_strides[2] // 2, 1)
+                v_scale *= E4M3_SHIFT if pairs == 1 else 1.0
+            else:
+                pairs = 0
+        query_token, query_head, _ = query.stride()
+        output_token, output_head, _ = output.stride()
+        strides = (
+            query_token, query_head, output_token, output_head, self._stride_table, *k_strides, *v_strides
+        )  # fmt: skip
+        flags = (
+            terms.causal, terms.window > 0, terms.soft_cap > 0, slopes is not None, sinks is not None,
+            0 if ranges is None else ranges.shape[1], output_lse is not None,
+        )  # fmt: skip
+        aligned = query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, output.data_ptr() % 16
+        layer = (*aligned, None if sinks is None else sinks.dtype)
+        seen = (strides, flags, layer, block_size, pack, pairs)
+        if seen != self._seen or self._found is None:
+            self._found, self._seen = self._lookup(strides, flags, (block_size, pack, pairs), layer), seen
+        constants, decode, merge = self._found
+        decode(
+            self._grid, query, key, value, output, output_lse, *self._tensors, slopes, sinks, ranges, *self.splits,
+            scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window, *strides, *constants,
+        )  # fmt: skip
+        if self._parts is None:
+            return
+        if len(output) != self.tokens:
+            output, output_lse = output[self._rows], None if output_lse is None else output_lse[self._rows]
+        shape = self.shape
+        merge(
+            (self.tokens * shape.heads, 1, 1), self._parts, self._part_lse, output, output_lse, self.num_splits,
+            output_token, output_head, shape.heads, shape.value_size, power_of_two(shape.value_size), MERGE_CHUNK,
+            output_lse is not None, True,
+        )  # fmt: skip
+
+    def _lookup(
+        self,
+        strides: tuple[int, ...],
+        flags: tuple[Any, ...],
+        cache: tuple[int, int, int],
+        layer: tuple[Any, ...],
+    ) -> tuple[tuple[Any, ...], Relaunch, Relaunch]:
+        """Return the kernel's constants, and the launches of what is compiled for all this."""
+        shape, launch, (block_size, pack, pairs) = self.shape, self.launch, cache
+        size = shape.value_size // 2 if pairs else shape.value_size
+        constants = (
+            shape.heads, shape.heads // shape.kv_heads, *flags, self.num_splits > 1, block_size, shape.head_size,
+            power_of_two(shape.head_size), size, power_of_two(size), pack, pairs, *self._tile,
+        )  # fmt: skip
+        # The table's stride is not specialised on, and differs from step to step.
+        kind = (self._kind, strides[:4], strides[5:], constants, layer)
+        if kind not in _launches:
+            _launches[kind] = (
+                Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages),
+                Relaunch(merge_splits_kernel, num_warps=4),
+            )
+        return constants, *_launches[kind]
 
 
 def decode_attention(
@@ -218,57 +404,24 @@ def decode_attention(
     output_lse: Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
-    """Attend from few query tokens per request over a paged cache; nothing waits for the device.
+    """Attend from few query tokens per request over a paged cache, all at once: a ``Decode`` for one layer.
 
     Args:
         query, key, value, output, query_start_loc, seq_lens, scale, block_table, k_scale, v_scale, output_lse: as
             ``prefill_attention`` has them. All T rows of ``output`` are written where splits are merged.
-        max_query_len: most tokens of a request.
-        num_splits: programs that share a request's keys (``launch.num_splits_for``); the same for all requests.
-        split_tokens: keys of a split, a multiple of the tile (128 is one of all), so that a request's result does not
-            depend on the others'; ``num_splits`` of them must cover the longest. 0: even shares of each request.
-        workspace: float32, ``decode_workspace`` elements at least; with splits.
-        launch: another than the table's.
+        max_query_len, num_splits, workspace, launch: as ``Decode`` has them.
+        split_tokens: keys that a split should have, so that a request's result does not depend on the others' (with
+            ``num_splits`` of them for the longest); 0: every request in ``num_splits`` shares.
 
     Raises:
         ValueError: splits without a workspace that is large enough.
     """
     tokens, heads, head_size = query.shape
     kv_heads, value_size = value.shape[-2:]
-    group, requests = heads // kv_heads, len(seq_lens)
-    rows = group * max_query_len
-    if launch is None:
-        load = requests * kv_heads / sm_count(query.device)
-        capability = capability_of(query.device)
-        launch = decode_launch(capability, rows, max(head_size, value_size), query.dtype, key.dtype, load)
-    block_m, block_n = launch.block_m, launch.block_n
-    row_tiles = -(-rows // block_m)
-    compute = compute_dtype(query.dtype, value.dtype)
-    block_size, pack, k_strides, v_strides = cache_strides(key, value, True)
-    pairs, size = 0, value_size
-    if value.dtype in FP8 and compute == tl.float16 and value.is_cuda and v_strides[3] == 1 and block_m < WGMMA_ROWS:
-        pairs = 2 if value.dtype == torch.float8_e5m2 else 1
-        value, size = value.view(torch.int16), value_size // 2
-        v_strides = cache_strides(key, value, True)[3]
-        v_scale *= E4M3_SHIFT if pairs == 1 else 1.0
-    split, parts, part_lse = num_splits > 1, None, None
-    if split:
-        wanted = decode_workspace(tokens, heads, value_size, num_splits)
-        if workspace is None or workspace.numel() < wanted:
-            have = 0 if workspace is None else workspace.numel()
-            raise ValueError(f"workspace of {have} elements: {num_splits} splits of {tokens} tokens take {wanted}")
-        partials = tokens * heads * num_splits
-        parts, part_lse = workspace[: partials * value_size], workspace[partials * value_size : wanted]
-    decode_kernel[(kv_heads * row_tiles, requests, num_splits)](
-        query, key, value, output, output_lse, parts, part_lse, block_table, query_start_loc, seq_lens,
-        terms.slopes, terms.sinks, terms.ranges, num_splits, split_tokens, row_tiles,
-        scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
-        query.stride(0), query.stride(1), output.stride(0), output.stride(1), block_table.stride(0),
-        *k_strides, *v_strides, heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0,
-        terms.slopes is not None, terms.sinks is not None, 0 if terms.ranges is None else terms.ranges.shape[1],
-        output_lse is not None, split, split_tokens > 0,
-        block_size, head_size, power_of_two(head_size), size, power_of_two(size), pack, pairs,
-        PRECISION, compute, block_m, block_n, num_warps=launch.num_warps, num_stages=launch.num_stages,
+    shape = Shape(heads, kv_heads, head_size, value_size, query.dtype, value.dtype, query.device)
+    step = Decode(
+        shape, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, tokens=tokens,
+        max_query_len=max_query_len, num_splits=num_splits, split_tokens=max(1, split_tokens), workspace=workspace,
+        launch=launch,
     )  # fmt: skip
-    if parts is not None and part_lse is not None:
-        merge_splits(parts, part_lse, output, num_splits, output_lse)
+    step(query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale, output_lse=output_lse)

@@ -16,6 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_select_triton.hardware import TMA_FROM
+from attn_select_triton.hardware import power_of_two as power_of_two
+from attn_select_triton.hardware import two_powers as two_powers
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -29,7 +33,12 @@ SPLIT_TILE = 64
 """Keys that a split should have, at least."""
 WORTH = 0.95
 """One more split must bring the longest-working SM to this share of its work: merging is not free."""
-TMA_FROM = (9, 0)
+SLICED = [
+    "table_ptr", "query_start_loc_ptr", "key_start_loc_ptr", "seq_lens_ptr", "slot_ptr",
+    "lse_ptr", "prefix_lse_ptr", "suffix_lse_ptr", "slopes_ptr", "sinks_ptr", "ranges_ptr",
+    "k_scale_ptr", "v_scale_ptr",
+]  # fmt: skip
+"""Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both."""
 PRECISION = "ieee"
 """Of float32 products: exact, on the FMA units. Products of the other dtypes are not affected."""
 
@@ -86,18 +95,6 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least ``size`` and 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def two_powers(size: int) -> tuple[int, int]:
-    """Return ``size`` as a power of two and a rest, 0 or a smaller power of two from 16 on; (0, 0) where it is not."""
-    high = 1 << (size.bit_length() - 1)
-    rest = size - high
-    return (high, rest) if rest == 0 or (rest >= 16 and rest & (rest - 1) == 0) else (0, 0)
-
-
 def compute_dtype(query: torch.dtype, cache: torch.dtype) -> tl.dtype:
     """Return the dtype that K, V and the query are multiplied in.
 
@@ -113,7 +110,7 @@ def prefill_launch(
     """Return the launch of a prefill.
 
     Args:
-        width: the larger of QK's and V's head size.
+        width: the larger of QK's and V's head size; twice that where a cache of float32 makes tiles twice as large.
         dtype: of the query.
         described: K and V come through tensor descriptors (TMA).
         paged: over a block table, whose lookup takes stages of the pipeline too.
@@ -132,7 +129,7 @@ def prefill_launch(
     if capability < (8, 0):
         return Launch(32, 32 if width <= 128 else 16, 8, 1)
     if width > 128:
-        return Launch(64, 32, 4, 2)
+        return Launch(64, 32 if width <= 256 else 16, 4, 2)
     return Launch(128, 128, 8, 2) if capability in ((9, 0), (10, 0), (10, 3)) else Launch(128, 64, 8, 2)
 
 
@@ -152,6 +149,8 @@ def decode_launch(
         return Launch(16, 32, 8, 2)
     if capability < (8, 0):
         return Launch(min(block_m, 32), 32 if width <= 128 else 16, 8, 1)
+    if cache == torch.float32:  # tiles of twice the bytes
+        return Launch(min(block_m, 32), 32, 4, 2)
     if cache in FP8 and block_m > 32:
         return Launch(32, 64, 4, 2)
     if block_m > 32:
@@ -228,6 +227,7 @@ def describable(tensor: Tensor, dtype: torch.dtype, block_n: int, capability: tu
     outer = max(token, head)
     return (
         capability >= TMA_FROM
+        and tensor.numel() > 0
         and tensor.dtype == dtype
         and column == 1
         and tensor.data_ptr() % 16 == 0

@@ -11,8 +11,11 @@ from torch import Tensor
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse
 
+DIRECT = tl.constexpr(float("inf"))
+"""LSE of a first split that had all keys and wrote its result itself."""
 
-@triton.jit(do_not_specialize=["num_splits"])
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=launch.SLICED)
 def merge_splits_kernel(
     part_ptr,
     part_lse_ptr,
@@ -26,13 +29,17 @@ def merge_splits_kernel(
     BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr,
     LSE: tl.constexpr,
+    SKIP: tl.constexpr,
 ):
-    """Merge the splits of one query row; one program per row.
+    """Merge the splits of one query row; one program per row. With ``SKIP``, rows that need no merge are ``DIRECT``.
 
     Splits are taken in chunks of fixed size in order, so that the bits of a row do not depend on how many empty
     splits follow its own. Memory traffic: each partial once.
     """
     row = tl.program_id(0).to(tl.int64)
+    if SKIP:  # noqa: SIM102
+        if tl.load(part_lse_ptr + row * num_splits) == DIRECT:
+            return
     width = tl.arange(0, BLOCK_DV)
     row_max = float("-inf")
     row_sum = 0.0
@@ -63,16 +70,29 @@ MERGE_CHUNK = 16
 
 
 def merge_splits(
-    parts: Tensor, part_lse: Tensor, output: Tensor, num_splits: int, output_lse: Tensor | None = None
+    parts: Tensor,
+    part_lse: Tensor,
+    output: Tensor,
+    num_splits: int,
+    output_lse: Tensor | None = None,
 ) -> None:
+    """Merge float32 partials ``(T, H, num_splits, Dv)`` by their LSEs ``(T, H, num_splits)`` into ``(T, H, Dv)``.
+
+    Args:
+        output_lse: float32 ``(T, H)``, contiguous.
+    """
     tokens, heads, size = output.shape
     merge_splits_kernel[(tokens * heads,)](
         parts, part_lse, output, output_lse, num_splits, output.stride(0), output.stride(1),
-        heads, size, launch.power_of_two(size), MERGE_CHUNK, output_lse is not None, num_warps=4,
+        heads, size, launch.power_of_two(size), MERGE_CHUNK, output_lse is not None, False, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(
+    # Strides of LSEs: a transposed one has the step's tokens among them.
+    do_not_specialize=["rows", "stride_lt", "stride_lh", "stride_plt", "stride_plh", "stride_slt", "stride_slh"],
+    do_not_specialize_on_alignment=launch.SLICED,
+)
 def merge_attn_states_kernel(
     out_ptr,
     lse_ptr,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attn_select_triton.kernels.merge import merge_splits
+from attn_select_triton.kernels.launch import SLICED, power_of_two
+from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.primitives import natural_lse, normalised, online_softmax, pages_of, split_bounds
+from attn_select_triton.kernels.relaunch import Relaunch
+from attn_select_triton.triton_mla import gluon_lacks
 
 LOG2E = 1.4426950408889634
 
@@ -129,7 +133,7 @@ def attend_latent(
     return accumulator, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"])
+@triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_kernel(
     q_ptr,
     cache_ptr,
@@ -265,16 +269,6 @@ class MLALaunch:
     hopper: bool = False
 
 
-@lru_cache(maxsize=16)
-def _gluon_works(release: str) -> bool:
-    """Whether this Triton is one whose Gluon the Hopper kernel was compiled and run with."""
-    return release.startswith("3.6.")
-
-
-def _power_of_two(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def mla_launch(
     capability: tuple[int, int],
     rows: int,
@@ -283,6 +277,7 @@ def mla_launch(
     block_size: int,
     query: torch.dtype,
     cache: torch.dtype,
+    gluon: bool = True,
 ) -> MLALaunch:
     """Return the launch parameters of a shape class.
 
@@ -294,12 +289,13 @@ def mla_launch(
         rows: most query rows (heads x tokens) of a request.
         rank, rope: sizes of the latent and of the rope part.
         block_size: tokens per block of the cache.
+        gluon: whether to take the warp-specialised kernel where it serves.
     """
-    sizes_fit = block_size % 64 == 0 and rank in (256, 512) and rope in (32, 64) and query == cache
-    if capability[0] == 9 and sizes_fit and _gluon_works(triton.__version__):
+    lacks = gluon_lacks(capability, rank, rope, block_size, str(query), str(cache), triton.__version__)
+    if gluon and lacks is None:
         return MLALaunch(64 if rows > 32 else 32 if rows > 16 else 16, 64, 4, 1, True, True)
     if capability[0] in (9, 10):
-        columns = _power_of_two(rank) + _power_of_two(rope)
+        columns = power_of_two(rank) + power_of_two(rope)
         whole = columns == rank + rope
         if rows <= 16 and whole and block_size % 32 == 0:
             return MLALaunch(16, 32, 4, 3, True)
@@ -315,6 +311,7 @@ PROGRAM_TILES, MERGE_TILES = 3, 4
 """What a program costs besides its tiles, and what a merge costs, in tiles of 64 keys."""
 
 
+@lru_cache(maxsize=4096)
 def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
     """Return into how many splits the keys of a request go.
 
@@ -335,7 +332,14 @@ def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
     return min(range(1, most + 1), key=cost)
 
 
-def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> object:
+@lru_cache(maxsize=64)
+def _gluon_layout(dtype: torch.dtype, rows: int, columns: int) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
+
+
+def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> Any:
     """Return a tensor descriptor over ``rows`` rows of ``tensor``'s last dimension."""
     shape, strides = [rows, tensor.shape[-1]], [stride, 1]
     if not gluon:
@@ -345,6 +349,80 @@ def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: 
 
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
     return hopper.TensorDescriptor(tensor, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, kind))
+
+
+def _over(descriptor: Any, rows: int, tensor: Tensor) -> Any:
+    """Return a descriptor like this one over another tensor of the same strides and alignment; nothing is checked."""
+    made = object.__new__(type(descriptor))
+    made.__dict__.update(descriptor.__dict__, base=tensor, shape=[rows, descriptor.shape[1]])
+    return made
+
+
+class _Prepared:
+    """What the dtypes, sizes, strides and alignments of a call decide.
+
+    Attributes:
+        block_m: query rows of a program.
+        page_rows: rows of a token each from one block of the cache to the next; 0 without descriptors.
+        query_parts, cache_parts: descriptors, without their tensors.
+        pointers: whether the kernel takes the tensors as well.
+        strides, constants: arguments of the kernel.
+        decode, merge: its launches.
+    """
+
+    __slots__ = (
+        "block_m", "cache_parts", "constants", "decode", "merge", "merge_constants", "page_rows", "pointers",
+        "query_parts", "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self, query: Tensor, kv_cache: Tensor, output: Tensor, launch: MLALaunch, flags: tuple[bool, bool, bool, bool]
+    ) -> None:
+        tokens, heads, width = query.shape
+        rank, block_size, element = output.shape[2], kv_cache.shape[1], kv_cache.itemsize
+        rope = width - rank
+        stride_b, stride_t, _ = kv_cache.stride()
+        whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * element % 16 == 0
+        described = launch.described and whole_rows
+        flat_query = query.stride(0) == heads * query.stride(1) and query.data_ptr() % 16 == 0
+        if launch.hopper and not (described and flat_query):
+            launch = MLALaunch(64, 64, 8, 2) if launch.block_m > 16 else MLALaunch(16, 64, 4, 2)
+            described = False
+        block_r, block_p = power_of_two(rank), power_of_two(rope)
+        if not launch.hopper:
+            described = described and block_size % launch.block_n == 0 and block_r == rank and block_p == rope
+        self.block_m, self.pointers = launch.block_m, not launch.hopper
+        self.page_rows = stride_b // stride_t if described else 0
+        self.query_parts: tuple[Any, ...] = ()
+        self.cache_parts: tuple[Any, ...] = ()
+        output_strides = output.stride()[:2]
+        if launch.hopper:
+            from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel
+
+            sizes = rank // 2, rope
+            self.query_parts = tuple(
+                _described(tokens * heads, query, query.stride(1), [launch.block_m, size], True) for size in sizes
+            )
+            self.cache_parts = tuple(_described(block_size, kv_cache, stride_t, [64, size], True) for size in sizes)
+            self.strides: tuple[int, ...] = output_strides
+            self.constants: tuple[Any, ...] = (heads, rank, block_size, *flags, launch.block_m)
+            self.decode = Relaunch(mla_decode_hopper_kernel, num_warps=4, maxnreg=168)
+        else:
+            if described:
+                self.cache_parts = tuple(
+                    _described(block_size, kv_cache, stride_t, [launch.block_n, size], False) for size in (rank, rope)
+                )
+            self.strides = *query.stride()[:2], *output_strides
+            tail = described, launch.block_m, launch.block_n
+            self.constants = stride_b, stride_t, heads, rank, block_r, rope, block_p, block_size, *flags, *tail
+            self.decode = Relaunch(mla_decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        for descriptor in (*self.query_parts, *self.cache_parts):
+            descriptor.base = None  # it is kept, the tensor is not
+        self.merge = Relaunch(merge_splits_kernel, num_warps=4)
+        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_CHUNK, flags[1], False
+
+
+_prepared: dict[Any, _Prepared] = {}
 
 
 def mla_decode(
@@ -378,7 +456,7 @@ def mla_decode(
         num_splits: programs that share the keys of one request.
         split_tokens: 0, or keys per split, a multiple of 64: a request's bits then do not depend on the others;
             ``num_splits`` times it covers the longest request.
-        workspace: float32, at least ``T * H * num_splits * (R + 1)`` where ``num_splits`` exceeds 1.
+        workspace: float32, at 16 bytes, at least ``T * H * num_splits * (R + 1)`` where ``num_splits`` exceeds 1.
         causal: query token i of n sees the first ``seq_len - n + 1 + i`` keys; else each sees all.
         kv_scale: what an FP8 cache's numbers are to be multiplied with.
         output_lse: float32 ``(T, H)``, written where given: natural logarithm; -inf, with output 0, without keys.
@@ -386,57 +464,33 @@ def mla_decode(
     tokens, heads, width = query.shape
     if tokens == 0:
         return
-    rank = output.shape[-1]
-    rope = width - rank
-    block_size = kv_cache.shape[1]
-    rows = heads * max_query_len
-    stride_b, stride_t = kv_cache.stride()[:2]
-    whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * kv_cache.itemsize % 16 == 0
-    described = launch.described and whole_rows
-    flat_query = query.stride(0) == heads * query.stride(1) and query.data_ptr() % 16 == 0
-    if launch.hopper and not (described and flat_query):
-        launch = MLALaunch(64, 64, 8, 2) if launch.block_m > 16 else MLALaunch(16, 64, 4, 2)
-        described = False
-    split = num_splits > 1
+    rank, with_lse, split = output.shape[2], output_lse is not None, num_splits > 1
     parts = part_lse = None
     if split:
         assert workspace is not None
-        partials = tokens * heads * num_splits
-        parts, part_lse = workspace[: partials * rank], workspace[partials * rank :][:partials]
-    grid = (-(-rows // launch.block_m), num_splits, len(seq_lens))
-    page_rows = stride_b // stride_t if described else 0
-    cache_rows = (kv_cache.shape[0] - 1) * page_rows + block_size
-    tail = (query_start_loc, seq_lens, num_splits, split_tokens, scale * kv_scale * LOG2E, kv_scale, page_rows)
-    if launch.hopper:
-        from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel
-
-        block_m = launch.block_m
-        mla_decode_hopper_kernel[grid](
-            _described(tokens * heads, query, query.stride(1), [block_m, rank // 2], True),
-            _described(tokens * heads, query, query.stride(1), [block_m, rope], True),
-            _described(cache_rows, kv_cache, stride_t, [64, rank // 2], True),
-            _described(cache_rows, kv_cache, stride_t, [64, rope], True),
-            output, output_lse, parts, part_lse, block_table, *tail,
-            output.stride(0), output.stride(1), block_table.stride(0),
-            heads, rank, block_size, causal, output_lse is not None, split, split_tokens > 0,
-            block_m, num_warps=4, maxnreg=168,
-        )  # fmt: skip
-    else:
-        block_r, block_p = _power_of_two(rank), _power_of_two(rope)
-        described = described and block_size % launch.block_n == 0 and block_r == rank and block_p == rope
-        latent = rope_part = None
-        if described:
-            latent = _described(cache_rows, kv_cache, stride_t, [launch.block_n, rank], False)
-            rope_part = _described(cache_rows, kv_cache, stride_t, [launch.block_n, rope], False)
-        mla_decode_kernel[grid](
-            query, kv_cache, latent, rope_part, output, output_lse, parts, part_lse, block_table, *tail,
-            query.stride(0), query.stride(1), output.stride(0), output.stride(1), block_table.stride(0),
-            stride_b, stride_t,
-            heads, rank, block_r, rope, block_p, block_size, causal, output_lse is not None, split, split_tokens > 0,
-            described, launch.block_m, launch.block_n,
-            num_warps=launch.num_warps, num_stages=launch.num_stages,
-        )  # fmt: skip
+        parts, part_lse = workspace, workspace[tokens * heads * num_splits * rank :]
+    # All that Triton specialises on: a kernel that is launched again is not looked up.
+    flags = causal, with_lse, split, split_tokens > 0
+    addresses = query.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
+    dtypes = query.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
+    sizes = width, rank, kv_cache.shape[1], query.stride(), kv_cache.stride(), output.stride()
+    key = (heads, *sizes, *addresses, *dtypes, *flags, launch, query.get_device())
+    prepared = _prepared.get(key)
+    if prepared is None:
+        prepared = _prepared[key] = _Prepared(query, kv_cache, output, launch, flags)
+    page_rows = prepared.page_rows
+    queries = [_over(part, tokens * heads, query) for part in prepared.query_parts]
+    cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
+    keys: list[Any] = [_over(part, cache_rows, kv_cache) for part in prepared.cache_parts]
+    if prepared.pointers:
+        queries, keys = [query, kv_cache], keys or [None, None]
+    prepared.decode(
+        (-(-heads * max_query_len // prepared.block_m), num_splits, seq_lens.shape[0]),
+        *queries, *keys, output, output_lse, parts, part_lse, block_table, query_start_loc, seq_lens,
+        num_splits, split_tokens, scale * kv_scale * LOG2E, kv_scale, page_rows, *prepared.strides,
+        block_table.stride(0), *prepared.constants,
+    )  # fmt: skip
     if split:
-        assert parts is not None
-        assert part_lse is not None
-        merge_splits(parts, part_lse, output, num_splits, output_lse)
+        prepared.merge(
+            (tokens * heads, 1, 1), parts, part_lse, output, output_lse, num_splits, *prepared.merge_constants
+        )

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_select_triton.kernels.launch import SLICED
+
 LN2 = gl.constexpr(0.6931471805599453)
 KEYS = gl.constexpr(64)
 """Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
@@ -335,7 +337,7 @@ def attend_half_turned(
             gl.store(lse_ptr + lse_row, lse, mask=in_rows)
 
 
-@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"])
+@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_hopper_kernel(
     q_half,
     q_rope,

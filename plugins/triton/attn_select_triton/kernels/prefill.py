@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_select_triton.kernels.launch import (
     PLAIN,
     PRECISION,
+    SLICED,
     Launch,
     Terms,
     cache_strides,
@@ -35,7 +36,7 @@ from attn_select_triton.kernels.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=["num_requests", "window", "stride_table"])
+@triton.jit(do_not_specialize=["num_requests", "window", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def prefill_kernel(
     q_ptr,
     k_ptr,
@@ -103,7 +104,8 @@ def prefill_kernel(
     request = find_request(query_start_loc_ptr, tile, num_requests, GROUP, BLOCK_M)
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-    first = (tile - query_start * GROUP // BLOCK_M - request) * BLOCK_M
+    tokens_before = query_start - tl.load(query_start_loc_ptr)
+    first = (tile - tokens_before * GROUP // BLOCK_M - request) * BLOCK_M
     if first >= query_len * GROUP:
         return
     seq_len = tl.load(seq_lens_ptr + request)
@@ -216,6 +218,7 @@ def prefill_attention(
     v_scale: float = 1.0,
     output_lse: Tensor | None = None,
     clean: bool = False,
+    num_tokens: int | None = None,
     launch: Launch | None = None,
 ) -> None:
     """Attend from many query tokens per request, causal or not, with every term; nothing waits for the device.
@@ -228,7 +231,8 @@ def prefill_attention(
         key: ``(num_blocks, block_size, Hkv, D)`` with a block table, the classic K
             ``(num_blocks, Hkv, D / x, block_size, x)``, or without a table ``(S, Hkv, D)``; any strides.
         value: ``(num_blocks, block_size, Hkv, Dv)`` or ``(S, Hkv, Dv)``; any strides.
-        query_start_loc: int32 ``(B + 1,)``; the last entry may be less than T, rows behind it are left alone.
+        query_start_loc: int32 ``(B + 1,)``, rows of the query; those before the first and behind the last are left
+            alone.
         seq_lens: int32 ``(B,)``, keys per request. Query rows are the last ones; with more rows than keys, the first
             see none and get 0 and -inf.
         max_seq_len: of ``seq_lens``, known to the host.
@@ -238,13 +242,14 @@ def prefill_attention(
         k_scale: of an FP8 cache, positive; v_scale likewise.
         output_lse: float32 ``(T, H)``, contiguous; natural logarithm.
         clean: rows between the requests' keys hold finite numbers (``gather_pages`` sees to it).
+        num_tokens: of these requests, or any bound above it; None: T.
         launch: another than the table's.
     """
     tokens, heads, head_size = query.shape
     kv_heads, value_size = value.shape[-2:]
     group, requests, paged = heads // kv_heads, len(seq_lens), block_table is not None
     capability, cache_dtype = capability_of(query.device), value.dtype
-    width = max(head_size, value_size)
+    width = max(head_size, value_size) * (2 if cache_dtype.itemsize == 4 else 1)
     block_d, rest = two_powers(head_size)
     chosen = launch or prefill_launch(capability, width, query.dtype, True, paged, max_seq_len)
     described = (
@@ -269,6 +274,7 @@ def prefill_attention(
     else:
         block_d, rest, sources = power_of_two(head_size), 0, (key, value)
         block_size, pack, k_strides, v_strides = cache_strides(key, value, paged)
+    tokens = tokens if num_tokens is None else num_tokens
     prefill_kernel[(tokens * group // block_m + requests, kv_heads)](
         query, *sources, rest_keys, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens,
         terms.slopes, terms.sinks, terms.ranges,

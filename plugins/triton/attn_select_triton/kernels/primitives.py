@@ -20,14 +20,16 @@ def find_request(start_loc_ptr, tile, num_requests, GROUP: tl.constexpr, BLOCK_M
     """Return the request that row tile ``tile`` belongs to.
 
     A request of n tokens has ``n * GROUP`` rows (token-major, the heads of a KV head's group within a token) and owns
-    the tiles from ``start * GROUP // BLOCK_M + request`` on: enough for its rows, whatever the others have, so
-    the grid needs no more than host bounds. Requests without tokens own one empty tile.
+    the tiles from ``start * GROUP // BLOCK_M + request`` on, ``start`` counted from the first request's: enough for its
+    rows, whatever the others have, so the grid needs no more than host bounds. Requests without tokens own one empty
+    tile.
     """
+    base = tl.load(start_loc_ptr)
     low = 0
     high = num_requests
     while low < high:
         middle = (low + high) // 2
-        first = tl.load(start_loc_ptr + middle) * GROUP // BLOCK_M + middle
+        first = (tl.load(start_loc_ptr + middle) - base) * GROUP // BLOCK_M + middle
         if first <= tile:
             low = middle + 1
         else:
@@ -61,12 +63,19 @@ def visible(rows, keys, seq_len, window, CAUSAL: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
-def soft_cap(scores, cap_log2):
+def soft_cap(scores, cap_log2, EXACT: tl.constexpr):
     """Return ``cap * tanh(scores / cap)`` where both scores and cap carry the factor log2(e).
 
-    ``tanh(x) = 1 - 2 / (1 + exp(2 x))`` saturates to -1 and 1 without NaN at either end.
+    ``tanh(x) = 1 - 2 / (1 + exp(2 x))`` saturates to -1 and 1 without NaN at either end, but near 0 it is a difference
+    of large numbers: with ``EXACT`` the series, to ``x ** 9``, stands in its place there.
     """
-    return cap_log2 - 2 * cap_log2 / (1 + tl.exp2(scores * (2 * LOG2E / cap_log2)))
+    capped = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(scores * (2 * LOG2E / cap_log2)))
+    if EXACT:
+        square = (scores / cap_log2) * (scores / cap_log2)
+        series = 2 / 15 + square * (-17 / 315 + square * (62 / 2835))
+        series = scores * (1 + square * (-1 / 3 + square * series))
+        capped = tl.where(square < 0.0625, series, capped)
+    return capped
 
 
 @triton.jit
@@ -189,11 +198,23 @@ def load_tile(
     return tl.load(pointers, mask=(size < SIZE)[None, :], other=0.0)
 
 
+MOST_UNROLLED = tl.constexpr(8)
+"""Image ranges beyond which they are a loop: unrolled, 32 take 10 s to compile."""
+
+
+@triton.jit
+def in_range(rows, keys, ranges_ptr, index):
+    """Return bool ``(rows, keys)``: whether both stand in one image range."""
+    first = tl.load(ranges_ptr + 2 * index)
+    last = tl.load(ranges_ptr + 2 * index + 1)
+    return ((rows >= first) & (rows <= last))[:, None] & ((keys >= first) & (keys <= last))[None, :]
+
+
 @triton.jit
 def final_scores(
     products, rows, keys, inside, seq_len, score_scale, cap_log2, window, slopes, ranges_ptr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, RANGES: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Return scores ``(rows, keys)`` of products ``q . k``: scale, soft cap, ALiBi, then the mask.
 
@@ -203,15 +224,18 @@ def final_scores(
     if SOFT_CAP or ALIBI:
         scores *= score_scale
     if SOFT_CAP:
-        scores = soft_cap(scores, cap_log2)
+        scores = soft_cap(scores, cap_log2, EXACT)
     if ALIBI:
         scores -= slopes[:, None] * tl.abs(rows[:, None] - keys[None, :]).to(tl.float32)
     if MASKED:
         seen = visible(rows, keys, seq_len, window, CAUSAL, WINDOW)
-        for index in tl.static_range(RANGES):
-            first = tl.load(ranges_ptr + 2 * index)
-            last = tl.load(ranges_ptr + 2 * index + 1)
-            seen = seen | ((rows >= first) & (rows <= last))[:, None] & ((keys >= first) & (keys <= last))[None, :]
+        if RANGES > MOST_UNROLLED:
+            seen = tl.broadcast_to(seen, scores.shape)
+            for index in range(RANGES):
+                seen = seen | in_range(rows, keys, ranges_ptr, index)
+        else:
+            for index in tl.static_range(RANGES):
+                seen = seen | in_range(rows, keys, ranges_ptr, index)
         scores = tl.where(seen & inside[None, :], scores, float("-inf"))
     return scores
 
@@ -325,7 +349,7 @@ def attend(
             scores = tl.dot(q_rest, tl.trans(rest), scores)
         scores = final_scores(
             scores, rows, keys, inside, seq_len, score_scale, cap_log2, window, slopes, ranges_ptr,
-            CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, MASKED,
+            CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, MASKED, q.dtype == tl.float32,
         )  # fmt: skip
         factor = 1.0 if SOFT_CAP or ALIBI else score_scale
         weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, MASKED, factor)
@@ -372,12 +396,13 @@ def key_bounds(
     if CAUSAL:
         high = tl.minimum(seq_len, tl.maximum(last_row + 1, 0))
         full_high = tl.minimum(seq_len, tl.maximum(first_row + 1, 0))
-    for index in tl.static_range(RANGES):
-        first = tl.load(ranges_ptr + 2 * index)
-        last = tl.load(ranges_ptr + 2 * index + 1)
-        if (first <= last_row) & (last >= first_row):
-            low = tl.minimum(low, first)
-            high = tl.minimum(tl.maximum(high, last + 1), seq_len)
+    if RANGES > 0:
+        index = tl.arange(0, triton.next_power_of_2(RANGES))
+        first = tl.load(ranges_ptr + 2 * index, mask=index < RANGES, other=1)
+        last = tl.load(ranges_ptr + 2 * index + 1, mask=index < RANGES, other=0)
+        meets = (first <= last_row) & (last >= first_row) & (index < RANGES)
+        low = tl.minimum(low, tl.min(tl.where(meets, first, seq_len), 0))
+        high = tl.minimum(tl.maximum(high, tl.max(tl.where(meets, last + 1, 0), 0)), seq_len)
     full_low = tl.cdiv(full_low, BLOCK_N) * BLOCK_N
     full_high = tl.maximum(full_high // BLOCK_N * BLOCK_N, full_low)
     return low, full_low, full_high, high

@@ -1,0 +1,309 @@
+"""``TRITON_ATTN``'s metadata: a step's launches, prepared once for all layers of a kind.
+
+In steps that are captured nothing may follow from lengths that replays change: uniform batches decode with a fixed
+number of splits, whose size each replay's ``build`` writes to the device, and mixed ones are one launch over the pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.cascade import split_for_cascade
+from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select_triton import attn_schedule as schedule
+from attn_select_triton.attn_parts import Gather, Part, TritonAttnMetadata
+from attn_select_triton.hardware import power_of_two
+from attn_select_triton.kernels.cache import GATHER_ALIGN
+from attn_select_triton.kernels.decode import Decode, Shape
+from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, sm_count
+from attn_select_triton.triton_attn import BY_TMA, GATHERED, TritonAttnOptions
+
+LEAST_SAVED = 256 << 20
+"""Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of
+128) it lost 13 to 14 % at 112 to 126 MiB, won 9 to 12 % at 224 to 240 MiB with 8 and 16 decodes but lost 8 % at 252 MiB
+with 64, and won 13 to 24 % at 504 MiB."""
+
+
+class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
+    """Builds the metadata of one kind of layers; reserves the workspaces of its plans."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        config, device = context.config, context.device
+        self.shape = Shape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.value_head_size,
+            PLAIN_DTYPES[config.dtype],
+            storage_dtype(config.cache_dtype) if config.has_cache else PLAIN_DTYPES[config.dtype],
+            device,
+        )
+        self._group = config.num_heads // config.num_kv_heads
+        self._causal = config.attn_type == "decoder" and not config.non_causal
+        self._window = config.sliding_window or 0
+        self._fp8, self._sms = config.cache_dtype in FP8_DTYPES, sm_count(device)
+        self._row = config.num_heads * (config.value_head_size + 1)
+        self._workspace: Tensor | None = None
+        self._gathered: tuple[Tensor, Tensor] | None = None
+        self._ways: dict[schedule.Way, schedule.Cost] = {}
+        # In captured steps: the keys of a split, which replays change.
+        self._split_tokens: Tensor | None = None
+        self._fixed_split = 0
+        if not config.has_cache:
+            return
+        self.reorder_batch_threshold = 1 + config.num_speculative_tokens
+        if context.cuda_graphs:
+            self._split_tokens = torch.ones(1, dtype=torch.int32, device=device)
+        self._reserve()
+        self._least_saved = LEAST_SAVED
+        self._key_bytes = self.shape.kv_heads * (self.shape.head_size + self.shape.value_size)
+        self._key_bytes *= self.shape.cache_dtype.itemsize
+
+    def _reserve(self) -> None:
+        """Allocate the plans' workspaces: partial results of splits, and what is gathered."""
+        context, options = self.context, self.context.options
+        config, device = context.config, context.device
+        assert isinstance(options, TritonAttnOptions)
+        by_tma = any(plan.path == BY_TMA for plan in context.plans.values())
+        self._ways["pages"] = schedule.TMA_PAGES if by_tma else schedule.PAGES
+        self._ways["split"] = schedule.SPLIT_FP8 if self._fp8 else schedule.SPLIT
+        reserved = options.gather_workspace_mib << 20
+        gathers = {phase: plan.path == GATHERED for phase, plan in context.plans.items()}
+        room = max(plan.workspace_bytes - reserved * gathers[phase] for phase, plan in context.plans.items()) // 4
+        if config.batch_invariant:
+            self._fixed_split = schedule.fixed_split(self._most_keys)
+            tokens = min(context.max_num_batched_tokens, context.max_num_seqs * self._longest_decode)
+            room = tokens * self._row * -(-self._most_keys // self._fixed_split)
+        self._workspace = torch.empty(room, dtype=torch.float32, device=device)
+        if not any(gathers.values()):
+            return
+        widths = power_of_two(config.head_size), power_of_two(config.value_head_size)
+        row = config.num_kv_heads * sum(widths) * self.shape.dtype.itemsize
+        longest = -(-context.max_model_len // GATHER_ALIGN) * GATHER_ALIGN
+        rows = min(reserved // row // GATHER_ALIGN * GATHER_ALIGN, context.max_num_seqs * longest)
+        if rows:
+            key, value = (
+                torch.empty(rows, config.num_kv_heads, width, dtype=self.shape.dtype, device=device) for width in widths
+            )
+            self._gathered = key, value
+            self._ways["gathered"] = schedule.GATHERED
+
+    @property
+    def _longest_decode(self) -> int:
+        return 1 + self.context.config.num_speculative_tokens
+
+    @property
+    def _most_keys(self) -> int:
+        """The most keys that a decode can see."""
+        return self._visible(self._longest_decode, self.context.max_model_len)
+
+    def _visible(self, query_len: int, seq_len: int) -> int:
+        """Return how many keys the rows of a request see together, at most."""
+        if not self._window:
+            return seq_len
+        return min(seq_len, query_len - 1 + self._window * (1 if self._causal else 2))
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether to attend to a common prefix apart: the shared rule, and what it saves is above ``LEAST_SAVED``."""
+        saved = (common_attn_metadata.num_reqs - 1) * common_prefix_len * self._key_bytes
+        return saved >= self._least_saved and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TritonAttnMetadata:
+        common, prefix = common_attn_metadata, None
+        if common_prefix_len:
+            assert self.context.block_size is not None
+            halves = split_for_cascade(common, common_prefix_len, self.context.block_size)
+            prefix, common = self._prefills(halves.prefix, 0), halves.suffix
+        return TritonAttnMetadata(common.num_actual_tokens, self._parts(common), prefix)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TritonAttnMetadata:
+        common, requests = common_attn_metadata, common_attn_metadata.num_reqs
+        query_len, tokens = common.max_query_len, common.num_actual_tokens
+        if self.context.kv_layout is not None and query_len <= self._longest_decode and tokens == requests * query_len:
+            parts = [self._decodes(common, requests, tokens)]
+        else:  # whose the tokens are, each replay says
+            parts = [self._prefill(common, 0, requests)]
+        return TritonAttnMetadata(tokens, parts)
+
+    def _parts(self, common: CommonAttentionMetadata) -> list[Part]:
+        if self.context.kv_layout is None:
+            return [self._prefill(common, 0, common.num_reqs)] if common.num_actual_tokens else []
+        bounds = common.query_start_loc_cpu
+        if int(bounds[-1]) == int(bounds[-2]):
+            # Padding of mixed batches stands behind the prefills, and would count as decodes there.
+            filled = (bounds.diff() > 0).nonzero()
+            common = common.requests(0, int(filled[-1]) + 1 if len(filled) else 1)
+        split = split_decodes_and_prefills(common, self._longest_decode)
+        parts = []
+        if split.num_decode_tokens:
+            parts.append(self._decodes(common, split.num_decodes, split.num_decode_tokens))
+        if split.num_prefill_tokens:
+            parts += self._prefills(common, split.num_decodes)
+        return parts
+
+    # Decodes
+
+    def _decodes(self, common: CommonAttentionMetadata, count: int, tokens: int) -> Part:
+        """Return the launch of the first ``count`` requests."""
+        query_len = common.max_query_len if count == common.num_reqs else int(common.query_lens_cpu[:count].max())
+        if self._fixed_split:
+            query_len = self._longest_decode
+        seq_lens = common.seq_lens_cpu[:count]
+        keys = int(seq_lens.max()), int(seq_lens.sum())
+        return self._splitting(common, 0, count, tokens, query_len, keys, self._split_tokens)
+
+    def _splitting(
+        self,
+        common: CommonAttentionMetadata,
+        first: int,
+        last: int,
+        tokens: int,
+        query_len: int,
+        keys: tuple[int, int],
+        split_tokens: Tensor | None = None,
+    ) -> Part:
+        """Return the launch of the decode kernel for requests ``first .. last - 1``.
+
+        Args:
+            tokens: of theirs; ``query_len`` of the longest.
+            keys: of the longest, and of all.
+            split_tokens: where the size of a split is to be written, for captured steps.
+        """
+        assert self._workspace is not None
+        launch, requests = self._launch(last - first, query_len), last - first
+        units = self.shape.kv_heads * -(-self._group * query_len // launch.block_m)
+        most = max(1, self._workspace.numel() // (tokens * self._row))
+        if split_tokens is not None:  # as many at replay as at capture: it follows from what is padded alike
+            most = min(most, schedule.most_splits(self._most_keys, units, self._sms, self._fp8))
+        longest = self._visible(query_len, keys[0])
+        sizes = {"longest": longest, "total": min(keys[1], requests * longest), "units": units, "most": most}
+        if self._fixed_split:
+            num_splits, each = -(-self._most_keys // self._fixed_split), self._fixed_split
+        else:
+            num_splits, each = schedule.split_keys(requests=requests, sms=self._sms, fp8=self._fp8, **sizes)
+        if split_tokens is not None and not self._fixed_split:
+            num_splits = most
+            split_tokens.fill_(each)
+        bounds, seq_lens, table = self._requests(common, first, last)
+        assert table is not None
+        decode = Decode(
+            self.shape,
+            query_start_loc=bounds,
+            seq_lens=seq_lens,
+            block_table=table,
+            tokens=tokens,
+            max_query_len=query_len,
+            num_splits=num_splits,
+            split_tokens=each if split_tokens is None or self._fixed_split else split_tokens,
+            workspace=self._workspace,
+            first_token=int(common.query_start_loc_cpu[first]) if first else 0,
+            launch=launch,
+        )
+        return Part(self._causal and common.causal, self._ranges(common, first, last), decode)
+
+    def _launch(self, requests: int, query_len: int) -> Launch:
+        shape = self.shape
+        # With batch invariance as if alone, and with the longest query that a decode has.
+        load = 0.0 if self._fixed_split else requests * shape.kv_heads / self._sms
+        width = max(shape.head_size, shape.value_size)
+        rows = self._group * query_len
+        return decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
+
+    # Prefills
+
+    def _prefills(self, common: CommonAttentionMetadata, first: int) -> list[Part]:
+        """Return the launches of the requests from ``first`` on."""
+        last = common.num_reqs
+        if self._fixed_split:
+            return [self._prefill(common, first, last)]
+        query_lens = common.query_lens_cpu[first:].tolist()
+        seq_lens = common.seq_lens_cpu[first:].tolist()
+        # An image may begin before the window.
+        window = 0 if self._ranges(common, first, last) is not None else self._window
+        way = schedule.prefill_way(
+            self._ways,
+            query_lens,
+            seq_lens,
+            heads=(self.shape.heads, self.shape.kv_heads),
+            sms=self._sms,
+            causal=self._causal and common.causal,
+            window=window,
+        )
+        if way == "split":
+            keys = max(seq_lens), sum(seq_lens)
+            return [self._splitting(common, first, last, sum(query_lens), max(query_lens), keys)]
+        if way == "pages" or self._gathered is None:
+            return [self._prefill(common, first, last)]
+        chunks = schedule.gathered_chunks(query_lens, seq_lens, window, len(self._gathered[0]))
+        starts = to_device(
+            torch.tensor([start for chunk in chunks for start in chunk.starts or [0]], dtype=torch.int32),
+            self.context.device,
+        )
+        return [self._gathering(common, first, chunk, starts, window) for chunk in chunks]
+
+    def _gathering(
+        self, common: CommonAttentionMetadata, first: int, chunk: schedule.Chunk, starts: Tensor, window: int
+    ) -> Part:
+        """Return the launch of one chunk of requests, and of the copy before it."""
+        part = self._prefill(common, first + chunk.first, first + chunk.last, chunk.tokens)
+        if chunk.starts is None or self._gathered is None:
+            return part
+        key_start_loc = starts[chunk.first : chunk.last]
+        of_requests = {name: part.prefill[name] for name in ("query_start_loc", "seq_lens")}
+        table = part.prefill.pop("block_table")
+        part.prefill |= {"key_start_loc": key_start_loc, "clean": True}
+        key, value = self._gathered
+        part.gather = Gather(
+            self._gathered,
+            (key[..., : self.shape.head_size], value[..., : self.shape.value_size]),
+            {
+                "block_table": table,
+                "key_start_loc": key_start_loc,
+                "max_keys": chunk.most_rows,
+                "window": window,
+                **of_requests,
+            },
+        )
+        return part
+
+    def _prefill(self, common: CommonAttentionMetadata, first: int, last: int, tokens: int | None = None) -> Part:
+        """Return the launch of requests ``first .. last - 1`` over pages, or over the step's own keys."""
+        bounds, seq_lens, table = self._requests(common, first, last)
+        if tokens is None:
+            tokens = common.num_actual_tokens - (int(common.query_start_loc_cpu[first]) if first else 0)
+        longest = common.max_query_len if table is None else common.max_seq_len
+        prefill: dict[str, Any] = {
+            "query_start_loc": bounds,
+            "seq_lens": seq_lens,
+            "num_tokens": tokens,
+            "max_seq_len": self.context.max_model_len if self.context.config.batch_invariant else longest,
+        }
+        if table is None:
+            prefill["key_start_loc"] = bounds[:-1]
+        else:
+            prefill["block_table"] = table
+        return Part(self._causal and common.causal, self._ranges(common, first, last), prefill=prefill)
+
+    def _requests(self, common: CommonAttentionMetadata, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return query bounds, lengths and block table of requests ``first .. last - 1``, views of the step's."""
+        bounds, seq_lens, table = common.query_start_loc, common.seq_lens, common.block_table_tensor
+        if first == 0 and last == common.num_reqs:
+            return bounds, seq_lens, table
+        return bounds[first : last + 1], seq_lens[first:last], None if table is None else table[first:last]
+
+    def _ranges(self, common: CommonAttentionMetadata, first: int, last: int) -> Tensor | None:
+        """Return the image ranges of requests ``first .. last - 1``, int32 ``(B, R, 2)``; None without any."""
+        found = schedule.image_ranges(common, first, last)
+        if found is None:
+            return None
+        host = torch.tensor(found, dtype=torch.int32).view(last - first, -1, 2)
+        return to_device(host, self.context.device)

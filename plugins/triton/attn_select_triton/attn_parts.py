@@ -1,0 +1,58 @@
+"""What a step of ``TRITON_ATTN`` consists of: launches that all layers of a kind make alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from attn_select_triton.kernels.decode import Decode
+
+
+@dataclass(slots=True)
+class Gather:
+    """Keys and values copied out of their pages before a prefill.
+
+    Attributes:
+        whole: where to, rows padded to powers of two.
+        rows: the same without the padding.
+        arguments: of ``gather_pages``.
+    """
+
+    whole: tuple[Tensor, Tensor]
+    rows: tuple[Tensor, Tensor]
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Part:
+    """Requests that one launch serves, by the decode kernel or else the prefill's.
+
+    Attributes:
+        causal, ranges: as ``Terms`` has them.
+        decode: the prepared decode.
+        gather: what comes before a prefill.
+        prefill: arguments of ``prefill_attention``.
+    """
+
+    causal: bool
+    ranges: Tensor | None = None
+    decode: Decode | None = None
+    gather: Gather | None = None
+    prefill: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TritonAttnMetadata:
+    """One step for all layers of a kind.
+
+    Attributes:
+        num_actual_tokens: T.
+        parts: the launches; with a prefix those of each request's rest.
+        prefix: the launches for a prefix that all requests share, which is one request of T queries.
+    """
+
+    num_actual_tokens: int
+    parts: list[Part]
+    prefix: list[Part] | None = None

@@ -1,0 +1,139 @@
+"""``TRITON_ATTN`` at run time: decodes with split keys, prefills over pages or over what was gathered from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime import ops
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    BackendContext,
+)
+from attn_select.runtime.torch_dtypes import FP8_DTYPES
+from attn_select_triton.attn_build import TritonAttnBuilder
+from attn_select_triton.attn_parts import Part, TritonAttnMetadata
+from attn_select_triton.kernels.cache import gather_pages
+from attn_select_triton.kernels.launch import Terms
+from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.launching import on_device
+from attn_select_triton.views import CacheViews, key_value_halves
+
+
+@dataclass(slots=True)
+class _Call:
+    """One layer's tensors.
+
+    Attributes:
+        query: rows of the step. key, value: views of the cache, or without one the step's own.
+        k_scale, v_scale: of an FP8 cache, else 1.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    k_scale: float
+    v_scale: float
+
+
+class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
+    """Runs one layer."""
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+        config, layout = context.config, context.kv_layout
+        self._fp8 = layout is not None and config.cache_dtype in FP8_DTYPES
+        window, cap = config.sliding_window or 0, config.logits_soft_cap or 0.0
+        own = Terms(True, window, cap, alibi_slopes, sinks)
+        self._terms = {True: own, False: replace(own, causal=False)}
+        self._prefix_terms = replace(own, causal=False, sinks=None)
+        self._views = CacheViews(lambda kv_cache: key_value_halves(kv_cache, layout or "", config))
+        self._attend = on_device(context.device, self._forward)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: TritonAttnMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if kv_cache is not None:
+            key, value = self._views(kv_cache)
+        assert key is not None
+        assert value is not None
+        scales = (layer.scales.k_float, layer.scales.v_float) if self._fp8 else (1.0, 1.0)
+        call = _Call(query, key, value, *scales)
+        if output_lse is None or output_lse.is_contiguous():
+            self._attend(call, attn_metadata, output, output_lse)
+        else:  # the kernels write rows that lie one behind the other
+            rows = output_lse[: attn_metadata.num_actual_tokens]
+            lse = rows.contiguous()
+            self._attend(call, attn_metadata, output, lse)
+            rows.copy_(lse)
+        return output
+
+    def _forward(self, call: _Call, metadata: TritonAttnMetadata, output: Tensor, lse: Tensor | None) -> None:
+        if metadata.prefix is None:
+            for part in metadata.parts:
+                self._run(part, self._terms[part.causal], call, output, lse)
+            return
+        # The rest's result goes where the whole is to be; the prefix's is merged into it.
+        tokens = metadata.num_actual_tokens
+        whole = output[:tokens]
+        lse = whole.new_empty(whole.shape[:2], dtype=torch.float32) if lse is None else lse[:tokens]
+        prefix, prefix_lse = torch.empty_like(whole), torch.empty_like(lse)
+        for part in metadata.prefix:
+            self._run(part, self._prefix_terms, call, prefix, prefix_lse)
+        for part in metadata.parts:
+            self._run(part, self._terms[part.causal], call, whole, lse)
+        ops.merge_attn_states(whole, prefix, prefix_lse, whole, lse, lse)
+
+    def _run(self, part: Part, terms: Terms, call: _Call, output: Tensor, lse: Tensor | None) -> None:
+        if part.ranges is not None:
+            terms = replace(terms, ranges=part.ranges)
+        scales: dict[str, Any] = {"scale": self.scale, "k_scale": call.k_scale, "v_scale": call.v_scale}
+        if part.decode is not None:
+            part.decode(call.query, call.key, call.value, output, terms=terms, output_lse=lse, **scales)
+            return
+        key, value = call.key, call.value
+        if part.gather is not None:
+            gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
+            key, value = part.gather.rows
+        prefill_attention(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill)
+
+
+class TritonAttnBackend(AttentionBackend):
+    """``TRITON_ATTN``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``TRITON_ATTN``."""
+        return "TRITON_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttnImpl]:
+        """Return ``TritonAttnImpl``."""
+        return TritonAttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttnBuilder]:
+        """Return ``TritonAttnBuilder``."""
+        return TritonAttnBuilder

@@ -1,0 +1,191 @@
+"""How ``TRITON_ATTN`` cuts a step: keys of decodes into splits, prefills into launches that gather their pages.
+
+All of it is worked out on the host from host copies of the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
+from attn_select_triton.kernels.cache import GATHER_ALIGN
+from attn_select_triton.kernels.launch import RESIDENT, num_splits_for
+
+LEAST_SPLIT = 256
+"""Keys of a split of an uneven batch, at least."""
+UNEVEN = 2
+"""A batch is uneven where the longest program would have so many times its share of the keys. On an H100 one request of
+65536 tokens among 63 of 1024 took 1625 us unsplit and 216 us in its fair splits; 16 requests of 1024 to 16384 tokens,
+1.8 times the share, took 233 and 242 us."""
+MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
+"""Batch-invariant splits: so many at most, of so many keys at least."""
+TILE_ROWS = 64
+"""Rows of a tile, in the costs below."""
+Way = Literal["pages", "gathered", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a way to run a prefill costs, in ns on an H100 with a head size of 128; only their ratios matter.
+
+    Fitted to what ``bench/bench_triton_layer.py --what paths`` measured (``docs/triton-log.md``).
+
+    Attributes:
+        tile: per tile of ``TILE_ROWS`` rows and key, on each SM, where every SM has work.
+        border: keys that a tile computes only to mask them, on average.
+        alone: one program's time per key, two: beside another one on its SM. The longest request takes no less.
+        key: per key of a KV head, on each SM, whatever attends to it: its copy, or its first read.
+        row: per row of the whole, fixed: of a launch more; the merge's.
+    """
+
+    tile: float
+    border: int
+    alone: float = 0.0
+    two: float = 0.0
+    key: float = 0.0
+    row: float = 0.0
+    fixed: float = 0.0
+
+
+PAGES = Cost(13.7, 64, alone=28.3, two=28.3)
+TMA_PAGES = Cost(8.4, 32, alone=11.2, two=16.8)
+GATHERED = Cost(8.4, 32, alone=11.2, two=16.8, key=44.0)
+SPLIT = Cost(15.0, 32, key=26.0, row=1.2, fixed=10_000.0)
+SPLIT_FP8 = Cost(31.5, 32, key=16.0, row=1.2, fixed=10_000.0)
+
+
+def split_keys(
+    *, requests: int, longest: int, total: int, units: int, most: int, sms: int, fp8: bool
+) -> tuple[int, int]:
+    """Return how many splits a decode may have, and how many keys each should have.
+
+    Args:
+        requests: in the batch; ``longest`` of them in keys, ``total`` of all.
+        units: programs of one request, unsplit: KV heads x row tiles.
+        most: splits that the workspace has room for.
+        sms: multiprocessors.
+        fp8: the cache is FP8.
+    """
+    splits = max(1, min(num_splits_for(requests * units, longest, sms, fp8=fp8), most))
+    tokens = -(-longest // splits)
+    # What each resident program would have if the keys of long and short requests were dealt out evenly.
+    resident = (2 * RESIDENT if fp8 else RESIDENT) * sms
+    fair = max(LEAST_SPLIT, int(total * units / resident))
+    if UNEVEN * fair < tokens:
+        splits = max(1, min(-(-longest // fair), most))
+        tokens = max(fair, -(-longest // splits))
+    return splits, max(1, tokens)
+
+
+def most_splits(max_keys: int, units: int, sms: int, fp8: bool) -> int:
+    """Return how many splits the longest request of a captured step may need, whatever the others are."""
+    resident = (2 * RESIDENT if fp8 else RESIDENT) * sms
+    return max(1, min(-(-max_keys // LEAST_SPLIT), int(-(-resident // units))))
+
+
+def fixed_split(max_keys: int) -> int:
+    """Return the keys of a batch-invariant split; ``max_keys`` is the most that a request can have."""
+    return max(LEAST_FIXED_SPLIT, -(-max_keys // MOST_FIXED_SPLITS))
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Requests of one launch.
+
+    Attributes:
+        first, last: requests ``first .. last - 1``.
+        tokens: of theirs.
+        starts: workspace row of each one's token 0, negative where a window begins behind it; None: not gathered.
+        most_rows: the most rows that one of them takes.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    starts: list[int] | None
+    most_rows: int
+
+
+def gathered_chunks(query_lens: Sequence[int], seq_lens: Sequence[int], window: int, room: int) -> list[Chunk]:
+    """Cut requests into launches whose keys fit into ``room`` rows; one that does not fit is not gathered.
+
+    Args:
+        window: keys that a row sees to its left, itself included; 0: all.
+    """
+    chunks: list[Chunk] = []
+    used = room
+    for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        begin = max(0, seq_len - query_len - window + 1) // GATHER_ALIGN * GATHER_ALIGN if window else 0
+        rows = -(-seq_len // GATHER_ALIGN) * GATHER_ALIGN - begin
+        if rows > room:
+            chunks.append(Chunk(request, request + 1, query_len, None, 0))
+            used = room
+            continue
+        if used + rows > room:
+            chunks.append(Chunk(request, request, 0, [], 0))
+            used = 0
+        chunk = chunks[-1]
+        assert chunk.starts is not None
+        chunk.last, chunk.tokens, chunk.most_rows = request + 1, chunk.tokens + query_len, max(chunk.most_rows, rows)
+        chunk.starts.append(used - begin)
+        used += rows
+    return chunks
+
+
+def prefill_way(
+    ways: Mapping[Way, Cost],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    heads: tuple[int, int],
+    sms: int,
+    causal: bool,
+    window: int,
+) -> Way:
+    """Return the cheapest of the ways that a prefill may be run.
+
+    Args:
+        heads: of the query, and of K and V.
+        sms: multiprocessors.
+        window: keys that a row sees to its left, itself included; 0: all.
+    """
+    share, group = heads[1] / sms, heads[0] // heads[1]
+    tiles = rows = longest = 0
+    pairs = keys = 0.0
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        own = -(-query_len * group // TILE_ROWS)
+        seen = min(seq_len, window) if window else seq_len
+        pairs += own * (max(seen - query_len / 2, seen / 2) if causal else seen)
+        keys += min(seq_len, seen + query_len)
+        tiles, rows, longest = tiles + own, rows + query_len * heads[0], max(longest, seen)
+
+    def cost(way: Way) -> float:
+        of = ways[way]
+        busy = share * of.tile * (pairs + tiles * of.border)
+        latency = of.alone if 2 * tiles * heads[1] <= sms else of.two
+        return max(busy, longest * latency) + share * of.key * keys + of.row * rows + of.fixed
+
+    return min(ways, key=cost)
+
+
+def image_ranges(common: CommonAttentionMetadata, first: int, last: int) -> list[list[int]] | None:
+    """Return per request of ``first .. last - 1`` the ends of the image ranges that this step's rows stand in.
+
+    Rows are filled up with ``1, 0`` to a power of two, since their number is a constant of the kernel. None: no row
+    stands in any.
+    """
+    if common.mm_prefix_ranges is None:
+        return None
+    computed = common.num_computed_tokens_cpu[first:last].tolist()
+    given: Sequence[Ranges] = common.mm_prefix_ranges[first:last]
+    found = [
+        [(low, high) for low, high in ranges if high >= before and high > low]
+        for ranges, before in zip(given, computed, strict=True)
+    ]
+    most = max((len(ranges) for ranges in found), default=0)
+    if not most:
+        return None
+    width = 1 << (most - 1).bit_length()
+    return [[end for pair in [*ranges, *[(1, 0)] * (width - len(ranges))] for end in pair] for ranges in found]

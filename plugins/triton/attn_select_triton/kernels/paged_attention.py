@@ -1,0 +1,587 @@
+"""The classic paged attention of vLLM (arXiv 2309.06180): one query token per sequence over a cache that splits heads.
+
+K is ``(num_blocks, num_kv_heads, head_size / x, block_size, x)`` with x elements in 16 bytes, V is
+``(num_blocks, num_kv_heads, head_size, block_size)``: a block of one KV head is contiguous in both. Version 1 has one
+program for all tokens of a sequence and KV head, version 2 one per partition of them, and a second kernel that reduces
+over the partitions (vllm-project/vllm csrc/attention/attention_kernels.cuh 03f8611; nothing is copied from there).
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_select_triton.kernels.cache import GATHER_ALIGN, plain
+from attn_select_triton.kernels.launch import (
+    PRECISION,
+    SLICED,
+    Launch,
+    capability_of,
+    compute_dtype,
+    power_of_two,
+    sm_count,
+)
+from attn_select_triton.kernels.primitives import LOG2E, load_tile, normalised, online_softmax, pages_of
+
+PROGRAMS_PER_SM = 64
+"""Programs of version 2 per SM, at most: where a captured graph has room for more partitions, each takes several."""
+MOST_ROWS = 32
+"""Query heads of a program, at most: with more, registers spill."""
+REDUCE_CHUNK = 64
+"""Partitions that one step of the reduction takes."""
+
+
+@triton.jit
+def classic_keys(
+    k_ptr, table_ptr, start, high, stride_kb,
+    BLOCK_SIZE: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return K of one KV head transposed, ``(BLOCK_D, BLOCK_N)``, 0 where masked. Memory traffic: the tile once.
+
+    Read as ``(BLOCK_D / X, BLOCK_N, X)``, the order it lies in: a warp takes 16 bytes of each of 32 tokens. The hint of
+    contiguity, which is true of the last dimension alone, orders the lanes; Triton's own order takes two tokens of 16
+    columns each, 16 lines of memory instead of 4.
+    """
+    keys = start + tl.arange(0, BLOCK_N)
+    inside = keys < high
+    tokens = pages_of(table_ptr, keys, inside, BLOCK_SIZE, MASKED) * stride_kb + keys % BLOCK_SIZE * X
+    chunk = tl.arange(0, BLOCK_D // X)
+    columns = chunk[:, None, None] * (BLOCK_SIZE * X) + tl.arange(0, X)[None, None, :]
+    pointers = tl.max_contiguous(k_ptr + tokens[None, :, None] + columns, (1, 2, X))
+    if MASKED:
+        tile = tl.load(pointers, mask=inside[None, :, None] & (chunk < D // X)[:, None, None], other=0.0)
+    elif D != BLOCK_D:
+        tile = tl.load(pointers, mask=(chunk < D // X)[:, None, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK_D, BLOCK_N))
+
+
+@triton.jit
+def classic_values(
+    v_ptr, table_ptr, start, high, stride_vb,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return V of one KV head, ``(BLOCK_N, BLOCK_D)``, 0 where masked. Memory traffic: the tile once."""
+    keys = start + tl.arange(0, BLOCK_N)
+    inside = keys < high
+    return load_tile(
+        v_ptr, table_ptr, keys, inside, stride_vb, 1, BLOCK_SIZE, True, BLOCK_SIZE, D, BLOCK_D, 0, MASKED
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_tile(
+    q, accumulator, row_max, row_sum, start, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb,
+    score_scale,
+    ALIBI: tl.constexpr, BLOCK_SIZE: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of query rows to the ``BLOCK_N`` keys from ``start`` on, with ``MASKED`` only those before
+    ``high``; return accumulator, row_max, row_sum. Memory traffic: the K and V tile once.
+
+    Args:
+        q: ``(rows, BLOCK_D)`` in the dtype of the products; K and V are cast to it.
+        last: position of the query token.
+        slopes: float32 per row, times log2(e).
+    """
+    keys = start + tl.arange(0, BLOCK_N)
+    k = classic_keys(k_ptr, table_ptr, start, high, stride_kb, BLOCK_SIZE, X, D, BLOCK_D, BLOCK_N, MASKED)
+    scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+    if ALIBI:
+        scores = scores * score_scale - slopes[:, None] * (last - keys)[None, :].to(tl.float32)
+    if MASKED:
+        scores = tl.where((keys < high)[None, :], scores, float("-inf"))
+    weights, rescale, row_max, row_sum = online_softmax(
+        scores, row_max, row_sum, False, 1.0 if ALIBI else score_scale
+    )  # fmt: skip
+    v = classic_values(v_ptr, table_ptr, start, high, stride_vb, BLOCK_SIZE, D, BLOCK_D, BLOCK_N, MASKED)
+    accumulator *= rescale[:, None]
+    accumulator = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulator, input_precision=PRECISION)
+    return accumulator, row_max, row_sum
+
+
+@triton.jit
+def attend_tokens(
+    q, low, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb, score_scale,
+    ALIBI: tl.constexpr, BLOCK_SIZE: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of query rows to the keys ``[low, high)``, ``low`` a multiple of ``BLOCK_N``.
+
+    Returns:
+        accumulator, row_max and row_sum, base 2; 0, -inf and 0 where there are no keys.
+    """
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    whole = high // BLOCK_N * BLOCK_N
+    for start in tl.range(low, whole, BLOCK_N):
+        accumulator, row_max, row_sum = attend_tile(
+            q, accumulator, row_max, row_sum, start, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb,
+            score_scale, ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N, False,
+        )  # fmt: skip
+    if whole < high:
+        accumulator, row_max, row_sum = attend_tile(
+            q, accumulator, row_max, row_sum, whole, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb,
+            score_scale, ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N, True,
+        )  # fmt: skip
+    return accumulator, row_max, row_sum
+
+
+@triton.jit
+def query_rows(
+    q_ptr, slopes_ptr, token, head, in_rows, stride_qt, stride_qh,
+    ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Return the query ``(rows, BLOCK_D)`` of some heads of one token, and their ALiBi slopes times log2(e)."""
+    size = tl.arange(0, BLOCK_D)
+    mask = in_rows[:, None]
+    if D != BLOCK_D:
+        mask = mask & (size < D)[None, :]
+    rows = token.to(tl.int64) * stride_qt + head * stride_qh
+    q = tl.load(q_ptr + rows[:, None] + size[None, :], mask=mask, other=0.0).to(COMPUTE)
+    slopes = head
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + head, mask=in_rows, other=0.0) * LOG2E
+    return q, slopes
+
+
+@triton.jit
+def store_rows(out_ptr, rows, result, in_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store ``(rows, BLOCK_D)`` in the dtype of ``out_ptr``, each row at its offset."""
+    size = tl.arange(0, BLOCK_D)
+    mask = in_rows[:, None]
+    if D != BLOCK_D:
+        mask = mask & (size < D)[None, :]
+    tl.store(out_ptr + rows[:, None] + size[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["row_tiles", "stride_table"], do_not_specialize_on_alignment=SLICED)
+def paged_attention_v1_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    slopes_ptr,
+    row_tiles,
+    score_scale,
+    v_scale,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    GROUP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    X: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: up to ``BLOCK_M`` heads of a KV head's group, against all keys of one sequence.
+
+    Tiles: query ``(BLOCK_M, BLOCK_D)``, K ``(BLOCK_D, BLOCK_N)``, V ``(BLOCK_N, BLOCK_D)``. Memory traffic: each key
+    and value once per tile of rows, query and output once.
+    """
+    kv_head = tl.program_id(0) // row_tiles
+    request = tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + request)
+    if tl.load(query_start_loc_ptr + request + 1) == token:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    row = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = row < GROUP
+    head = kv_head * GROUP + row
+    q, slopes = query_rows(
+        q_ptr, slopes_ptr, token, head, in_rows, stride_qt, stride_qh, ALIBI, D, BLOCK_D, COMPUTE
+    )  # fmt: skip
+    # One turn. Where that is no secret ptxas keeps a float32 query in registers, and spills kilobytes.
+    for _ in tl.range(0, tl.num_programs(2) if q.dtype == tl.float32 else 1):
+        accumulator, _, row_sum = attend_tokens(
+            q, 0, seq_len, seq_len - 1, slopes, k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh,
+            table_ptr + request.to(tl.int64) * stride_table, stride_kb, stride_vb, score_scale,
+            ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        rows = token.to(tl.int64) * stride_ot + head * stride_oh
+        store_rows(out_ptr, rows, normalised(accumulator, row_sum) * v_scale, in_rows, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["row_tiles", "partitions", "stride_table"], do_not_specialize_on_alignment=SLICED)
+def paged_attention_v2_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    part_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    slopes_ptr,
+    row_tiles,
+    partitions,
+    score_scale,
+    v_scale,
+    stride_qt,
+    stride_qh,
+    stride_table,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    GROUP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PARTITION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    X: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: up to ``BLOCK_M`` heads of a KV head's group, against every n-th partition of a sequence's keys.
+
+    Partial results lie as ``(sequence, head, partition)``, normalised, with the maximum and the sum of base-2 scores.
+    Tiles as in version 1. Memory traffic: each key and value once per tile of rows, a partial result per partition.
+    """
+    kv_head = tl.program_id(0) // row_tiles
+    request = tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + request)
+    seq_len = tl.load(seq_lens_ptr + request)
+    first = tl.program_id(2)
+    if (tl.load(query_start_loc_ptr + request + 1) == token) | (first * PARTITION >= seq_len):
+        return
+    row = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = row < GROUP
+    head = kv_head * GROUP + row
+    q, slopes = query_rows(
+        q_ptr, slopes_ptr, token, head, in_rows, stride_qt, stride_qh, ALIBI, D, BLOCK_D, COMPUTE
+    )  # fmt: skip
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
+    table_ptr += request.to(tl.int64) * stride_table
+    heads = tl.num_programs(0) // row_tiles * GROUP
+    for partition in tl.range(first, tl.cdiv(seq_len, PARTITION), tl.num_programs(2)):
+        low = partition * PARTITION
+        accumulator, row_max, row_sum = attend_tokens(
+            q, low, tl.minimum(low + PARTITION, seq_len), seq_len - 1, slopes, k_ptr, v_ptr, table_ptr, stride_kb,
+            stride_vb, score_scale, ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        part = (request * heads + head).to(tl.int64) * partitions + partition
+        store_rows(part_ptr, part * D, normalised(accumulator, row_sum) * v_scale, in_rows, D, BLOCK_D)
+        tl.store(part_max_ptr + part, row_max, mask=in_rows)
+        tl.store(part_sum_ptr + part, row_sum, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["partitions"], do_not_specialize_on_alignment=SLICED)
+def paged_attention_v2_reduce_kernel(
+    out_ptr,
+    part_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    partitions,
+    stride_ot,
+    stride_oh,
+    PARTITION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Reduce the partitions of one head of one sequence, ``(CHUNK, BLOCK_D)`` at a time; one program each.
+
+    Memory traffic: each partial result once, the output once. A sequence without keys gives 0.
+    """
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + request)
+    if tl.load(query_start_loc_ptr + request + 1) == token:
+        return
+    count = tl.cdiv(tl.load(seq_lens_ptr + request), PARTITION)
+    base = (request * tl.num_programs(0) + head).to(tl.int64) * partitions
+    size = tl.arange(0, BLOCK_D)
+    largest = float("-inf")
+    total = 0.0
+    accumulator = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.range(0, count, CHUNK):
+        partition = start + tl.arange(0, CHUNK)
+        filled = partition < count
+        part = base + partition
+        part_max = tl.load(part_max_ptr + part, mask=filled, other=float("-inf"))
+        part_sum = tl.load(part_sum_ptr + part, mask=filled, other=0.0)
+        mask = filled[:, None] & (size < D)[None, :]
+        parts = tl.load(part_ptr + part[:, None] * D + size[None, :], mask=mask, other=0.0).to(tl.float32)
+        new_largest = tl.maximum(largest, tl.max(part_max, 0))
+        weights = part_sum * tl.exp2(part_max - new_largest)
+        rescale = tl.exp2(largest - new_largest)
+        accumulator = accumulator * rescale + tl.sum(parts * weights[:, None], 0)
+        total = total * rescale + tl.sum(weights, 0)
+        largest = new_largest
+    result = accumulator / tl.where(total > 0, total, 1.0)
+    row = token.to(tl.int64) * stride_ot + head * stride_oh
+    tl.store(out_ptr + row + size, result.to(out_ptr.dtype.element_ty), mask=size < D)
+
+
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=SLICED)
+def gather_classic_kernel(
+    k_ptr,
+    v_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    table_ptr,
+    key_start_loc_ptr,
+    seq_lens_ptr,
+    stride_table,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    stride_kot,
+    stride_koh,
+    stride_vot,
+    stride_voh,
+    BLOCK_SIZE: tl.constexpr,
+    X: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Copy ``ALIGN`` tokens of one KV head into rows ``(ALIGN, BLOCK_D)``, with zeros behind the sequence's end.
+
+    Memory traffic: each key and value read once and written once.
+    """
+    start = tl.program_id(0) * ALIGN
+    kv_head = tl.program_id(1)
+    request = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + request)
+    if start >= seq_len:
+        return
+    table_ptr += request.to(tl.int64) * stride_table
+    rows = (tl.load(key_start_loc_ptr + request) + start + tl.arange(0, ALIGN)).to(tl.int64)
+    size = tl.arange(0, BLOCK_D)
+    k_ptr += kv_head * stride_kh
+    keys = classic_keys(k_ptr, table_ptr, start, seq_len, stride_kb, BLOCK_SIZE, X, D, BLOCK_D, ALIGN, True)
+    target = k_out_ptr + kv_head * stride_koh + (rows * stride_kot)[None, :] + size[:, None]
+    tl.store(target, plain(keys, k_out_ptr.dtype.element_ty))
+    v_ptr += kv_head * stride_vh
+    values = classic_values(v_ptr, table_ptr, start, seq_len, stride_vb, BLOCK_SIZE, D, BLOCK_D, ALIGN, True)
+    target = v_out_ptr + kv_head * stride_voh + (rows * stride_vot)[:, None] + size[None, :]
+    tl.store(target, plain(values, v_out_ptr.dtype.element_ty))
+
+
+def gather_classic(
+    key: Tensor,
+    value: Tensor,
+    key_out: Tensor,
+    value_out: Tensor,
+    *,
+    block_table: Tensor,
+    key_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_keys: int,
+) -> None:
+    """Copy keys and values of whole sequences into contiguous rows, FP8 as plain numbers: ``cache.gather_pages`` for
+    the classic layout.
+
+    Args:
+        key, value, block_table, seq_lens: as ``paged_attention_v1`` has them.
+        key_out: ``(rows, Hkv, power_of_two(D))``, written; value_out likewise. FP8 is cast, not scaled.
+        key_start_loc: int32 ``(B,)``: the row of each sequence's token 0; sequences take multiples of
+            ``cache.GATHER_ALIGN`` rows.
+        max_keys: of ``seq_lens``, or a bound above, known to the host.
+    """
+    kv_heads, _, block_size, x = key.shape[1:]
+    gather_classic_kernel[(-(-max_keys // GATHER_ALIGN), kv_heads, len(seq_lens))](
+        key, value, key_out, value_out, block_table, key_start_loc, seq_lens, block_table.stride(0),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_out.stride()[:2], *value_out.stride()[:2],
+        block_size, x, value.shape[2], key_out.shape[2], GATHER_ALIGN, num_warps=8,
+    )  # fmt: skip
+
+
+def classic_prefill_launch(
+    capability: tuple[int, int], width: int, dtype: torch.dtype, cache: torch.dtype
+) -> Launch | None:
+    """Return how ``prefill_attention`` is launched over the classic layout's blocks; None: by its own table.
+
+    Args:
+        width: the head size.
+        dtype: of the query; ``cache`` of K and V.
+    """
+    half = dtype.itemsize == 2 and cache.itemsize == 2
+    return Launch(128, 32, 4, 2) if capability == (9, 0) and width <= 128 and half else None
+
+
+def paged_launch(capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype) -> Launch:
+    """Return the launch of either version.
+
+    Args:
+        rows: query heads of a KV head's group.
+        width: the head size.
+        dtype: of the query; ``cache`` of K and V.
+    """
+    block_m = min(MOST_ROWS, power_of_two(rows))
+    if dtype == torch.float32:
+        return Launch(16, 32, 8, 1)
+    if capability < (8, 0):
+        return Launch(block_m if width <= 128 else 16, 32, 8, 1)
+    if width > 128:
+        return Launch(block_m, 64 if capability == (9, 0) and block_m == 16 else 32, 4, 2)
+    return Launch(block_m, 64, 2 if block_m == 16 else 4, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partials:
+    """Where version 2 keeps its partial results: N rows, one per sequence, head and partition.
+
+    Attributes:
+        outputs: ``(N, head_size)`` in the query's dtype.
+        maxima, sums: float32 ``(N,)``, of base-2 scores.
+    """
+
+    outputs: Tensor
+    maxima: Tensor
+    sums: Tensor
+
+    @classmethod
+    def reserve(cls, rows: int, head_size: int, dtype: torch.dtype, device: torch.device) -> Partials:
+        """Return room for ``rows`` rows."""
+        numbers = torch.empty(2, rows, dtype=torch.float32, device=device)
+        return cls(torch.empty(rows, head_size, dtype=dtype, device=device), numbers[0], numbers[1])
+
+
+def _launched(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, k_scale: float, launch: Launch | None
+) -> tuple[Launch, int, float, tuple[int, int, int, int], tuple[Any, ...]]:
+    """Return launch, row tiles, factor of scores, strides of blocks and heads, and constants from ``BLOCK_SIZE`` on."""
+    heads, head_size = query.shape[1:]
+    kv_heads, _, block_size, x = key.shape[1:]
+    group = heads // kv_heads
+    if launch is None:
+        launch = paged_launch(capability_of(query.device), group, head_size, query.dtype, key.dtype)
+    strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+    constants = (
+        block_size, x, head_size, power_of_two(head_size), PRECISION, compute_dtype(query.dtype, key.dtype),
+        launch.block_m, launch.block_n,
+    )  # fmt: skip
+    return launch, -(-group // launch.block_m), scale * k_scale * LOG2E.value, strides, constants
+
+
+def paged_attention_v1(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    launch: Launch | None = None,
+) -> None:
+    """Attend from one query token per sequence, version 1; nothing waits for the device.
+
+    Args:
+        query: ``(T, H, D)``, last dimension contiguous; ``output`` likewise.
+        key: ``(num_blocks, Hkv, D / x, block_size, x)``, a block of one head contiguous; x is 16 bytes of elements.
+        value: ``(num_blocks, Hkv, D, block_size)``, likewise.
+        query_start_loc: int32 ``(B + 1,)``: the token of each sequence; one that has none is left out.
+        seq_lens: int32 ``(B,)``, keys per sequence, the query token's own last. Without keys the output is 0.
+        block_table: int32 ``(B, W)``.
+        scale: positive factor on ``q . k``.
+        slopes: ALiBi, float32 ``(H,)``.
+        k_scale: of an FP8 cache, positive; v_scale likewise.
+        launch: another than the table's.
+    """
+    seqs, heads, kv_heads = len(seq_lens), query.shape[1], key.shape[1]
+    launch, tiles, scores, strides, constants = _launched(query, key, value, scale, k_scale, launch)
+    paged_attention_v1_kernel[(kv_heads * tiles, seqs)](
+        query, key, value, output, block_table, query_start_loc, seq_lens, slopes, tiles, scores, v_scale,
+        *query.stride()[:2], *output.stride()[:2], block_table.stride(0), *strides,
+        heads // kv_heads, slopes is not None, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+
+
+def paged_attention_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    partials: Partials,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    partition_size: int,
+    block_table: Tensor,
+    scale: float,
+    slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    launch: Launch | None = None,
+) -> None:
+    """Attend from one query token per sequence, version 2: as ``paged_attention_v1``, and
+
+    Args:
+        partials: where there is not room for all sequences they are taken in several launches.
+        max_seq_len: of ``seq_lens``, or any bound above, known to the host.
+        partition_size: tokens of a partition, a multiple of the tile (128 is one of all).
+
+    Raises:
+        ValueError: no room for the partitions of one sequence, or partitions of another size.
+    """
+    seqs, (heads, head_size), kv_heads = len(seq_lens), query.shape[1:], key.shape[1]
+    launch, tiles, scores, strides, constants = _launched(query, key, value, scale, k_scale, launch)
+    if partition_size % launch.block_n:
+        raise ValueError(f"partition_size = {partition_size}: multiples of {launch.block_n} are accepted")
+    partitions = max(1, -(-max_seq_len // partition_size))
+    room = len(partials.maxima)
+    if room < heads * partitions:
+        raise ValueError(
+            f"room for {room} partial results: {partitions} partitions of {heads} heads take {heads * partitions}"
+        )
+    launches = -(-seqs * heads * partitions // (room - room % (heads * partitions)))
+    step = -(-seqs // launches)
+    programs = min(partitions, max(1, PROGRAMS_PER_SM * sm_count(query.device) // (kv_heads * tiles * step)))
+    for first in range(0, seqs, step):
+        if first or step < seqs:
+            part = slice(first, first + step)
+            starts, lens, table = query_start_loc[first:], seq_lens[part], block_table[part]
+        else:
+            starts, lens, table = query_start_loc, seq_lens, block_table
+        count = len(lens)
+        paged_attention_v2_kernel[(kv_heads * tiles, count, programs)](
+            query, key, value, partials.outputs, partials.maxima, partials.sums, table, starts, lens, slopes, tiles,
+            partitions, scores, v_scale, *query.stride()[:2], block_table.stride(0), *strides,
+            heads // kv_heads, slopes is not None, partition_size, *constants,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+        paged_attention_v2_reduce_kernel[(heads, count)](
+            output, partials.outputs, partials.maxima, partials.sums, starts, lens, partitions, *output.stride()[:2],
+            partition_size, head_size, power_of_two(head_size), REDUCE_CHUNK, num_warps=4,
+        )  # fmt: skip

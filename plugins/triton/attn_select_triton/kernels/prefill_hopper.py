@@ -1,0 +1,407 @@
+"""Prefill on Hopper, warp-specialised: two warp groups of 64 query rows share each tile of keys, one warp loads.
+
+Written in Gluon, Triton's language of explicit layouts. The loading warp fills a tile of 128 keys by TMA in boxes that
+lie in one page each, so pages of 16 tokens need no copy into contiguous memory; each tile serves 128 rows, half the
+traffic from L2 of a program of 64. One group multiplies while the other takes exponentials.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="assignment"
+
+# ruff: noqa: RUF005  Triton's language has no stars
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia import hopper
+
+from attn_select_triton.kernels.launch import SLICED, Terms, describable, describe
+
+LOG2E = 1.4426950408889634
+LN2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)
+"""Query rows of a compute group."""
+KEYS = gl.constexpr(128)
+STAGES = gl.constexpr(3)
+"""Tiles of K and of V under way. With the query they fill 224 of the 227 KiB of shared memory at head size 128."""
+PART = gl.constexpr(64)
+"""Columns of one part of a tile: 128 bytes, the width of TMA's swizzle."""
+HEAD_SIZE = 128
+SHORTEST = 2048
+"""Keys of the longest request from which on this kernel is taken: at 4096 it is faster than the plain one, at 512 not.
+(``docs/triton-log.md``)"""
+
+
+@gluon.jit
+def find_request(start_loc_ptr, tile, num_requests, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Return the request that row tile ``tile`` belongs to, as ``primitives.find_request``."""
+    before = gl.load(start_loc_ptr)
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        first = (gl.load(start_loc_ptr + middle) - before) * GROUP // BLOCK_M + middle
+        if first <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@gluon.jit
+def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexpr, BOXES: gl.constexpr):
+    """Load one tile of K or V: part by part, box by box."""
+    bar = ready.index(buffer)
+    mbarrier.expect(bar, BOXES * PARTS * descriptor.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        for i in gl.static_range(BOXES):
+            box = boxes.index((buffer * PARTS + part) * BOXES + i)
+            tma.async_copy_global_to_shared(descriptor, [rows[i], column + part * PART], bar, box)
+
+
+@gluon.jit
+def load_tiles(
+    k_descriptor, v_descriptor, smem, barriers, table_ptr, places, pages, tiles, seq_len,
+    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load every tile as soon as both compute groups are through with its buffer. Boxes behind the end read page 0."""
+    k_smem, v_smem = smem
+    k_ready, k_empty, v_ready, v_empty = barriers
+    k_row, k_column, v_row, v_column = places
+    k_pages, v_pages = pages
+    BOXES: gl.constexpr = KEYS // BOX
+    k_boxes = k_smem._reinterpret(k_descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
+    v_boxes = v_smem._reinterpret(v_descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
+    for tile in range(tiles):
+        buffer = tile % STAGES
+        free = (tile // STAGES & 1) ^ 1
+        k_rows = ()
+        v_rows = ()
+        for i in gl.static_range(BOXES):
+            token = tile * KEYS + i * BOX
+            if PAGED:
+                page = gl.load(table_ptr + token // BLOCK_SIZE, mask=token < seq_len, other=0)
+                k_rows = k_rows + (k_row + page * k_pages + token % BLOCK_SIZE,)
+                v_rows = v_rows + (v_row + page * v_pages + token % BLOCK_SIZE,)
+            else:
+                k_rows = k_rows + (k_row + token,)
+                v_rows = v_rows + (v_row + token,)
+        mbarrier.wait(k_empty.index(buffer), free)
+        load_tile(k_descriptor, k_boxes, k_ready, buffer, k_rows, k_column, PARTS, BOXES)
+        mbarrier.wait(v_empty.index(buffer), free)
+        load_tile(v_descriptor, v_boxes, v_ready, buffer, v_rows, v_column, PARTS, BOXES)
+
+
+@gluon.jit
+def hand_back(empty, buffer):
+    """Tell the loader that this compute group is through with a tile of K or of V."""
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(buffer), count=1)
+
+
+@gluon.jit
+def clear_behind(v_smem, buffer, first, seq_len, PARTS: gl.constexpr, T: gl.constexpr):
+    """Clear the values of keys at ``seq_len`` and behind: their memory may hold NaN, and 0 times NaN is NaN.
+
+    Both groups do so, each before its own product, and store the same numbers.
+    """
+    rows = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
+    for part in gl.static_range(PARTS):
+        values = v_smem.index(buffer * PARTS + part)
+        loaded = values.load(T)
+        values.store(gl.where((rows < seq_len)[:, None], loaded, gl.zeros_like(loaded)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def attend_tile(
+    tile, left, right, row_max, row_sum, limits, seq_len, score_scale, q_smem, smem, barriers,
+    PARTS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """Attend from one group's rows to one tile; ``left`` and ``right`` are the output's parts."""
+    k_smem, v_smem = smem
+    k_ready, k_empty, v_ready, v_empty = barriers
+    buffer = tile % STAGES
+    phase = tile // STAGES & 1
+    mbarrier.wait(k_ready.index(buffer), phase)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, S)
+    for part in gl.static_range(PARTS):
+        k = k_smem.index(buffer * PARTS + part)
+        scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), scores, use_acc=part > 0, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(k_empty, buffer)
+    if MASKED:
+        keys = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * score_scale)
+    base = new_max
+    if MASKED:
+        base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores * score_scale - base[:, None])
+    rescale = gl.exp2(row_max - base)
+    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    factor = gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+    p = gl.convert_layout(weights.to(k_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
+    left = left * factor
+    right = right * factor
+    mbarrier.wait(v_ready.index(buffer), phase)
+    if MASKED:
+        clear_behind(v_smem, buffer, tile * KEYS, seq_len, PARTS, T)
+    left = warpgroup_mma(p, v_smem.index(buffer * PARTS), left, is_async=True)
+    if PARTS == 2:
+        right = warpgroup_mma(p, v_smem.index(buffer * PARTS + 1), right, is_async=True)
+        left, right = warpgroup_mma_wait(0, [left, right])
+    else:
+        left = warpgroup_mma_wait(0, [left])
+    hand_back(v_empty, buffer)
+    return left, right, new_max, row_sum
+
+
+@gluon.jit
+def attend_rows(
+    pointers, q_smem, smem, barriers, position, scales, strides,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, PARTS: gl.constexpr,
+    SECOND: gl.constexpr,
+):  # fmt: skip
+    """Attend from one group's 64 rows to all tiles, and write their output."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    q_ptr, out_ptr, lse_ptr = pointers
+    tile_first, kv_head, query_start, query_len, seq_len, tiles, full = position
+    score_scale, v_scale = scales
+    stride_qt, stride_qh, stride_ot, stride_oh = strides
+    first = tile_first + (ROWS if SECOND else 0)
+    rows = query_len * GROUP
+
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
+    columns = gl.arange(0, PART, layout=gl.SliceLayout(0, T))
+    places = (query_start + flat // GROUP).to(gl.int64) * stride_qt + (kv_head * GROUP + flat % GROUP) * stride_qh
+    for part in gl.static_range(PARTS):
+        source = q_ptr + places[:, None] + (part * PART + columns)[None, :]
+        q_smem.index(part).store(gl.load(source, mask=(flat < rows)[:, None], other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    limits = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S)) + seq_len
+    if CAUSAL:
+        limits = gl.minimum(limits + flat // GROUP + 1 - query_len, seq_len)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    left = gl.zeros([ROWS, PART], gl.float32, ACC)
+    right = gl.zeros([ROWS, PART], gl.float32, ACC)
+    for tile in range(full):
+        left, right, row_max, row_sum = attend_tile(
+            tile, left, right, row_max, row_sum, limits, seq_len, score_scale, q_smem, smem, barriers,
+            PARTS, False, S, ACC, T,
+        )  # fmt: skip
+    for tile in range(full, tiles):
+        left, right, row_max, row_sum = attend_tile(
+            tile, left, right, row_max, row_sum, limits, seq_len, score_scale, q_smem, smem, barriers,
+            PARTS, True, S, ACC, T,
+        )  # fmt: skip
+
+    norm = gl.convert_layout(gl.where(row_sum > 0, v_scale / row_sum, 0.0), gl.SliceLayout(1, ACC))[:, None]
+    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+    out_places = (query_start + out_flat // GROUP).to(gl.int64) * stride_ot
+    out_places += (kv_head * GROUP + out_flat % GROUP) * stride_oh
+    target = out_ptr + out_places[:, None] + gl.arange(0, PART, layout=gl.SliceLayout(0, ACC))[None, :]
+    mask = (out_flat < rows)[:, None]
+    gl.store(target, (left * norm).to(out_ptr.dtype.element_ty), mask=mask)
+    if PARTS == 2:
+        gl.store(target + PART, (right * norm).to(out_ptr.dtype.element_ty), mask=mask)
+    if LSE:
+        lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
+        lse_row = (query_start + flat // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + flat % GROUP
+        gl.store(lse_ptr + lse_row, lse, mask=flat < rows)
+
+
+@gluon.jit(do_not_specialize=["num_requests", "stride_table"], do_not_specialize_on_alignment=SLICED)
+def prefill_hopper_kernel(
+    q_ptr,
+    k_descriptor,
+    v_descriptor,
+    out_ptr,
+    lse_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    key_start_loc_ptr,
+    seq_lens_ptr,
+    num_requests,
+    score_scale,
+    v_scale,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    k_pages,
+    k_head_rows,
+    k_head_columns,
+    v_pages,
+    v_head_rows,
+    v_head_columns,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    LSE: gl.constexpr,
+    PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    D: gl.constexpr,
+    BOX: gl.constexpr,
+):
+    """One program: 128 rows (token-major, the heads of a KV head's group within a token) against all keys they see.
+
+    Tiles as ``prefill_kernel`` deals them out. On chip: the query ``(128, D)`` and three tiles each of K and V
+    ``(128, D)`` in shared memory; of each group scores ``(64, 128)`` and output ``(64, D)`` in registers. Memory
+    traffic: Q and output once, K and V once per row tile, which L2 serves.
+    """
+    PARTS: gl.constexpr = D // PART
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    kv_head = gl.program_id(1)
+    request = find_request(query_start_loc_ptr, tile, num_requests, GROUP, BLOCK_M)
+    query_start = gl.load(query_start_loc_ptr + request)
+    query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
+    tokens_before = query_start - gl.load(query_start_loc_ptr)
+    first = (tile - tokens_before * GROUP // BLOCK_M - request) * BLOCK_M
+    seq_len = gl.load(seq_lens_ptr + request)
+    high = seq_len
+    full_high = seq_len
+    if CAUSAL:
+        last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
+        high = gl.minimum(gl.maximum(seq_len + last_token + 1 - query_len, 0), seq_len)
+        full_high = gl.minimum(gl.maximum(seq_len + first // GROUP + 1 - query_len, 0), high)
+    tiles = gl.where(first < query_len * GROUP, (high + KEYS - 1) // KEYS, 0)
+    full = gl.minimum(full_high // KEYS, tiles)
+    k_row = kv_head * k_head_rows
+    v_row = kv_head * v_head_rows
+    if PAGED:
+        table_ptr += request.to(gl.int64) * stride_table
+    else:
+        key_start = gl.load(key_start_loc_ptr + request)
+        k_row += key_start
+        v_row += key_start
+
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_first = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
+    q_second = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
+    k_smem = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES * PARTS, KEYS, PART], LAYOUT)
+    v_smem = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES * PARTS, KEYS, PART], LAYOUT)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+    smem = (k_smem, v_smem)
+    barriers = (k_ready, k_empty, v_ready, v_empty)
+    pointers = (q_ptr, out_ptr, lse_ptr)
+    position = (first, kv_head, query_start, query_len, seq_len, tiles, full)
+    scales = (score_scale, v_scale)
+    strides = (stride_qt, stride_qh, stride_ot, stride_oh)
+    places = (k_row, kv_head * k_head_columns, v_row, kv_head * v_head_columns)
+    gl.warp_specialize(
+        [
+            (attend_rows, (pointers, q_first, smem, barriers, position, scales, strides,
+             HEADS, GROUP, CAUSAL, LSE, PARTS, False)),
+            (attend_rows, (pointers, q_second, smem, barriers, position, scales, strides,
+             HEADS, GROUP, CAUSAL, LSE, PARTS, True)),
+            (load_tiles, (k_descriptor, v_descriptor, smem, barriers, table_ptr, places, (k_pages, v_pages), tiles,
+             seq_len, PAGED, BLOCK_SIZE, BOX, PARTS, LAYOUT)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def box_rows(block_size: int, paged: bool) -> int:
+    """Return the tokens of a box: the most, up to a tile, that lie in one page."""
+    keys: int = KEYS.value
+    return min(block_size & -block_size, keys) if paged else keys
+
+
+def prefill_hopper_serves(
+    query: Tensor, key: Tensor, value: Tensor, terms: Terms, capability: tuple[int, int], paged: bool, max_seq_len: int
+) -> bool:
+    """Whether the kernel computes this layer, and does so faster than ``prefill_kernel``."""
+    dtype, box = query.dtype, box_rows(key.shape[1], paged)
+    plain = not (terms.window or terms.soft_cap or terms.slopes is not None)
+    return (
+        capability == (9, 0)
+        and triton.__version__.startswith("3.6.")
+        and dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] == HEAD_SIZE
+        and key.ndim < 5
+        and plain
+        and terms.sinks is None
+        and terms.ranges is None
+        and max_seq_len >= SHORTEST
+        and box >= 16
+        and all(describable(tensor, dtype, box, capability) for tensor in (key, value))
+    )
+
+
+def _boxes(tensor: Tensor, box: int) -> tuple[Any, tuple[int, int, int]]:
+    """Return a descriptor of boxes ``(box, PART)`` over K or V, and the rows and columns from page or head to next."""
+    rows = describe(tensor, box, PART.value)
+    matrix = rows.descriptor
+    kind = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([box, PART.value], kind)
+    boxes = hopper.TensorDescriptor(tensor, list(matrix.shape), list(matrix.strides), [box, PART.value], layout)
+    return boxes, (rows.page_rows, rows.head_rows, rows.head_columns)
+
+
+def prefill_hopper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    block_table: Tensor | None = None,
+    key_start_loc: Tensor | None = None,
+    causal: bool = True,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    output_lse: Tensor | None = None,
+    num_tokens: int | None = None,
+) -> None:
+    """Attend from many query tokens per request; arguments as ``prefill_attention`` has them.
+
+    K and V hold whole boxes (``describable`` with ``box_rows``); rows between the requests' keys may hold anything.
+    """
+    tokens, heads, head_size = query.shape
+    group, paged = heads // value.shape[-2], block_table is not None
+    block_size = key.shape[1] if paged else 1
+    box = box_rows(block_size, paged)
+    (keys, k_places), (values, v_places) = _boxes(key, box), _boxes(value, box)
+    tokens = tokens if num_tokens is None else num_tokens
+    prefill_hopper_kernel[(tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2])](
+        query, keys, values, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, len(seq_lens),
+        scale * k_scale * LOG2E, v_scale, *query.stride()[:2], *output.stride()[:2],
+        0 if block_table is None else block_table.stride(0), *k_places, *v_places,
+        heads, group, causal, output_lse is not None, paged, block_size, head_size, box,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip

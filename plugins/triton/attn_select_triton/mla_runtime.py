@@ -1,0 +1,256 @@
+"""``TRITON_MLA`` at run time: decodes on the latent cache, prefills on decompressed keys and values.
+
+The decode's kernel is the plan's: ``kernels.mla_decode_hopper`` or ``kernels.mla_decode``. Partial results of split
+keys go through one workspace that the builder reserves and all layers share.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import triton
+from torch import Tensor
+
+from attn_select.errors import KernelMismatchError
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select_triton.kernels.launch import Terms, capability_of, sm_count
+from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
+from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.launching import on_device
+from attn_select_triton.triton_mla import GLUON_PATH
+
+MOST_FIXED_SPLITS, LEAST_FIXED_TOKENS, TILE = 16, 1024, 64
+"""Batch-invariant splits: at most so many, of at least so many tokens each, whole tiles."""
+_CAUSAL, _WHOLE = Terms(causal=True), Terms(causal=False)
+
+
+@dataclass(slots=True)
+class MLADecode:
+    """Decodes of one batch.
+
+    Attributes:
+        num_tokens: queries of all requests.
+        arguments: of ``mla_decode`` that are the same for all layers.
+    """
+
+    num_tokens: int
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class MLAPrefill:
+    """One call on decompressed keys and values.
+
+    Attributes:
+        num_tokens: queries of all requests.
+        arguments: of ``prefill_attention`` that are the same for all layers.
+    """
+
+    num_tokens: int
+    arguments: dict[str, Any]
+
+
+def fixed_split_tokens(max_model_len: int) -> int:
+    """Return the keys of a batch-invariant split. It depends on the model's length alone, not on any batch."""
+    even = -(-max_model_len // (MOST_FIXED_SPLITS * TILE)) * TILE
+    return max(LEAST_FIXED_TOKENS, even)
+
+
+class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
+    """Builds the metadata of one kind of layers: launch, number of splits and the workspace for their results.
+
+    Raises:
+        KernelMismatchError: the plan's kernel is not one for this device and this Triton.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        config, plan = context.config, context.plans.get("decode")
+        self._causal = not config.non_causal
+        self._workspace: Tensor | None = None
+        if plan is None:
+            return
+        rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
+        longest = 1 + config.num_speculative_tokens
+        self._launch = mla_launch(
+            capability_of(context.device),
+            config.num_heads * longest,
+            rank,
+            rope,
+            cast(int, context.block_size),
+            PLAIN_DTYPES[config.dtype],
+            storage_dtype(config.cache_dtype),
+            gluon=plan.path == GLUON_PATH,
+        )
+        if self._launch.hopper != (plan.path == GLUON_PATH):
+            raise KernelMismatchError(
+                f"the plan says {plan.path} ({plan.because}), which does not run on {context.device} with Triton "
+                f"{triton.__version__}",
+                hint="select on the machine that runs the layers",
+            )
+        self._sms = sm_count(context.device)
+        self._per_token = config.num_heads * (rank + 1)
+        room = plan.workspace_bytes // 4
+        self._split_tokens = 0
+        if config.batch_invariant:
+            self._split_tokens = fixed_split_tokens(context.max_model_len)
+            tokens = min(context.max_num_batched_tokens, context.max_num_seqs * longest)
+            room = tokens * self._per_token * self._fixed_splits(context.max_model_len)
+        self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
+
+    def _fixed_splits(self, max_seq_len: int) -> int:
+        # Never one: its LSE would skip the merge, and differ in the last bit from that of a batch with longer requests.
+        return max(2, -(-max_seq_len // self._split_tokens))
+
+    def _num_splits(self, common: CommonAttentionMetadata) -> int:
+        if self._split_tokens:
+            return self._fixed_splits(common.max_seq_len)
+        row_tiles = -(-self.context.config.num_heads * common.max_query_len // self._launch.block_m)
+        return mla_num_splits(common.num_reqs * row_tiles, common.max_seq_len, self._sms)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLADecode:
+        """As ``AttentionMetadataBuilder.build``: launches nothing, and every tensor in it is the batch's own.
+
+        Raises:
+            BatchError: partial results would take more than what was reserved.
+        """
+        common, workspace = common_attn_metadata, self._workspace
+        assert workspace is not None
+        splits = self._num_splits(common)
+        wanted = common.num_actual_tokens * splits * self._per_token
+        if splits > 1 and wanted > workspace.numel():
+            reserved = workspace.numel() // self._per_token
+            raise BatchError(
+                f"{common.num_actual_tokens} decode tokens in {splits} splits, for max_seq_len = {common.max_seq_len}: "
+                f"partial results are reserved for {reserved} in all, by max_model_len = {self.context.max_model_len} "
+                f"and max_num_seqs = {self.context.max_num_seqs}"
+            )
+        arguments = {
+            "query_start_loc": common.query_start_loc,
+            "seq_lens": common.seq_lens,
+            "block_table": common.block_table_tensor,
+            "max_query_len": common.max_query_len,
+            "launch": self._launch,
+            "num_splits": splits,
+            "split_tokens": self._split_tokens,
+            "workspace": workspace,
+            "causal": self._causal and common.causal,
+        }
+        return MLADecode(common.num_actual_tokens, arguments)
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: ``build`` ignores a common prefix."""
+        return False
+
+    def build_prefill(self, varlen: VarlenMetadata) -> MLAPrefill:
+        """Return the metadata of one ``forward_mha`` call."""
+        starts = varlen.key_start_loc
+        # The kernel chooses its tiles by the longest request, which batch invariance must not see.
+        longest = self.context.max_model_len if self.context.config.batch_invariant else varlen.max_key_len
+        arguments = {
+            "query_start_loc": varlen.query_start_loc,
+            "key_start_loc": starts[:-1],
+            "seq_lens": starts[1:] - starts[:-1],
+            "max_seq_len": longest,
+            "terms": _CAUSAL if varlen.causal else _WHOLE,
+        }
+        return MLAPrefill(int(varlen.query_start_loc_cpu[-1]), arguments)
+
+
+class TritonMLAImpl(MLAAttentionImpl):
+    """Runs one layer."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        self._fp8 = context.config.cache_dtype in FP8_DTYPES
+        self._decode = on_device(context.device, mla_decode)
+        self._prefill = on_device(context.device, prefill_attention)
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: MLADecode,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``layer.scales.k_float``."""
+        tokens, part = attn_metadata.num_tokens, output
+        if query.shape[0] != tokens or output.shape[0] != tokens:
+            query, part = query[:tokens], output[:tokens]
+        kv_scale = layer.scales.k_float if self._fp8 else 1.0
+        lse = output_lse if output_lse is None or output_lse.shape[0] == tokens else output_lse[:tokens]
+        dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
+        self._decode(
+            query,
+            kv_cache,
+            part,
+            scale=self.scale,
+            kv_scale=kv_scale,
+            output_lse=dense,
+            **attn_metadata.arguments,
+        )
+        if lse is not None and dense is not None and dense is not lse:
+            lse.copy_(dense)
+        return output
+
+    def forward_mha(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_metadata: MLAPrefill,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mha``."""
+        tokens = attn_metadata.num_tokens
+        part, lse = output[:tokens], None if output_lse is None else output_lse[:tokens]
+        if not tokens or not key.shape[0]:
+            part.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
+            return output
+        dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
+        self._prefill(query[:tokens], key, value, part, scale=self.scale, output_lse=dense, **attn_metadata.arguments)
+        if lse is not None and dense is not None and dense is not lse:
+            lse.copy_(dense)
+        return output
+
+
+class TritonMLABackend(AttentionBackend):
+    """``TRITON_MLA``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``TRITON_MLA``."""
+        return "TRITON_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonMLAImpl]:
+        """Return ``TritonMLAImpl``."""
+        return TritonMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
+        """Return ``TritonMLAMetadataBuilder``."""
+        return TritonMLAMetadataBuilder

@@ -1,0 +1,103 @@
+"""What serves the shared operations: kernels behind the signatures of ``attn_select.runtime.torch_ops``.
+
+Triton casts to e4m3 from compute capability 8.9 on; below, torch writes e4m3.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_select import layouts
+from attn_select.config import AttentionConfig
+from attn_select.runtime import torch_ops
+from attn_select.runtime.kv_cache import paged_attention_views
+from attn_select.runtime.scales import Scales
+from attn_select_triton.hardware import E4M3_FROM
+from attn_select_triton.kernels import cache, convert, mla_cache
+from attn_select_triton.kernels.convert import flatten_block_table
+from attn_select_triton.kernels.merge import merge_attn_states
+from attn_select_triton.views import key_value_halves
+
+__all__ = [
+    "concat_and_cache_mla",
+    "flatten_block_table",
+    "gather_cache_mla",
+    "merge_attn_states",
+    "quantize_fp8",
+    "reshape_and_cache",
+]
+
+
+@lru_cache(maxsize=64)
+def _casts(device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype != torch.float8_e4m3fn or device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= E4M3_FROM
+
+
+def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale and cast in one pass."""
+    if not _casts(numbers.device, dtype):
+        return torch_ops.quantize_fp8(numbers, scale, dtype)
+    return convert.quantize_fp8(numbers, scale, dtype)
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str,
+    config: AttentionConfig,
+    scales: Scales,
+) -> None:
+    """Write keys and values, any layout, in one pass."""
+    if not _casts(kv_cache.device, kv_cache.dtype):
+        torch_ops.reshape_and_cache(key, value, kv_cache, slot_mapping, layout, config, scales)
+        return
+    if layout == layouts.PAGED_ATTENTION:
+        keys, values = paged_attention_views(kv_cache, config)
+        values = values.permute(0, 3, 1, 2)
+    else:
+        keys, values = key_value_halves(kv_cache, layout, config)
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    cache.write_kv(key, value, keys, values, slot_mapping, scales.k, scales.v)
+
+
+def concat_and_cache_mla(
+    kv_c_normed: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str,
+    config: AttentionConfig,
+    scales: Scales,
+) -> None:
+    """Write latents of layout ``MLA`` in one pass; ``FP8_DS_MLA`` in torch."""
+    if layout != layouts.MLA or not _casts(kv_cache.device, kv_cache.dtype):
+        torch_ops.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, layout, config, scales)
+        return
+    mla_cache.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, scales.k)
+
+
+def gather_cache_mla(
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    start_loc: Tensor,
+    num_tokens: int,
+    block_size: int,
+    config: AttentionConfig,
+    scales: Scales,
+) -> None:
+    """Gather latents in one pass."""
+    arguments = (kv_cache, output, block_table, starts, start_loc, num_tokens, block_size)
+    if not _casts(kv_cache.device, kv_cache.dtype):
+        torch_ops.gather_cache_mla(*arguments, config, scales)
+        return
+    mla_cache.gather_cache_mla(*arguments, scales.k)

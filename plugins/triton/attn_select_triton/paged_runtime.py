@@ -1,0 +1,296 @@
+"""``PAGED_ATTENTION`` at run time: decodes by version 1 or 2, prefills by the kernel of ``TRITON_ATTN``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+)
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.kv_cache import paged_attention_views
+from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select_triton.attn_schedule import Chunk, gathered_chunks
+from attn_select_triton.kernels.cache import GATHER_ALIGN
+from attn_select_triton.kernels.launch import Terms, capability_of
+from attn_select_triton.kernels.paged_attention import (
+    Partials,
+    classic_prefill_launch,
+    gather_classic,
+    paged_attention_v1,
+    paged_attention_v2,
+)
+from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.launching import on_device
+from attn_select_triton.paged_attention import (
+    PARTITION_SIZE,
+    V1_LEAST_ROWS,
+    V1_MOST_TOKENS,
+    WORKSPACE_BYTES,
+    Version,
+    chosen_version,
+    partial_bytes,
+)
+from attn_select_triton.views import CacheViews, Views
+
+COPY_ROWS = 256
+"""Query rows of a KV head's group that must attend to each key, on average, for its copy out of the cache to pay."""
+
+
+def copy_pays(query_lens: Sequence[int], seq_lens: Sequence[int], group: int) -> bool:
+    """Whether prefills read keys and values so often that these are copied into rows first (``COPY_ROWS``)."""
+    pairs = sum(query_len * (seq_len - query_len / 2) for query_len, seq_len in zip(query_lens, seq_lens, strict=True))
+    return pairs * group >= COPY_ROWS * sum(seq_lens)
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Requests of one launch.
+
+    Attributes:
+        arguments: of ``prefill_attention``.
+        gather: of ``gather_classic``, which comes before; None: keys and values are read where they lie.
+    """
+
+    arguments: dict[str, Any]
+    gather: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class PagedAttentionMetadata:
+    """One step for all layers of a kind.
+
+    Attributes:
+        version: what runs the decodes, which come first; None: there are none. A captured graph keeps it.
+        decode: arguments of the version's kernel.
+        prefills: launches for the other requests.
+        prompts: arguments of ``prefill_attention`` for all of them over the step's own keys, where there are no others.
+        causal: of the prefills.
+    """
+
+    version: Version | None = None
+    decode: dict[str, Any] = field(default_factory=dict)
+    prefills: list[Prefill] = field(default_factory=list)
+    prompts: dict[str, Any] | None = None
+    causal: bool = True
+
+
+class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
+    """Builds the metadata of one kind of layers; reserves the workspaces of its plans.
+
+    Attributes:
+        partials: room for version 2's partial results; None where it never runs.
+        gathered: K and V ``(rows, num_kv_heads, head_size)`` for what is copied out of the cache; None: nothing is.
+    """
+
+    reorder_batch_threshold = 1
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        config, prefill = context.config, context.plans.get("prefill")
+        self.partials = room_for_partials(context) if "decode" in context.plans else None
+        self.gathered = None if prefill is None else room_for_copies(context, prefill.workspace_bytes)
+        self._group = config.num_heads // config.num_kv_heads
+        self._cached_as_is = config.cache_dtype == config.dtype
+        dtypes = PLAIN_DTYPES[config.dtype], storage_dtype(config.cache_dtype)
+        self._launch = classic_prefill_launch(capability_of(context.device), config.head_size, *dtypes)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        """As ``AttentionMetadataBuilder.build``. Launches nothing; it copies rows of a workspace to the device."""
+        common, num_reqs, num_decodes = common_attn_metadata, common_attn_metadata.num_reqs, 0
+        if common.max_query_len > 1:
+            # A batch padded for a graph ends in requests without a query, which are no decodes behind prefills.
+            lens = common.query_lens_cpu.tolist()
+            while num_reqs and not lens[num_reqs - 1]:
+                num_reqs -= 1
+        if "decode" in self.context.plans:
+            num_decodes = split_decodes_and_prefills(common.requests(0, num_reqs)).num_decodes
+        metadata = PagedAttentionMetadata(causal=common.causal)
+        if num_decodes:
+            self._decodes(metadata, common, num_decodes)
+        if num_decodes == num_reqs:
+            return metadata
+        part = slice(num_decodes, num_reqs)
+        query_lens, seq_lens = common.query_lens_cpu[part].tolist(), common.seq_lens_cpu[part].tolist()
+        chunks = [Chunk(0, len(query_lens), sum(query_lens), None, 0)]
+        if query_lens == seq_lens and self._cached_as_is:
+            prompts = _arguments(common, part) | {"num_tokens": sum(query_lens), "max_seq_len": max(seq_lens)}
+            metadata.prompts = prompts | {"block_table": None, "key_start_loc": prompts["query_start_loc"][:-1]}
+        elif self.gathered is not None and copy_pays(query_lens, seq_lens, self._group):
+            chunks = gathered_chunks(query_lens, seq_lens, 0, len(self.gathered[0]))
+        metadata.prefills = self._prefills(common, num_decodes, chunks)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
+        """Leave a mixed batch to prefill as a whole: which of its requests are decodes will differ at each replay."""
+        common = common_attn_metadata
+        if common.max_query_len <= 1:
+            return self.build(0, common)
+        chunk = Chunk(0, common.num_reqs, common.num_actual_tokens, None, 0)
+        return PagedAttentionMetadata(prefills=self._prefills(common, 0, [chunk]), causal=common.causal)
+
+    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Return False: the kernels return no log-sum-exp to merge by."""
+        return False
+
+    def _decodes(self, metadata: PagedAttentionMetadata, common: CommonAttentionMetadata, count: int) -> None:
+        """Choose the version for the first ``count`` requests."""
+        longest = common.max_seq_len if count == common.num_reqs else int(common.seq_lens_cpu[:count].max())
+        longest = min(longest, self.context.max_model_len)
+        metadata.version = chosen_version(count, self.context.config.num_heads, longest)
+        metadata.decode = _arguments(common, slice(0, count))
+        if metadata.version == "v2":
+            own = {"partials": self.partials, "max_seq_len": longest, "partition_size": PARTITION_SIZE}
+            metadata.decode |= own
+
+    def _prefills(self, common: CommonAttentionMetadata, first: int, chunks: Sequence[Chunk]) -> list[Prefill]:
+        """Return the launches of the requests from ``first`` on, in chunks of them."""
+        starts = [row for chunk in chunks for row in chunk.starts or [0] * (chunk.last - chunk.first)]
+        rows: Tensor | None = None
+        if any(chunk.starts is not None for chunk in chunks):
+            rows = to_device(torch.tensor(starts, dtype=torch.int32), self.context.device)
+        found = []
+        for chunk in chunks:
+            arguments = _arguments(common, slice(first + chunk.first, first + chunk.last))
+            gather: dict[str, Any] | None = None
+            if chunk.starts is None or rows is None or self.gathered is None:
+                arguments["launch"] = self._launch
+            else:
+                gather = dict(zip(("key_out", "value_out"), self.gathered, strict=True))
+                gather |= {name: arguments[name] for name in ("block_table", "seq_lens")}
+                gather |= {"key_start_loc": rows[chunk.first : chunk.last], "max_keys": chunk.most_rows}
+                arguments |= {"block_table": None, "key_start_loc": gather["key_start_loc"], "clean": True}
+            arguments |= {"num_tokens": chunk.tokens, "max_seq_len": common.max_seq_len}
+            found.append(Prefill(arguments, gather))
+        return found
+
+
+def _arguments(common: CommonAttentionMetadata, requests: slice) -> dict[str, Any]:
+    """Return what all kernels take of some requests, views of the step's tensors."""
+    table = common.block_table_tensor
+    assert table is not None
+    return {
+        "query_start_loc": common.query_start_loc[requests.start : requests.stop + 1],
+        "seq_lens": common.seq_lens[requests],
+        "block_table": table[requests],
+    }
+
+
+def room_for_copies(context: BackendContext, num_bytes: int) -> tuple[Tensor, Tensor] | None:
+    """Return memory for K and V, ``num_bytes`` for both or what the largest batch takes; None: there is none."""
+    config, dtype = context.config, PLAIN_DTYPES[context.config.dtype]
+    longest = -(-context.max_model_len // GATHER_ALIGN) * GATHER_ALIGN
+    row = 2 * config.num_kv_heads * config.head_size * dtype.itemsize
+    rows = min(num_bytes // row // GATHER_ALIGN * GATHER_ALIGN, context.max_num_seqs * longest)
+    if not rows:
+        return None
+    key, value = torch.empty(2, rows, config.num_kv_heads, config.head_size, dtype=dtype, device=context.device)
+    return key, value
+
+
+def room_for_partials(context: BackendContext) -> Partials | None:
+    """Return room for version 2's partial results, ``WORKSPACE_BYTES`` or one sequence's at most; None: never runs."""
+    config, longest = context.config, context.max_model_len
+    seqs = context.max_num_seqs
+    if longest <= V1_MOST_TOKENS:
+        seqs = min(seqs, V1_LEAST_ROWS // config.num_heads)  # with more of them version 1 runs
+    if longest <= PARTITION_SIZE or not seqs:
+        return None
+    of_one = config.num_heads * -(-longest // PARTITION_SIZE)
+    rows = max(of_one, min(seqs * of_one, WORKSPACE_BYTES // partial_bytes(config)))
+    return Partials.reserve(rows, config.head_size, PLAIN_DTYPES[config.dtype], context.device)
+
+
+class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
+    """Runs one layer."""
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+        config = context.config
+        self._views = CacheViews(lambda kv_cache: paged_attention_views(kv_cache, config))
+        self._terms = {causal: Terms(causal=causal, slopes=alibi_slopes) for causal in (True, False)}
+        self._fp8 = config.cache_dtype in FP8_DTYPES
+        self._attend = on_device(context.device, self._run)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: PagedAttentionMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As ``AttentionImpl.forward``."""
+        assert kv_cache is not None
+        own = (key, value) if key is not None and value is not None else None
+        factors: dict[str, Any] = {"scale": self.scale}
+        if self._fp8:
+            factors |= {"k_scale": layer.scales.k_float, "v_scale": layer.scales.v_float}
+        self._attend(query, own, self._views(kv_cache), attn_metadata, output, factors)
+        return output
+
+    def _run(
+        self,
+        query: Tensor,
+        own: Views | None,
+        cache: Views,
+        metadata: PagedAttentionMetadata,
+        output: Tensor,
+        factors: dict[str, Any],
+    ) -> None:
+        if metadata.version is not None:
+            kernel = paged_attention_v1 if metadata.version == "v1" else paged_attention_v2
+            kernel(query, cache[0], cache[1], output, slopes=self.alibi_slopes, **factors, **metadata.decode)
+        terms = self._terms[metadata.causal]
+        if metadata.prompts is not None and own is not None:
+            prefill_attention(query, own[0], own[1], output, terms=terms, **factors, **metadata.prompts)
+            return
+        for prefill in metadata.prefills:
+            key, value = cache[0], cache[1].permute(0, 3, 1, 2)
+            if prefill.gather is not None:
+                gather_classic(cache[0], cache[1], **prefill.gather)
+                key, value = prefill.gather["key_out"], prefill.gather["value_out"]
+            prefill_attention(query, key, value, output, terms=terms, **factors, **prefill.arguments)
+
+
+class PagedAttentionBackend(AttentionBackend):
+    """``PAGED_ATTENTION``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return ``PAGED_ATTENTION``."""
+        return "PAGED_ATTENTION"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
+        """Return ``PagedAttentionImpl``."""
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """Return ``PagedAttentionMetadataBuilder``."""
+        return PagedAttentionMetadataBuilder

@@ -1,0 +1,47 @@
+"""Compile shape classes for one target without a GPU.
+
+    python plugins/triton/tests/aot/compile_kernels.py 90 [--random 50 --seed 1]
+
+Prints one line of JSON per kernel (``fake_gpu.Compiled`` with its launch and layer), and one per class that the gate
+refuses. ``--random`` takes as many classes as asked for from all that the gates accept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+import torch
+from fake_gpu import compiling, pretend
+from shape_classes import Tensors, random_shape_classes, shape_classes
+
+
+def main() -> None:
+    """Compile, and print what came out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target", type=int)
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    pretend(asked.target)
+    drawn = random_shape_classes(asked.target, asked.random, asked.seed)
+    with compiling() as kernels:
+        for shape in drawn if asked.random else shape_classes(asked.target):
+            layer = ", ".join(
+                f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items()
+            )
+            layer += f", block size {shape.block_size}, {shape.query_len} query tokens"
+            if not shape.accepted(asked.target):
+                print(json.dumps({"refused": layer}), flush=True)
+                continue
+            for launch in shape.launches:
+                launch(Tensors(shape, asked.target))
+                for kernel in kernels:
+                    print(json.dumps({"name": launch.__name__, "layer": layer, **asdict(kernel)}), flush=True)
+                kernels.clear()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A GPU that is not there: launchers run as if on it, and what they would launch is compiled, or only noted.
+
+So a test compiles what a user's call compiles: same launch table, same constants, same specialisation of arguments.
+Wants a process in which Triton's interpreter is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from attn_select_triton.kernels.relaunch import Relaunch
+
+SMS = {75: 72, 80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188}
+"""Multiprocessors of a large chip of each compute capability: Quadro RTX 8000, A100, RTX A6000, RTX 6000 Ada, H100,
+B200 and RTX PRO 6000 Blackwell (NVIDIA data sheets)."""
+INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+"""What products on tensor cores are called in PTX."""
+
+
+class OnGPU(torch.Tensor):
+    """A tensor in CPU memory, never read, that says it is on a GPU; so do its views."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor on the GPU that is not there."""
+    return torch.empty(shape, dtype=dtype).as_subclass(OnGPU)
+
+
+class _Driver:
+    def __init__(self, target: int) -> None:
+        self.target = GPUTarget("cuda", target, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+class _Factories(TorchFunctionMode):
+    """Makes in CPU memory what is asked for on a GPU."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        if options.get("device") is None or torch.device(options["device"]).type != "cuda":
+            return function(*arguments, **options)
+        return function(*arguments, **{**options, "device": "cpu"}).as_subclass(OnGPU)
+
+
+class _Properties:
+    def __init__(self, sms: int) -> None:
+        self.multi_processor_count = sms
+
+
+def pretend(target: int) -> None:
+    """Make this process see a GPU of compute capability ``target / 10``. There is no way back."""
+    driver.set_active(_Driver(target))
+    _Factories().__enter__()
+    torch.cuda.get_device_capability = lambda device=None: divmod(target, 10)  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: _Properties(SMS[target])  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler and ptxas say of one kernel.
+
+    Attributes:
+        kernel: the function's name.
+        launch: grid, constants and options.
+        shared: bytes of shared memory; tensor_memory columns of it on compute capability 10.
+        registers: per thread.
+        spilled: bytes that a thread spills to local memory and loads from there, as ptxas counts its instructions.
+        products: matrix products in the source, float32 ones, which run on FMA units, left out.
+        instructions: tensor-core instructions in the PTX, by name.
+    """
+
+    kernel: str
+    launch: str
+    shared: int
+    tensor_memory: int
+    registers: int
+    spilled: int
+    products: int
+    instructions: dict[str, int]
+
+
+def _constants(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    named = {p.name: value for p, value in zip(function.params, arguments, strict=False) if p.is_constexpr}
+    return ", ".join(f"{name}={value}" for name, value in {**named, **options}.items())
+
+
+def _products(assembly: dict[str, str]) -> int:
+    """Return how many matrix products the kernel has, float32 ones left out."""
+    source = assembly.get("ttir") or assembly["ttgir"]
+    lines = [line for line in source.splitlines() if re.search(r"= (tt\.dot|ttng\.warp_group_dot) ", line)]
+    return sum(1 for line in lines if not re.search(r": tensor<[0-9x]+xf32", line))
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[list[Compiled]]:
+    """Compile what is launched, run nothing; give the list that the kernels go into, each once."""
+    found: list[Compiled] = []
+    seen: set[int] = set()
+    run, knobs.nvidia.dump_ptxas_log, knobs.compilation.always_compile = JITFunction.run, True, True
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        if id(kernel) not in seen:
+            seen.add(id(kernel))
+            said = log.getvalue()
+            stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+            (registers,) = re.findall(r"Used (\d+) registers", said)
+            found.append(
+                Compiled(
+                    self.fn.__name__,
+                    f"{grid} {_constants(self, arguments, options)}",
+                    kernel.metadata.shared,
+                    kernel.metadata.tmem_size or 0,
+                    int(registers),
+                    int(stores) + int(loads),
+                    _products(kernel.asm),
+                    {name: kernel.asm["ptx"].count(name) for name in INSTRUCTIONS if name in kernel.asm["ptx"]},
+                )
+            )
+        return kernel
+
+    again = CompiledKernel.__getitem__
+    JITFunction.run = compile_only
+    CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a kernel that is launched again
+    try:
+        yield found
+    finally:
+        JITFunction.run, CompiledKernel.__getitem__ = run, again
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[tuple[str, str], set[str]]]:
+    """Note what is launched, compile and run nothing.
+
+    Gives a dict from a kernel and its constants to the specialisations that its other arguments asked for: each is one
+    compilation. ``Relaunch`` objects are in it too, each with what it was called for: anything but one is a mistake.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    relaunching: list[Relaunch] = []
+
+    def note(**said: Any) -> bool:
+        function, told = said["fn"].jit_function, said["compile"]
+        constants, options = told["constants"], {name: told[name] for name in ("num_warps", "num_stages")}
+        names = {p.name: constants.get((p.num,)) for p in function.params if p.is_constexpr}
+        others = [
+            (p.name, told["signature"][p.name], told["configs"][0].get((p.num,)))
+            for p in function.params
+            if not p.is_constexpr
+        ]
+        name, kind = function.fn.__name__, str({**names, **options})
+        found.setdefault((name, kind), set()).add(str(others))
+        for one in relaunching:
+            found.setdefault((f"relaunch {id(one)}", name), set()).add(f"{kind} {others}")
+        return True
+
+    call = Relaunch.__call__
+
+    def relaunch(self: Relaunch, *arguments: Any) -> None:
+        relaunching.append(self)
+        call(self, *arguments)
+        relaunching.pop()
+
+    knobs.runtime.jit_cache_hook, Relaunch.__call__ = note, relaunch  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook, Relaunch.__call__ = None, call  # type: ignore[method-assign]

@@ -1,0 +1,124 @@
+"""Every kernel that the gates accept compiles without a GPU into the chip it is for; lengths are not compiled in.
+
+The compiler works in processes of its own, since here Triton's interpreter may be on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+pytest.importorskip("torch", reason="needs torch")
+
+pytestmark = pytest.mark.slow
+
+SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute
+capability)."""
+TENSOR_MEMORY = 512
+"""Columns of tensor memory of a multiprocessor of compute capability 10 (PTX ISA, tcgen05)."""
+SPILLED = 1024
+"""Bytes of spill instructions in a kernel's code that are taken as harmless. The kernels' tiles fill the registers, and
+the fastest that were measured, those of the Hopper MLA decode, have 852."""
+SPILLED_MORE = {
+    ("mla_decode_kernel", 75): 8192,  # products on FMA units, of operands in float32: tiles of 8 rows still do not fit
+    ("mla_decode_kernel", 90): 2560,  # 64 rows over an FP8 cache, which goes through registers to 16 bits
+}
+ATTENTION = (
+    "decode_kernel", "prefill_kernel", "mla_decode_kernel", "paged_attention_v1_kernel", "paged_attention_v2_kernel",
+)  # fmt: skip
+OTHERS = (
+    "reshape_and_cache_kernel", "gather_pages_kernel", "merge_splits_kernel", "merge_attn_states_kernel",
+    "concat_and_cache_mla_kernel", "gather_cache_mla_kernel", "paged_attention_v2_reduce_kernel",
+    "gather_classic_kernel", "quantize_fp8_kernel", "flatten_block_table_kernel",
+)  # fmt: skip
+Report = list[dict[str, Any]]
+
+
+def run(script: str, target: int, cache: Path) -> str:
+    """Return what a script of ``aot`` prints, run with a Triton cache of its own and without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = Path(__file__).parent / "aot" / f"{script}.py"
+    done = subprocess.run(
+        [sys.executable, str(path), str(target)], capture_output=True, text=True, check=False,
+        env=environment | {"TRITON_CACHE_DIR": str(cache / f"{script} {target}")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def report(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], Report]]:
+    """A function from a target to its kernels. The targets of this run are compiled two at a time from the start."""
+    cache = tmp_path_factory.mktemp("triton")
+    mine = [item for item in request.session.items if item.path == request.path]
+    targets = dict.fromkeys(item.callspec.params["target"] for item in mine if "report" in item.fixturenames)
+    with ThreadPoolExecutor(2) as pool:
+        lines: dict[int, Future[str]] = {
+            target: pool.submit(run, "compile_kernels", target, cache) for target in targets
+        }
+        yield lambda target: [json.loads(line) for line in lines[target].result().splitlines()]
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:
+    kernels = [line for line in report(target) if "refused" not in line]
+    wanted = {*ATTENTION, *OTHERS, *(["mla_decode_hopper_kernel"] if target == 90 else [])}
+    assert {line["kernel"] for line in kernels} == wanted
+    for line in kernels:
+        assert line["shared"] <= SHARED_MEMORY[target] << 10, line
+        assert line["tensor_memory"] <= (TENSOR_MEMORY if target == 100 else 0), line
+
+
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_the_gate_refuses_what_does_not_compile(target: int, report: Callable[[int], Report]) -> None:
+    """e4m3 below compute capability 8.9, and nothing else of what is asked."""
+    refused = [line["refused"] for line in report(target) if "refused" in line]
+    assert all("fp8_e4m3" in layer for layer in refused)
+    assert bool(refused) == (target < 89)
+
+
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_products_run_on_tensor_cores(target: int, report: Callable[[int], Report]) -> None:
+    """From 8.0 on, but for float32, which is exact, on FMA units. Wide tiles have the chip's own instruction."""
+    multiplying = [line for line in report(target) if line.get("products")]
+    assert {line["kernel"] for line in multiplying} >= set(ATTENTION)
+    for line in multiplying:
+        assert bool(line["instructions"]) == (target >= 80), line
+    newest = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(target)
+    for line in multiplying:
+        if newest and line["kernel"] == "prefill_kernel":
+            assert newest in line["instructions"], line
+
+
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_registers_suffice(target: int, report: Callable[[int], Report]) -> None:
+    for line in report(target):
+        if "refused" not in line:
+            assert line["spilled"] <= SPILLED_MORE.get((line["kernel"], target), SPILLED), line
+
+
+@pytest.mark.parametrize("target", [75, 90])
+def test_batches_of_all_sizes_share_their_kernels(target: int, tmp_path: Path) -> None:
+    """New lengths, batch sizes, table widths and slices compile nothing anew, but where the launch table says so.
+
+    And a kernel that is launched again without being looked up is the one that would have been found.
+    """
+    lines = run("count_compilations", target, tmp_path).splitlines()
+    assert sum("relaunch" not in line for line in lines) > 30
+    assert sum("relaunch" in line for line in lines) > 10
+    for line in lines:
+        count, kernel = line.split(" ", 1)
+        assert count == "1", kernel

@@ -1,0 +1,86 @@
+"""TRITON_ATTN runs what its spec promises: in the interpreter on a CPU, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+import torch
+
+from attn_select.spec import Fact
+from attn_select.testing import BackendConformance
+from attn_select_triton import attn_schedule
+from attn_select_triton.triton_attn import CAPABILITIES, TRITON_ATTN
+
+_CAPABILITIES = replace(CAPABILITIES, dtypes=Fact(("float16", "float32"), "what the interpreter multiplies right"))
+
+
+@pytest.mark.slow
+class TestInterpreted(BackendConformance):
+    """Few configurations, since the interpreter takes a second for each; bfloat16 it multiplies as integers."""
+
+    spec = replace(TRITON_ATTN, capabilities={"prefill": _CAPABILITIES, "decode": _CAPABILITIES})
+    device = "cpu"
+    gate_device = "h100"
+    num_configs = 40
+    heads = ((1, 1), (4, 2), (7, 1))
+    nan_tail_safe = True
+
+
+class OnGPU(BackendConformance):
+    """Seeds are classes of their own, so that processes can share them out: every shape class is compiled first."""
+
+    spec = TRITON_ATTN
+    num_configs = 130
+    max_compile_keys = 12
+    nan_tail_safe = True
+
+    @pytest.fixture(autouse=True)
+    def _needs_a_gpu(self) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestSeed0(OnGPU):
+    seed = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestSeed1(OnGPU):
+    seed = 1
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestSeed2(OnGPU):
+    seed = 2
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestSeed3(OnGPU):
+    seed = 3
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+class TestGathering(OnGPU):
+    """As the others, but steps so small gather their pages, and split the keys of their prefills, too."""
+
+    seed = 4
+    num_configs = 80
+
+    @pytest.fixture(autouse=True)
+    def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def way(ways: Sequence[str], query_lens: Sequence[int], seq_lens: Sequence[int], **_: object) -> str:
+            return "gathered" if sum(seq_lens) % 2 else "split"
+
+        monkeypatch.setattr(attn_schedule, "prefill_way", way)
+        monkeypatch.setattr(attn_schedule, "LEAST_SPLIT", 16)

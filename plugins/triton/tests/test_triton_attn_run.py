@@ -1,0 +1,502 @@
+"""TRITON_ATTN's layer against the oracle: every path of the builder, captured steps, cascade, batch invariance."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+import torch
+
+from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.runtime import Capacity
+from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
+from attn_select.testing import Problem, same_bits
+from attn_select_triton import attn_schedule
+
+layers: Any = sys.modules["triton_layers"]
+MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
+UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
+
+
+def builder_of(group: Any) -> Any:
+    return group.backends[0].builder
+
+
+@pytest.fixture
+def always_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attn_schedule, "prefill_way", lambda *_, **__: "gathered")
+
+
+@pytest.fixture
+def always_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attn_schedule, "prefill_way", lambda *_, **__: "split")
+
+
+def many_sms(group: Any, count: int = 100) -> Any:
+    """Make the builder schedule for a GPU that is hard to fill."""
+    builder_of(group)._sms = count
+    return group
+
+
+# --- Layouts, blocks, padding ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND])
+@pytest.mark.parametrize("fields", [{}, {"head_size": 48, "v_head_size": 32}, {"block_size": 48}], ids=str)
+def test_every_layout_is_read_where_it_lies(layout: str, fields: dict[str, Any], device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config(**fields), layout)
+    assert group.kv_layout == layout
+    layers.check(group, layers.problem_of(group, MIXED))
+
+
+def test_pages_are_handed_through(device: torch.device) -> None:
+    for size in (16, 32, 48, 64, 192, 256):
+        group = layers.made(device, layers.layer_config(block_size=size))
+        assert (group.block_size, group.kernel_block_size) == (size, size)
+
+
+def test_views_do_not_keep_the_cache(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config())
+    problem = layers.problem_of(group, ((1, 20),))
+    layer = layers.layer_of(group, problem)
+    metadata = group.build(layers.common_of(problem))
+    for _ in range(2):
+        kv_cache = problem.written_cache()
+        layer(problem.query, None, None, kv_cache, metadata)
+    views = next(iter(layer.impls.values()))._views
+    assert views._views is not None
+    del kv_cache
+    assert views._views is None
+
+
+def test_nothing_to_do(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config())
+    problem = layers.problem_of(group, ((0, 9), (0, 0)))
+    output, lse = layers.run(group, problem)
+    assert output.shape == (0, 4, 32)
+    assert lse.shape == (0, 4)
+
+
+# --- Decodes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, (3, 256)),
+        ({"sinks": True, "sliding_window": 600}, (3, 256)),
+        ({"sliding_window": 300}, (1, 300)),
+        ({"kv_cache_dtype": "fp8_e5m2"}, (2, 350)),
+    ],
+    ids=str,
+)
+def test_long_requests_are_split_and_short_ones_are_not(
+    fields: dict[str, Any], wanted: tuple[int, int], device: torch.device
+) -> None:
+    group = many_sms(layers.made(device, layers.layer_config(**fields)), 4)
+    problem = layers.problem_of(group, UNEVEN)
+    (part,) = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert part.decode.splits[:2] == wanted
+    layers.check(group, problem)
+
+
+def test_equal_requests_get_equal_splits() -> None:
+    wanted = {"units": 8, "sms": 132, "most": 100, "fp8": False}
+    assert attn_schedule.split_keys(requests=64, longest=4096, total=64 * 4096, **wanted) == (1, 4096)
+    assert attn_schedule.split_keys(requests=8, longest=16384, total=8 * 16384, **wanted) == (4, 4096)
+    assert attn_schedule.split_keys(requests=1, longest=131072, total=131072, **wanted) == (32, 4096)
+
+
+def test_a_batch_that_is_a_little_uneven_is_split_evenly() -> None:
+    lens = range(1024, 16385, 1024)
+    wanted = {"units": 8, "sms": 132, "most": 100, "fp8": False}
+    assert attn_schedule.split_keys(requests=16, longest=16384, total=sum(lens), **wanted) == (2, 8192)
+
+
+def test_one_long_request_among_short_ones_is_split_as_if_alone() -> None:
+    wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "sms": 132, "fp8": False}
+    splits, tokens = attn_schedule.split_keys(**wanted, most=100)
+    assert splits == 22
+    assert 6000 < tokens < 6300
+    # Where the workspace has room for fewer, they are larger and still cover everything.
+    splits, tokens = attn_schedule.split_keys(**wanted, most=8)
+    assert (splits, tokens) == (8, 16384)
+
+
+def test_splits_fit_the_reserved_workspace(device: torch.device) -> None:
+    group = many_sms(layers.made(device, layers.layer_config(), group_capacity=Capacity(16, 1024, 4096)), 10_000)
+    builder = builder_of(group)
+    row = 4 * (32 + 1)
+    builder._workspace = builder._workspace[: 3 * 4 * row]
+    problem = layers.problem_of(group, UNEVEN)
+    (part,) = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert part.decode.num_splits == 3
+    layers.check(group, problem)
+
+
+def test_speculative_queries_and_prefills_in_one_batch(device: torch.device) -> None:
+    group = many_sms(layers.made(device, layers.layer_config(num_speculative_tokens=3)))
+    assert group.reorder_batch_threshold == 4
+    problem = layers.problem_of(group, ((4, 600), (1, 30), (3, 3), (4, 0), (0, 5), (40, 60), (5, 5)))
+    parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert [part.decode is not None for part in parts] == [True, False]
+    layers.check(group, problem)
+
+
+# --- Prefills -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": 20},
+        {"non_causal": True},
+        {"mm_prefix": True, "sliding_window": 9},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "float32", "head_size": 96, "v_head_size": 64},
+        {"attn_type": "encoder_decoder"},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("always_gather")
+def test_gathered(fields: dict[str, Any], device: torch.device) -> None:
+    requests = ((1, 40), (1, 33), (70, 140), (17, 17), (100, 130))
+    group = layers.made(device, layers.layer_config(**fields))
+    problem = layers.problem_of(group, requests)
+    parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert [part.gather is not None for part in parts] == [False, True]
+    layers.check(group, problem)
+
+
+@pytest.mark.usefixtures("always_gather")
+def test_what_does_not_fit_is_gathered_in_chunks_or_not_at_all(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config())
+    builder = builder_of(group)
+    builder._gathered = tuple(tensor[:192] for tensor in builder._gathered)
+    problem = layers.problem_of(group, ((1, 40), (30, 100), (17, 64), (40, 120), (20, 200), (9, 9), (65, 65)))
+    parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    rows = [None if part.gather is None else part.gather.arguments["key_start_loc"].tolist() for part in parts]
+    assert rows == [None, [0, 128], [0], None, [0, 64]]
+    layers.check(group, problem)
+
+
+def test_a_window_bounds_what_is_gathered() -> None:
+    (chunk,) = attn_schedule.gathered_chunks([512], [100_000], 4096, 8192)
+    assert chunk.most_rows <= 4096 + 512 + 2 * 64
+    assert chunk.starts == [-(100_000 - 512 - 4095) // 64 * 64 + 64 * bool((100_000 - 512 - 4095) % 64)]
+    (chunk,) = attn_schedule.gathered_chunks([512], [100_000], 0, 8192)
+    assert chunk.starts is None
+
+
+def test_the_cheapest_way_is_taken() -> None:
+    """The way that was the fastest on an H100, by less than 5 % where two are named."""
+    every = {"pages": attn_schedule.PAGES, "gathered": attn_schedule.GATHERED, "split": attn_schedule.SPLIT}
+    heads, h100 = (32, 8), {"sms": 132, "causal": True, "window": 0}
+
+    def way(requests: int, seq_len: int, query_len: int, ways: Any = every) -> str:
+        return attn_schedule.prefill_way(ways, [query_len] * requests, [seq_len] * requests, heads=heads, **h100)
+
+    for query_len in (16, 32, 64, 128, 256):
+        assert way(1, 16896, query_len) == "split"
+    assert way(1, 2048, 64) == way(8, 4096, 16) == "split"
+    assert way(8, 4096, 64) in ("pages", "split")
+    gathered = [(1, 16896, 512), (1, 16896, 1024), (1, 2048, 256), (1, 2048, 1024), (8, 4096, 256)]
+    for case in (*gathered, (16, 128, 128), (16, 256, 256), (16, 512, 512)):
+        assert way(*case) == "gathered"
+    fp8 = {**every, "split": attn_schedule.SPLIT_FP8}
+    assert [way(1, 16896, q, fp8) for q in (16, 32, 64, 128)] == ["split"] * 3 + ["gathered"]
+    assert [way(8, 4096, q, fp8) for q in (16, 64, 256)] == ["split", "pages", "gathered"]
+    by_tma = {"pages": attn_schedule.TMA_PAGES, "split": attn_schedule.SPLIT}
+    assert [way(1, 16896, q, by_tma) for q in (64, 512)] == ["split", "pages"]
+
+
+def test_a_window_costs_what_it_holds_on_paper() -> None:
+    every = {"pages": attn_schedule.PAGES, "gathered": attn_schedule.GATHERED}
+    given = {"heads": (32, 8), "sms": 132, "causal": True}
+    ways = [attn_schedule.prefill_way(every, [128], [100_000], window=window, **given) for window in (0, 4096)]
+    assert ways == ["gathered", "gathered"]
+    assert attn_schedule.prefill_way(every, [16] * 64, [4096] * 64, window=0, **given) == "pages"
+
+
+@pytest.mark.parametrize("fields", [{}, {"sinks": True, "sliding_window": 300}, {"alibi": True}], ids=str)
+@pytest.mark.usefixtures("always_split")
+def test_a_few_tokens_over_a_long_context_are_split(fields: dict[str, Any], device: torch.device) -> None:
+    group = many_sms(layers.made(device, layers.layer_config(**fields)))
+    problem = layers.problem_of(group, ((1, 90), (1, 3), (20, 700), (9, 9), (3, 40)))
+    parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert [part.decode.num_splits > 1 for part in parts] == [True, True]
+    layers.check(group, problem)
+
+
+def test_images_of_other_steps_are_left_out(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config(mm_prefix=True))
+    problem = layers.problem_of(group, ((1, 40), (30, 60), (60, 60)))
+    ranges = (((2, 9), (11, 20)), ((3, 9), (35, 44), (50, 50)), ((0, 4), (7, 30), (40, 59)))
+    problem = dataclasses.replace(problem, mm_prefix_ranges=ranges)
+    decode, prefill = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert decode.ranges is None
+    unused = [1, 0]
+    wanted = [[[35, 44], unused, unused, unused], [[0, 4], [7, 30], [40, 59], unused]]
+    assert prefill.ranges.tolist() == wanted
+    layers.check(group, problem)
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 9}, {"non_causal": True, "sliding_window": 30}], ids=str)
+def test_many_images(fields: dict[str, Any], device: torch.device) -> None:
+    """More than the kernel unrolls."""
+    group = layers.made(device, layers.layer_config(mm_prefix=True, **fields))
+    problem = layers.problem_of(group, ((100, 120), (60, 60)))
+    ranges = (tuple((first, first + 5) for first in range(2, 110, 9)), ((0, 40),))
+    problem = dataclasses.replace(problem, mm_prefix_ranges=ranges)
+    (part,) = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert part.ranges.shape == (2, 16, 2)
+    layers.check(group, problem)
+
+
+@pytest.mark.parametrize("cap", [0.5, 5.0, 30.0, 200.0])
+def test_float32_is_capped_to_its_last_bits(cap: float, device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config(dtype="float32", head_size=64, logits_soft_cap=cap))
+    problem = layers.problem_of(group, ((1, 3), (9, 9), (20, 60)))
+    _, lse = layers.check(group, problem)
+    assert layers.lse_error(lse, problem.reference()[1]) < 2e-6
+
+
+def test_steps_in_both_directions(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config(sliding_window=12))
+    problem = layers.problem_of(group, MIXED)
+    metadata = group.build(dataclasses.replace(layers.common_of(problem), causal=False))
+    output, lse = layers.run(group, problem, metadata)
+    config = problem.config.model_copy(update={"non_causal": True})
+    layers.compare(group, dataclasses.replace(problem, config=config), output, lse)
+
+
+# --- Cascade --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"sinks": True, "logits_soft_cap": 5.0}, {"kv_cache_dtype": "fp8_e5m2"}], ids=str
+)
+def test_cascade(fields: dict[str, Any], device: torch.device) -> None:
+    group = many_sms(layers.made(device, layers.layer_config(**fields)))
+    builder_of(group)._least_saved = 0
+    requests = (*((1, 256 + 10 + i) for i in range(7)), (20, 290))
+    problem = layers.shared_prefix(layers.problem_of(group, requests), 256 // group.block_size)
+    metadata = group.build(layers.common_of(problem), common_prefix_len=256).parts[0].metadata
+    assert metadata.prefix is not None
+    assert [part.causal for part in metadata.prefix] == [False]
+    layers.check(group, problem, common_prefix_len=256)
+
+
+def test_cascade_must_save_more_than_it_costs(device: torch.device) -> None:
+    config = layers.layer_config(num_heads=32, num_kv_heads=8, head_size=128)
+    builder = builder_of(layers.made(device, config, group_capacity=Capacity(64, 512, 8192)))
+
+    def worthwhile(requests: int, prefix: int) -> bool:
+        return bool(builder.use_cascade_attention(prefix, prepare_batch([1] * requests, [8192] * requests)))
+
+    assert [worthwhile(*case) for case in ((64, 8192), (64, 2048), (16, 8192))] == [True] * 3
+    assert [worthwhile(*case) for case in ((64, 1024), (8, 4096), (7, 8192))] == [False] * 3
+
+
+# --- Batch invariance -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 260}, {"num_speculative_tokens": 2}], ids=str)
+def test_batch_invariance(fields: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attn_schedule, "LEAST_FIXED_SPLIT", 128)
+    group = many_sms(layers.made(device, layers.layer_config(batch_invariant=True, **fields)))
+    problem = layers.problem_of(group, ((1, 700), (1, 129), (1, 128), (1, 5), (40, 300), (20, 20)))
+    output, lse = layers.check(group, problem)
+    bounds = problem.query_start_loc.tolist()
+    for first, last in ((0, 1), (1, 2), (2, 4), (3, 4), (4, 5), (5, 6), (1, 6)):
+        rows = slice(bounds[first], bounds[last])
+        parts = layers.run(group, part_of(problem, first, last))
+        assert same_bits(parts[0], output[rows])
+        assert same_bits(parts[1], lse[rows])
+
+
+def part_of(problem: Problem, first: int, last: int) -> Problem:
+    """Return the step of some requests alone, on the cache that the whole step leaves."""
+    rows = slice(*problem.query_start_loc[[first, last]].tolist())
+    bounds = problem.query_start_loc[first : last + 1]
+    assert problem.block_table is not None
+    assert problem.slot_mapping is not None
+    return dataclasses.replace(
+        problem,
+        requests=problem.requests[first:last],
+        query=problem.query[rows],
+        key=problem.key[rows],
+        value=problem.value[rows],
+        query_start_loc=bounds - bounds[0],
+        seq_lens=problem.seq_lens[first:last],
+        block_table=problem.block_table[first:last],
+        slot_mapping=problem.slot_mapping[rows],
+    )
+
+
+def test_invariant_splits_follow_from_the_models_length() -> None:
+    assert attn_schedule.fixed_split(131072) == 8192
+    assert attn_schedule.fixed_split(1000) == attn_schedule.LEAST_FIXED_SPLIT
+
+
+# --- Captured steps -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("query_len", [1, 3, None])
+@pytest.mark.parametrize("fields", [{}, {"sinks": True, "sliding_window": 300}, {"batch_invariant": True}], ids=str)
+def test_captured_launches_serve_other_batches(
+    fields: dict[str, Any], query_len: int | None, device: torch.device
+) -> None:
+    """What a graph does, without one: the metadata of the capture, tensors of another step at the same addresses."""
+    config = layers.layer_config(num_speculative_tokens=(query_len or 1) - 1, **fields)
+    group = many_sms(layers.made(device, config, group_cuda_graphs=True, group_capacity=Capacity(8, 256, 1024)))
+    static = StaticBatch(group, query_len)
+    captured = group.build_for_cudagraph_capture(static.dummy(4 if query_len else 80))
+    if query_len is None:
+        steps = [((1, 700), (30, 60), (20, 20)), ((1, 3), (1, 90), (70, 80))]
+    else:
+        steps = [((query_len, 700), (query_len, 20)), ((query_len, query_len), (query_len, 90), (query_len, 1000))]
+    for number, requests in enumerate(steps):
+        problem = layers.problem_of(group, requests, seed=number)
+        common = layers.common_of(problem)
+        group.build(static.load(common, 4 if query_len else 80))
+        metadata = dataclasses.replace(captured, slot_mapping=common.slot_mapping)
+        padding = captured.num_actual_tokens - common.num_actual_tokens
+        tensors = [torch.cat([t, t.new_zeros(padding, *t.shape[1:])]) for t in (problem.query,)]
+        output = torch.full_like(tensors[0], torch.nan)
+        lse = torch.full(output.shape[:2], torch.nan, device=device)
+        layer, kv_cache = layers.layer_of(group, problem), problem.written_cache()
+        layer.forward(tensors[0], None, None, kv_cache, metadata, output, lse)
+        tokens = common.num_actual_tokens
+        layers.compare(group, problem, output[:tokens], lse[:tokens])
+
+
+def test_a_small_mixed_graph_knows_not_whose_its_tokens_are(device: torch.device) -> None:
+    config = layers.layer_config(num_speculative_tokens=3)
+    group = layers.made(device, config, group_cuda_graphs=True, group_capacity=Capacity(4, 256, 1024))
+    static = StaticBatch(group, None)
+    captured = group.build_for_cudagraph_capture(static.dummy(2))
+    for requests in (((0, 0), (0, 5), (1, 30), (1, 7)), ((2, 50),), ((1, 700),)):
+        problem = layers.problem_of(group, requests)
+        common = layers.common_of(problem)
+        group.build(static.load(common, 2))
+        query = torch.cat([problem.query, problem.query])[:2]
+        output, lse = torch.full_like(query, torch.nan), torch.full((2, 4), torch.nan, device=device)
+        layers.layer_of(group, problem).forward(query, None, None, problem.written_cache(), captured, output, lse)
+        tokens = common.num_actual_tokens
+        layers.compare(group, problem, output[:tokens], lse[:tokens])
+
+
+def test_a_captured_decode_splits_by_what_the_replay_brings(device: torch.device) -> None:
+    group = many_sms(layers.made(device, layers.layer_config(), group_cuda_graphs=True))
+    static, builder = StaticBatch(group, 1), builder_of(group)
+    (part,) = group.build_for_cudagraph_capture(static.dummy(4)).parts[0].metadata.parts
+    assert part.decode.num_splits == attn_schedule.most_splits(2048, 2, 100, False) == 8
+    address = builder._split_tokens.data_ptr()
+    seen = []
+    for requests in (UNEVEN, ((1, 2000),) * 4):
+        group.build(static.load(layers.common_of(layers.problem_of(group, requests)), 4))
+        seen.append(int(builder._split_tokens))
+    assert seen == [88, 250]
+    builder._sms = 6
+    group.build(static.load(layers.common_of(layers.problem_of(group, ((1, 2000),) * 4)), 4))
+    assert int(builder._split_tokens) == 667
+    assert builder._split_tokens.data_ptr() == address
+
+
+# --- On a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda")
+
+
+STEPS = {"decode": UNEVEN, "mixed": ((1, 700), (1, 3), (200, 900)), "extend": ((16, 2000),), "gather": ((600, 1200),)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}], ids=str)
+def test_neither_build_nor_forward_waits_or_allocates(step: str, fields: dict[str, Any], cuda: torch.device) -> None:
+    config = layers.layer_config(num_heads=8, head_size=64, dtype="bfloat16", **fields)
+    group = layers.made(cuda, config)
+    problem = layers.problem_of(group, STEPS[step])
+    layers.check(group, problem)
+    common, kv_cache, layer = layers.common_of(problem), problem.written_cache(), layers.layer_of(group, problem)
+    output = torch.empty_like(problem.query)
+    arguments = (problem.query, problem.key, problem.value, kv_cache)
+    layer(*arguments, group.build(common), output)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        metadata = group.build(common)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        layer(*arguments, metadata, output)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}], ids=str)
+def test_graphs(fields: dict[str, Any], mixed: bool, cuda: torch.device) -> None:
+    config = layers.layer_config(num_heads=8, head_size=128, dtype="bfloat16", **fields)
+    group = layers.made(cuda, config, group_cuda_graphs=True, group_capacity=Capacity(16, 512, 16384))
+    steps = [((1, 9000), (1, 20), (1, 0), (1, 513)), ((1, 3), (1, 4096))]
+    if mixed:
+        steps = [((1, 9000), (200, 700), (64, 64)), ((1, 3), (1, 400), (300, 9000))]
+    first, second = (layers.problem_of(group, requests) for requests in steps)
+    scales = {name: getattr(first, name) for name in ("q_scale", "k_scale", "v_scale")}
+    problems = [first, dataclasses.replace(second, **scales)]
+    most = max(
+        len(problem.kv_cache) if group.kv_layout != FLASH_ATTN_NHD else problem.kv_cache.shape[1]
+        for problem in problems
+    )
+    kv_cache = group.allocate_kv_cache(most)
+    layer = layers.layer_of(group, problems[0])
+
+    def step(inputs: Any, metadata: Any) -> torch.Tensor:
+        return layer(inputs["query"], inputs["key"], inputs["value"], kv_cache, metadata[group])
+
+    def inputs_of(problem: Problem) -> dict[str, torch.Tensor]:
+        return {"query": problem.query, "key": problem.key, "value": problem.value}
+
+    sizes = [512] if mixed else [2, 8]
+    runner = CudaGraphRunner(step, [group], inputs_of(problems[0]), sizes, mixed=mixed)
+    runner.capture()
+    for problem in problems:
+        axis = 1 if group.kv_layout == FLASH_ATTN_NHD else 0
+        kv_cache.narrow(axis, 0, problem.kv_cache.shape[axis]).copy_(problem.kv_cache)
+        found = runner(inputs_of(problem), {group: layers.common_of(problem)})
+        wanted, _ = problem.reference()
+        worst = layers.relative_error(found, wanted).row
+        assert worst < layers.BOUNDS["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_a_window_costs_what_it_holds(cuda: torch.device) -> None:
+    """Blocks in front of the window are not read: their table entries lead out of the cache."""
+    config = layers.layer_config(num_heads=8, head_size=128, dtype="bfloat16", sliding_window=500)
+    group = layers.made(cuda, config, group_capacity=Capacity(16, 2048, 65536))
+    for requests in (((1, 60000), (1, 700)), ((700, 60000),), ((30, 50000),)):
+        problem = layers.problem_of(group, requests)
+        wanted = problem.reference()
+        table = problem.block_table.clone()
+        for request, (query_len, seq_len) in enumerate(requests):
+            table[request, : max(0, seq_len - query_len - 499) // group.block_size] = 2**31 - 1
+        broken = dataclasses.replace(problem, block_table=table)
+        output, lse = layers.run(group, broken)
+        torch.cuda.synchronize()
+        assert layers.relative_error(output, wanted[0]).row < layers.BOUNDS["bfloat16"]
+        assert layers.lse_error(lse, wanted[1]) < layers.BOUNDS["bfloat16"]

@@ -1,0 +1,65 @@
+"""TRITON_MLA runs what its spec promises: small configurations in Triton's interpreter, many on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from attn_select.environment import Environment  # noqa: E402
+from attn_select.spec import BackendSpec, Fact  # noqa: E402
+from attn_select.testing import BackendConformance  # noqa: E402
+from attn_select_triton import mla_runtime  # noqa: E402
+from attn_select_triton.triton_mla import TRITON_MLA  # noqa: E402
+
+
+def interpretable(spec: BackendSpec) -> BackendSpec:
+    """Return the spec in float16 alone: the interpreter multiplies the bits of bfloat16 as if they were integers."""
+    dtypes = Fact(("float16",), "Triton's interpreter")
+    return replace(spec, capabilities={p: replace(c, dtypes=dtypes) for p, c in spec.capabilities.items()})
+
+
+@pytest.mark.slow
+class TestInterpreted(BackendConformance):
+    """For an H100 whose Triton has another Gluon than the one that was tried: the interpreter runs no Gluon."""
+
+    spec = interpretable(TRITON_MLA)
+    device = "cpu"
+    gate_device = "h100"
+    environment = Environment(assume_installed=True, pins={"triton": "3.7.0"})
+    num_configs = 40
+    heads = ((1, 1), (3, 3))
+    nan_tail_safe = True
+
+    @pytest.fixture(autouse=True)
+    def interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("runs on the GPU")
+        monkeypatch.setattr(mla_runtime, "sm_count", lambda device: 24)  # as one, no keys are split
+
+
+class OnGpu(BackendConformance):
+    """On the GPU of the machine."""
+
+    spec = TRITON_MLA
+    nan_tail_safe = True
+    num_configs: ClassVar[int] = 80
+
+    @pytest.fixture(autouse=True)
+    def gpu(self) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+SUITES: dict[str, dict[str, Any]] = {
+    "TestFewHeads": {"heads": ((1, 1), (4, 4), (16, 16))},
+    "TestManyHeads": {"seed": 1, "heads": ((20, 20), (64, 64), (128, 128))},
+    "TestOddHeads": {"seed": 2, "heads": ((7, 7), (71, 71), (192, 192)), "num_configs": 40},
+}
+for _name, _attributes in SUITES.items():
+    _suite = type(_name, (OnGpu,), {**_attributes, "__module__": __name__})
+    globals()[_name] = pytest.mark.gpu(pytest.mark.slow(_suite))

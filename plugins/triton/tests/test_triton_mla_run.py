@@ -1,0 +1,293 @@
+"""TRITON_MLA's builder and layer: what they reserve, hand to the kernels and leave alone; results by the oracle."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from attn_select.device import lookup  # noqa: E402
+from attn_select.environment import Environment  # noqa: E402
+from attn_select.errors import KernelMismatchError  # noqa: E402
+from attn_select.runtime import BatchError, Capacity, MLAAttention, VarlenMetadata, attention_group  # noqa: E402
+from attn_select.testing import attention_reference, merge_reference, relative_error  # noqa: E402
+from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for  # noqa: E402
+from attn_select_triton import mla_runtime  # noqa: E402
+from attn_select_triton.mla_runtime import fixed_split_tokens  # noqa: E402
+from attn_select_triton.triton_mla import GLUON_PATH, PORTABLE_PATH, TRITON_MLA, gluon_lacks  # noqa: E402
+
+layers: Any = sys.modules["triton_mla_layers"]
+DEVICE, DTYPE, DEEPSEEK, ON_GPU = layers.DEVICE, layers.DTYPE, layers.DEEPSEEK, layers.ON_GPU
+layer_config, group_of, parts_of, layer_of = layers.layer_config, layers.group_of, layers.parts_of, layers.layer_of
+batch, queries, decode = layers.batch, layers.queries, layers.decode
+expected, close = layers.expected, layers.close
+
+
+@pytest.fixture(autouse=True)
+def several_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter counts as one multiprocessor, for which no keys are split."""
+    torch.set_num_threads(1)
+    if not ON_GPU:
+        monkeypatch.setattr(mla_runtime, "sm_count", lambda device: 24)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 128])
+def test_decode_takes_the_allocators_blocks_as_they_are(block_size: int) -> None:
+    group = group_of(layer_config(block_size=block_size))
+    assert group.kernel_block_size == group.served["decode"].context.block_size == block_size
+    lengths = [1, 15, 16, 63, 64, 65, 128, 130]
+    common, cache, latents = batch(group, [1] * 8, lengths)
+    query = queries(group, 8)
+    found = decode(group, common, cache, query, padding=2)
+    close(found, expected(group, common, query, latents))
+    assert found[0][8:].isnan().all()
+    assert found[1][8:].isnan().all()
+
+
+def test_blocks_of_64_unless_asked_otherwise() -> None:
+    assert group_of(layer_config()).block_size == 64
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_several_query_tokens_and_requests_without_keys(causal: bool) -> None:
+    group = group_of(layer_config(num_speculative_tokens=3, num_heads=7, non_causal=not causal))
+    common, cache, latents = batch(group, [4, 1, 3, 2], [130, 0, 3, 64])
+    query = queries(group, 10)
+    found = decode(group, common, cache, query)
+    close(found, expected(group, common, query, latents, causal=causal))
+    assert not found[0][4].any()
+    assert found[1][4].isneginf().all()
+
+
+def test_a_step_may_attend_in_both_directions() -> None:
+    group = group_of(layer_config(num_speculative_tokens=3))
+    common, cache, latents = batch(group, [4, 4], [70, 5])
+    common.causal = False
+    query = queries(group, 8)
+    close(decode(group, common, cache, query), expected(group, common, query, latents, causal=False))
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_caches_by_the_layers_scale(cache_dtype: str) -> None:
+    group = group_of(layer_config(kv_cache_dtype=cache_dtype))
+    common, cache, latents = batch(group, [1, 1], [70, 5])
+    query = queries(group, 2)
+    close(decode(group, common, cache, query, 0.25), expected(group, common, query, latents, scale=0.25))
+
+
+def test_log_sum_exp_of_any_strides() -> None:
+    group = group_of(layer_config())
+    common, cache, latents = batch(group, [1, 1], [70, 5])
+    query, (builder, impl) = queries(group, 2), parts_of(group)
+    output, by_head = query.new_empty(2, 3, 32), torch.full((3, 4), torch.nan, device=DEVICE)
+    impl.forward_mqa(layer_of(), query, cache, builder.build(0, common), output, by_head.t())
+    close((output.cpu(), by_head.t().cpu()), expected(group, common, query, latents))
+    assert by_head[:, 2:].isnan().all()
+
+
+def test_ranks_of_context_parallelism_merge_by_log_sum_exp() -> None:
+    """Two ranks hold every other token each; the second has none of the shortest request's."""
+    group = group_of(layer_config(decode_context_parallel_size=2))
+    whole, _, latents = batch(group, [1, 1, 1], [131, 16, 1])
+    query, found = queries(group, 3), []
+    for rank in range(2):
+        own = [latent[rank::2] for latent in latents]
+        common, cache, _ = batch(group, [1, 1, 1], [len(latent) for latent in own], given=own)
+        found.append(decode(group, common, cache, query))
+    (first, first_lse), (second, second_lse) = found
+    assert second_lse[2].isneginf().all()
+    merged = merge_reference([first.double(), second.double()], [first_lse.double(), second_lse.double()])
+    close(merged, expected(group, whole, query, latents))
+
+
+def test_keys_are_split_within_what_was_reserved() -> None:
+    group = group_of(layer_config(num_heads=16), Capacity(64, 64, 1 << 17))
+    builder, _ = parts_of(group)
+    room = builder.build(0, batch(group, [1], [5])[0]).arguments["workspace"]
+    assert room.numel() * 4 == group.served["decode"].context.plans["decode"].workspace_bytes
+    for requests, longest in ((1, 64), (1, 65), (1, 1 << 17), (3, 5000), (64, 1 << 17)):
+        common = batch(group, [1] * requests, [1] * requests)[0]
+        common.max_seq_len = longest
+        arguments = builder.build(0, common).arguments
+        assert arguments["workspace"] is room
+        splits = arguments["num_splits"]
+        assert splits == 1 or requests * 16 * splits * 33 <= room.numel()
+        assert (splits > 1) == (longest > 1000 and (requests < 64 or ON_GPU))
+
+
+def test_splits_of_batch_invariant_layers_are_fixed_and_reserved_for_the_longest() -> None:
+    assert [fixed_split_tokens(length) for length in (1, 16384, 131072, 131073)] == [1024, 1024, 8192, 8256]
+    group = group_of(layer_config(batch_invariant=True), Capacity(4, 64, 5000))
+    builder, _ = parts_of(group)
+    common = batch(group, [1, 1], [5, 70])[0]
+    arguments = builder.build(0, common).arguments
+    assert (arguments["split_tokens"], arguments["num_splits"]) == (1024, 2)
+    assert arguments["workspace"].numel() == 4 * 5 * 3 * 33
+    common.max_seq_len = 5000
+    assert builder.build(0, common).arguments["num_splits"] == 5
+    common.max_seq_len = 1 << 20
+    with pytest.raises(BatchError, match=r"max_seq_len = 1048576.*max_model_len = 5000"):
+        builder.build(0, common)
+
+
+def test_same_bits_beside_any_other_request() -> None:
+    lengths = [70, 1100, 1, 2049]
+    group = group_of(layer_config(batch_invariant=True, num_speculative_tokens=1), Capacity(4, 64, 2100))
+    common, cache, _ = batch(group, [1, 2, 1, 1], lengths)
+    query = queries(group, 5)
+    output, lse = decode(group, common, cache, query)
+    for request in range(4):
+        rows = slice(*common.query_start_loc_cpu[request : request + 2].tolist())
+        alone, alone_lse = decode(group, common.requests(request, request + 1), cache, query[rows])
+        assert torch.equal(alone, output[rows])
+        assert torch.equal(alone_lse, lse[rows])
+
+
+def test_builds_nothing_that_moves() -> None:
+    group = group_of(layer_config(), cuda_graphs=True)
+    builder, _ = parts_of(group)
+    common = batch(group, [1, 1], [70, 5])[0]
+    arguments = builder.build_for_cudagraph_capture(common).arguments
+    for name, tensor in (
+        ("query_start_loc", common.query_start_loc),
+        ("seq_lens", common.seq_lens),
+        ("block_table", common.block_table_tensor),
+    ):
+        assert arguments[name].data_ptr() == tensor.data_ptr()
+    assert builder.cudagraph_support == "UNIFORM_BATCH"
+    assert not builder.use_cascade_attention(4096, common)
+
+
+def test_refuses_a_kernel_that_does_not_run_here() -> None:
+    config = layer_config(**DEEPSEEK)
+    device, environment = lookup("h100"), Environment(assume_installed=True)
+    if ON_GPU:
+        environment = Environment(pins={"triton": "3.7.0"})
+    plans = plans_of(outcomes(TRITON_MLA, config, device, environment, TRITON_MLA.options()))
+    assert plans["decode"].path == (PORTABLE_PATH if ON_GPU else GLUON_PATH)
+    selection = selection_for(TRITON_MLA, plans, config, device, environment, TRITON_MLA.options())
+    assert selection is not None
+    if ON_GPU:
+        attention_group(selection, "cuda", Capacity(8, 64, 512))
+        return
+    with pytest.raises(KernelMismatchError, match=r"Gluon decode.*does not run on cpu"):
+        attention_group(selection, "cpu", Capacity(8, 64, 512))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"triton": None}, None),
+        ({"rank": 256}, None),
+        ({"block_size": 192}, None),
+        ({"capability": (8, 0)}, "compute capability 9.0"),
+        ({"capability": (10, 0)}, "compute capability 9.0"),
+        ({"cache_dtype": "fp8_e4m3"}, "no fp8_e4m3 cache"),
+        ({"rank": 128}, "128 + 64"),
+        ({"rope": 32}, "takes latents of 256 + 64 or 512 + 64, not 512 + 32"),
+        ({"block_size": 16}, "not 16"),
+        ({"triton": "3.7.0"}, "not 3.7.0"),
+    ],
+)
+def test_says_why_not_the_gluon_kernel(changed: dict[str, Any], said: str | None) -> None:
+    asked: dict[str, Any] = {
+        "capability": (9, 0), "rank": 512, "rope": 64, "block_size": 64, "dtype": "bfloat16", "cache_dtype": "bfloat16",
+        "triton": "3.6.0",
+    }  # fmt: skip
+    lacks = gluon_lacks(**asked | changed)
+    assert (lacks is None) if said is None else (said in lacks)
+
+
+def varlen(query_lens: list[int], key_lens: list[int], causal: bool) -> VarlenMetadata:
+    starts = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (query_lens, key_lens)]
+    return VarlenMetadata(
+        query_start_loc=starts[0].to(DEVICE),
+        query_start_loc_cpu=starts[0],
+        key_start_loc=starts[1].to(DEVICE),
+        key_start_loc_cpu=starts[1],
+        max_query_len=max(query_lens),
+        max_key_len=max(key_lens),
+        causal=causal,
+        query_offsets_cpu=torch.tensor([0 if causal else k for k in key_lens], dtype=torch.int32),
+        counts_sinks=causal,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(48, 32), (40, 48), *[(192, 128), (256, 40), (40, 256), (128, 128)] * ON_GPU])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize(
+    ("query_lens", "key_lens", "causal"),
+    [
+        ([5, 1, 70], [5, 1, 70], True),
+        ([5, 1, 9], [7, 0, 70], False),
+        ([1, 0, 3], [64, 3, 0], False),
+        ([2, 3], [0, 0], False),
+    ],
+    ids=["own tokens", "an empty context", "no query", "no context at all"],
+)
+def test_prefill(
+    query_lens: list[int], key_lens: list[int], causal: bool, contiguous: bool, sizes: tuple[int, int]
+) -> None:
+    size, value_size = sizes
+    group = group_of(layer_config(qk_nope_head_dim=size - 16, v_head_dim=value_size))
+    served = group.served["prefill"]
+    impl = served.backend.get_impl_cls()(served.context, scale=0.125)
+    draw, dtype = torch.Generator().manual_seed(0), getattr(torch, DTYPE)
+    tokens, keys = sum(query_lens), sum(key_lens)
+    query = torch.randn(tokens + 2, 3, size, generator=draw).to(dtype).to(DEVICE)
+    key = torch.randn(keys, 3, size, generator=draw).to(dtype).to(DEVICE)
+    both = torch.randn(keys, 3, 16 + value_size, generator=draw).to(dtype).to(DEVICE)  # as kv_b_proj gives it
+    value = both[..., 16:]
+    output = torch.full((tokens + 2, 3, value_size), torch.nan, dtype=dtype, device=DEVICE)
+    lse = torch.full((tokens + 2, 3) if contiguous else (3, tokens + 2), torch.nan, device=DEVICE)
+    lse = lse if contiguous else lse.t()
+    metadata = served.builder.build_prefill(varlen(query_lens, key_lens, causal))
+    impl.forward_mha(layer_of(), query, key, value, metadata, output, lse)
+    assert output[tokens:].isnan().all()
+    assert lse[tokens:].isnan().all()
+    parts, q, k = [], 0, 0
+    for query_len, key_len in zip(query_lens, key_lens, strict=True):
+        rows, some = slice(q, q + query_len), slice(k, k + key_len)
+        q, k = rows.stop, some.stop
+        given = (query[rows].cpu(), key[some].cpu(), value[some].cpu())
+        parts.append(attention_reference(*given, scale=0.125, causal=causal))
+    wanted = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    close((output[:tokens].cpu(), lse[:tokens].cpu()), wanted)
+
+
+def test_prefill_in_chunks_gives_what_one_pass_gives() -> None:
+    """Through the layer: 90 cached tokens and 7 new ones by chunks of 32 and by one of 512."""
+    outputs = []
+    for workspace_tokens in (32, 512):
+        group = group_of(layer_config(), workspace_tokens=workspace_tokens)
+        common, cache, _ = batch(group, [7, 2], [97, 2])
+        draw = torch.Generator().manual_seed(3)
+        dtype = getattr(torch, DTYPE)
+        weight, query, kv_c, k_pe = (
+            torch.randn(shape, generator=draw).mul(factor).to(dtype).to(DEVICE)
+            for shape, factor in (((3 * 64, 32), 0.2), ((9, 3, 48), 1.0), ((9, 32), 1.0), ((9, 16), 1.0))
+        )
+        layer = MLAAttention(group, weight)
+        outputs.append(layer(query, kv_c, k_pe, cache, group.build(common)).cpu())
+    assert relative_error(outputs[0], outputs[1].double()).row < (2e-2 if ON_GPU else 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "rope"), [(16, 16), (48, 80), *[(272, 96), (512, 128), (496, 16), (256, 32)] * ON_GPU]
+)
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(("heads", "block_size"), [(5, 64), (20, 48)])
+def test_latents_of_any_size(rank: int, rope: int, cache_dtype: str, heads: int, block_size: int) -> None:
+    config = layer_config(
+        num_heads=heads, kv_lora_rank=rank, qk_rope_head_dim=rope, kv_cache_dtype=cache_dtype, block_size=block_size
+    )
+    group = group_of(config)
+    common, cache, latents = batch(group, [1, 1], [70, 129])
+    query = queries(group, 2)
+    found = decode(group, common, cache, query, 0.5)
+    close(found, expected(group, common, query, latents, scale=1.0 if cache_dtype == "auto" else 0.5))

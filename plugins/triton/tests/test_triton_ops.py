@@ -1,0 +1,207 @@
+"""The shared operations in Triton against torch's, and who is asked for them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, MLA, PAGED_ATTENTION
+from attn_select.runtime import Scales, torch_ops
+from attn_select.runtime import ops as shared
+from attn_select.runtime.kv_cache import allocate_kv_cache
+from attn_select.testing import same_bits
+from attn_select_triton import op_kernels, ops
+
+OPERATIONS = [name for name, value in vars(shared).items() if isinstance(value, shared.SharedOperation)]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def numbers(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, exact: bool = False) -> Tensor:
+    """Return random numbers; exact: those that FP8 holds, since the interpreter's cast loses the carry of rounding."""
+    draw = torch.Generator().manual_seed(sum(shape))
+    drawn = torch.randn(shape, generator=draw)
+    if exact and device.type == "cpu":
+        held = torch.tensor([-3.0, -1.75, -1.0, -0.5, 0.0, 0.25, 0.75, 1.5, 2.5])
+        drawn = held[(drawn.abs() * 1000).int() % len(held)]
+    return drawn.to(device, dtype)
+
+
+def test_every_shared_operation_is_an_entry_point() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = project["project"]["entry-points"]["attn_select.ops"]
+    assert declared == {name: f"attn_select_triton.ops:{name}" for name in sorted(OPERATIONS)}
+    assert sorted(op_kernels.__all__) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_only_cuda_is_served(name: str) -> None:
+    serve = getattr(ops, name)
+    assert serve(torch.device("cpu")) is None
+    assert serve(torch.device("meta")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_gpu_is_served(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    here = torch.device("cuda", torch.cuda.current_device())
+    assert callable(getattr(ops, name)(here))
+    ops._serves.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert getattr(ops, name)(here) is None
+    ops._serves.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fp8", FP8)
+def test_quantize_fp8(fp8: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    scale = torch.tensor(0.5, device=device)
+    flat = numbers(device, 3, 5, 48, dtype=dtype, exact=True)
+    flat[0, 0, :2] = torch.tensor([6e4, -6e4])
+    if device.type == "cuda":  # the interpreter knows no NaN in e4m3
+        flat[0, 0, 2] = torch.nan
+    wide = numbers(device, 7, 1100, dtype=dtype, exact=True)
+    turned = wide.t()
+    for given in (flat, wide[:, :1024].unflatten(1, (8, 128)), turned, flat[:0]):
+        found = op_kernels.quantize_fp8(given, scale, fp8)
+        wanted = torch_ops.quantize_fp8(given, scale, fp8)
+        assert found.dtype == fp8
+        assert found.shape == given.shape
+        assert found.is_contiguous()
+        both_nan = found.float().isnan() & wanted.float().isnan()
+        assert bool(((found.float() == wanted.float()) | both_nan).all())
+
+
+def test_division_by_the_scale_is_exact(device: torch.device) -> None:
+    """One unit in the last place off, and a number on the border of two FP8 numbers falls to the other side."""
+    scale = torch.tensor(0.0123, device=device)
+    borders = torch.arange(8, 16, device=device).repeat(64) + 0.5
+    given = (borders.view(64, 8).cumsum(0) * scale).float()
+    if device.type == "cpu":  # the interpreter truncates: keep to what needs no rounding
+        given = torch.tensor([8.0, 9.0, -10.0, 448.0, 1e9], device=device) * scale
+    found = op_kernels.quantize_fp8(given, scale, torch.float8_e4m3fn)
+    wanted = torch_ops.quantize_fp8(given, scale, torch.float8_e4m3fn)
+    assert same_bits(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, PAGED_ATTENTION])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"v_head_size": 32},
+        {"kv_cache_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_reshape_and_cache(layout: str, fields: dict[str, Any], device: torch.device) -> None:
+    config = AttentionConfig(num_heads=6, num_kv_heads=3, head_size=48, dtype="float16", **fields)
+    scales = Scales.make(device, k=0.5, v=2.0)
+    slots = torch.tensor([17, -1, 0, 47, 31, 16, 3], device=device)
+    wide = numbers(device, 7, 3, 2 * 48, dtype=torch.float16, exact=True)
+    key, value = wide[..., :48], numbers(device, 7, 3, config.value_head_size, dtype=torch.float16, exact=True)
+    caches = [allocate_kv_cache(layout, config, 3, 16, device) for _ in range(2)]
+    for write, kv_cache in zip((op_kernels.reshape_and_cache, torch_ops.reshape_and_cache), caches, strict=True):
+        write(key, value, kv_cache, slots, layout, config, scales)
+        write(key[:0], value[:0], kv_cache, slots[:0], layout, config, scales)
+    assert same_bits(caches[0], caches[1])
+    assert caches[0].float().any()
+
+
+def test_reshape_and_cache_of_transposed_keys(device: torch.device) -> None:
+    config = AttentionConfig(num_heads=2, head_size=32, dtype="float16")
+    key = numbers(device, 4, 32, 2, dtype=torch.float16).transpose(1, 2)
+    caches = [allocate_kv_cache(FLASHINFER_NHD, config, 2, 16, device) for _ in range(2)]
+    slots, scales = torch.tensor([5, 6, 7, 30], device=device), Scales.make(device)
+    for write, kv_cache in zip((op_kernels.reshape_and_cache, torch_ops.reshape_and_cache), caches, strict=True):
+        write(key, key, kv_cache, slots, FLASHINFER_NHD, config, scales)
+    assert same_bits(caches[0], caches[1])
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_mla_cache_written_and_gathered(dtype: str, device: torch.device) -> None:
+    dims = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    config = AttentionConfig(num_heads=2, dtype="float16", kv_cache_dtype=dtype, **dims)
+    scales = Scales.make(device, k=0.25)
+    latents, ropes = (numbers(device, 40, size, dtype=torch.float16, exact=True) for size in (64, 16))
+    slots = torch.arange(40, device=device).flip(0)
+    slots[3] = -1
+    table = torch.tensor([[2, 1], [0, 1], [1, 0]], dtype=torch.int32, device=device)
+    starts = torch.tensor([5, 0, 7], dtype=torch.int32, device=device)
+    start_loc = torch.tensor([0, 11, 11, 30], dtype=torch.int32, device=device)
+    results = []
+    for module in (op_kernels, torch_ops):
+        kv_cache = allocate_kv_cache(MLA, config, 3, 16, device)
+        module.concat_and_cache_mla(latents, ropes, kv_cache, slots, MLA, config, scales)
+        output = torch.full((32, 80), 7.0, dtype=torch.float16, device=device)
+        module.gather_cache_mla(kv_cache, output, table, starts, start_loc, 30, 16, config, scales)
+        results.append((kv_cache, output))
+    assert same_bits(results[0][0], results[1][0])
+    assert same_bits(results[0][1], results[1][1])
+    assert bool((results[0][1][30:] == 7).all())
+
+
+@pytest.mark.parametrize("lengths", [[3], [0, 5, 1], [2, 0, 0, 7, 0], [0, 0]])
+def test_flatten_block_table(lengths: list[int], device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(0)
+    table = torch.randint(1, 10**6, (len(lengths), 9), generator=draw, dtype=torch.int32).to(device)[:, :8]
+    indptr = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    wanted = torch.full((sum(lengths) + 3,), -1, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        wanted[int(indptr[row]) : int(indptr[row + 1])] = table[row, :length].cpu()
+    for flatten in (op_kernels.flatten_block_table, torch_ops.flatten_block_table):
+        out = torch.full_like(wanted, -1, device=device)
+        flatten(table, indptr, out)
+        assert out.tolist() == wanted.tolist()
+
+
+def test_flatten_long_rows(device: torch.device) -> None:
+    table = torch.arange(2 * 2500, dtype=torch.int32, device=device).view(2, 2500)
+    indptr = torch.tensor([0, 2100, 2103], dtype=torch.int32, device=device)
+    out = torch.zeros(2103, dtype=torch.int32, device=device)
+    op_kernels.flatten_block_table(table, indptr, out)
+    assert out.tolist() == [*range(2100), 2500, 2501, 2502]
+
+
+def test_merge_attn_states(device: torch.device) -> None:
+    parts = [numbers(device, 5, 3, 40 + i, dtype=torch.float16)[..., :40] for i in range(2)]
+    lses = [numbers(device, 3, 5 + i)[:, :5].T for i in range(2)]
+    lses[0][0, 0] = lses[1][1, 1] = -torch.inf
+    lses[0][2, 2] = lses[1][2, 2] = -torch.inf
+    parts[0][0, 0] = torch.nan
+    results = []
+    for merge in (op_kernels.merge_attn_states, torch_ops.merge_attn_states):
+        output, lse = torch.empty(5, 3, 40, dtype=torch.float16, device=device), torch.empty(5, 3, device=device)
+        merge(output, parts[0], lses[0], parts[1], lses[1], lse)
+        results.append((output, lse))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_no_operation_waits(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    table = torch.arange(16, dtype=torch.int32, device=device).view(2, 8)
+    indptr = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
+    scale, given, out = torch.ones((), device=device), torch.randn(4, 64, device=device), torch.zeros(8).int().cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for module in (op_kernels, torch_ops):
+            module.flatten_block_table(table, indptr, out)
+            module.quantize_fp8(given, scale, torch.float8_e4m3fn)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out.tolist() == [0, 1, 2, 8, 9, 10, 11, 0]

@@ -1,0 +1,104 @@
+"""The Gluon prefill on a Hopper GPU against the float64 oracle: pages, no cache, groups, lengths, layouts, 128 Ki."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+import torch
+
+from attn_select.config import AttentionConfig
+from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.runtime.kv_cache import key_value_views
+from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
+from attn_select_triton.kernels.launch import PLAIN, Terms
+from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, prefill_hopper_serves
+
+REQUESTS = ((1, 300), (257, 257), (0, 40), (64, 512), (1, 0), (130, 1000), (128, 128), (63, 129), (5, 3))
+
+
+def needs_hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a CUDA device of compute capability 9.0")
+
+
+def config_of(heads: int, kv_heads: int, **changes: Any) -> AttentionConfig:
+    options: dict[str, Any] = {"head_size": 128, "dtype": "bfloat16"}
+    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, **(options | changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND])
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (2, 2), (14, 2), (71, 1)])
+@pytest.mark.parametrize("changes", [{}, {"non_causal": True}, {"dtype": "float16"}, {"head_size": 64}], ids=str)
+def test_pages(layout: str, block_size: int, heads: int, kv_heads: int, changes: dict[str, Any]) -> None:
+    needs_hopper()
+    config = config_of(heads, kv_heads, **changes)
+    problem = random_problem(1, config, layout, requests=REQUESTS, block_size=block_size, device="cuda")
+    kv_cache = problem.written_cache()
+    wanted, wanted_lse = problem.reference(kv_cache=kv_cache)
+    output = torch.full_like(problem.query, torch.nan)
+    lse = torch.full(output.shape[:2], torch.nan, device="cuda")
+    prefill_hopper(
+        problem.query, *key_value_views(kv_cache, layout, config), output, query_start_loc=problem.query_start_loc,
+        seq_lens=problem.seq_lens, scale=problem.scale, block_table=problem.block_table, output_lse=lse,
+        causal=not config.non_causal,
+    )  # fmt: skip
+    assert relative_error(output, wanted).row < 2e-2
+    assert lse_error(lse, wanted_lse) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_and_values_as_they_come(causal: bool) -> None:
+    """Cut from one tensor, behind them nothing: reads behind the last request are TMA's zeros."""
+    needs_hopper()
+    config = config_of(8, 2, non_causal=not causal)
+    both = torch.randn(900, 2, 256, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(900, 8, 128, device="cuda", dtype=torch.bfloat16)
+    starts = torch.tensor([0, 77, 77, 600, 900], device="cuda", dtype=torch.int32)
+    wanted, wanted_lse = varlen_reference(
+        query, both[..., :128], both[..., 128:], starts, starts, config, 128**-0.5
+    )  # fmt: skip
+    output, lse = torch.full_like(query, torch.nan), torch.full((900, 8), torch.nan, device="cuda")
+    prefill_hopper(
+        query, both[..., :128], both[..., 128:], output, query_start_loc=starts, key_start_loc=starts[:-1],
+        seq_lens=starts.diff().int(), scale=128**-0.5, causal=causal, output_lse=lse,
+    )  # fmt: skip
+    assert relative_error(output, wanted).row < 2e-2
+    assert lse_error(lse, wanted_lse) < 1e-2
+
+
+def test_serves_only_what_it_computes() -> None:
+    query = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
+    pages = torch.zeros(4, 2, 16, 2, 128, dtype=torch.bfloat16)
+    key, value = pages.unbind(1)
+
+    def serves(
+        terms: Terms = PLAIN, capability: tuple[int, int] = (9, 0), longest: int = 4096, **changes: torch.Tensor
+    ) -> bool:
+        tensors = {"query": query, "key": key, "value": value} | changes
+        return prefill_hopper_serves(**tensors, terms=terms, capability=capability, paged=True, max_seq_len=longest)
+
+    assert serves()
+    assert serves(Terms(causal=False))
+    assert not serves(Terms(window=100))
+    assert not serves(Terms(soft_cap=30.0))
+    assert not serves(Terms(slopes=torch.zeros(8)))
+    assert not serves(Terms(sinks=torch.zeros(8)))
+    assert not serves(Terms(ranges=torch.zeros(1, 1, 2)))
+    assert not serves(capability=(10, 0))
+    assert not serves(longest=512)
+    assert not serves(query=query.float())
+    assert not serves(key=key.to(torch.float8_e4m3fn), value=value.to(torch.float8_e4m3fn))
+    small = torch.zeros(4, 2, 8, 2, 128, dtype=torch.bfloat16)
+    assert not serves(key=small[:, 0], value=small[:, 1])
+
+
+def test_boxes_lie_in_one_page() -> None:
+    assert [box_rows(size, True) for size in (16, 24, 48, 64, 128, 256)] == [16, 8, 16, 64, 128, 128]
+    assert box_rows(1, False) == 128
