@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 import attn_select
 from attn_select import AttentionConfig, ConfigError, NoBackendError, clear_cache, select, select_model
-from attn_select.errors import RuntimeMissingError, UnknownNameError
+from attn_select.errors import UnknownNameError
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 
@@ -39,9 +40,11 @@ def test_loading_what_cannot_run_raises_with_every_reason() -> None:
     assert caught.value.selection is selection
 
 
-def test_loading_says_what_this_release_does_not_bring() -> None:
-    with pytest.raises(RuntimeMissingError, match="FLASHINFER"):
-        select(GQA, "h100", backend="FLASHINFER").load()
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="flashinfer is installed")
+def test_loading_imports_the_kernel_library_and_selecting_does_not() -> None:
+    selection = select(GQA, "h100", backend="FLASHINFER")
+    with pytest.raises(ModuleNotFoundError, match="flashinfer"):
+        selection.load()
 
 
 @pytest.mark.parametrize(

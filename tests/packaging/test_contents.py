@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import attn_select
+from attn_select.runtime import ops
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +134,10 @@ def test_entry_points(dist, project):
     if project.folder == ".":
         assert found == {"console_scripts": {"attn-select": "attn_select_cli.main:main"}}
     else:
+        operations = found.pop("attn_select.ops", {})
         assert found == {"attn_select": {Path(project.folder).name: f"{project.packages[0]}.plugin"}}
+        assert all(hasattr(ops, name) for name in operations)
+        assert operations == {name: f"{project.packages[0]}.ops:{name}" for name in operations}
 
 
 def test_pinned_tools_agree_with_the_build_requirement(root):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from attn_select import AttentionConfig, select
-from attn_select.errors import RuntimeMissingError
 from attn_select.registry import load_plugins
 from attn_select.runtime import (
     Attention,
@@ -44,10 +43,7 @@ def group_for(backend: str) -> AttentionGroup:
     selection = select(LATENT if backend not in HEADED else HEADS, backend=backend)
     if not selection.ok or backend not in selection.selected.values():
         pytest.skip(selection.explain())
-    try:
-        return attention_group(selection, capacity=Capacity(REQUESTS, 1024, 2048))
-    except RuntimeMissingError as error:
-        pytest.skip(str(error))
+    return attention_group(selection, capacity=Capacity(REQUESTS, 1024, 2048))
 
 
 BATCHES = {
