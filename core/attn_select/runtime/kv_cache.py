@@ -8,7 +8,9 @@ and a kernel of small ones in every layout, and only the block tables are conver
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from attn_select import layouts
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
 from attn_select.runtime.torch_dtypes import storage_dtype
+
+T = TypeVar("T")
 
 SPLIT_IN_PLACE = (layouts.FLASH_ATTN_NHD, layouts.MLA, layouts.FP8_DS_MLA)
 """Layouts in which a block's tokens, and then the next block's, lie one behind the other: any block size is a view."""
@@ -93,6 +97,11 @@ def key_value_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> t
         ConfigError: the cache's shape is not the layout's, or the layout has no such views.
     """
     check_cache_shape(kv_cache, layout, config)
+    return key_value_unchecked(kv_cache, layout, config)
+
+
+def key_value_unchecked(kv_cache: Tensor, layout: str, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return what ``key_value_views`` does, of a cache that was checked before."""
     if layout == layouts.FLASH_ATTN_NHD:
         key, value = kv_cache.unbind(0)
     elif layout == layouts.FLASHINFER_NHD:
@@ -108,6 +117,33 @@ def key_value_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> t
     if config.v_head_size is None:  # both fill their half: two views fewer to make per call
         return key, value
     return key[..., : config.head_size], value[..., : config.value_head_size]
+
+
+class CacheView(Generic[T]):
+    """Views of the cache that was seen last, made once instead of in every call; they do not keep it alive.
+
+    Args:
+        make: makes them of a cache.
+    """
+
+    def __init__(self, make: Callable[[Tensor], T]) -> None:
+        self._make = make
+        self._seen: Callable[[], Tensor | None] = lambda: None
+        self._address = 0
+        self._view: T | None = None
+
+    def __call__(self, kv_cache: Tensor) -> T:
+        """Return the views of this cache."""
+        view = self._view
+        if view is not None and self._seen() is kv_cache and self._address == kv_cache.data_ptr():
+            return view
+        # Of an alias: a view's base would stay alive with it, and this cache is the engine's to free.
+        view = self._view = self._make(kv_cache.data)
+        self._seen, self._address = weakref.ref(kv_cache, self._forget), kv_cache.data_ptr()
+        return view
+
+    def _forget(self, _: Any) -> None:
+        self._view = None
 
 
 def paged_attention_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:

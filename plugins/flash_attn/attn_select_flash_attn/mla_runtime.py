@@ -21,6 +21,7 @@ from attn_select.runtime.backend import (
     BackendContext,
     MLAAttentionImpl,
 )
+from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
@@ -29,7 +30,6 @@ from attn_select_flash_attn.lse import by_token
 from attn_select_flash_attn.provider_adapters import adapter, kernel_of
 from attn_select_flash_attn.providers import HOPPER
 from attn_select_flash_attn.schedule import Scheduler
-from attn_select_flash_attn.views import CacheViews, latent_parts
 
 _NOTHING: Arguments = {}
 _NO_WINDOW = (-1, -1)
@@ -123,7 +123,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         config = context.config
         self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
-        self._parts = CacheViews(latent_parts(self._sizes))
+        self._parts = CacheView(lambda kv_cache: kv_cache.unsqueeze(2).split_with_sizes(self._sizes, dim=-1))
         self._decode = _adapter(context, "decode")
         self._latent_query = "" if self._decode is None else self._decode.latent_query
         self._prefill = _adapter(context, "prefill")

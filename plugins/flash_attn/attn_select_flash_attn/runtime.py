@@ -17,6 +17,7 @@ from attn_select.runtime.backend import (
     BackendContext,
 )
 from attn_select.runtime.cascade import split_for_cascade
+from attn_select.runtime.kv_cache import CacheView, key_value_unchecked
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
@@ -26,7 +27,6 @@ from attn_select_flash_attn.keyless import KeylessRequests
 from attn_select_flash_attn.lse import by_token, row_positions
 from attn_select_flash_attn.provider_adapters import adapter, kernel_of
 from attn_select_flash_attn.schedule import Scheduler, window_of
-from attn_select_flash_attn.views import CacheViews, key_value_halves
 
 _NOTHING: Arguments = {}
 E4M3 = torch.float8_e4m3fn
@@ -167,7 +167,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         sinks: Tensor | None = None,
     ) -> None:
         super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
-        config = context.config
+        config, layout = context.config, context.kv_layout or ""
         self._adapter = adapter_of(context)
         self._run, self._function = self._adapter.run, self._adapter.function
         self._fp8 = _is_fp8(context)
@@ -179,7 +179,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         self._layer = self._adapter.layer_arguments(scale, softcap, alibi_slopes, rounded)
         self._layer_without_sinks = self._adapter.layer_arguments(scale, softcap, alibi_slopes)
         self._sinks = None if rounded is None else rounded.float()
-        self._views = CacheViews(key_value_halves(context))
+        self._views = CacheView(lambda kv_cache: key_value_unchecked(kv_cache, layout, config))
         self._descales: tuple[Scales | None, dict[int, Arguments]] = (None, {})
 
     def forward(

@@ -22,11 +22,11 @@ from attn_select.runtime.backend import (
     MLAAttentionImpl,
 )
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select_flashmla.adapter_base import RANK, Adapter
 from attn_select_flashmla.adapters import adapter_for
-from attn_select_flashmla.views import CacheView
 
 
 @dataclass(slots=True)

@@ -28,12 +28,12 @@ from attn_select.runtime.backend import (
 )
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.checks import checks_enabled
+from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select_flashmla.adapter_base import RANK
 from attn_select_flashmla.adapters import adapter_for
 from attn_select_flashmla.flashmla_sparse import DEQUANTISED, MOST_HEADS
 from attn_select_flashmla.runtime import store_lse
-from attn_select_flashmla.views import CacheView
 
 BLOCK = 64
 """Tokens per block of the FP8 cache."""

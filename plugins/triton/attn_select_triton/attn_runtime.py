@@ -15,6 +15,7 @@ from attn_select.runtime.backend import (
     AttentionLayer,
     BackendContext,
 )
+from attn_select.runtime.kv_cache import CacheView, key_value_unchecked
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_triton.attn_build import TritonAttnBuilder
 from attn_select_triton.attn_parts import Part, TritonAttnMetadata
@@ -22,7 +23,6 @@ from attn_select_triton.kernels.cache import gather_pages
 from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.launching import on_device
-from attn_select_triton.views import CacheViews, key_value_halves
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         own = Terms(True, window, cap, alibi_slopes, sinks)
         self._terms = {True: own, False: replace(own, causal=False)}
         self._prefix_terms = replace(own, causal=False, sinks=None)
-        self._views = CacheViews(lambda kv_cache: key_value_halves(kv_cache, layout or "", config))
+        self._views = CacheView(lambda kv_cache: key_value_unchecked(kv_cache, layout or "", config))
         self._attend = on_device(context.device, self._forward)
 
     def forward(

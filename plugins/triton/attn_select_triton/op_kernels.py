@@ -13,13 +13,12 @@ from torch import Tensor
 from attn_select import layouts
 from attn_select.config import AttentionConfig
 from attn_select.runtime import torch_ops
-from attn_select.runtime.kv_cache import paged_attention_views
+from attn_select.runtime.kv_cache import key_value_unchecked, paged_attention_views
 from attn_select.runtime.scales import Scales
 from attn_select_triton.hardware import E4M3_FROM
 from attn_select_triton.kernels import cache, convert, mla_cache
 from attn_select_triton.kernels.convert import flatten_block_table
 from attn_select_triton.kernels.merge import merge_attn_states
-from attn_select_triton.views import key_value_halves
 
 __all__ = [
     "concat_and_cache_mla",
@@ -62,7 +61,7 @@ def reshape_and_cache(
         keys, values = paged_attention_views(kv_cache, config)
         values = values.permute(0, 3, 1, 2)
     else:
-        keys, values = key_value_halves(kv_cache, layout, config)
+        keys, values = key_value_unchecked(kv_cache, layout, config)
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         key, value = key.contiguous(), value.contiguous()
     cache.write_kv(key, value, keys, values, slot_mapping, scales.k, scales.v)

