@@ -72,6 +72,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
+        """As ``AttentionMetadataBuilder.build``; natively the last build's metadata alone can be run.
+
+        Raises:
+            BatchError: the step is not causal and its kernels have no such mask, or its schedule exceeds the scratch.
+        """
         common = common_attn_metadata
         if common_prefix_len:
             cascade = self._native().cascade(common, self._kernels["decode"], common_prefix_len)

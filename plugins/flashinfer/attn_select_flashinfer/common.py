@@ -24,6 +24,13 @@ TORCH = Library("torch", "torch", "pip install torch")
 # cum_seq_lens_q, ckv_scale and kpe_scale.
 FLASHINFER_PYTHON = Library("flashinfer-python", "flashinfer", "pip install --upgrade flashinfer-python", ">=0.6.14")
 LIBRARIES = ((TORCH,), (FLASHINFER_PYTHON,))
+# Since 0.7.0 every plan of BatchMLAPagedAttentionWrapper makes a back end with buffers of its own
+# (mla/_batch_mla/_wrapper.py): schedules cannot be guarded there while they are copied.
+_BELOW_07 = ">=0.6.14,<0.7"
+FLASHINFER_PYTHON_MLA = Library(
+    "flashinfer-python", "flashinfer", f"pip install 'flashinfer-python{_BELOW_07}'", _BELOW_07
+)
+MLA_LIBRARIES = ((TORCH,), (FLASHINFER_PYTHON_MLA,))
 
 Release = tuple[int, ...]
 

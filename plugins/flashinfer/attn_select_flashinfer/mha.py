@@ -61,9 +61,9 @@ CAPABILITIES = Capabilities(
     alibi=Fact(
         False, f"{DECODE}: pos_encoding_mode ALIBI computes its own slopes and takes none; {VLLM} stores them unread"
     ),
-    sinks=Fact(True, f"{RAN} (XQA; BatchAttentionWithAttentionSinkWrapper on fa2 and fa3)"),
+    sinks=Fact(True, f"{RAN} (XQA; fa2 and fa3 by the prefill wrapper, compiled with sinks)"),
     mm_prefix=Fact(False, f"{VLLM}: not declared; fa2 would need a custom mask packed for every step"),
-    non_causal=Fact(True, f"{RAN} (fa3, sink wrapper, XQA with a full mask); {VLLM} supports_non_causal"),
+    non_causal=Fact(True, f"{RAN} (fa3, the variant with sinks, XQA with a full mask); {VLLM} supports_non_causal"),
     batch_invariant=Fact(
         True,
         f"{RAN} (fa2 decode with disable_split_kv: bitwise equal); fa3 prefill splits no KV "
@@ -90,7 +90,11 @@ class FlashInferOptions(BackendOptions):
     native_workspace_bytes: Bytes | None = Field(
         None, description="scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers"
     )
-    trtllm_workspace_bytes: Bytes = Field(394 * MIB, description="the zeroed buffer of the TRT-LLM kernels")
+    trtllm_workspace_bytes: Bytes = Field(
+        394 * MIB,
+        description="the zeroed buffer of the TRT-LLM kernels; prefill by trtllm-gen with log-sum-exp needs 9 MiB and "
+        "8 bytes per query head, request and token of the longest query, counted in 256s",
+    )
 
 
 _HND = (FLASHINFER_HND,)
@@ -108,6 +112,7 @@ _GEN_NOTES = {"prefill": (_GEN_PREFILL, _SHARED), "decode": (_SHARED,)}
 _NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases share the rest"
 _DRAFTS = "queries of more than one token go through the prefill wrapper"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
+_NVFP4 = "the NVFP4 cache is the engine's own: attn_select.runtime allocates and runs none"
 _FP4_OUT = "the kernel writes FP8 with an nvfp4 cache, which is converted"
 
 _UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
@@ -156,6 +161,8 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
         sizes = _PAGES_256_SM100 if config.head_size == 256 else GEN_PAGES
         if config.kv_cache_dtype == "nvfp4" and config.output_quantization == "none":
             notes = (*notes, _FP4_OUT)
+    if config.kv_cache_dtype == "nvfp4":
+        notes = (*notes, _NVFP4)
     return BackendPlan(
         path=path,
         because=because,
@@ -177,7 +184,7 @@ def native_scratch(config: AttentionConfig, options: FlashInferOptions) -> int:
 def _native_plan(
     config: AttentionConfig, phase: Phase, chosen: Native, because: str, options: FlashInferOptions, sm100: bool
 ) -> BackendPlan:
-    notes: tuple[str, ...] = (_NATIVE_SCRATCH,)
+    notes: tuple[str, ...] = (_NATIVE_SCRATCH, _NVFP4) if config.kv_cache_dtype == "nvfp4" else (_NATIVE_SCRATCH,)
     if phase == "decode":
         if config.num_speculative_tokens:
             notes = (*notes, _DRAFTS)

@@ -22,9 +22,9 @@ from attn_select.spec import (
 )
 from attn_select_flashinfer.common import (
     DECODERS,
-    LIBRARIES,
     MIB,
     MLA_CORE,
+    MLA_LIBRARIES,
     NO_V_HEAD_SIZE,
     ONE_CACHE_DTYPE,
     PREFILL,
@@ -164,7 +164,7 @@ def _decode_plan(
     notes: tuple[str, ...] = (kernel.workspace_note,)
     if kernel.lse_scratch and config.decode_context_parallel_size > 1:
         workspace, level = 2 * workspace, "UNIFORM_SINGLE_TOKEN_DECODE"
-        notes = (*notes, _LSE_256)
+        notes = notes if options.workspace_bytes else (*notes, _LSE_256)
     if blackwell and kernel is FA2:
         notes = (*notes, _NOT_BLACKWELLS)
     if config.dtype == "float16" and fp8 and kernel.fp8_query:
@@ -203,9 +203,15 @@ def compile_key(config: AttentionConfig) -> object:
 
 
 def load() -> type[FlashInferMLABackend]:
-    """Import the runtime."""
+    """Import FlashInfer and return what runs the layers.
+
+    Raises:
+        ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
+    """
+    from attn_select_flashinfer.library import flashinfer
     from attn_select_flashinfer.mla_runtime import FlashInferMLABackend
 
+    flashinfer()
     return FlashInferMLABackend
 
 
@@ -215,7 +221,7 @@ FLASHINFER_MLA = BackendSpec(
     capabilities={"prefill": PREFILL_CAPABILITIES, "decode": DECODE},
     plan=plan,
     load=load,
-    libraries=LIBRARIES,
+    libraries=MLA_LIBRARIES,
     options=FlashInferMLAOptions,
     compile_key=compile_key,
 )

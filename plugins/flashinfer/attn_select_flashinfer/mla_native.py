@@ -28,6 +28,7 @@ from attn_select_flashinfer.common import INT_WORKSPACE, MIB
 from attn_select_flashinfer.mla_build import PlannedCall, PlannedWrapper, SharedScale
 from attn_select_flashinfer.mla_decode import TILE
 from attn_select_flashinfer.staging import PinnedRing
+from attn_select_flashinfer.terms import power_for
 
 MAX_WORKS = 16384
 """Pieces of work that a schedule holds; MLAPlan in attention/scheduler.cuh v0.6.14 does not check it."""
@@ -217,7 +218,9 @@ class NativeLayer:
         config = context.config
         self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
         self._parts = LatentViews(self._sizes)
-        self._fp8, self._scale = config.cache_dtype == "fp8_e4m3", scale
+        # FP8 latents are multiplied by their scale before the product (mla_hopper.cuh v0.6.14): it is no part of this.
+        self._fp8, self._power = config.cache_dtype == "fp8_e4m3", power_for(scale)
+        self._scale = scale * self._power
 
     def run(
         self,
@@ -230,6 +233,8 @@ class NativeLayer:
     ) -> None:
         """Attend; ``query (T, H, R + Pr)`` and ``output (T, H, R)`` have exactly the call's tokens."""
         run = call.ready(self._scale).run
+        if self._power != 1.0:
+            query = query / self._power
         parts = (*query.split_with_sizes(self._sizes, dim=-1), *self._parts(kv_cache))
         options: dict[str, Any] = {"out": output}
         if self._fp8:

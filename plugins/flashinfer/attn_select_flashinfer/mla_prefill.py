@@ -50,7 +50,7 @@ def head_dims(config: AttentionConfig) -> tuple[int, int]:
 
 
 _BOTH = ("bfloat16", "float16")
-_SCHEDULE = "8 MiB of the workspace are for the schedule"
+_SCHEDULE = "8 MiB of the workspace are for the schedule; each chunk of context adds one, no larger"
 _FA = ((192, 128), (128, 128), (64, 64), (256, 256))
 
 PREFILL_KERNELS: dict[str, RaggedKernel] = {

@@ -26,6 +26,7 @@ from attn_select_flashinfer import library
 from attn_select_flashinfer.common import INT_WORKSPACE, MIB
 from attn_select_flashinfer.mla_build import LN2, PlannedCall, PlannedWrapper, SharedScale, blank_rows
 from attn_select_flashinfer.staging import PinnedRing
+from attn_select_flashinfer.terms import power_for
 
 Results = tuple[Tensor, Tensor | None]
 """Output ``(T, H, V)`` and float32 LSE ``(T, H)``, to be written."""
@@ -107,10 +108,13 @@ class PlannedRagged:
         self, call: PlannedPrefill, scale: float, sinks: Tensor | None, tensors: tuple[Tensor, ...], into: Results
     ) -> None:
         """Attend: ``(query, key, value)`` of the call's tokens and keys."""
-        wrapper, (output, lse) = call.call.ready(scale), into
+        power, (output, lse) = power_for(scale), into
+        wrapper, (query, *rest) = call.call.ready(scale * power), tensors
+        if power != 1.0:
+            query = query / power
         out = output.contiguous()
         base2 = None if lse is None else lse.contiguous()
-        wrapper.run(*tensors, out=out, lse=base2, return_lse=lse is not None)
+        wrapper.run(query, *rest, out=out, lse=base2, return_lse=lse is not None)
         if out is not output:
             output.copy_(out)
         if lse is not None and base2 is not None:

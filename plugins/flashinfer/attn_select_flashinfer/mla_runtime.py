@@ -27,6 +27,15 @@ _DECODE = {kernel.path: name for name, kernel in KERNELS.items()}
 _PREFILL = {kernel.path: name for name, kernel in PREFILL_KERNELS.items()}
 
 
+def first_rows(tokens: int, query: Tensor, output: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the first ``tokens`` rows of each; padding lies behind them, and without any nothing is cut."""
+    if query.shape[0] != tokens or output.shape[0] != tokens:
+        query, output = query[:tokens], output[:tokens]
+    if lse is not None and lse.shape[0] != tokens:
+        lse = lse[:tokens]
+    return query, output, lse
+
+
 class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
     """Builds the metadata of one kind of layers, and keeps their workspaces and wrappers.
 
@@ -100,11 +109,7 @@ class FlashInferMLAImpl(MLAAttentionImpl):
         assert run is not None
         if not tokens:
             return output
-        own, lse = output, output_lse
-        if query.shape[0] != tokens or output.shape[0] != tokens:
-            query, own = query[:tokens], output[:tokens]
-        if lse is not None and lse.shape[0] != tokens:
-            lse = lse[:tokens]
+        query, own, lse = first_rows(tokens, query, output, output_lse)
         run.run(layer, query, kv_cache, attn_metadata, own, lse)  # type: ignore[arg-type]
         return output
 
@@ -122,11 +127,7 @@ class FlashInferMLAImpl(MLAAttentionImpl):
         tokens = attn_metadata.num_tokens
         if not tokens:
             return output
-        own, lse = output, output_lse
-        if query.shape[0] != tokens or output.shape[0] != tokens:
-            query, own = query[:tokens], output[:tokens]
-        if lse is not None and lse.shape[0] != tokens:
-            lse = lse[:tokens]
+        query, own, lse = first_rows(tokens, query, output, output_lse)
         if attn_metadata.how is not None:
             attn_metadata.runner.run(attn_metadata.how, self.scale, self._sinks, (query, key, value), (own, lse))
             return output

@@ -182,9 +182,15 @@ def compile_key(config: AttentionConfig) -> object:
 
 
 def load() -> type[FlashInferMLASparseBackend]:
-    """Import the runtime."""
+    """Import FlashInfer and return what runs the layers.
+
+    Raises:
+        ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
+    """
+    from attn_select_flashinfer.library import flashinfer
     from attn_select_flashinfer.mla_sparse_runtime import FlashInferMLASparseBackend
 
+    flashinfer()
     return FlashInferMLASparseBackend
 
 

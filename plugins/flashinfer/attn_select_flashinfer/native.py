@@ -1,8 +1,8 @@
 """FlashInfer's native kernels, fa2 and fa3: which one runs a phase of ``FLASHINFER``, and what neither can.
 
 Prefill goes through ``BatchPrefillWithPagedKVCacheWrapper``, decode through ``BatchDecodeWithPagedKVCacheWrapper`` with
-tensor cores. On fa2 and fa3 both ignore their ``sinks`` argument; ``BatchAttentionWithAttentionSinkWrapper`` counts
-sinks in both phases.
+tensor cores. On fa2 and fa3 both ignore their ``sinks`` argument; the prefill wrapper compiled with the variant that
+counts them (``jit_args``) runs both phases.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from attn_select_flashinfer.common import (
     upgrade,
 )
 
-WITH_SINKS = " (sink wrapper)"
+WITH_SINKS = " with sinks"
 """Ends the path of a plan whose kernel is the variant with attention sinks."""
 NATIVE_PAGES = (16, 32, 64, 1)
 """Any page size runs (H100, flashinfer 0.6.14: 1, 5, 8, 16, 24, 32, 64)."""
 
 
 class Native(NamedTuple):
-    """The native kernel of one phase: ``fa2`` or ``fa3``, why, its query dtype, whether the sink wrapper runs it."""
+    """The native kernel of one phase: ``fa2`` or ``fa3``, why, its query dtype, whether it counts sinks."""
 
     kernel: str
     because: str
@@ -156,7 +156,7 @@ def _nvfp4(case: Case, reasons: list[Reason]) -> None:
         message = "fa2 misreads an nvfp4 cache at head size 64"
         reasons.append(Reason("kv-cache-dtype", message, "nvfp4", "head sizes 128 and 256", remedy))
     if config.sinks:
-        reasons.append(Reason("kv-cache-dtype", "the sink wrapper reads no nvfp4 cache", "nvfp4", False, remedy))
+        reasons.append(Reason("kv-cache-dtype", "the variant with sinks reads no nvfp4 cache", "nvfp4", False, remedy))
     if config.decode_context_parallel_size > 1:
         reasons.append(
             Reason(

@@ -50,6 +50,11 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
+        """As ``AttentionImpl.forward``.
+
+        Raises:
+            BatchError: the metadata was planned for another kind of layers.
+        """
         if attn_metadata.context is not self.context:
             self._check_kind(attn_metadata.context)
         assert kv_cache is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import KernelMismatchError
-from attn_select_flashinfer.common import FLASHINFER_PYTHON, INT_WORKSPACE
+from attn_select_flashinfer.common import FLASHINFER_PYTHON_MLA, INT_WORKSPACE
 
 _ATTRIBUTE = "_pin_memory_int_workspace_buffer"
 
@@ -56,11 +56,11 @@ class PinnedRing:
         """Call ``wrapper.plan``.
 
         Raises:
-            KernelMismatchError: the wrapper keeps no such buffer, so that nothing guards its copies.
+            KernelMismatchError: the wrapper keeps no such buffer (MLA's since 0.7.0): nothing guards its copies.
         """
         if not hasattr(wrapper, _ATTRIBUTE):
             text = f"{type(wrapper).__name__} of the installed FlashInfer has no {_ATTRIBUTE}"
-            raise KernelMismatchError(text, hint=FLASHINFER_PYTHON.install)
+            raise KernelMismatchError(text, hint=FLASHINFER_PYTHON_MLA.install)
         buffer, event = self._free()
         setattr(wrapper, _ATTRIBUTE, buffer)
         wrapper.plan(*args, **kwargs)

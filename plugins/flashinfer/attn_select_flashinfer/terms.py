@@ -13,9 +13,9 @@ from attn_select_flashinfer.wrappers import NativeKernel
 
 LEAST_SCALE = 128 / 5e4
 """fa2 and fa3 hide a key by setting its raw score, before the softmax scale, to -5e4 (``math::inf`` in
-include/flashinfer/math.cuh 0.6.14; hopper/mainloop_mma.cuh, hopper/quantization/mainloop_mma.cuh, prefill.cuh). With a
-total scale below this it is less than 128 nats away. FP8 scales make it so: q 0.02, k 0.015 and 1 / sqrt(128) leave 1.3
-nats, and causal prefill is off by 0.54 (H100, flashinfer 0.6.14, 2026-11-21)."""
+include/flashinfer/math.cuh 0.6.14; hopper/mainloop_mma.cuh, hopper/quantization/mainloop_mma.cuh, prefill.cuh; mla.cuh,
+mla_hopper.cuh). With a total scale below this it is less than 128 nats away. FP8 scales make it so: q 0.02, k 0.015 and
+1 / sqrt(128) leave 1.3 nats, and causal prefill is off by 0.54 (H100, flashinfer 0.6.14, 2026-11-21)."""
 
 
 class Native(NamedTuple):

@@ -200,6 +200,11 @@ def moment(tensor: Tensor) -> Tensor:
     return tensor.clone() if world.lagging else tensor
 
 
+def check_mask(scale: float) -> None:
+    """A hidden key has the raw score ``NEGATIVE``: with a small factor behind it, it would get weight."""
+    need(-NEGATIVE * scale > 60, f"scores are multiplied by {scale}: hidden keys are {-NEGATIVE * scale:.2g} nats away")
+
+
 def called(entry: str, arguments: dict[str, Any]) -> None:
     """Take a call down. ``arguments`` are the caller's ``locals()``."""
     world.calls.append({"entry": entry, **{name: value for name, value in arguments.items() if name != "self"}})

@@ -186,6 +186,7 @@ class BatchMLAPagedAttentionWrapper:
         )
         for scale in given:
             need(scale is None or 0 < float(scale) < float("inf"), f"scale {scale}", ValueError)
+        fi.check_mask(self._call["scale"])  # an FP8 cache's scale multiplies latents, not scores
         shape = tuple(q_nope.shape)
         out = torch.empty_like(q_nope) if out is None else out
         fi.check_tensor(out, shape, q_nope.dtype, "out")

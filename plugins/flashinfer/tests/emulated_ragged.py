@@ -122,6 +122,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(shared.Wrapper):
         need(k.stride(-1) == v.stride(-1) == 1, "the last dimension must be contiguous")
         fp8 = shared.fp8_scales(q, args, schedule)
         scale = self._scales(self._sm_scale, q.shape[-1])
+        fi.check_mask(scale * float(fp8.get("q_scales", torch.ones(1)).min()))
         if out is None and q.dtype in fi.FP8:
             out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=torch.bfloat16)
         out, lse = self._results(q, v.shape[-1], out, lse, return_lse)

@@ -85,10 +85,14 @@ def test_every_fact_has_a_source() -> None:
 def test_an_older_release_is_refused(spec: BackendSpec) -> None:
     reasons = gate.library_reasons(spec, Environment(assume_installed=True, pins={"flashinfer-python": "0.6.13"}))
     assert [reason.code for reason in reasons] == ["library-version"]
-    assert reasons[0].remedy == "pip install --upgrade flashinfer-python"
-    for version in ("0.6.14", "0.7.2.post1"):
+    mla = spec.name == "FLASHINFER_MLA"
+    wanted = "'flashinfer-python>=0.6.14,<0.7'" if mla else "flashinfer-python"
+    remedy = f"pip install --upgrade {wanted}"
+    assert reasons[0].remedy == remedy
+    for version, runs in (("0.6.14", True), ("0.6.18.post1", True), ("0.7.0", not mla), ("0.7.2.post1", not mla)):
         environment = Environment(assume_installed=True, pins={"flashinfer-python": version})
-        assert gate.library_reasons(spec, environment) == []
+        found = [reason.remedy for reason in gate.library_reasons(spec, environment)]
+        assert found == ([] if runs else [remedy])
 
 
 @pytest.mark.parametrize("text", ["0.6.14", "0.6.15rc1", "0.7.2.post1", "1.0", "0.6.14+cu130"])
@@ -258,4 +262,9 @@ def test_notes() -> None:
     assert any("faster" in note for note in plan_of("sm90").notes)
     assert not any("faster" in note for note in plan_of("sm90", kv_cache_dtype="fp8").notes + plan_of("sm120").notes)
     assert any("converted" in note for note in plan_of("sm100", kv_cache_dtype="nvfp4").notes)
+    for gpu in ("sm80", "sm90", "sm100", "sm120"):
+        for cache in ("nvfp4", "fp8", "auto"):
+            for phase in ("prefill", "decode"):
+                notes = plan_of(gpu, phase, kv_cache_dtype=cache).notes
+                assert any("the engine's own" in note for note in notes) == (cache == "nvfp4")
     assert any("not causal runs natively" in note for note in plan_of("sm100", "prefill").notes)

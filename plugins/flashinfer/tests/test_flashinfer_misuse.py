@@ -437,16 +437,10 @@ def test_what_trtllm_gen_refuses() -> None:
         context(batch, workspace())
 
 
-def test_what_cascade_refuses() -> None:
-    batch = Batch([1, 1], [20, 20])
-    wrapper = cascade.MultiLevelCascadeAttentionWrapper(2, workspace())
-    lists = ([ints([0, 1]), batch.qo_indptr], [ints([0, 1]), batch.indptr], [batch.indices[:1], batch.indices])
-    with pytest.raises(Misuse, match=r"the levels have \[1, 2\] queries"):
-        wrapper.plan(*lists, [ints([16]), batch.last], *batch.shape, q_data_type=BF16)
-    with pytest.raises(Misuse, match="each level"):
-        wrapper.plan(*lists, [ints([16]), batch.last], *batch.shape, window_left=3)
-    parts = torch.randn(2, 3, 2, 64)
+def test_what_merging_refuses() -> None:
+    parts, lses = torch.randn(2, 3, 2, 64), torch.zeros(2, 3, 2)
     with pytest.raises(RuntimeError, match=r"merging torch\.float32"):
-        cascade.merge_state(parts[0], torch.zeros(3, 2), parts[1], torch.zeros(3, 2))
+        cascade.merge_state_in_place(parts[0], lses[0], parts[1], lses[1])
+    halves = parts.bfloat16()
     with pytest.raises(RuntimeError, match="contiguous"):
-        cascade.merge_states(parts.bfloat16().transpose(0, 1), torch.zeros(3, 2, 2))
+        cascade.merge_state_in_place(halves[0], lses[0], halves[1].transpose(0, 1), lses[1])

@@ -192,6 +192,8 @@ def test_context_parallel_decode_on_10_doubles_the_workspace() -> None:
     one, two = plan_of("sm100"), plan_of("sm100", decode_context_parallel_size=2)
     assert (one.workspace_bytes, two.workspace_bytes) == (128 * MIB, 256 * MIB)
     assert (one.cuda_graph, two.cuda_graph) == ("UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
+    own = plan_of("sm100", options={"workspace_bytes": 64 * MIB}, decode_context_parallel_size=2)
+    assert [any("256 MiB" in note for note in plan.notes) for plan in (one, two, own)] == [False, True, False]
     assert plan_of("sm90", decode_context_parallel_size=2).workspace_bytes == plan_of("sm90").workspace_bytes
     assert plan_of("sm90", options={"workspace_bytes": 64 * MIB}).workspace_bytes == 64 * MIB
 

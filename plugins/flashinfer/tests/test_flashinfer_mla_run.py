@@ -182,6 +182,30 @@ def test_a_layers_own_scale_is_planned_once(emulate: Emulate) -> None:
         layers.run(group, problem, layers.layer_for(group, problem, scale=0.2), metadata)
 
 
+@KERNELS
+def test_masked_keys_are_far_away_with_a_small_scale_too(
+    gpu: str, capability: Any, options: Any, backend: str, emulate: Emulate
+) -> None:
+    world = emulate(capability)
+    group = layers.group_for(gpu, layers.mla_config(num_speculative_tokens=2), **options)
+    problem = layers.problem_for(group, [(3, 70), (1, 5), (20, 90)])
+    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, scale=1e-4))
+    layers.run(group, problem)
+    for entry in (PLAN, "BatchPrefillWithRaggedKVCacheWrapper.plan"):
+        assert world.named(entry)[-1]["sm_scale"] == 1e-4 * 32
+
+
+def test_the_scale_of_an_fp8_cache_multiplies_no_scores(emulate: Emulate) -> None:
+    """However small, it leaves the mask and the query alone."""
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config(kv_cache_dtype="fp8"), phases=["decode"])
+    problem = layers.problem_for(group, [(1, 70), (1, 5)])
+    step = dataclasses.replace(problem.step, k_scale=torch.tensor(1e-4))
+    layers.run(group, dataclasses.replace(problem, step=step))
+    (call,) = world.named(RUN)
+    assert call["ckv_scale"] == call["kpe_scale"] == pytest.approx(1e-4)
+
+
 def test_metadata_of_an_earlier_batch_is_refused(emulate: Emulate) -> None:
     emulate()
     group = layers.group_for("h100", layers.mla_config())

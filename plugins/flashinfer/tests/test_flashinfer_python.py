@@ -20,7 +20,7 @@ import torch
 flashinfer: Any = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 fi: Any = sys.modules["flashinfer_emulated"]
 layers: Any = sys.modules["flashinfer_layers"]
-EMULATED = {name: sys.modules[f"flashinfer_emulated_{name}"] for name in ("native", "ragged", "trtllm", "cascade")}
+EMULATED = {name: sys.modules[f"flashinfer_emulated_{name}"] for name in ("native", "ragged", "trtllm")}
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -86,7 +86,7 @@ def _python(monkeypatch: pytest.MonkeyPatch) -> None:
 def both(batch: Any, run: Any) -> None:
     """Compare output (and LSE) of ``run(entries, batch)``: the library's over emulated kernels, and the emulated's."""
     real = SimpleNamespace(
-        **{name: getattr(flashinfer, name) for name in dir(flashinfer) if name.startswith(("Batch", "MultiLevel"))},
+        **{name: getattr(flashinfer, name) for name in dir(flashinfer) if name.startswith("Batch")},
         trtllm_batch_decode_with_kv_cache=flashinfer.decode.trtllm_batch_decode_with_kv_cache,
         trtllm_batch_context_with_kv_cache=flashinfer.prefill.trtllm_batch_context_with_kv_cache,
     )
@@ -250,23 +250,3 @@ def test_trtllm_prefill(layout: str, causal: bool) -> None:
         )  # fmt: skip
 
     both(layers.Batch([5, 2], [40, 17], layout=layout), run)
-
-
-def test_cascade() -> None:
-    def run(entries: Any, batch: Any) -> Any:
-        wrapper = entries.MultiLevelCascadeAttentionWrapper(2, layers.workspace())
-        for each in getattr(wrapper, "_batch_prefill_wrappers", []):
-            each._backend = "fa2"
-        first = [batch.indptr[request] for request in range(2)]
-        own = torch.cat([batch.indices[first[0] + 1 : batch.indptr[1]], batch.indices[first[1] + 1 :]])
-        wrapper.plan(
-            [layers.ints([0, 2]), batch.qo_indptr], [layers.ints([0, 1]), layers.ints([0, 2, 4])],
-            [batch.table[0, :1].clone(), own], [layers.ints([16]), batch.last], *batch.shape, causal=True,
-            sm_scale=0.2, q_data_type=BF16,
-        )  # fmt: skip
-        return (wrapper.run(batch.query, batch.cache),)
-
-    module = importlib.import_module("flashinfer.cascade")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "merge_state_in_place", EMULATED["cascade"].merge_state_in_place)
-        both(layers.Batch([1, 1], [40, 37]), run)

@@ -102,7 +102,7 @@ def test_sinks(gpu: str, phase: Any) -> None:
     plan = plan_of(gpu, phase, sinks=True, head_size=64, sliding_window=128)
     trtllm = gpu in ("sm100", "sm103") or (phase == "decode" and gpu in ("sm90", "sm120", "sm121"))
     assert plan.path.startswith("TRT-LLM") is trtllm
-    assert plan.path.endswith("(sink wrapper)") is not trtllm
+    assert plan.path.endswith(" with sinks") is not trtllm
     reasons = reasons_of(gpu, phase, sinks=True, logits_soft_cap=30.0)
     assert list(reasons) == ["sinks"]
     assert "soft cap" in reasons["sinks"].message
@@ -110,9 +110,9 @@ def test_sinks(gpu: str, phase: Any) -> None:
 
 def test_sinks_with_fp8_leave_fa3() -> None:
     plan = plan_of("sm90", "prefill", sinks=True, kv_cache_dtype="fp8")
-    assert (plan.path, plan.query_dtype) == ("native fa2 (sink wrapper)", "bfloat16")
+    assert (plan.path, plan.query_dtype) == ("native fa2 with sinks", "bfloat16")
     assert "no attention sinks with FP8" in plan.because
-    assert plan_of("sm90", "prefill", sinks=True).path == "native fa3 (sink wrapper)"
+    assert plan_of("sm90", "prefill", sinks=True).path == "native fa3 with sinks"
 
 
 def test_sinks_over_context_parallel_ranks() -> None:

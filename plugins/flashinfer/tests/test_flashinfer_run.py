@@ -15,9 +15,10 @@ import torch
 from attn_select.errors import ConfigError, KernelMismatchError
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Attention, BatchError, Scales
+from attn_select.spec import BackendSpec
 from attn_select_flashinfer import library
 from attn_select_flashinfer.metadata import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
-from attn_select_flashinfer.mha import FLASHINFER
+from attn_select_flashinfer.plugin import attn_select_register_backends
 
 groups: Any = sys.modules["flashinfer_groups"]
 Emulate = Callable[..., Any]
@@ -345,14 +346,16 @@ def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> 
     emulate(BatchDecodeWithPagedKVCacheWrapper=Bare)
     group = groups.made(options=NATIVE)
     common, _ = groups.batch(group, [1], [30])
-    with pytest.raises(KernelMismatchError, match="Bare of the installed FlashInfer has no _pin_memory"):
+    with pytest.raises(KernelMismatchError, match="Bare of the installed FlashInfer has no _pin_memory") as info:
         group.build(common)
+    assert info.value.hint == "pip install 'flashinfer-python>=0.6.14,<0.7'"
 
 
-def test_load_needs_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", attn_select_register_backends(), ids=lambda spec: spec.name)
+def test_load_needs_flashinfer(spec: BackendSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     library.flashinfer.cache_clear()
     monkeypatch.setattr("attn_select.environment.installed_version", {"flashinfer-python": "0.6.13"}.get)
     monkeypatch.setattr("attn_select.environment.has_module", {"flashinfer"}.__contains__)
     with pytest.raises(KernelMismatchError, match=r"flashinfer-python 0\.6\.13 is installed, >=0\.6\.14 is needed"):
-        FLASHINFER.load()
+        spec.load()
     library.flashinfer.cache_clear()

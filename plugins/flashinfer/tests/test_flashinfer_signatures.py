@@ -33,10 +33,7 @@ FILES = {
         "prefill": ("trtllm_batch_context_with_kv_cache", "trtllm_ragged_attention_deepseek"),
         "decode": ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"),
     },
-    "cascade": {
-        "cascade": ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
-        "page": ("append_paged_kv_cache",),
-    },
+    "cascade": {"cascade": ("merge_state_in_place",)},
 }
 """By emulated module and FlashInfer's file, the entries."""
 METHODS = ("__init__", "plan", "run", "reset_workspace_buffer")

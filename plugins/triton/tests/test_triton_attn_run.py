@@ -61,20 +61,6 @@ def test_pages_are_handed_through(device: torch.device) -> None:
         assert (group.block_size, group.kernel_block_size) == (size, size)
 
 
-def test_views_do_not_keep_the_cache(device: torch.device) -> None:
-    group = layers.made(device, layers.layer_config())
-    problem = layers.problem_of(group, ((1, 20),))
-    layer = layers.layer_of(group, problem)
-    metadata = group.build(layers.common_of(problem))
-    for _ in range(2):
-        kv_cache = problem.written_cache()
-        layer(problem.query, None, None, kv_cache, metadata)
-    views = next(iter(layer.impls.values()))._views
-    assert views._views is not None
-    del kv_cache
-    assert views._views is None
-
-
 def test_nothing_to_do(device: torch.device) -> None:
     group = layers.made(device, layers.layer_config())
     problem = layers.problem_of(group, ((0, 9), (0, 0)))
