@@ -20,7 +20,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
 FILES = "cache|decode|merge|prefill|paged_kernels|mla_decode|mla_cache|ops|invariance"
-SELECT = "not (test_on_a_gpu and not (plain and 128)) and not deepseek and not ahead_of_time and not 128_ki"
+SELECT = "not (test_on_a_gpu and not (plain and 128)) and not deepseek and not 128_ki"
 """Of pytest's ``-k``: leaves out most of the hundreds of cases of the same kernels, and long contexts."""
 ERROR_EXIT = 9
 

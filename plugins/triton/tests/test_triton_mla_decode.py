@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,26 +169,6 @@ def test_splits_keep_to_the_reserved_workspace() -> None:
                 splits = mla_decode.mla_num_splits(programs, length, sms)
                 assert 1 <= splits <= max(1, -(-length // 64))
                 assert splits == 1 or splits * programs < 2 * sms
-
-
-SHARED_MEMORY = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications)."""
-
-
-@pytest.mark.parametrize("target", SHARED_MEMORY)
-def test_compiles_ahead_of_time_into_the_chip(target: int) -> None:
-    script = Path(__file__).with_name("compile_mla_decode.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(target)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) >= 8
-    for line in lines:
-        shared, products, name = line.split(" ", 2)
-        assert int(shared) <= SHARED_MEMORY[target], name
-        assert int(products) > 0 or target < 80, name
 
 
 GPU_CASES = [
