@@ -23,7 +23,7 @@ from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.custom_op import forward_context
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.group_parts import AttentionMetadata, Capacity
-from attn_select.runtime.kv_cache import key_value_views, num_blocks_for
+from attn_select.runtime.kv_cache import CacheView, key_value_views, num_blocks_for
 from attn_select.runtime.metadata import (
     BatchError,
     CommonAttentionMetadata,
@@ -56,6 +56,7 @@ __all__ = [
     "BatchError",
     "BlockPool",
     "BlockTable",
+    "CacheView",
     "Capacity",
     "CommonAttentionMetadata",
     "MLAAttention",
