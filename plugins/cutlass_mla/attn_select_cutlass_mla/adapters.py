@@ -14,7 +14,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -38,15 +38,10 @@ class Adapter(ABC):
     Args:
         provider: the distribution.
 
-    Attributes:
-        writes_output: whether the kernel writes where it is told to; else ``out`` is ignored.
-
     Raises:
         ImportError: the module cannot be imported.
         KernelMismatchError: its version is another, or a function is missing or has another signature.
     """
-
-    writes_output: ClassVar[bool] = True
 
     def __init__(self, provider: Provider) -> None:
         self.provider = provider
@@ -117,7 +112,7 @@ class Adapter(ABC):
             lse: float32 ``(B, 128)``, contiguous, natural logarithm, for providers that return it; ``(0,)``: unwanted.
 
         Returns:
-            The output: ``out`` where ``writes_output``.
+            The output: ``out``, or what a provider returns that does not write there.
         """
 
 
@@ -155,8 +150,6 @@ class Vllm(Adapter):
 
 class SglKernel(Adapter):
     """``sgl_kernel.cutlass_mla_decode``, which returns an output of its own and no LSE."""
-
-    writes_output = False
 
     def __init__(self, provider: Provider) -> None:
         super().__init__(provider)

@@ -10,6 +10,7 @@ import torch
 
 from attn_select.testing import lse_error, merge_reference, relative_error, same_bits
 from attn_select_triton.kernels import merge
+from attn_select_triton.kernels.launch import power_of_two
 
 INF = float("inf")
 
@@ -62,6 +63,17 @@ def test_nothing_to_merge(device: torch.device) -> None:
     assert lses.eq(1).all()
 
 
+def merge_splits(
+    parts: torch.Tensor, part_lse: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None = None
+) -> None:
+    """Merge float32 partials ``(T, H, splits, Dv)`` with LSEs ``(T, H, splits)``, as a decode launches it."""
+    tokens, heads, size = output.shape
+    merge.merge_splits_kernel[(tokens * heads,)](
+        parts, part_lse, output, lse, parts.shape[2], output.stride(0), output.stride(1),
+        heads, size, power_of_two(size), merge.MERGE_CHUNK, lse is not None, False, num_warps=4,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("splits", [2, merge.MERGE_CHUNK, merge.MERGE_CHUNK + 3])
 def test_splits(splits: int, device: torch.device) -> None:
     torch.manual_seed(splits)
@@ -72,7 +84,7 @@ def test_splits(splits: int, device: torch.device) -> None:
     parts[lses == -INF] = torch.nan
     wanted, wanted_lse = merge_reference(list(parts.unbind(2)), list(lses.unbind(2)))
     output, lse = torch.full((3, 2, 40), torch.nan, device=device), torch.full((3, 2), torch.nan, device=device)
-    merge.merge_splits(parts, lses, output, splits, lse)
+    merge_splits(parts, lses, output, lse)
     assert relative_error(output, wanted).row < 1e-6
     assert lse_error(lse, wanted_lse) < 1e-5
 
@@ -85,7 +97,7 @@ def test_empty_splits_behind_change_no_bit(device: torch.device) -> None:
         more, more_lse = parts.new_full((2, 2, splits, 32), torch.nan), lses.new_full((2, 2, splits), -INF)
         more[:, :, :5], more_lse[:, :, :5] = parts, lses
         output = parts.new_empty(2, 2, 32)
-        merge.merge_splits(more, more_lse, output, splits)
+        merge_splits(more, more_lse, output)
         results.append(output)
     assert same_bits(results[0], results[1])
     assert same_bits(results[0], results[2])

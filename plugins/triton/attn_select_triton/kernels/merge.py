@@ -69,25 +69,6 @@ MERGE_CHUNK = 16
 """Splits that one step of the merge takes."""
 
 
-def merge_splits(
-    parts: Tensor,
-    part_lse: Tensor,
-    output: Tensor,
-    num_splits: int,
-    output_lse: Tensor | None = None,
-) -> None:
-    """Merge float32 partials ``(T, H, num_splits, Dv)`` by their LSEs ``(T, H, num_splits)`` into ``(T, H, Dv)``.
-
-    Args:
-        output_lse: float32 ``(T, H)``, contiguous.
-    """
-    tokens, heads, size = output.shape
-    merge_splits_kernel[(tokens * heads,)](
-        parts, part_lse, output, output_lse, num_splits, output.stride(0), output.stride(1),
-        heads, size, launch.power_of_two(size), MERGE_CHUNK, output_lse is not None, False, num_warps=4,
-    )  # fmt: skip
-
-
 @triton.jit(
     # Strides of LSEs: a transposed one has the step's tokens among them.
     do_not_specialize=["rows", "stride_lt", "stride_lh", "stride_plt", "stride_plh", "stride_slt", "stride_slh"],

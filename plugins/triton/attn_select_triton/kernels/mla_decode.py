@@ -332,13 +332,6 @@ def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
     return min(range(1, most + 1), key=cost)
 
 
-@lru_cache(maxsize=64)
-def _gluon_layout(dtype: torch.dtype, rows: int, columns: int) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
-
-
 def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> Any:
     """Return a tensor descriptor over ``rows`` rows of ``tensor``'s last dimension."""
     shape, strides = [rows, tensor.shape[-1]], [stride, 1]
