@@ -52,8 +52,11 @@ class PinnedRing:
         """Return how many buffers were needed."""
         return len(self._slots)
 
-    def plan(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    def plan(self, wrapper: Any, *args: Any, cleared: int = 0, **kwargs: Any) -> None:
         """Call ``wrapper.plan``.
+
+        Args:
+            cleared: bytes at the buffer's start that are zero before it.
 
         Raises:
             KernelMismatchError: the wrapper keeps no such buffer (MLA's since 0.7.0): nothing guards its copies.
@@ -63,6 +66,8 @@ class PinnedRing:
             raise KernelMismatchError(text, hint=FLASHINFER_PYTHON_MLA.install)
         buffer, event = self._free()
         setattr(wrapper, _ATTRIBUTE, buffer)
+        if cleared:
+            buffer[:cleared].zero_()
         wrapper.plan(*args, **kwargs)
         event.record(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
 

@@ -27,6 +27,11 @@ from attn_select_flashinfer.library import flashinfer
 from attn_select_flashinfer.native import WITH_SINKS
 from attn_select_flashinfer.staging import PinnedRing
 
+LIST_BYTES = 12
+"""A block's request, its rows and its keys, in the lists at the start of a schedule."""
+LEAST_BLOCKS = 1024
+"""More than the two blocks per SM that a captured grid has at least; with many requests it has fewer than four each."""
+
 
 def hnd_or_nhd(context: BackendContext) -> str:
     """Return the cache's layout as FlashInfer calls it."""
@@ -215,8 +220,13 @@ class WrapperPool:
         Raises:
             BatchError: the schedule or its partial results need more scratch than there is.
         """
+        # Unsplit, a captured grid's spare blocks are told from the others by nothing, and run by what the pinned buffer
+        # held before: other requests' rows, or no request's. Zeros repeat the first request's first tile, to the bit.
+        # (``PrefillPlan`` in attention/scheduler.cuh 0.6.14 has a mask for split ones alone.)
+        spare = wrapper.is_cuda_graph_enabled and not kernel.split_kv
+        cleared = LIST_BYTES * max(LEAST_BLOCKS, 4 * len(lists[0])) if spare else 0
         try:
-            self.ring.plan(wrapper, *lists, **kernel.planned, **more)
+            self.ring.plan(wrapper, *lists, cleared=cleared, **kernel.planned, **more)
         except RuntimeError as error:
             if "workspace buffer" not in str(error):  # csrc AlignedAllocator, include/flashinfer/allocator.h 0.6.14
                 raise

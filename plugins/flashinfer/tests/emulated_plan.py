@@ -6,6 +6,7 @@ kinds in flashinfer/jit/attention/modules.py, all 0.6.14.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -109,6 +110,8 @@ class Wrapper:
             need(needed <= room, f"{text}Increase the workspace buffer size.", RuntimeError)
         pinned = self._pin_memory_int_workspace_buffer
         need(len(pinned) >= len(ints), f"pinned buffer {tuple(pinned.shape)} for {tuple(ints.shape)}")
+        if self._backend == "fa2":
+            _fill_blocks(pinned, Blocks.of(schedule, rows, size, self._use_cuda_graph, split, fixed or -1))
         fi.world.memory[pinned.data_ptr()] = schedule
         fi.stream(lambda: fi.world.memory.update({ints.data_ptr(): fi.world.memory[pinned.data_ptr()]}))
         self._schedule = schedule
@@ -159,33 +162,74 @@ class Wrapper:
         return found
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """fa2's grid (``PrefillSplitQOKVIndptr``).
+
+    Attributes:
+        tile: queries of a block; ``tiles`` of each request.
+        chunks: into how many splits each request's keys are cut.
+        padded: blocks of the grid, in graphs more than there is work for.
+        split: whether partial results are merged, which is when spare blocks are masked too.
+    """
+
+    tile: int
+    tiles: list[int]
+    chunks: list[int]
+    padded: int
+    split: bool
+
+    @classmethod
+    def of(cls, schedule: Schedule, rows: int, size: int, graph: bool, may_split: bool, fixed: int) -> Blocks:
+        group, batch = schedule.heads // schedule.kv_heads, len(schedule.kv_lens)
+        packed = [(end - first) * group for first, end in pairwise(schedule.qo_indptr)]
+        pages = [end - first for first, end in pairwise(schedule.kv_indptr)]
+        tile = _fa2_tile((rows - batch + 1) * group if graph else sum(packed) // batch, size)
+        tiles = [-(-length // tile) for length in packed]
+        if schedule.window_left >= 0:
+            pages = [min(count, -(-(schedule.window_left + tile) // schedule.page_size)) for count in pages]
+        most, split, chunk = 2 * SMS // schedule.kv_heads, False, fixed
+        if may_split and fixed <= 0:
+            chunk = max(128 // schedule.page_size, 1)
+            high = longest = max(1, *pages)
+            while chunk < high:
+                middle = (chunk + high) // 2
+                works = sum(count * -(-max(each, 1) // middle) for count, each in zip(tiles, pages, strict=True))
+                chunk, high = (middle + 1, high) if works > most else (chunk, middle)
+            split = graph or chunk < longest
+        chunks = [-(-max(each, 1) // chunk) if may_split else 1 for each in pages]
+        split = split or (may_split and fixed > 0 and max(chunks) > 1)
+        works = sum(count * each for count, each in zip(tiles, chunks, strict=True))
+        padded = max(most, -(-rows * group // tile) + batch - 1) if graph else works
+        need(works <= padded, "new batch size should not exceed padded batch size", RuntimeError)
+        return cls(tile, tiles, chunks, padded, split)
+
+
+def _fill_blocks(pinned: Tensor, blocks: Blocks) -> None:
+    """Write each block's request, rows and keys; unsplit, spare blocks are run by what stood there before."""
+    numbered = zip(blocks.tiles, blocks.chunks, strict=True)
+    own = [
+        (request, tile, chunk)
+        for request, (tiles, chunks) in enumerate(numbered)
+        for tile, chunk in itertools.product(range(tiles), range(chunks))
+    ]
+    stride = _aligned(4 * blocks.padded) // 4
+    lists = [pinned.view(torch.int32)[i * stride : i * stride + blocks.padded] for i in range(3)]
+    for list_, numbers in zip(lists, zip(*own, strict=True), strict=False):
+        list_[: len(own)] = torch.tensor(numbers)
+    if not blocks.split:
+        for block in zip(*(list_[len(own) :].tolist() for list_ in lists), strict=True):
+            need(block in own, f"a spare block of the grid is run as request, rows and keys {block}")
+
+
 def fa2_bytes(schedule: Schedule, rows: int, size: int, graph: bool, may_split: bool, fixed: int) -> tuple[int, int]:
-    """Return the bytes of a schedule and of the partial results (``PrefillPlan``, ``PrefillSplitQOKVIndptr``)."""
-    group, batch = schedule.heads // schedule.kv_heads, len(schedule.kv_lens)
-    packed = [(end - first) * group for first, end in pairwise(schedule.qo_indptr)]
-    pages = [end - first for first, end in pairwise(schedule.kv_indptr)]
-    tile = _fa2_tile((rows - batch + 1) * group if graph else sum(packed) // batch, size)
-    tiles = [-(-length // tile) for length in packed]
-    if schedule.window_left >= 0:
-        pages = [min(count, -(-(schedule.window_left + tile) // schedule.page_size)) for count in pages]
-    most, split, chunk = 2 * SMS // schedule.kv_heads, False, fixed
-    if may_split and fixed <= 0:
-        chunk = max(128 // schedule.page_size, 1)
-        high = longest = max(1, *pages)
-        while chunk < high:
-            middle = (chunk + high) // 2
-            works = sum(count * -(-max(each, 1) // middle) for count, each in zip(tiles, pages, strict=True))
-            chunk, high = (middle + 1, high) if works > most else (chunk, middle)
-        split = graph or chunk < longest
-    chunks = [-(-max(each, 1) // chunk) if may_split else 1 for each in pages]
-    split = split or (may_split and fixed > 0 and max(chunks) > 1)
-    works = sum(count * each for count, each in zip(tiles, chunks, strict=True))
-    padded = max(most, -(-rows * group // tile) + batch - 1) if graph else works
-    need(works <= padded, "new batch size should not exceed padded batch size", RuntimeError)
-    ints = 3 * _aligned(4 * padded) + _aligned(4 * (batch + 1)) + 16 + 16 * graph
-    if not split:
+    """Return the bytes of a schedule and of the partial results (``PrefillPlan``)."""
+    blocks, batch = Blocks.of(schedule, rows, size, graph, may_split, fixed), len(schedule.kv_lens)
+    ints = 3 * _aligned(4 * blocks.padded) + _aligned(4 * (batch + 1)) + 16 + 16 * graph
+    if not blocks.split:
         return ints, 0
-    return ints + _aligned(4 * (rows + 1)) + padded, schedule.heads * padded * tile * (size + 1) * 4
+    partial = schedule.heads * blocks.padded * blocks.tile * (size + 1) * 4
+    return ints + _aligned(4 * (rows + 1)) + blocks.padded, partial
 
 
 def _fa2_tile(packed: int, size: int) -> int:

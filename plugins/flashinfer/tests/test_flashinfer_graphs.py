@@ -59,6 +59,7 @@ class Captured:
         ("h100", {"num_speculative_tokens": 2}, 3),
         ("h100", {"options": NATIVE}, 1),
         ("h100", {"options": NATIVE, "sinks": True}, 1),
+        ("h100", {"options": NATIVE, "batch_invariant": True}, 1),
         ("b200", {}, 1),
         ("b200", {"num_speculative_tokens": 1}, 2),
     ],
@@ -166,8 +167,9 @@ def test_build_copies_nothing_back_from_the_device(emulate: Emulate) -> None:
         {},
         {"options": NATIVE, "kv_cache_dtype": "fp8_e4m3"},
         {"kv_cache_dtype": "fp8_e4m3"},
+        {"options": NATIVE, "batch_invariant": True},
     ],
-    ids=["native", "xqa", "native-fp8", "xqa-fp8"],
+    ids=["native", "xqa", "native-fp8", "xqa-fp8", "batch-invariant"],
 )
 def test_replay_of_every_captured_size(fields: dict[str, Any]) -> None:
     """Eager and replayed results agree for batches of all sizes, with new lengths and page tables every time."""
