@@ -33,7 +33,8 @@ class NativeBuilder:
     def decode(self, common: CommonAttentionMetadata, kernel: NativeKernel, last: int) -> FIDecode:
         """Plan the batch's first ``last`` requests, which have one token each."""
         wrapper = self.pool.eager(kernel, "decode")
-        lists = self._lists(common.seq_lens_cpu[:last])
+        seq_lens = common.seq_lens_cpu
+        lists = self._lists(seq_lens if last == common.num_reqs else seq_lens[:last])
         part = self._planned_decode(wrapper, kernel, lists)
         self._flatten(wrapper, common, lists, 0)
         return part
@@ -65,10 +66,12 @@ class NativeBuilder:
         causal = self._causal and common.causal
         if not causal and self._windowed:
             raise BatchError("a step that is not causal, in layers with a window: native kernels hide no later keys")
-        seq_lens = common.seq_lens_cpu[first:last]
+        seq_lens, bounds = common.seq_lens_cpu, common.query_start_loc_cpu
+        if last - first < common.num_reqs:
+            seq_lens, bounds = seq_lens[first:last], bounds[first : last + 1]
         lists = self._lists(seq_lens - skipped if skipped else seq_lens)
-        bounds = common.query_start_loc_cpu[first : last + 1]
-        start, end = int(bounds[0]), int(bounds[-1])
+        ends = bounds.numpy()
+        start, end = int(ends[0]), int(ends[-1])
         part = FIPrefill(
             phase=phase,
             path=path or kernel.label,
@@ -77,7 +80,7 @@ class NativeBuilder:
             wrapper=self.pool.eager(kernel, phase),
             kernel=kernel,
             lists=lists,
-            qo_indptr=bounds - start,
+            qo_indptr=bounds - start if start else bounds,
             causal=causal,
         )
         self._plan(part, common.max_query_len)

@@ -53,7 +53,7 @@ class PageLists:
         lens = seq_lens.numpy()
         pages = (lens + (page_size - 1)) // page_size
         indptr = np.zeros(len(lens) + 1, dtype=np.int32)
-        np.cumsum(pages, out=indptr[1:])
+        pages.cumsum(dtype=np.int32, out=indptr[1:])
         last = lens - np.maximum(pages - 1, 0) * page_size
         total = max(1, int(indptr[-1]))
         made = torch.empty(total, dtype=torch.int32, device=device) if indices is None else indices[:total]

@@ -22,7 +22,15 @@ from attn_select_triton.hardware import power_of_two
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
 from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, sm_count
-from attn_select_triton.triton_attn import BY_TMA, GATHERED, TritonAttnOptions
+from attn_select_triton.triton_attn import (
+    BY_TMA,
+    GATHERED,
+    TMA_PAGE,
+    WARPS,
+    WARPS_CAPABILITY,
+    TritonAttnOptions,
+    gathers,
+)
 
 LEAST_SAVED = 256 << 20
 """Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of
@@ -71,18 +79,22 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         context, options = self.context, self.context.options
         config, device = context.config, context.device
         assert isinstance(options, TritonAttnOptions)
-        by_tma = any(plan.path == BY_TMA for plan in context.plans.values())
+        path = context.plans["prefill"].path if "prefill" in context.plans else None
+        by_tma = path == BY_TMA or (path == WARPS and (context.block_size or 1) % TMA_PAGE == 0)
         self._ways["pages"] = schedule.TMA_PAGES if by_tma else schedule.PAGES
         self._ways["split"] = schedule.SPLIT_FP8 if self._fp8 else schedule.SPLIT
-        reserved = options.gather_workspace_mib << 20
-        gathers = {phase: plan.path == GATHERED for phase, plan in context.plans.items()}
-        room = max(plan.workspace_bytes - reserved * gathers[phase] for phase, plan in context.plans.items()) // 4
+        if path == WARPS and capability_of(device) == WARPS_CAPABILITY:
+            self._ways["warps"] = schedule.WARPS
+        gathered = path in (GATHERED, WARPS) and gathers(config, options)
+        reserved = options.gather_workspace_mib << 20 if gathered else 0
+        in_plan = {phase: reserved if phase == "prefill" else 0 for phase in context.plans}
+        room = max(plan.workspace_bytes - in_plan[phase] for phase, plan in context.plans.items()) // 4
         if config.batch_invariant:
             self._fixed_split = schedule.fixed_split(self._most_keys)
             tokens = min(context.max_num_batched_tokens, context.max_num_seqs * self._longest_decode)
             room = tokens * self._row * -(-self._most_keys // self._fixed_split)
         self._workspace = torch.empty(room, dtype=torch.float32, device=device)
-        if not any(gathers.values()):
+        if not reserved:
             return
         widths = power_of_two(config.head_size), power_of_two(config.value_head_size)
         row = config.num_kv_heads * sum(widths) * self.shape.dtype.itemsize
@@ -224,7 +236,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         """Return the launches of the requests from ``first`` on."""
         last = common.num_reqs
         if self._fixed_split:
-            return [self._prefill(common, first, last)]
+            return [self._prefill(common, first, last, warps="warps" in self._ways)]
         query_lens = common.query_lens_cpu[first:].tolist()
         seq_lens = common.seq_lens_cpu[first:].tolist()
         # An image may begin before the window.
@@ -241,8 +253,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if way == "split":
             keys = max(seq_lens), sum(seq_lens)
             return [self._splitting(common, first, last, sum(query_lens), max(query_lens), keys)]
-        if way == "pages" or self._gathered is None:
-            return [self._prefill(common, first, last)]
+        if way != "gathered" or self._gathered is None:
+            return [self._prefill(common, first, last, warps=way == "warps")]
         chunks = schedule.gathered_chunks(query_lens, seq_lens, window, len(self._gathered[0]))
         starts = to_device(
             torch.tensor([start for chunk in chunks for start in chunk.starts or [0]], dtype=torch.int32),
@@ -275,7 +287,9 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         )
         return part
 
-    def _prefill(self, common: CommonAttentionMetadata, first: int, last: int, tokens: int | None = None) -> Part:
+    def _prefill(
+        self, common: CommonAttentionMetadata, first: int, last: int, tokens: int | None = None, *, warps: bool = False
+    ) -> Part:
         """Return the launch of requests ``first .. last - 1`` over pages, or over the step's own keys."""
         bounds, seq_lens, table = self._requests(common, first, last)
         if tokens is None:
@@ -291,7 +305,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             prefill["key_start_loc"] = bounds[:-1]
         else:
             prefill["block_table"] = table
-        return Part(self._causal and common.causal, self._ranges(common, first, last), prefill=prefill)
+        return Part(self._causal and common.causal, self._ranges(common, first, last), prefill=prefill, warps=warps)
 
     def _requests(self, common: CommonAttentionMetadata, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return query bounds, lengths and block table of requests ``first .. last - 1``, views of the step's."""

@@ -34,6 +34,7 @@ class Part:
         decode: the prepared decode.
         gather: what comes before a prefill.
         prefill: arguments of ``prefill_attention``.
+        warps: the prefill's kernel is ``prefill_hopper``, where it can read this cache.
     """
 
     causal: bool
@@ -41,6 +42,7 @@ class Part:
     decode: Decode | None = None
     gather: Gather | None = None
     prefill: dict[str, Any] = field(default_factory=dict)
+    warps: bool = False
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from attn_select_triton.kernels.cache import gather_pages
 from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.launching import on_device
+from attn_select_triton.triton_attn import WARPS
 
 
 @dataclass(slots=True)
@@ -61,6 +62,12 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         self._prefix_terms = replace(own, causal=False, sinks=None)
         self._views = CacheView(lambda kv_cache: key_value_unchecked(kv_cache, layout or "", config))
         self._attend = on_device(context.device, self._forward)
+        self._warps: Any = None
+        if any(plan.path == WARPS for plan in context.plans.values()) and context.device.type == "cuda":
+            # Gluon is experimental: other releases of Triton may not have what this module imports.
+            from attn_select_triton.kernels import prefill_hopper
+
+            self._warps = prefill_hopper
 
     def forward(
         self,
@@ -117,6 +124,12 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if part.gather is not None:
             gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
             key, value = part.gather.rows
+        if part.warps and self._warps.readable(key, value):
+            given = {name: value for name, value in part.prefill.items() if name != "max_seq_len"}
+            self._warps.prefill_hopper(
+                call.query, key, value, output, causal=terms.causal, output_lse=lse, scale=self.scale, **given
+            )
+            return
         prefill_attention(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill)
 
 

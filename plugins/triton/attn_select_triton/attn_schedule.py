@@ -23,7 +23,7 @@ MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 """Batch-invariant splits: so many at most, of so many keys at least."""
 TILE_ROWS = 64
 """Rows of a tile, in the costs below."""
-Way = Literal["pages", "gathered", "split"]
+Way = Literal["pages", "gathered", "split", "warps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Cost:
 
 PAGES = Cost(13.7, 64, alone=28.3, two=28.3)
 TMA_PAGES = Cost(8.4, 32, alone=11.2, two=16.8)
+WARPS = Cost(7.05, 230, alone=13.7, two=13.7)
 GATHERED = Cost(8.4, 32, alone=11.2, two=16.8, key=44.0)
 SPLIT = Cost(15.0, 32, key=26.0, row=1.2, fixed=10_000.0)
 SPLIT_FP8 = Cost(31.5, 32, key=16.0, row=1.2, fixed=10_000.0)

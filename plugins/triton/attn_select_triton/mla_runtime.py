@@ -9,6 +9,7 @@ keys go through one workspace that the builder reserves and all layers share.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -100,6 +101,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
                 f"{triton.__version__}",
                 hint="select on the machine that runs the layers",
             )
+        if self._launch.hopper:
+            import_module("attn_select_triton.kernels.mla_decode_hopper")  # with Gluon, now and not in the first step
         self._sms = sm_count(context.device)
         self._per_token = config.num_heads * (rank + 1)
         room = plan.workspace_bytes // 4

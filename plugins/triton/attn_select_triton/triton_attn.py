@@ -76,8 +76,13 @@ PROGRAMS_PER_SM = 8
 unequal lengths, where every request has room for as many splits as the longest."""
 
 BY_TMA, GATHERED = "prefill by TMA", "prefill, pages gathered"
+WARPS = "warp-specialised prefill"
+GLUON_TRITON = "3.6."
+"""Gluon, Triton's language of explicit layouts, is experimental: its kernel was compiled and run with these."""
+WARPS_CAPABILITY, WARPS_HEAD_SIZE = (9, 0), 128
 _GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
 _TMA = "TMA reads whole pages"
+_WARPS = "one warp loads pages by TMA while two groups multiply (Gluon); short prompts by the plain kernel"
 _POINTERS = "every row of keys by its own pointer through the block table"
 _NO_CACHE = "K and V as they come, no cache"
 _DECODE = "splits the keys until every SM has its share of them, then merges by log-sum-exp"
@@ -106,18 +111,43 @@ def kernel_block_sizes(config: AttentionConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys((size, *(page for page in reversed(PAGES) if size % page == 0))))
 
 
-def prefill_path(config: AttentionConfig, device: Device, options: TritonAttnOptions) -> tuple[str, str]:
+def warp_specialised(config: AttentionConfig, device: Device, environment: Environment) -> bool:
+    """Whether the Gluon kernel computes this layer's prefill on this device."""
+    triton = environment.version("triton")
+    return (
+        device.compute_capability == WARPS_CAPABILITY
+        and (triton is None or triton.startswith(GLUON_TRITON))
+        and config.dtype in ("bfloat16", "float16")
+        and config.cache_dtype == config.dtype
+        and config.head_size == config.value_head_size == WARPS_HEAD_SIZE
+        and (config.block_size or PAGES[0]) % PAGES[0] == 0
+        and config.sliding_window is None
+        and config.logits_soft_cap is None
+        and not (config.alibi or config.sinks or config.mm_prefix)
+    )
+
+
+def gathers(config: AttentionConfig, options: TritonAttnOptions) -> bool:
+    """Whether a prefill through TMA copies keys and values out of their pages first, where it pays."""
+    whole = (config.block_size or PAGES[0]) % TMA_PAGE == 0 and config.cache_dtype == config.dtype
+    return not whole and not config.batch_invariant and options.gather_workspace_mib > 0
+
+
+def prefill_path(
+    config: AttentionConfig, device: Device, environment: Environment, options: TritonAttnOptions
+) -> tuple[str, str]:
     """Return how a prefill reads the paged cache, and why."""
     head_size, width = config.head_size, config.value_head_size
-    capability, page = device.compute_capability, config.block_size or PAGES[0]
+    capability = device.compute_capability
     in_boxes = two_powers(head_size) != (0, 0) and power_of_two(width) == width
     if capability is None or capability < TMA_FROM or config.dtype == "float32" or not in_boxes:
         return "prefill", _POINTERS
-    if page % TMA_PAGE == 0 and config.cache_dtype == config.dtype:
-        return BY_TMA, _TMA
-    if config.batch_invariant or not options.gather_workspace_mib:
-        return "prefill", _POINTERS
-    return GATHERED, _GATHERED
+    if warp_specialised(config, device, environment):
+        return WARPS, _WARPS
+    if gathers(config, options):
+        return GATHERED, _GATHERED
+    page = config.block_size or PAGES[0]
+    return (BY_TMA, _TMA) if page % TMA_PAGE == 0 and config.cache_dtype == config.dtype else ("prefill", _POINTERS)
 
 
 def plan(
@@ -144,8 +174,8 @@ def plan(
     if config.batch_invariant:
         workspace = 0
     if phase == "prefill":
-        path, because = prefill_path(config, device, options)
-        if path == GATHERED:
+        path, because = prefill_path(config, device, environment, options)
+        if path in (GATHERED, WARPS) and gathers(config, options):
             workspace += options.gather_workspace_mib << 20
     elif config.batch_invariant:
         said = (*said, _FIXED_GROWS)
@@ -183,7 +213,9 @@ def load() -> type[AttentionBackend]:
         ImportError: one of them is not installed.
     """
     from attn_select_triton.attn_runtime import TritonAttnBackend  # facts are read without torch
+    from attn_select_triton.hashing import begin_hashing
 
+    begin_hashing()
     return TritonAttnBackend
 
 

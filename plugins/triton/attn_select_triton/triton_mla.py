@@ -177,13 +177,15 @@ def compile_key(config: AttentionConfig) -> object:
 
 
 def load() -> type[TritonMLABackend]:
-    """Import Triton and return the backend.
+    """Import Triton, begin what its first launch would wait for, and return the backend.
 
     Raises:
         ImportError: Triton or torch cannot be imported.
     """
+    from attn_select_triton.hashing import begin_hashing
     from attn_select_triton.mla_runtime import TritonMLABackend
 
+    begin_hashing()
     return TritonMLABackend
 
 

@@ -110,11 +110,12 @@ def paths(rounds: int) -> None:
             *((1, 2048, q) for q in (64, 256, 1024)),
             *((8, 4096, q) for q in (16, 64, 256)),
             *((16, q, q) for q in (128, 256, 512)),
+            *((8192 // q, q, q) for q in (1024, 2048, 4096)),
         ):
             problem = Problem(Case("", batch, seq_len, query_len, fp8=fp8))
             runs = {}
             chosen = attn_schedule.prefill_way
-            for name in ("pages", "gathered", "split"):
+            for name in ("pages", "gathered", "split", *([] if fp8 else ["warps"])):
                 with constants(prefill_way=lambda *_, name=name, **__: name):
                     runs[name] = Step(problem).run()
             step = Step(problem)

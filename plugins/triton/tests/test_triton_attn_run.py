@@ -201,6 +201,17 @@ def test_the_cheapest_way_is_taken() -> None:
     assert [way(8, 4096, q, fp8) for q in (16, 64, 256)] == ["split", "pages", "gathered"]
     by_tma = {"pages": attn_schedule.TMA_PAGES, "split": attn_schedule.SPLIT}
     assert [way(1, 16896, q, by_tma) for q in (64, 512)] == ["split", "pages"]
+    warps = {**every, "warps": attn_schedule.WARPS}
+    for query_len in (256, 512, 1024):
+        assert way(1, 16896, query_len, warps) == "warps"
+    longer = [(8, 4096, 16), (8, 4096, 64), (8, 4096, 256), (4, 2048, 2048), (2, 4096, 4096), (1, 16384, 16384)]
+    for case in ((1, 2048, 256), (1, 2048, 1024), *longer):
+        assert way(*case, warps) == "warps"
+    assert way(8, 1024, 1024, warps) in ("gathered", "warps")
+    for query_len in (128, 256, 512):
+        assert way(16, query_len, query_len, warps) == "gathered"
+    assert [way(1, 16896, q, warps) for q in (16, 32, 64, 128)] == ["split"] * 4
+    assert way(1, 2048, 64, warps) == "split"
 
 
 def test_a_window_costs_what_it_holds_on_paper() -> None:
@@ -412,9 +423,11 @@ STEPS = {"decode": UNEVEN, "mixed": ((1, 700), (1, 3), (200, 900)), "extend": ((
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}, {"head_size": 128}], ids=str
+)
 def test_neither_build_nor_forward_waits_or_allocates(step: str, fields: dict[str, Any], cuda: torch.device) -> None:
-    config = layers.layer_config(num_heads=8, head_size=64, dtype="bfloat16", **fields)
+    config = layers.layer_config(**{"num_heads": 8, "head_size": 64, "dtype": "bfloat16", **fields})
     group = layers.made(cuda, config)
     problem = layers.problem_of(group, STEPS[step])
     layers.check(group, problem)

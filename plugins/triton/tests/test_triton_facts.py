@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 from attn_select.config import AttentionConfig
+from attn_select.detection import Detection
 from attn_select.device import CPU, Device
 from attn_select.environment import Environment
 from attn_select.gate import check
@@ -141,16 +144,22 @@ def test_triton_attn_workspace() -> None:
 @pytest.mark.parametrize(
     ("where", "asked", "path", "mib"),
     [
-        (H100, {}, "prefill, pages gathered", 128),
-        (H100, {"block_size": 64}, "prefill by TMA", 0),
-        (H100, {"block_size": 192}, "prefill by TMA", 0),
+        (H100, {}, "warp-specialised prefill", 128),
+        (H100, {"block_size": 64, "dtype": "float16"}, "warp-specialised prefill", 0),
+        (H100, {"batch_invariant": True}, "warp-specialised prefill", 0),
+        (H100, {"head_size": 64}, "prefill, pages gathered", 128),
+        (H100, {"sinks": True}, "prefill, pages gathered", 128),
+        (H100, {"mm_prefix": True}, "prefill, pages gathered", 128),
+        (H100, {"block_size": 64, "alibi": True}, "prefill by TMA", 0),
+        (H100, {"block_size": 192, "sliding_window": 100}, "prefill by TMA", 0),
+        (H100, {"block_size": 64, "logits_soft_cap": 30.0}, "prefill by TMA", 0),
         (H100, {"block_size": 64, "kv_cache_dtype": "fp8"}, "prefill, pages gathered", 128),
         (H100, {"head_size": 96, "v_head_size": 64}, "prefill, pages gathered", 128),
         (H100, {"head_size": 96}, "prefill", 0),
         (H100, {"head_size": 112, "v_head_size": 64}, "prefill", 0),
         (H100, {"dtype": "float32"}, "prefill", 0),
-        (H100, {"batch_invariant": True}, "prefill", 0),
-        (H100, {"batch_invariant": True, "block_size": 64}, "prefill by TMA", 0),
+        (H100, {"batch_invariant": True, "sinks": True}, "prefill", 0),
+        (H100, {"batch_invariant": True, "block_size": 64, "sinks": True}, "prefill by TMA", 0),
         ((8, 9), {}, "prefill", 0),
         ((12, 0), {}, "prefill, pages gathered", 128),
     ],
@@ -161,11 +170,21 @@ def test_triton_attn_says_how_it_reads_pages(where: Any, asked: dict[str, Any], 
     assert plan.workspace_bytes == decode.workspace_bytes + (mib << 20)
 
 
+@pytest.mark.parametrize(
+    ("triton", "path"), [("3.6.1", "warp-specialised prefill"), ("3.7.0", "prefill, pages gathered")]
+)
+def test_triton_attn_runs_gluon_with_the_release_that_was_run(triton: str, path: str) -> None:
+    environment = Environment(assume_installed=True, pins={"triton": triton})
+    plan = check(TRITON_ATTN, AttentionConfig(**LLAMA), H100, environment, TRITON_ATTN.options(), "prefill")
+    assert isinstance(plan, BackendPlan)
+    assert plan.path == path
+
+
 def test_triton_attn_reserves_what_it_is_told() -> None:
     plans = [
         check(
             TRITON_ATTN,
-            AttentionConfig(**LLAMA),
+            AttentionConfig(**LLAMA, sinks=True),
             H100,
             ASSUMED,
             TRITON_ATTN.options(gather_workspace_mib=mib),
@@ -363,6 +382,33 @@ def test_every_fact_has_a_source(spec: BackendSpec) -> None:
 def test_load_brings_the_backend(spec: BackendSpec) -> None:
     pytest.importorskip("triton", reason="needs triton")
     assert spec.load().get_name() == spec.name
+
+
+@pytest.mark.parametrize("device", [H100, CPU], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_load_begins_to_hash_triton_for_a_gpu(
+    spec: BackendSpec, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    from attn_select_triton import hashing
+
+    hashed: list[str] = []
+    begin = cache(hashing.begin_hashing.__wrapped__)
+    monkeypatch.setattr(hashing, "begin_hashing", begin)
+    monkeypatch.setattr(hashing, "detect_device", lambda: Detection(device))
+
+    def hash_it() -> None:
+        hashed.append(threading.current_thread().name)
+
+    monkeypatch.setattr(hashing.triton_cache, "triton_key", hash_it, raising=False)
+    for _ in range(2):
+        spec.load()
+    if (thread := begin()) is not None:
+        thread.join()
+    assert hashed == ([] if device is CPU else ["triton_key"])
+    monkeypatch.delattr(hashing.triton_cache, "triton_key")
+    begin.cache_clear()
+    assert begin() is None
 
 
 def test_registers_three_backends() -> None:

@@ -19,7 +19,7 @@ from attn_select.config import AttentionConfig
 from attn_select.layouts import FLASHINFER_NHD, MLA
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import Problem, random_problem, same_bits
-from attn_select_triton.kernels import cache, decode, launch, mla_decode, prefill
+from attn_select_triton.kernels import cache, decode, launch, mla_decode, prefill, prefill_hopper
 from attn_select_triton.kernels.launch import Launch, Terms, power_of_two
 from attn_select_triton.kernels.mla_decode import MLALaunch
 
@@ -184,6 +184,27 @@ def test_prefill_on_a_gpu(block_size: int, heads: int, kv_heads: int, size: int,
         torch.cuda.get_device_capability(), size, torch.bfloat16, described, not gather, 5000
     )  # fmt: skip
     check(problem, 512, lambda part: prefilled(part, kv_cache, Terms(), used, gather))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (71, 1)])
+def test_warp_specialised_prefill_on_a_gpu(block_size: int, heads: int, kv_heads: int) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a CUDA device of compute capability 9.0")
+    config = config_of(num_heads=heads, num_kv_heads=kv_heads, head_size=128, dtype="bfloat16")
+    problem = random_problem(
+        7, config, FLASHINFER_NHD, requests=LONG_REQUESTS, block_size=block_size, device="cuda"
+    )  # fmt: skip
+    views = key_value_views(problem.written_cache(), FLASHINFER_NHD, config)
+
+    def attend(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        output, lse = part.poisoned(128)
+        given = {**part.batch, "block_table": part.table, "scale": problem.scale, "output_lse": lse}
+        prefill_hopper.prefill_hopper(part.query, *views, output, **given)
+        return output, lse
+
+    check(problem, 512, attend)
 
 
 @pytest.mark.gpu

@@ -106,6 +106,12 @@ def test_selected_by_name_and_by_rule(tmp_path: Any) -> None:
     assert "v1 where no sequence exceeds 512 tokens" in named.explain()
 
 
+@pytest.mark.parametrize(("block_size", "kernels"), [(None, 32), (64, 32), (16, 16), (48, 16), (8, 8)])
+def test_blocks_of_32_where_the_allocators_allow(block_size: int | None, kernels: int) -> None:
+    group = group_of(config_of(block_size=block_size), Capacity(2, 64, 64))
+    assert (group.block_size, group.kernel_block_size) == (block_size or 32, kernels)
+
+
 def test_a_layer_that_it_cannot_run_is_not_forced_on_it() -> None:
     selection = select(config_of(sinks=True), "h100", backend="PAGED_ATTENTION", environment=ASSUMED)
     with pytest.raises(NoBackendError, match="PAGED_ATTENTION"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 
 from attn_select.config import AttentionConfig
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.runtime import Capacity
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
-from attn_select_triton.kernels.launch import PLAIN, Terms
-from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, prefill_hopper_serves
+from attn_select_triton import attn_schedule
+from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, readable
 
+layers: Any = sys.modules["triton_layers"]
 REQUESTS = ((1, 300), (257, 257), (0, 40), (64, 512), (1, 0), (130, 1000), (128, 128), (63, 129), (5, 3))
 
 
@@ -73,30 +76,40 @@ def test_keys_and_values_as_they_come(causal: bool) -> None:
     assert lse_error(lse, wanted_lse) < 1e-2
 
 
-def test_serves_only_what_it_computes() -> None:
-    query = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
+STEPS = {"mixed": ((1, 700), (1, 3), (200, 900), (130, 130)), "extend": ((16, 2000), (0, 40)), "long": ((600, 5000),)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("fields", [{}, {"block_size": 64, "dtype": "float16"}, {"non_causal": True}], ids=str)
+def test_a_layer_runs_by_it(step: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_hopper()
+    monkeypatch.setattr(attn_schedule, "prefill_way", lambda *_, **__: "warps")
+    group = layers.made(torch.device("cuda"), config_of(8, 2, **fields), group_capacity=Capacity(16, 2048, 8192))
+    problem = layers.problem_of(group, STEPS[step])
+    parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    assert parts[-1].warps
+    layers.check(group, problem)
+
+
+@pytest.mark.gpu
+def test_a_layer_takes_it_where_it_is_cheapest() -> None:
+    needs_hopper()
+    group = layers.made(torch.device("cuda"), config_of(32, 8), group_capacity=Capacity(16, 8192, 8192))
+    for requests, expected in ((((512, 8192),), True), (((4096, 4096),), True), (((256, 256),) * 16, False)):
+        problem = layers.problem_of(group, requests)
+        parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+        assert [part.warps for part in parts] == [expected]
+
+
+def test_what_boxes_can_read() -> None:
     pages = torch.zeros(4, 2, 16, 2, 128, dtype=torch.bfloat16)
-    key, value = pages.unbind(1)
-
-    def serves(
-        terms: Terms = PLAIN, capability: tuple[int, int] = (9, 0), longest: int = 4096, **changes: torch.Tensor
-    ) -> bool:
-        tensors = {"query": query, "key": key, "value": value} | changes
-        return prefill_hopper_serves(**tensors, terms=terms, capability=capability, paged=True, max_seq_len=longest)
-
-    assert serves()
-    assert serves(Terms(causal=False))
-    assert not serves(Terms(window=100))
-    assert not serves(Terms(soft_cap=30.0))
-    assert not serves(Terms(slopes=torch.zeros(8)))
-    assert not serves(Terms(sinks=torch.zeros(8)))
-    assert not serves(Terms(ranges=torch.zeros(1, 1, 2)))
-    assert not serves(capability=(10, 0))
-    assert not serves(longest=512)
-    assert not serves(query=query.float())
-    assert not serves(key=key.to(torch.float8_e4m3fn), value=value.to(torch.float8_e4m3fn))
-    small = torch.zeros(4, 2, 8, 2, 128, dtype=torch.bfloat16)
-    assert not serves(key=small[:, 0], value=small[:, 1])
+    assert readable(*pages.unbind(1))
+    assert readable(pages[:, 0].transpose(1, 2).contiguous().transpose(1, 2), pages[:, 1])
+    assert readable(pages[0, 0], pages[0, 1])
+    assert not readable(*torch.zeros(4, 2, 8, 2, 128, dtype=torch.bfloat16).unbind(1))
+    shifted = torch.zeros(pages.numel() + 1, dtype=torch.bfloat16)[1:].view(pages.shape)
+    assert not readable(*shifted.unbind(1))
 
 
 def test_boxes_lie_in_one_page() -> None:

@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attn_select_triton.kernels.launch import FP8, SLICED, cache_strides, power_of_two
-from attn_select_triton.kernels.relaunch import Relaunch
+from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 GATHER_ALIGN = 64
 """``gather_pages`` fills whole tiles of this many keys: no tile of a prefill then holds anything but keys and zeros."""
@@ -99,6 +97,9 @@ def gather_pages_kernel(
     tl.store(v_out_ptr + target, plain(value, v_out_ptr.dtype.element_ty), mask=written)
 
 
+_gather = Relaunches(gather_pages_kernel, num_warps=4)
+
+
 def gather_pages(
     key: Tensor,
     value: Tensor,
@@ -129,12 +130,13 @@ def gather_pages(
     heads, size = key.shape[-2:]
     value_size = value.shape[-1]
     block_d, block_dv = key_out.shape[-1], value_out.shape[-1]
-    grid = (-(-max_keys // GATHER_TOKENS), len(seq_lens))
-    gather_pages_kernel[grid](
-        key, value, key_out, value_out, block_table, query_start_loc, key_start_loc, seq_lens,
-        window, block_table.stride(0), *key.stride()[:3], *value.stride()[:3], *key_out.stride()[:2],
-        *value_out.stride()[:2], key.shape[1], heads, size, block_d, value_size, block_dv,
-        power_of_two(heads * block_d), power_of_two(heads * block_dv), GATHER_ALIGN, GATHER_TOKENS, num_warps=4,
+    tensors, of_step = (key, value, key_out, value_out), (block_table, query_start_loc, key_start_loc, seq_lens)
+    strides = (*key.stride()[:3], *value.stride()[:3], *key_out.stride()[:2], *value_out.stride()[:2])
+    sizes = key.shape[1], heads, size, block_d, value_size, block_dv
+    _gather(
+        (*strides, *sizes, *specialised(*tensors), *dtypes(*of_step)),
+        (-(-max_keys // GATHER_TOKENS), len(seq_lens), 1), *tensors, *of_step, window, block_table.stride(0), *strides,
+        *sizes, power_of_two(heads * block_d), power_of_two(heads * block_dv), GATHER_ALIGN, GATHER_TOKENS,
     )  # fmt: skip
 
 
@@ -215,7 +217,7 @@ def reshape_and_cache_kernel(
     tl.store(v_ptr + target, value, mask=mask)
 
 
-_writes: dict[Any, Relaunch] = {}
+_write = Relaunches(reshape_and_cache_kernel, num_warps=4)
 
 
 def write_kv(
@@ -242,13 +244,8 @@ def write_kv(
         block_size, heads, size, value_size, pack, limit, k_scale.ndim > 0, power_of_two(heads * size),
         power_of_two(heads * value_size), WRITE_TOKENS,
     )  # fmt: skip
-    # All that Triton compiles and specialises for: a kernel that is launched again is not looked up.
-    tensors = (key, value, key_cache, value_cache)
-    addresses = tuple([tensor.data_ptr() % 16 for tensor in tensors])
-    dtypes = (key.dtype, value.dtype, key_cache.dtype, slot_mapping.dtype, key.get_device())
-    kind = (strides, constants, addresses, dtypes)
-    if kind not in _writes:
-        _writes[kind] = Relaunch(reshape_and_cache_kernel, num_warps=4)
-    _writes[kind](
-        (-(-tokens // WRITE_TOKENS), 1, 1), *tensors, slot_mapping, k_scale, v_scale, tokens, *strides, *constants
-    )
+    tensors, others = (key, value, key_cache, value_cache), (slot_mapping, k_scale, v_scale)
+    _write(
+        (strides, constants, *specialised(*tensors), *dtypes(*others)), (-(-tokens // WRITE_TOKENS), 1, 1),
+        *tensors, *others, tokens, *strides, *constants,
+    )  # fmt: skip

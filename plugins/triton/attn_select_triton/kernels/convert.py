@@ -10,29 +10,35 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_select_triton.kernels.cache import saturated
+from attn_select_triton.kernels.launch import FP8
+from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 QUANTIZE_BLOCK = 2048
 """Elements of one program of ``quantize_fp8``."""
 FLATTEN_BLOCK = 1024
 """Columns of one step of ``flatten_block_table``."""
+_LIMITS = {dtype: torch.finfo(dtype).max for dtype in FP8}
 
 
-@triton.jit(do_not_specialize=["units", "tiles"])
+@triton.jit(do_not_specialize=["units", "stride", "tiles"], do_not_specialize_on_alignment=["scale_ptr"])
 def quantize_fp8_kernel(
-    numbers_ptr, out_ptr, scale_ptr, units, tiles, stride_row, UNIT: tl.constexpr, LIMIT: tl.constexpr,
+    numbers_ptr, out_ptr, scale_ptr, units, stride, tiles, UNIT: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale and cast ``BLOCK`` elements of a row of ``units * UNIT``.
+    """Scale and cast ``BLOCK`` elements of a row of ``units * UNIT``; the next is ``stride * UNIT`` elements behind.
 
     Memory traffic: each number read once, its byte written once.
     """
-    columns = units * UNIT
+    columns = units.to(tl.int64) * UNIT
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    numbers = tl.load(numbers_ptr + row * stride_row + column, mask=inside, other=0.0)
+    numbers = tl.load(numbers_ptr + row * stride * UNIT + column, mask=inside, other=0.0)
     quantized = saturated(numbers, tl.load(scale_ptr), LIMIT).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * columns + column, quantized, mask=inside)
+
+
+_quantize = Relaunches(quantize_fp8_kernel, num_warps=4)
 
 
 def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -42,15 +48,18 @@ def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return out
     rows, columns, stride = 1, numbers.numel(), 0
     if not numbers.is_contiguous():
-        if numbers[0].is_contiguous():  # tokens cut from a wider tensor: queries, say, beside their keys
-            rows, columns, stride = len(numbers), numbers[0].numel(), numbers.stride(0)
+        # Tokens cut from a wider tensor: queries, say, beside their keys.
+        if numbers.stride()[1:] == out.stride()[1:] or numbers[0].is_contiguous():
+            rows, stride = len(numbers), numbers.stride(0)
+            columns //= rows
         else:
             numbers = numbers.contiguous()
     tiles = -(-columns // QUANTIZE_BLOCK)
-    unit = 8 if columns % 8 == 0 else 1
-    quantize_fp8_kernel[(rows * tiles,)](
-        numbers, out, scale, columns // unit, tiles, stride, unit, torch.finfo(dtype).max, QUANTIZE_BLOCK, num_warps=4
-    )
+    unit = 1 if columns % 8 or stride % 8 else 8
+    units, stride = columns // unit, stride // unit
+    key = (*specialised(numbers, out), scale.dtype, unit, units >> 31, stride >> 31)  # 32 or 64 bits, by their size
+    grid = (rows * tiles, 1, 1)
+    _quantize(key, grid, numbers, out, scale, units, stride, tiles, unit, _LIMITS[dtype], QUANTIZE_BLOCK)
     return out
 
 
@@ -66,8 +75,10 @@ def flatten_block_table_kernel(table_ptr, indptr_ptr, out_ptr, stride_table, BLO
         tl.store(out_ptr + first + column, blocks, mask=column < count)
 
 
+_flatten = Relaunches(flatten_block_table_kernel, num_warps=4)
+
+
 def flatten_block_table(block_table: Tensor, indptr: Tensor, out: Tensor) -> None:
     """As ``attn_select.runtime.torch_ops.flatten_block_table``; the rows' elements and ``out`` are contiguous."""
-    flatten_block_table_kernel[(len(block_table),)](
-        block_table, indptr, out, block_table.stride(0), FLATTEN_BLOCK, num_warps=4
-    )
+    key = (out.get_device(), *dtypes(block_table, indptr, out))
+    _flatten(key, (len(block_table), 1, 1), block_table, indptr, out, block_table.stride(0), FLATTEN_BLOCK)

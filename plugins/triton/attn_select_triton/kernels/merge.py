@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse
+from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 DIRECT = tl.constexpr(float("inf"))
 """LSE of a first split that had all keys and wrote its result itself."""
@@ -136,6 +137,7 @@ def merge_attn_states_kernel(
 
 MERGE_ROWS = 16
 """Rows of one program of ``merge_attn_states``."""
+_merge = Relaunches(merge_attn_states_kernel, num_warps=4)
 
 
 def merge_attn_states(
@@ -152,9 +154,13 @@ def merge_attn_states(
     if not rows:
         return
     lse_strides = (0, 0) if output_lse is None else output_lse.stride()
-    merge_attn_states_kernel[(-(-rows // MERGE_ROWS),)](
-        output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse, rows,
-        *output.stride()[:2], *prefix_output.stride()[:2], *suffix_output.stride()[:2], *lse_strides,
-        *prefix_lse.stride(), *suffix_lse.stride(),
-        heads, size, launch.power_of_two(size), MERGE_ROWS, output_lse is not None, num_warps=4,
+    strides = (*output.stride()[:2], *prefix_output.stride()[:2], *suffix_output.stride()[:2])
+    key = (
+        heads, size, strides, *specialised(output, prefix_output, suffix_output),
+        *dtypes(output_lse, prefix_lse, suffix_lse),
+    )  # fmt: skip
+    _merge(
+        key, (-(-rows // MERGE_ROWS), 1, 1), output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse,
+        rows, *strides, *lse_strides, *prefix_lse.stride(), *suffix_lse.stride(), heads, size,
+        launch.power_of_two(size), MERGE_ROWS, output_lse is not None,
     )  # fmt: skip

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from attn_select_triton.kernels.cache import saturated
 from attn_select_triton.kernels.launch import FP8, power_of_two
-from attn_select_triton.kernels.relaunch import Relaunch
+from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 WRITE_TOKENS = 4
 """Tokens of one program of the cache update."""
@@ -76,7 +74,7 @@ def concat_and_cache_mla_kernel(
     )
 
 
-_writes: dict[Any, Relaunch] = {}
+_write = Relaunches(concat_and_cache_mla_kernel, num_warps=4)
 
 
 def concat_and_cache_mla(
@@ -95,17 +93,11 @@ def concat_and_cache_mla(
         return
     strides = (*kv_c_normed.stride(), *k_pe.stride(), *kv_cache.stride())
     sizes = kv_cache.shape[1], rank, power_of_two(rank), rope, power_of_two(rope)
-    # All that Triton specialises on: a kernel that is launched again is not looked up.
-    addresses = kv_c_normed.data_ptr() % 16, k_pe.data_ptr() % 16, kv_cache.data_ptr() % 16
-    dtypes = kv_c_normed.dtype, k_pe.dtype, kv_cache.dtype, slot_mapping.dtype, scale.dtype
-    key = (*strides, *sizes, *addresses, *dtypes, kv_cache.get_device())
-    write = _writes.get(key)
-    if write is None:
-        write = _writes[key] = Relaunch(concat_and_cache_mla_kernel, num_warps=4)
     limit = torch.finfo(kv_cache.dtype).max if kv_cache.dtype in FP8 else 0.0
-    write(
-        (-(-tokens // WRITE_TOKENS), 1, 1), kv_c_normed, k_pe, kv_cache, slot_mapping, scale, tokens, *strides, *sizes,
-        limit, WRITE_TOKENS,
+    tensors, others = (kv_c_normed, k_pe, kv_cache), (slot_mapping, scale)
+    _write(
+        (*strides, *sizes, *specialised(*tensors), *dtypes(*others)), (-(-tokens // WRITE_TOKENS), 1, 1),
+        *tensors, *others, tokens, *strides, *sizes, limit, WRITE_TOKENS,
     )  # fmt: skip
 
 
@@ -166,6 +158,9 @@ def gather_cache_mla_kernel(
         tl.store(target[:, None] + (column * stride_od)[None, :], numbers.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_gather = Relaunches(gather_cache_mla_kernel, num_warps=4)
+
+
 def gather_cache_mla(
     kv_cache: Tensor,
     output: Tensor,
@@ -192,8 +187,10 @@ def gather_cache_mla(
         return
     width, requests = kv_cache.shape[2], block_table.shape[0]
     columns = min(MOST_COLUMNS, max(16, width & -width))
-    gather_cache_mla_kernel[(-(-num_tokens // GATHER_TOKENS),)](
-        kv_cache, output, block_table, starts, start_loc, scale, num_tokens, requests, requests.bit_length(),
-        block_table.stride(0), *kv_cache.stride(), *output.stride(),
-        block_size, width, columns, kv_cache.dtype in FP8, GATHER_TOKENS, num_warps=4,
+    others, strides = (block_table, starts, start_loc, scale), (*kv_cache.stride(), *output.stride())
+    _gather(
+        (*strides, block_size, width, *specialised(kv_cache, output), *dtypes(*others)),
+        (-(-num_tokens // GATHER_TOKENS), 1, 1), kv_cache, output, *others, num_tokens, requests,
+        requests.bit_length(), block_table.stride(0), *strides, block_size, width, columns, kv_cache.dtype in FP8,
+        GATHER_TOKENS,
     )  # fmt: skip

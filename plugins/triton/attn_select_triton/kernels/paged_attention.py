@@ -29,6 +29,7 @@ from attn_select_triton.kernels.launch import (
     sm_count,
 )
 from attn_select_triton.kernels.primitives import LOG2E, load_tile, normalised, online_softmax, pages_of
+from attn_select_triton.kernels.relaunch import Relaunch, Relaunches, dtypes, specialised
 
 PROGRAMS_PER_SM = 64
 """Programs of version 2 per SM, at most: where a captured graph has room for more partitions, each takes several."""
@@ -36,6 +37,8 @@ MOST_ROWS = 32
 """Query heads of a program, at most: with more, registers spill."""
 REDUCE_CHUNK = 64
 """Partitions that one step of the reduction takes."""
+UNALIGNED = [*SLICED, "part_max_ptr", "part_sum_ptr"]
+"""Of the partial results' numbers no two that a thread reads lie at a known alignment, so one kernel serves all."""
 
 
 @triton.jit
@@ -226,7 +229,7 @@ def paged_attention_v1_kernel(
         store_rows(out_ptr, rows, normalised(accumulator, row_sum) * v_scale, in_rows, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["row_tiles", "partitions", "stride_table"], do_not_specialize_on_alignment=SLICED)
+@triton.jit(do_not_specialize=["row_tiles", "partitions", "stride_table"], do_not_specialize_on_alignment=UNALIGNED)
 def paged_attention_v2_kernel(
     q_ptr,
     k_ptr,
@@ -295,7 +298,7 @@ def paged_attention_v2_kernel(
         tl.store(part_sum_ptr + part, row_sum, mask=in_rows)
 
 
-@triton.jit(do_not_specialize=["partitions"], do_not_specialize_on_alignment=SLICED)
+@triton.jit(do_not_specialize=["partitions"], do_not_specialize_on_alignment=UNALIGNED)
 def paged_attention_v2_reduce_kernel(
     out_ptr,
     part_ptr,
@@ -392,6 +395,9 @@ def gather_classic_kernel(
     tl.store(target, plain(values, v_out_ptr.dtype.element_ty))
 
 
+_gather = Relaunches(gather_classic_kernel, num_warps=8)
+
+
 def gather_classic(
     key: Tensor,
     value: Tensor,
@@ -414,10 +420,13 @@ def gather_classic(
         max_keys: of ``seq_lens``, or a bound above, known to the host.
     """
     kv_heads, _, block_size, x = key.shape[1:]
-    gather_classic_kernel[(-(-max_keys // GATHER_ALIGN), kv_heads, len(seq_lens))](
-        key, value, key_out, value_out, block_table, key_start_loc, seq_lens, block_table.stride(0),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_out.stride()[:2], *value_out.stride()[:2],
-        block_size, x, value.shape[2], key_out.shape[2], GATHER_ALIGN, num_warps=8,
+    tensors, of_step = (key, value, key_out, value_out), (block_table, key_start_loc, seq_lens)
+    strides = tuple([stride for tensor in tensors for stride in tensor.stride()[:2]])
+    sizes = block_size, x, value.shape[2], key_out.shape[2]
+    _gather(
+        (*strides, *sizes, *specialised(*tensors), *dtypes(*of_step)),
+        (-(-max_keys // GATHER_ALIGN), kv_heads, len(seq_lens)), *tensors, *of_step, block_table.stride(0), *strides,
+        *sizes, GATHER_ALIGN,
     )  # fmt: skip
 
 
@@ -472,21 +481,61 @@ class Partials:
         return cls(torch.empty(rows, head_size, dtype=dtype, device=device), numbers[0], numbers[1])
 
 
-def _launched(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, k_scale: float, launch: Launch | None
-) -> tuple[Launch, int, float, tuple[int, int, int, int], tuple[Any, ...]]:
-    """Return launch, row tiles, factor of scores, strides of blocks and heads, and constants from ``BLOCK_SIZE`` on."""
-    heads, head_size = query.shape[1:]
-    kv_heads, _, block_size, x = key.shape[1:]
-    group = heads // kv_heads
-    if launch is None:
-        launch = paged_launch(capability_of(query.device), group, head_size, query.dtype, key.dtype)
-    strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
-    constants = (
-        block_size, x, head_size, power_of_two(head_size), PRECISION, compute_dtype(query.dtype, key.dtype),
-        launch.block_m, launch.block_n,
-    )  # fmt: skip
-    return launch, -(-group // launch.block_m), scale * k_scale * LOG2E.value, strides, constants
+class _Prepared:
+    """What the dtypes, sizes, strides and alignments of a call decide.
+
+    Attributes:
+        row_tiles: of a KV head's group.
+        strides: of query and output; cache_strides of blocks and heads of K and of V.
+        constants: of the version's kernel from ``GROUP`` on.
+        attend, reduce: its launch, and the reduction's.
+    """
+
+    __slots__ = ("attend", "cache_strides", "constants", "reduce", "row_tiles", "strides")
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, alibi: bool, partition_size: int,
+        launch: Launch | None,
+    ) -> None:  # fmt: skip
+        heads, head_size = query.shape[1:]
+        kv_heads, _, block_size, x = key.shape[1:]
+        group = heads // kv_heads
+        if launch is None:
+            launch = paged_launch(capability_of(query.device), group, head_size, query.dtype, key.dtype)
+        if partition_size % launch.block_n:
+            raise ValueError(f"partition_size = {partition_size}: multiples of {launch.block_n} are accepted")
+        self.row_tiles = -(-group // launch.block_m)
+        self.strides = query.stride()[:2], output.stride()[:2]
+        self.cache_strides = *key.stride()[:2], *value.stride()[:2]
+        self.constants = (
+            group, alibi, *([partition_size] if partition_size else []), block_size, x, head_size,
+            power_of_two(head_size), PRECISION, compute_dtype(query.dtype, key.dtype), launch.block_m, launch.block_n,
+        )  # fmt: skip
+        kernel = paged_attention_v2_kernel if partition_size else paged_attention_v1_kernel
+        self.attend = Relaunch(kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        self.reduce = Relaunch(paged_attention_v2_reduce_kernel, num_warps=4)
+
+
+_prepared: dict[Any, _Prepared] = {}
+
+
+def _prepare(
+    tensors: tuple[Tensor, ...], others: tuple[Tensor | None, ...], partition_size: int, launch: Launch | None
+) -> _Prepared:
+    """Return what a call needs that one before it may have worked out; ``partition_size`` 0 is version 1.
+
+    Args:
+        tensors: query, K, V and output, and version 2's partial outputs.
+        others: ``SLICED`` ones, the slopes last.
+    """
+    query, key, value, output = tensors[:4]
+    sizes = query.shape[1:], key.shape[1:], query.stride()[:2], key.stride()[:2], value.stride()[:2]
+    kind = (*sizes, output.stride()[:2], *specialised(*tensors), *dtypes(*others), partition_size, launch)
+    prepared = _prepared.get(kind)
+    if prepared is None:
+        alibi = others[-1] is not None
+        prepared = _prepared[kind] = _Prepared(query, key, value, output, alibi, partition_size, launch)
+    return prepared
 
 
 def paged_attention_v1(
@@ -518,12 +567,12 @@ def paged_attention_v1(
         k_scale: of an FP8 cache, positive; v_scale likewise.
         launch: another than the table's.
     """
-    seqs, heads, kv_heads = len(seq_lens), query.shape[1], key.shape[1]
-    launch, tiles, scores, strides, constants = _launched(query, key, value, scale, k_scale, launch)
-    paged_attention_v1_kernel[(kv_heads * tiles, seqs)](
-        query, key, value, output, block_table, query_start_loc, seq_lens, slopes, tiles, scores, v_scale,
-        *query.stride()[:2], *output.stride()[:2], block_table.stride(0), *strides,
-        heads // kv_heads, slopes is not None, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages,
+    of_step = block_table, query_start_loc, seq_lens, slopes
+    made = _prepare((query, key, value, output), of_step, 0, launch)
+    made.attend(
+        (key.shape[1] * made.row_tiles, len(seq_lens), 1), query, key, value, output, *of_step, made.row_tiles,
+        scale * k_scale * LOG2E.value, v_scale, *made.strides[0], *made.strides[1], block_table.stride(0),
+        *made.cache_strides, *made.constants,
     )  # fmt: skip
 
 
@@ -556,9 +605,10 @@ def paged_attention_v2(
         ValueError: no room for the partitions of one sequence, or partitions of another size.
     """
     seqs, (heads, head_size), kv_heads = len(seq_lens), query.shape[1:], key.shape[1]
-    launch, tiles, scores, strides, constants = _launched(query, key, value, scale, k_scale, launch)
-    if partition_size % launch.block_n:
-        raise ValueError(f"partition_size = {partition_size}: multiples of {launch.block_n} are accepted")
+    parts = partials.outputs, partials.maxima, partials.sums
+    of_step = block_table, query_start_loc, seq_lens, slopes
+    made = _prepare((query, key, value, output, parts[0]), of_step, partition_size, launch)
+    tiles = kv_heads * made.row_tiles
     partitions = max(1, -(-max_seq_len // partition_size))
     room = len(partials.maxima)
     if room < heads * partitions:
@@ -567,7 +617,8 @@ def paged_attention_v2(
         )
     launches = -(-seqs * heads * partitions // (room - room % (heads * partitions)))
     step = -(-seqs // launches)
-    programs = min(partitions, max(1, PROGRAMS_PER_SM * sm_count(query.device) // (kv_heads * tiles * step)))
+    programs = min(partitions, max(1, PROGRAMS_PER_SM * sm_count(query.device) // (tiles * step)))
+    scores = scale * k_scale * LOG2E.value
     for first in range(0, seqs, step):
         if first or step < seqs:
             part = slice(first, first + step)
@@ -575,13 +626,11 @@ def paged_attention_v2(
         else:
             starts, lens, table = query_start_loc, seq_lens, block_table
         count = len(lens)
-        paged_attention_v2_kernel[(kv_heads * tiles, count, programs)](
-            query, key, value, partials.outputs, partials.maxima, partials.sums, table, starts, lens, slopes, tiles,
-            partitions, scores, v_scale, *query.stride()[:2], block_table.stride(0), *strides,
-            heads // kv_heads, slopes is not None, partition_size, *constants,
-            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        made.attend(
+            (tiles, count, programs), query, key, value, *parts, table, starts, lens, slopes, made.row_tiles,
+            partitions, scores, v_scale, *made.strides[0], table.stride(0), *made.cache_strides, *made.constants,
         )  # fmt: skip
-        paged_attention_v2_reduce_kernel[(heads, count)](
-            output, partials.outputs, partials.maxima, partials.sums, starts, lens, partitions, *output.stride()[:2],
-            partition_size, head_size, power_of_two(head_size), REDUCE_CHUNK, num_warps=4,
+        made.reduce(
+            (heads, count, 1), output, *parts, starts, lens, partitions, *made.strides[1],
+            partition_size, head_size, power_of_two(head_size), REDUCE_CHUNK,
         )  # fmt: skip

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia import hopper
 
-from attn_select_triton.kernels.launch import SLICED, Terms, describable, describe
+from attn_select_triton.kernels.launch import SLICED, describable, describe
 
 LOG2E = 1.4426950408889634
 LN2 = gl.constexpr(0.6931471805599453)
@@ -37,12 +36,11 @@ ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(3)
 """Tiles of K and of V under way. With the query they fill 224 of the 227 KiB of shared memory at head size 128."""
+LEAST_BOX = 16
+"""Tokens of the smallest box that was run."""
+CAPABILITY = (9, 0)
 PART = gl.constexpr(64)
 """Columns of one part of a tile: 128 bytes, the width of TMA's swizzle."""
-HEAD_SIZE = 128
-SHORTEST = 2048
-"""Keys of the longest request from which on this kernel is taken: at 4096 it is faster than the plain one, at 512 not.
-(``docs/triton-log.md``)"""
 
 
 @gluon.jit
@@ -340,25 +338,11 @@ def box_rows(block_size: int, paged: bool) -> int:
     return min(block_size & -block_size, keys) if paged else keys
 
 
-def prefill_hopper_serves(
-    query: Tensor, key: Tensor, value: Tensor, terms: Terms, capability: tuple[int, int], paged: bool, max_seq_len: int
-) -> bool:
-    """Whether the kernel computes this layer, and does so faster than ``prefill_kernel``."""
-    dtype, box = query.dtype, box_rows(key.shape[1], paged)
-    plain = not (terms.window or terms.soft_cap or terms.slopes is not None)
-    return (
-        capability == (9, 0)
-        and triton.__version__.startswith("3.6.")
-        and dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] == HEAD_SIZE
-        and key.ndim < 5
-        and plain
-        and terms.sinks is None
-        and terms.ranges is None
-        and max_seq_len >= SHORTEST
-        and box >= 16
-        and all(describable(tensor, dtype, box, capability) for tensor in (key, value))
-    )
+def readable(key: Tensor, value: Tensor) -> bool:
+    """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
+    paged = key.ndim == 4
+    box = box_rows(key.shape[1], paged)
+    return box >= LEAST_BOX and all(describable(tensor, key.dtype, box, CAPABILITY) for tensor in (key, value))
 
 
 def _boxes(tensor: Tensor, box: int) -> tuple[Any, tuple[int, int, int]]:
@@ -390,7 +374,7 @@ def prefill_hopper(
 ) -> None:
     """Attend from many query tokens per request; arguments as ``prefill_attention`` has them.
 
-    K and V hold whole boxes (``describable`` with ``box_rows``); rows between the requests' keys may hold anything.
+    Takes bfloat16 and float16, K and V that are ``readable``; rows between the requests' keys may hold anything.
     """
     tokens, heads, head_size = query.shape
     group, paged = heads // value.shape[-2], block_table is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+from torch import Tensor
 
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton is one whose compiled kernels were seen to take all arguments, constants included."""
@@ -40,3 +41,34 @@ class Relaunch:
         compiled = self._function[grid](*arguments, **self._options)
         if KNOWN:  # Triton's interpreter returns None
             self._compiled = compiled
+
+
+class Relaunches:
+    """The specialisations of a kernel, each under a key that says all that ``Relaunch`` asks of one.
+
+    Args:
+        function, options: as ``Relaunch`` has them.
+    """
+
+    __slots__ = ("_function", "_made", "_options")
+
+    def __init__(self, function: Any, **options: Any) -> None:
+        self._function, self._options = function, options
+        self._made: dict[Any, Relaunch] = {}
+
+    def __call__(self, key: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch with all of the kernel's arguments in order."""
+        relaunch = self._made.get(key)
+        if relaunch is None:
+            relaunch = self._made[key] = Relaunch(self._function, **self._options)
+        relaunch(grid, *arguments)
+
+
+def specialised(*tensors: Tensor) -> tuple[Any, ...]:
+    """Return a key's part for tensors: dtypes and alignments, and the device of the first."""
+    return tensors[0].get_device(), *[(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
+
+
+def dtypes(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return a key's part for tensors on whose alignment the kernel is not specialised."""
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])

@@ -70,6 +70,12 @@ def main(target: int) -> None:
         for shape, requests, first, width in itertools.product(SHAPES, BATCHES, FIRST, WIDTHS):
             for launch in shape.launches:
                 launch(Tensors(shape, target, requests, first, width))
+    with noting() as shifted:
+        for shape, shift in itertools.product(SHAPES, (0, 2)):
+            for launch in shape.launches:
+                launch(Tensors(shape, target, shift=shift))
+    # Tensors away from 16 bytes do have kernels of their own, and so must have other ``Relaunch`` objects.
+    found |= {key: asked for key, asked in shifted.items() if "relaunch" in key[0]}
     for (kernel, constants), asked in sorted(found.items()):
         print(len(asked), kernel, constants)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,9 +78,12 @@ class Tensors:
         requests: of the batch.
         first: the batch is cut from a larger one at this request, so its tensors' alignment may be anything.
         width: of the block table.
+        shift: elements that every tensor lies behind an address of 16 bytes.
     """
 
-    def __init__(self, shape: ShapeClass, target: int, requests: int = 4, first: int = 0, width: int = 8) -> None:
+    def __init__(
+        self, shape: ShapeClass, target: int, requests: int = 4, first: int = 0, width: int = 8, shift: int = 0
+    ) -> None:
         self.config, self.target, self.query_len, self.longest = shape.config, target, shape.query_len, 4096
         config, kv_heads = shape.config, shape.config.num_kv_heads
         self.dtype, self.heads = storage_dtype(config.dtype), config.num_heads
@@ -88,8 +92,11 @@ class Tensors:
             slice(first, first + requests),
         )
 
+        def shifted(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+            return tensor(math.prod(sizes) + shift, dtype=dtype)[shift:].view(sizes)
+
         def cut(where: slice, *sizes: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
-            return tensor(where.stop, *sizes, dtype=dtype)[where]
+            return shifted(where.stop, *sizes, dtype=dtype)[where]
 
         self.query = cut(tokens, self.heads, config.head_size)
         value_size = config.value_head_size
@@ -104,7 +111,7 @@ class Tensors:
         if config.has_cache:
             layout = MLA if config.kv_lora_rank else shape.layout
             sizes = kv_cache_shape(layout, config, BLOCKS, shape.block_size)
-            self.cache = tensor(*sizes, dtype=storage_dtype(config.cache_dtype))
+            self.cache = shifted(*sizes, dtype=storage_dtype(config.cache_dtype))
             if layout == CLASSIC:
                 self.classic = paged_attention_views(self.cache, config)
                 self.k_cache, self.v_cache = self.classic[0], self.classic[1].permute(0, 3, 1, 2)
@@ -216,9 +223,11 @@ def merge_states(t: Tensors) -> None:
 
 
 def conversions(t: Tensors) -> None:
-    """A query quantised to FP8, a block table flattened."""
+    """A query quantised to FP8, whole and in part, and a block table flattened."""
     dtype = torch.float8_e4m3fn if t.target >= 89 else torch.float8_e5m2
-    convert.quantize_fp8(t.query, t.scale, dtype)
+    rows = t.query.flatten(1)
+    for query in (rows, rows[:, :-8], rows[:, :-1]):
+        convert.quantize_fp8(query, t.scale, dtype)
     convert.flatten_block_table(t.table, t.query_start_loc, tensor(64, dtype=torch.int32))
 
 
@@ -350,6 +359,7 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield classic(version_2, dtype=usual, block_size=32, head_size=256)
     yield classic(version_1, dtype="float32", head_size=256)
     yield classic(write, version_1, version_2, dtype=usual, kv_cache_dtype=fp8)
+    yield classic(version_1, version_2, dtype=usual, block_size=32)
 
     yield latent(
         write_latents, gather_latents, split_mla_decode, whole_mla_decode, heads=16, dtype=usual, block_size=64
