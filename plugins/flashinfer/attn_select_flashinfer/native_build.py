@@ -80,7 +80,7 @@ class NativeBuilder:
             wrapper=self.pool.eager(kernel, phase),
             kernel=kernel,
             lists=lists,
-            qo_indptr=bounds - start if start else bounds,
+            qo_indptr=torch.from_numpy(ends - start),  # its own memory: the plan may copy it late
             causal=causal,
         )
         self._plan(part, common.max_query_len)

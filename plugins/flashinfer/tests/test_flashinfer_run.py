@@ -139,6 +139,17 @@ def test_page_lists_of_both_phases(emulate: Emulate) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=LSE, rtol=0)
 
 
+def test_a_plan_copies_no_memory_of_the_engine(emulate: Emulate) -> None:
+    """An engine may keep its bounds in pinned memory, and write the next step's while a copy is under way."""
+    emulate()
+    group = groups.made(options=NATIVE, block_size=16)
+    common, _ = groups.batch(group, [20, 5], [20, 48])
+    (prefill,) = parts_of(group.build(common))
+    lists = (prefill.qo_indptr, prefill.lists.paged_kv_indptr, prefill.lists.paged_kv_last_page_len)
+    theirs = {common.query_start_loc_cpu.data_ptr(), common.seq_lens_cpu.data_ptr()}
+    assert not theirs & {each.data_ptr() for each in lists}
+
+
 @pytest.mark.parametrize("options", [{}, NATIVE], ids=str)
 def test_both_layouts_and_rows_behind_the_batch(options: dict[str, Any], emulate: Emulate) -> None:
     emulate()

@@ -195,9 +195,14 @@ def short_gathered_prefill(t: Tensors) -> None:
 
 
 def hopper_prefill(t: Tensors) -> None:
-    """The Gluon kernel, straight from the pages and over K and V as they come."""
+    """The Gluon kernel, straight from the pages."""
     options = {"scale": 0.1, "output_lse": t.lse, "causal": t.terms.causal, **t.batch}
     prefill_hopper.prefill_hopper(t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, **options)
+
+
+def plain_hopper_prefill(t: Tensors) -> None:
+    """The Gluon kernel over K and V as they come."""
+    options = {"scale": 0.1, "output_lse": t.lse, "causal": t.terms.causal, **t.batch}
     prefill_hopper.prefill_hopper(t.query, t.key, t.value, t.output, key_start_loc=t.seq_lens, **options)
 
 
@@ -353,7 +358,7 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield attention(plain_prefill, dtype=usual, attn_type="encoder_only")
 
     if target == 90:
-        yield attention(hopper_prefill, dtype=usual)
+        yield attention(hopper_prefill, plain_hopper_prefill, dtype=usual)
     yield classic(write, version_1, version_2, classic_prefill, dtype=usual, alibi=True)
     yield classic(version_1, dtype=usual, block_size=8, num_heads=64, num_kv_heads=2)
     yield classic(version_2, dtype=usual, block_size=32, head_size=256)
