@@ -71,6 +71,7 @@ def examine(do_import: bool) -> dict[str, Any]:
     found = detection.detect_device()
     registry, environment = load_plugins(), Environment()
     libraries: dict[str, dict[str, Any]] = {}
+    unserved: dict[str, list[str]] = {}  # by distribution, backends that need another version of it
     for spec in registry.specs.values():
         for group in spec.libraries:
             for library in group:
@@ -78,9 +79,13 @@ def examine(do_import: bool) -> dict[str, Any]:
                 entry["version"] = environment.version(library.distribution)
                 if spec.name not in entry["needed_by"]:
                     entry["needed_by"].append(spec.name)
+                state = environment.state(library)
                 if entry.get("state") != "installed":
-                    entry["state"] = environment.state(library)
-                entry["install"] = library.install
+                    entry["state"] = state
+                if "<" in library.version or "install" not in entry:  # a bound that one backend has serves all
+                    entry["install"] = library.install
+                if state == "wrong-version":
+                    unserved.setdefault(library.distribution, []).append(f"{spec.name} ({library.version})")
     problems = list(registry.warnings)
     if not registry.specs:
         problems.append("no plugin is installed, so nothing can be selected: pip install ./plugins/torch in a clone")
@@ -90,7 +95,10 @@ def examine(do_import: bool) -> dict[str, Any]:
             entry["import_error"] = import_error(entry["module"])
             if entry["import_error"]:
                 problems.append(f"{name} {entry['version'] or ''} does not import: {entry['import_error']}")
-        elif entry["state"] not in ("installed", "missing"):
+        if entry["state"] == "installed" and name in unserved:
+            backends = ", ".join(dict.fromkeys(unserved[name]))
+            problems.append(f"{name} {entry['version']} does not serve {backends}: {entry['install']}")
+        if entry["state"] not in ("installed", "missing"):
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
     layers = inspect_layers()

@@ -28,14 +28,15 @@ Exit code: 0 every error is within its bound, 1 one is not or a layer has no bac
 """
 
 
-def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
-    return click.option(name, type=int, default=default, show_default=True, metavar="N", help=text)
+def _count(name: str, default: int, text: str, least: int | None = None) -> Callable[[Any], Any]:
+    kind = click.IntRange(min=least)
+    return click.option(name, type=kind, default=default, show_default=True, metavar="N", help=text)
 
 
 @click.command("run", epilog=EPILOG)
 @run_options
 @click.option("--layer", "layer", metavar="KIND", help="Run only this kind of the model's layers [default: each].")
-@_count("--requests", 4, "Requests in the batch.")
+@_count("--requests", 4, "Requests in the batch.", least=1)
 @_count("--prompt-tokens", 256, "Length of the longest prompt; the others have half of it or more.")
 @_count("--decode-steps", 16, "Tokens generated per request.")
 @_count("--max-num-batched-tokens", 192, "Tokens of one step: longer prompts are prefilled in chunks.")

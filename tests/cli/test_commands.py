@@ -168,6 +168,25 @@ def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--backend NAME" in text
 
 
+def test_doctor_names_backends_that_need_another_version(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One installed version serves two of the plugin's backends, and not the third."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    metadata = tmp_path / "flashinfer_python-0.7.2.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.7.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run("doctor", "--no-import", "--json")
+    found = json.loads(result.out)
+    (problem,) = found["problems"]
+    command = "pip install 'flashinfer-python>=0.6.14,<0.7'"
+    assert result.code == 1
+    assert problem == f"flashinfer-python 0.7.2 does not serve FLASHINFER_MLA (>=0.6.14,<0.7): {command}"
+    assert found["libraries"]["flashinfer-python"]["install"] == command
+
+
 def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_select_cli.doctor import import_error
 

@@ -101,7 +101,7 @@ def test_an_error_above_its_bound_is_exit_1(run: Any, monkeypatch: pytest.Monkey
     ("arguments", "code", "said"),
     [
         (("--model", "llama-3-8b", "--layer", "nope"), 2, "unknown layer kind 'nope'"),
-        ((*SMALL, "--requests", "0"), 2, "num_requests = 0: accepted are integers from 1"),
+        ((*SMALL, "--requests", "0"), 2, "'--requests': 0 is not in the range x>=1"),
         ((*SMALL, "--max-num-batched-tokens", "2"), 2, "max_num_batched_tokens = 2: accepted are integers from 4"),
         ((*SMALL, "--backend", "CUTLASS_MLA"), 1, "no backend for"),
         (("--prompt-tokens", "5"), 2, "which layer?"),
