@@ -84,7 +84,7 @@ def examine(do_import: bool) -> dict[str, Any]:
                     entry["state"] = state
                 if "<" in library.version or "install" not in entry:  # a bound that one backend has serves all
                     entry["install"] = library.install
-                if state == "wrong-version":
+                if state == "wrong-version" and environment.first(group) is None:
                     unserved.setdefault(library.distribution, []).append(f"{spec.name} ({library.version})")
     problems = list(registry.warnings)
     if not registry.specs:

@@ -139,7 +139,7 @@ def test_page_lists_of_both_phases(emulate: Emulate) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=LSE, rtol=0)
 
 
-def test_a_plan_copies_no_memory_of_the_engine(emulate: Emulate) -> None:
+def test_lists_that_a_plan_copies_to_the_device_are_its_own(emulate: Emulate) -> None:
     """An engine may keep its bounds in pinned memory, and write the next step's while a copy is under way."""
     emulate()
     group = groups.made(options=NATIVE, block_size=16)

@@ -27,7 +27,6 @@ from attn_select_triton.triton_attn import (
     GATHERED,
     TMA_PAGE,
     WARPS,
-    WARPS_CAPABILITY,
     TritonAttnOptions,
     gathers,
 )
@@ -39,7 +38,11 @@ with 64, and won 13 to 24 % at 504 MiB."""
 
 
 class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
-    """Builds the metadata of one kind of layers; reserves the workspaces of its plans."""
+    """Builds the metadata of one kind of layers; reserves the workspaces of its plans.
+
+    Raises:
+        KernelMismatchError: the plan's prefill is a Gluon kernel, which does not run on this device or by this Triton.
+    """
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -83,7 +86,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         by_tma = path == BY_TMA or (path == WARPS and (context.block_size or 1) % TMA_PAGE == 0)
         self._ways["pages"] = schedule.TMA_PAGES if by_tma else schedule.PAGES
         self._ways["split"] = schedule.SPLIT_FP8 if self._fp8 else schedule.SPLIT
-        if path == WARPS and capability_of(device) == WARPS_CAPABILITY:
+        if path == WARPS and device.type == "cuda":
+            check_gluon(device)
             self._ways["warps"] = schedule.WARPS
         gathered = path in (GATHERED, WARPS) and gathers(config, options)
         reserved = options.gather_workspace_mib << 20 if gathered else 0
@@ -236,7 +240,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         """Return the launches of the requests from ``first`` on."""
         last = common.num_reqs
         if self._fixed_split:
-            return [self._prefill(common, first, last, warps="warps" in self._ways)]
+            return [self._prefill(common, first, last)]
         query_lens = common.query_lens_cpu[first:].tolist()
         seq_lens = common.seq_lens_cpu[first:].tolist()
         # An image may begin before the window.

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import triton
 from torch import Tensor
 
+from attn_select.errors import KernelMismatchError
+from attn_select_triton.hardware import GLUON_CAPABILITY, GLUON_TRITON
 from attn_select_triton.kernels.decode import Decode
+from attn_select_triton.kernels.launch import capability_of
+from attn_select_triton.triton_attn import WARPS
 
 
 @dataclass(slots=True)
@@ -43,6 +49,20 @@ class Part:
     gather: Gather | None = None
     prefill: dict[str, Any] = field(default_factory=dict)
     warps: bool = False
+
+
+def check_gluon(device: torch.device) -> None:
+    """Check that a plan's Gluon kernel is one for this device and this Triton.
+
+    Raises:
+        KernelMismatchError: it is not.
+    """
+    if capability_of(device) != GLUON_CAPABILITY or not triton.__version__.startswith(GLUON_TRITON):
+        raise KernelMismatchError(
+            f"the plan says {WARPS}, which runs on compute capability 9.0 with Triton {GLUON_TRITON}x, not on {device} "
+            f"({'.'.join(map(str, capability_of(device)))}) with Triton {triton.__version__}",
+            hint="select on the machine that runs the layers",
+        )
 
 
 @dataclass(slots=True)

@@ -125,7 +125,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
             key, value = part.gather.rows
         if part.warps and self._warps.readable(key, value):
-            given = {name: value for name, value in part.prefill.items() if name != "max_seq_len"}
+            given = {name: argument for name, argument in part.prefill.items() if name != "max_seq_len"}
             self._warps.prefill_hopper(
                 call.query, key, value, output, causal=terms.causal, output_lse=lse, scale=self.scale, **given
             )

@@ -40,6 +40,9 @@ MASK = f"{OWN}: a term of the mask or the score, chosen at compilation"
 
 E4M3_FROM = (8, 9)
 TMA_FROM = (9, 0)
+GLUON_CAPABILITY = (9, 0)
+GLUON_TRITON = "3.6."
+"""Gluon, Triton's language of explicit layouts, is experimental: its kernels were compiled and run with these."""
 THOR = (11, 0)
 THOR_TRITON = (3, 7)
 _EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"

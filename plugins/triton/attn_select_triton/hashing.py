@@ -25,6 +25,6 @@ def begin_hashing() -> threading.Thread | None:
     hashing = getattr(triton_cache, "triton_key", None)
     if hashing is None or detect_device().device.is_cpu:
         return None
-    thread = threading.Thread(target=hashing, name="triton_key", daemon=True)
+    thread = threading.Thread(target=hashing, name="triton_key")
     thread.start()
     return thread

@@ -14,6 +14,8 @@ from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilit
 from attn_select_triton.hardware import (
     ANY_STRIDE,
     DTYPES,
+    GLUON_CAPABILITY,
+    GLUON_TRITON,
     KV_CACHE_DTYPES,
     LIBRARIES,
     MASK,
@@ -77,12 +79,11 @@ unequal lengths, where every request has room for as many splits as the longest.
 
 BY_TMA, GATHERED = "prefill by TMA", "prefill, pages gathered"
 WARPS = "warp-specialised prefill"
-GLUON_TRITON = "3.6."
-"""Gluon, Triton's language of explicit layouts, is experimental: its kernel was compiled and run with these."""
-WARPS_CAPABILITY, WARPS_HEAD_SIZE = (9, 0), 128
+WARPS_HEAD_SIZE = 128
 _GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
 _TMA = "TMA reads whole pages"
-_WARPS = "one warp loads pages by TMA while two groups multiply (Gluon); short prompts by the plain kernel"
+_WARPS = "one warp loads pages by TMA for two groups of warps that multiply (Gluon)"
+_WHERE_CHEAPER = "prefills run by the plain kernel, or split their keys, where that is cheaper: short ones"
 _POINTERS = "every row of keys by its own pointer through the block table"
 _NO_CACHE = "K and V as they come, no cache"
 _DECODE = "splits the keys until every SM has its share of them, then merges by log-sum-exp"
@@ -115,7 +116,7 @@ def warp_specialised(config: AttentionConfig, device: Device, environment: Envir
     """Whether the Gluon kernel computes this layer's prefill on this device."""
     triton = environment.version("triton")
     return (
-        device.compute_capability == WARPS_CAPABILITY
+        device.compute_capability == GLUON_CAPABILITY
         and (triton is None or triton.startswith(GLUON_TRITON))
         and config.dtype in ("bfloat16", "float16")
         and config.cache_dtype == config.dtype
@@ -124,6 +125,7 @@ def warp_specialised(config: AttentionConfig, device: Device, environment: Envir
         and config.sliding_window is None
         and config.logits_soft_cap is None
         and not (config.alibi or config.sinks or config.mm_prefix)
+        and not config.batch_invariant  # captured steps and short ones run the plain kernel, and bits would differ
     )
 
 
@@ -175,8 +177,14 @@ def plan(
         workspace = 0
     if phase == "prefill":
         path, because = prefill_path(config, device, environment, options)
+        if path == WARPS:
+            said = (*said, _WHERE_CHEAPER)
         if path in (GATHERED, WARPS) and gathers(config, options):
             workspace += options.gather_workspace_mib << 20
+            said = (
+                *said,
+                f"{options.gather_workspace_mib} MiB of the workspace are for keys and values out of small pages",
+            )
     elif config.batch_invariant:
         said = (*said, _FIXED_GROWS)
         path, because = "fixed-split decode", _FIXED
@@ -207,7 +215,7 @@ def compile_key(config: AttentionConfig) -> object:
 
 
 def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch and triton.
+    """Return the backend's class; imports torch and triton, and begins what the first launch would wait for.
 
     Raises:
         ImportError: one of them is not installed.

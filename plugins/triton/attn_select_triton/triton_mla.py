@@ -12,6 +12,8 @@ from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilit
 from attn_select_triton.hardware import (
     ANY_STRIDE,
     COMPILED,
+    GLUON_CAPABILITY,
+    GLUON_TRITON,
     KV_CACHE_DTYPES,
     LIBRARIES,
     OWN,
@@ -63,9 +65,6 @@ BLOCK_SIZES = (64, 32, 16)
 
 GLUON_PATH = "Gluon decode"
 PORTABLE_PATH = "portable decode"
-GLUON_TRITON = "3.6."
-"""Gluon, Triton's language of explicit layouts, is experimental: its kernel was compiled and run with these."""
-GLUON_CAPABILITY = (9, 0)
 GLUON_BLOCK = 64
 GLUON_RANKS, GLUON_ROPE = (256, 512), 64
 """Sizes that were run."""

@@ -72,7 +72,7 @@ class TestSeed3(OnGPU):
 @pytest.mark.gpu
 @pytest.mark.slow
 class TestGathering(OnGPU):
-    """As the others, but steps so small gather their pages, and split the keys of their prefills, too."""
+    """As the others, but steps so small gather their pages, split keys and run by the Gluon kernel, too."""
 
     seed = 4
     num_configs = 80
@@ -80,7 +80,8 @@ class TestGathering(OnGPU):
     @pytest.fixture(autouse=True)
     def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def way(ways: Sequence[str], query_lens: Sequence[int], seq_lens: Sequence[int], **_: object) -> str:
-            return "gathered" if sum(seq_lens) % 2 else "split"
+            names = ["gathered", "split", *(["warps"] if "warps" in ways else [])]
+            return names[sum(seq_lens) % len(names)]
 
         monkeypatch.setattr(attn_schedule, "prefill_way", way)
         monkeypatch.setattr(attn_schedule, "LEAST_SPLIT", 16)

@@ -11,13 +11,15 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import torch
+import triton
 
+from attn_select.errors import KernelMismatchError
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Capacity
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.testing import Problem, same_bits
-from attn_select_triton import attn_schedule
+from attn_select_triton import attn_parts, attn_schedule
 
 layers: Any = sys.modules["triton_layers"]
 MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
@@ -179,6 +181,22 @@ def test_a_window_bounds_what_is_gathered() -> None:
     assert chunk.starts == [-(100_000 - 512 - 4095) // 64 * 64 + 64 * bool((100_000 - 512 - 4095) % 64)]
     (chunk,) = attn_schedule.gathered_chunks([512], [100_000], 0, 8192)
     assert chunk.starts is None
+
+
+@pytest.mark.parametrize(("capability", "triton_version"), [((9, 0), "3.7.0"), ((10, 0), "3.6.0")])
+def test_a_plan_for_gluon_is_refused_where_it_was_not_run(
+    capability: tuple[int, int], triton_version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attn_parts, "capability_of", lambda device: capability)
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    with pytest.raises(KernelMismatchError, match=rf"warp-specialised prefill, .* with Triton {triton_version}"):
+        attn_parts.check_gluon(torch.device("cuda", 0))
+
+
+def test_gluon_runs_where_it_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attn_parts, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    attn_parts.check_gluon(torch.device("cuda", 0))
 
 
 def test_the_cheapest_way_is_taken() -> None:

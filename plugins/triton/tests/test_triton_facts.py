@@ -146,7 +146,8 @@ def test_triton_attn_workspace() -> None:
     [
         (H100, {}, "warp-specialised prefill", 128),
         (H100, {"block_size": 64, "dtype": "float16"}, "warp-specialised prefill", 0),
-        (H100, {"batch_invariant": True}, "warp-specialised prefill", 0),
+        (H100, {"batch_invariant": True}, "prefill", 0),
+        (H100, {"batch_invariant": True, "block_size": 64}, "prefill by TMA", 0),
         (H100, {"head_size": 64}, "prefill, pages gathered", 128),
         (H100, {"sinks": True}, "prefill, pages gathered", 128),
         (H100, {"mm_prefix": True}, "prefill, pages gathered", 128),
@@ -158,8 +159,6 @@ def test_triton_attn_workspace() -> None:
         (H100, {"head_size": 96}, "prefill", 0),
         (H100, {"head_size": 112, "v_head_size": 64}, "prefill", 0),
         (H100, {"dtype": "float32"}, "prefill", 0),
-        (H100, {"batch_invariant": True, "sinks": True}, "prefill", 0),
-        (H100, {"batch_invariant": True, "block_size": 64, "sinks": True}, "prefill by TMA", 0),
         ((8, 9), {}, "prefill", 0),
         ((12, 0), {}, "prefill, pages gathered", 128),
     ],

@@ -17,6 +17,7 @@ from attn_select.runtime import Capacity
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
 from attn_select_triton import attn_schedule
+from attn_select_triton.kernels import prefill_hopper as kernel
 from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, readable
 
 layers: Any = sys.modules["triton_layers"]
@@ -87,9 +88,12 @@ def test_a_layer_runs_by_it(step: str, fields: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr(attn_schedule, "prefill_way", lambda *_, **__: "warps")
     group = layers.made(torch.device("cuda"), config_of(8, 2, **fields), group_capacity=Capacity(16, 2048, 8192))
     problem = layers.problem_of(group, STEPS[step])
+    calls = []
+    monkeypatch.setattr(kernel, "prefill_hopper", lambda *args, **given: calls.append(prefill_hopper(*args, **given)))
     parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
     assert parts[-1].warps
     layers.check(group, problem)
+    assert len(calls) == sum(part.warps for part in parts)
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia import hopper
 
+from attn_select_triton.hardware import GLUON_CAPABILITY
 from attn_select_triton.kernels.launch import SLICED, describable, describe
 
 LOG2E = 1.4426950408889634
@@ -38,7 +39,6 @@ STAGES = gl.constexpr(3)
 """Tiles of K and of V under way. With the query they fill 224 of the 227 KiB of shared memory at head size 128."""
 LEAST_BOX = 16
 """Tokens of the smallest box that was run."""
-CAPABILITY = (9, 0)
 PART = gl.constexpr(64)
 """Columns of one part of a tile: 128 bytes, the width of TMA's swizzle."""
 
@@ -342,7 +342,7 @@ def readable(key: Tensor, value: Tensor) -> bool:
     """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
     paged = key.ndim == 4
     box = box_rows(key.shape[1], paged)
-    return box >= LEAST_BOX and all(describable(tensor, key.dtype, box, CAPABILITY) for tensor in (key, value))
+    return box >= LEAST_BOX and all(describable(tensor, key.dtype, box, GLUON_CAPABILITY) for tensor in (key, value))
 
 
 def _boxes(tensor: Tensor, box: int) -> tuple[Any, tuple[int, int, int]]:

@@ -75,7 +75,9 @@ def main(target: int) -> None:
             for launch in shape.launches:
                 launch(Tensors(shape, target, shift=shift))
     # Tensors away from 16 bytes do have kernels of their own, and so must have other ``Relaunch`` objects.
-    found |= {key: asked for key, asked in shifted.items() if "relaunch" in key[0]}
+    for key, asked in shifted.items():
+        if "relaunch" in key[0]:
+            found.setdefault(key, set()).update(asked)
     for (kernel, constants), asked in sorted(found.items()):
         print(len(asked), kernel, constants)
 

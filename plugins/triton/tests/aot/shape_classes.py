@@ -78,7 +78,7 @@ class Tensors:
         requests: of the batch.
         first: the batch is cut from a larger one at this request, so its tensors' alignment may be anything.
         width: of the block table.
-        shift: elements that every tensor lies behind an address of 16 bytes.
+        shift: elements that every tensor made here, but for the scale, lies behind an address of 16 bytes.
     """
 
     def __init__(
