@@ -17,7 +17,7 @@ from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton import attn_schedule as schedule
-from attn_select_triton.attn_parts import Gather, Part, TritonAttnMetadata
+from attn_select_triton.attn_parts import Gather, Part, TritonAttnMetadata, check_gluon
 from attn_select_triton.hardware import power_of_two
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape

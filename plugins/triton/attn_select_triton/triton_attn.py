@@ -183,7 +183,7 @@ def plan(
             workspace += options.gather_workspace_mib << 20
             said = (
                 *said,
-                f"{options.gather_workspace_mib} MiB of the workspace are for keys and values out of small pages",
+                f"{options.gather_workspace_mib} MiB of the workspace hold keys and values out of small pages",
             )
     elif config.batch_invariant:
         said = (*said, _FIXED_GROWS)
