@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,50 +37,16 @@ from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing.oracle import attention_reference
 
-Call = Callable[[], Any]
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import Call, gpu_times, host_times
+
 BF16 = torch.bfloat16
 LLAMA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "block_size": 64}
 CASES = (("decode B64 S4096", 64, 1, 4096), ("decode B8 S16384", 8, 1, 16384), ("decode B256 S1024", 256, 1, 1024),
          ("prefill B4 S4096", 4, 4096, 4096))  # fmt: skip
 MLA_CASES = (("MLA B64 S4096 H128", 128, 64, 4096), ("MLA B128 S2048 H16", 16, 128, 2048))
-
-
-def gpu_times(calls: Mapping[str, Call], repeat: int = 10, rounds: int = 15) -> dict[str, float]:
-    """Return the median GPU time of each call in us: ``repeat`` of them in one graph, graphs replayed in turn."""
-    graphs, samples = {}, {name: [] for name in calls}  # type: Any, Any
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(repeat):
-                call()
-    for turn in range(rounds + 2):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn > 1:
-                samples[name].append(start.elapsed_time(end) * 1e3 / repeat)
-    return {name: statistics.median(found) for name, found in samples.items()}
-
-
-def host_times(calls: Mapping[str, Call], repeat: int = 50, rounds: int = 40) -> dict[str, float]:
-    """Return the median host time of each call in us; the device is idle when a round begins."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 3):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            spent = (time.perf_counter() - began) * 1e6 / repeat
-            if turn > 2:
-                samples[name].append(spent)
-    return {name: statistics.median(found) for name, found in samples.items()}
 
 
 class Bench:

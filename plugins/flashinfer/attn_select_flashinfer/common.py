@@ -58,6 +58,8 @@ ONE_CACHE_DTYPE = Fact(False, "unverified")
 NO_V_HEAD_SIZE = Fact(False, "MLA layers have v_head_dim instead")
 
 MIB = 1 << 20
+LN2 = 0.6931471805599453
+"""FlashInfer's LSE is base 2."""
 INT_WORKSPACE = 8 * MIB
 """Device bytes that every native wrapper allocates for its schedule (decode.py, prefill.py, mla/_core.py 0.6.14)."""
 

@@ -5,7 +5,6 @@ A part holds what its step fixes. What a layer fixes (scales, sinks) comes as ``
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,12 @@ from torch import Tensor
 from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
+from attn_select_flashinfer.common import LN2
 from attn_select_flashinfer.library import flashinfer
 from attn_select_flashinfer.page_lists import PageLists
 from attn_select_flashinfer.terms import LayerTerms
 from attn_select_flashinfer.wrappers import NativeKernel
 
-LN2 = math.log(2.0)
 NO_KEYS = -4e4
 """FlashInfer's LSE is base 2, and -5e4 for a row without keys (include/flashinfer/math.cuh 0.6.14, ``math::inf``): no
 finite scores come near."""

@@ -18,9 +18,6 @@ from attn_select.errors import ConfigError
 from attn_select.runtime.metadata import BatchError
 from attn_select_flashinfer.staging import PinnedRing
 
-LN2 = 0.6931471805599453
-"""Of one in base 2 in natural logarithms."""
-
 
 class SharedScale:
     """The softmax scale of a kind of layers, as far as the builder knows."""

@@ -12,7 +12,8 @@ from attn_select.config import Phase
 from attn_select.runtime import ops
 from attn_select.runtime.backend import AttentionLayer, BackendContext
 from attn_select.runtime.scales import Scales
-from attn_select_flashinfer.mla_build import LN2, blank_rows
+from attn_select_flashinfer.common import LN2
+from attn_select_flashinfer.mla_build import blank_rows
 
 E4M3 = torch.float8_e4m3fn
 Scale = float | Tensor

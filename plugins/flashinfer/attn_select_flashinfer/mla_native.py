@@ -11,8 +11,6 @@ a query that a tile of 64 or 128 rows cuts in two (include/flashinfer/attention/
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from attn_select.errors import ConfigError
 from attn_select.runtime.backend import AttentionLayer, BackendContext
 from attn_select.runtime.batch import staging
+from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
 from attn_select_flashinfer import library
@@ -190,34 +189,13 @@ def _rows(common: CommonAttentionMetadata) -> Tensor:
     return table.as_strided(((common.num_reqs - 1) * table.stride(0) + table.shape[1],), (1,))
 
 
-class LatentViews:
-    """Latents and rope parts of the cache that was seen last, made once; they do not keep it alive."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self._sizes = sizes
-        self._seen: Callable[[], Tensor | None] = lambda: None
-        self._address = 0
-        self._views: tuple[Tensor, ...] = ()
-
-    def __call__(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
-        """Return ``(blocks, size, R)`` and ``(blocks, size, Pr)``."""
-        if self._seen() is not kv_cache or self._address != kv_cache.data_ptr() or not self._views:
-            # Of an alias: a view's base would stay alive with it, and this cache is the engine's to free.
-            self._views = kv_cache.data.split_with_sizes(self._sizes, dim=-1)
-            self._seen, self._address = weakref.ref(kv_cache, self._forget), kv_cache.data_ptr()
-        return self._views
-
-    def _forget(self, _: Any) -> None:
-        self._views = ()
-
-
 class NativeLayer:
     """Runs the decodes of one layer."""
 
     def __init__(self, context: BackendContext, scale: float) -> None:
         config = context.config
         self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
-        self._parts = LatentViews(self._sizes)
+        self._parts = CacheView(lambda kv_cache: kv_cache.split_with_sizes(self._sizes, dim=-1))
         # FP8 latents are multiplied by their scale before the product (mla_hopper.cuh v0.6.14): it is no part of this.
         self._fp8, self._power = config.cache_dtype == "fp8_e4m3", power_for(scale)
         self._scale = scale * self._power

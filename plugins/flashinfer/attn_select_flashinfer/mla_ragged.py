@@ -23,8 +23,8 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import VarlenMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flashinfer import library
-from attn_select_flashinfer.common import INT_WORKSPACE, MIB
-from attn_select_flashinfer.mla_build import LN2, PlannedCall, PlannedWrapper, SharedScale, blank_rows
+from attn_select_flashinfer.common import INT_WORKSPACE, LN2, MIB
+from attn_select_flashinfer.mla_build import PlannedCall, PlannedWrapper, SharedScale, blank_rows
 from attn_select_flashinfer.staging import PinnedRing
 from attn_select_flashinfer.terms import power_for
 

@@ -10,10 +10,9 @@ replay, host time), ``build`` (host time of FlashInfer's own ``plan``, of it aga
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,49 +26,17 @@ from attn_select.runtime import Attention, BlockTable, Capacity, attention_group
 from attn_select.runtime.batch import prepare_batch
 from attn_select.testing.oracle import attention_reference
 
-Call = Callable[[], Any]
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import Call, gpu_times, host_times
+
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
 CONFIG = AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, block_size=PAGE)
 DECODES = (("decode B64 S4096", 64, 4096), ("decode B8 S16384", 8, 16384), ("decode B256 S1024", 256, 1024))
 MIB = 1 << 20
-
-
-def gpu_times(calls: Mapping[str, Call], repeat: int = 10, rounds: int = 15) -> dict[str, float]:
-    """Return the median GPU time of each call in us: ``repeat`` of them in one graph, graphs replayed in turn."""
-    graphs, samples = {}, {name: [] for name in calls}  # type: Any, Any
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(repeat):
-                call()
-    for turn in range(rounds + 2):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn > 1:
-                samples[name].append(start.elapsed_time(end) * 1e3 / repeat)
-    return {name: statistics.median(found) for name, found in samples.items()}
-
-
-def host_times(calls: Mapping[str, Call], repeat: int = 20, rounds: int = 40) -> dict[str, float]:
-    """Return the median host time of each call in us; the device is idle when a round begins."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 3):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            spent = (time.perf_counter() - began) * 1e6 / repeat
-            if turn > 2:
-                samples[name].append(spent)
-    return {name: statistics.median(found) for name, found in samples.items()}
+HOST_CALLS = 20
+"""Calls in a row by which the host is timed."""
 
 
 @cache
@@ -210,7 +177,7 @@ def overhead() -> None:
         layer = partial(bench.layer.forward, bench.query, None, None, bench.cache, metadata, bench.output)
         calls = {"raw": raw, "impl.forward": bench.forward(metadata.parts[0].metadata), "layer.forward": layer}
         with torch.inference_mode():
-            host = host_times({**calls, "again": again})
+            host = host_times({**calls, "again": again}, HOST_CALLS)
         print(f"  host, {name} decode B8: " + "  ".join(f"{key} {value:.1f}" for key, value in host.items()))
 
 
@@ -219,14 +186,14 @@ def build() -> None:
     for batch in (8, 64, 256):
         bench = Bench([1] * batch, [1024] * batch)
         plans = {"plan": bench.raw_decode()[1], "again": bench.raw_decode()[1]}
-        host = host_times({**plans, "build": partial(bench.builder.build, 0, bench.common)})
+        host = host_times({**plans, "build": partial(bench.builder.build, 0, bench.common)}, HOST_CALLS)
         print(f"  native decode B{batch}: " + "  ".join(f"{key} {value:.1f}" for key, value in host.items()))
         bench = Bench([1] * batch, [1024] * batch, use_trtllm='"auto"')
-        host = host_times({"build": partial(bench.builder.build, 0, bench.common)})
+        host = host_times({"build": partial(bench.builder.build, 0, bench.common)}, HOST_CALLS)
         print(f"  XQA decode B{batch}: build {host['build']:.1f}")
     bench = Bench([512] * 8, [1024] * 8)
     plans = {"plan": bench.raw_prefill()[1], "again": bench.raw_prefill()[1]}
-    host = host_times({**plans, "build": partial(bench.builder.build, 0, bench.common)})
+    host = host_times({**plans, "build": partial(bench.builder.build, 0, bench.common)}, HOST_CALLS)
     print("  fa3 prefill B8: " + "  ".join(f"{key} {value:.1f}" for key, value in host.items()))
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +36,14 @@ from attn_select.testing import relative_error
 from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
 from attn_select_flashinfer.mla import FLASHINFER_MLA
 
-Run = Callable[[], Any]
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import Call, gpu_times, host_times
+
 DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "block_size": 64}
 SCALE, RANK = 192**-0.5, 512
-CALLS_PER_GRAPH, CALLS_PER_ROUND, ROUNDS = 20, 50, 15
+GPU, HOST = {"repeat": 20, "rounds": 15}, {"repeat": 50, "rounds": 15}
+"""Of ``gpu_times`` and ``host_times``."""
 SHAPES = {"B64 S4096 H128": (64, 4096, 128), "B128 S2048 H16": (128, 2048, 16), "B1 S32768 H128": (1, 32768, 128)}
 BF16 = torch.bfloat16
 
@@ -83,7 +89,7 @@ class Case:
             return builder.build_for_cudagraph_capture(self.common)
         return builder.build(0, self.common)
 
-    def ours(self, metadata: Any, lse: Tensor | None = None) -> Run:
+    def ours(self, metadata: Any, lse: Tensor | None = None) -> Call:
         impl: Any = self.layer.impls["decode"]
         arguments = (self.layer, self.query, self.cache, metadata, self.output, lse)
         return lambda: impl.forward_mqa(*arguments)
@@ -98,7 +104,7 @@ class Case:
         names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
         return dict(zip(names, (queries, bounds, indices, lens), strict=True))
 
-    def raw(self) -> tuple[Run, Run]:
+    def raw(self) -> tuple[Call, Call]:
         """Return FlashInfer's run and plan."""
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
@@ -137,43 +143,6 @@ class Case:
         return worst, off
 
 
-def gpu_times(runs: Sequence[Run]) -> list[float]:
-    """Return the median time per call of each, microseconds."""
-    graphs, samples = [], [[] for _ in runs]  # type: Any, Any
-    for run in runs:
-        run()
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            for _ in range(CALLS_PER_GRAPH):
-                run()
-    for turn in range(ROUNDS + 2):
-        for graph, found in zip(graphs, samples, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn > 1:
-                found.append(start.elapsed_time(end) * 1e3 / CALLS_PER_GRAPH)
-    return [statistics.median(found) for found in samples]
-
-
-def host_times(runs: Sequence[Run], calls: int = CALLS_PER_ROUND) -> list[float]:
-    """Return the median time that the host takes for a call of each, microseconds."""
-    samples: list[list[float]] = [[] for _ in runs]
-    for turn in range(ROUNDS + 3):
-        for run, found in zip(runs, samples, strict=True):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                run()
-            if turn > 2:
-                found.append((time.perf_counter() - begin) * 1e6 / calls)
-    torch.cuda.synchronize()
-    return [statistics.median(found) for found in samples]
-
-
 def cases(**options: Any) -> list[Case]:
     made = [Case(shape, kernel, **options) for kernel in ("fa3", "fa2") for shape in SHAPES]
     made.append(Case("B64 S4096 H128", "fa3", kv_cache_dtype="fp8_e4m3", **options))
@@ -187,9 +156,10 @@ def check() -> None:
         print(f"check {case.name:28s} output {error:.1e}, LSE {off:.1e}", flush=True)
 
 
-def compared(runs: Sequence[Run]) -> str:
+def compared(runs: Sequence[Call]) -> str:
     """Return GPU and host times of raw, ours and raw again."""
-    gpu, host = gpu_times(runs), host_times(runs)
+    calls = dict(enumerate(runs))
+    gpu, host = gpu_times(calls, **GPU), host_times(calls, **HOST)
     return (
         f"GPU raw {gpu[0]:7.1f} us, ours x{gpu[1] / gpu[0]:.3f}, raw again x{gpu[2] / gpu[0]:.3f} | "
         f"host raw {host[0]:5.1f} us, ours {host[1] - host[0]:+.1f}, raw again {host[2] - host[0]:+.1f}"
@@ -208,7 +178,8 @@ def build() -> None:
             case = Case(shape, "fa3", graphs=graphs)
             (_, plan), kind = case.raw(), "graph" if graphs else "eager"
             case.metadata()
-            one, two = host_times([plan, partial(case.served.builder.build, 0, case.common)], calls=10)
+            calls = {"plan": plan, "build": partial(case.served.builder.build, 0, case.common)}
+            one, two = host_times(calls, repeat=10, rounds=15).values()
             print(f"build  {kind} {shape:16s} host: plan {one:6.1f} us, ours {two - one:+.1f}", flush=True)
 
 
@@ -257,12 +228,12 @@ def peers() -> None:
         }
         cache = (case.cache.unsqueeze(2), common.block_table_tensor, common.seq_lens, RANK)
         schedule = (flashmla.get_mla_metadata()[0], None, SCALE, True)
-        runs: dict[str, Run] = {
+        runs: dict[str, Call] = {
             "ours fa3": case.ours(case.metadata()),
             "FA3 (q_v)": partial(fa.flash_attn_varlen_func, rope_query, rope, latent, q_v=latent_query, **options),
             "FlashMLA": partial(flashmla.flash_mla_with_kvcache, case.query.unsqueeze(1), *cache, *schedule),
         }
-        times = zip(runs, gpu_times([*runs.values()]), strict=True)
+        times = gpu_times(runs, **GPU).items()
         print(f"peers  {shape}: {', '.join(f'{name} {us:.1f} us' for name, us in times)}", flush=True)
 
 

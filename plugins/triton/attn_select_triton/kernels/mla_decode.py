@@ -20,11 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select_triton.kernels.launch import SLICED, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
-from attn_select_triton.kernels.primitives import natural_lse, normalised, online_softmax, pages_of, split_bounds
+from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
 from attn_select_triton.triton_mla import gluon_lacks
-
-LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -480,7 +478,7 @@ def mla_decode(
     prepared.decode(
         (-(-heads * max_query_len // prepared.block_m), num_splits, seq_lens.shape[0]),
         *queries, *keys, output, output_lse, parts, part_lse, block_table, query_start_loc, seq_lens,
-        num_splits, split_tokens, scale * kv_scale * LOG2E, kv_scale, page_rows, *prepared.strides,
+        num_splits, split_tokens, scale * kv_scale * LOG2E.value, kv_scale, page_rows, *prepared.strides,
         block_table.stride(0), *prepared.constants,
     )  # fmt: skip
     if split:

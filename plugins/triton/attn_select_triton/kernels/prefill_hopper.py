@@ -29,8 +29,8 @@ from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.hardware import GLUON_CAPABILITY
 from attn_select_triton.kernels.launch import SLICED, describable, describe
+from attn_select_triton.kernels.primitives import LOG2E
 
-LOG2E = 1.4426950408889634
 LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Query rows of a compute group."""
@@ -384,7 +384,7 @@ def prefill_hopper(
     tokens = tokens if num_tokens is None else num_tokens
     prefill_hopper_kernel[(tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2])](
         query, keys, values, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, len(seq_lens),
-        scale * k_scale * LOG2E, v_scale, *query.stride()[:2], *output.stride()[:2],
+        scale * k_scale * LOG2E.value, v_scale, *query.stride()[:2], *output.stride()[:2],
         0 if block_table is None else block_table.stride(0), *k_places, *v_places,
         heads, group, causal, output_lse is not None, paged, block_size, head_size, box,
         num_warps=4, maxnreg=168,
