@@ -10,7 +10,7 @@ class takes twice as long to define and every start of the command line pays for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -163,12 +163,14 @@ class Library:
     version: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class BackendPlan:
     """How a backend would run one phase of a config on a device. Treat as immutable.
 
     Attributes:
-        path: the inner path, e.g. ``FA3``, ``native fa2``, ``TRT-LLM (XQA)``.
+        kernel: exactly what runs, as data: a frozen, hashable dataclass of the plugin's own. It is all that the runtime
+            reads of the plan's identity; ``path``, ``because`` and ``notes`` are words for people and decide nothing.
+        path: the inner path in words, e.g. ``FA3``, ``native fa2``, ``TRT-LLM (XQA)``.
         because: why this path and not its siblings, one clause.
         query_dtype: dtype in which the kernel wants Q (``bfloat16``, ``fp8_e4m3``, …).
         returns_lse: whether the path can return the log-sum-exp (cascade, chunk merging and DCP need it).
@@ -182,6 +184,7 @@ class BackendPlan:
         notes: further facts a user should know, one clause each.
     """
 
+    kernel: Hashable = None
     path: str
     because: str
     query_dtype: str

@@ -52,7 +52,15 @@ def make_spec() -> MakeSpec:
 
         def default_plan(config: AttentionConfig, *_: Any) -> Any:
             found = reasons(config)
-            return found or BackendPlan("path", "only one", config.dtype, True, tuple(layouts), tuple(blocks), level)  # type: ignore[arg-type]
+            return found or BackendPlan(
+                path="path",
+                because="only one",
+                query_dtype=config.dtype,
+                returns_lse=True,
+                kv_layouts=tuple(layouts),
+                kernel_block_sizes=tuple(blocks),
+                cuda_graph=level,
+            )  # type: ignore[arg-type]
 
         extra = {} if options is None else {"options": options}
         return BackendSpec(

@@ -243,21 +243,21 @@ def make_toy() -> MakeToy:
         class Backend(AttentionBackend):
             forward_includes_kv_cache_update = includes_update
 
-            @staticmethod
-            def get_name() -> str:
-                return name
-
-            @staticmethod
-            def get_impl_cls() -> type[ToyImpl]:
-                return Impl
-
-            @staticmethod
-            def get_builder_cls() -> type[Builder]:
-                return Builder
+            impl_cls = Impl
+            builder_cls = Builder
 
         def plan(config: AttentionConfig, *_: Any) -> BackendPlan:
             cached = (tuple(layouts), tuple(kernel_block_sizes)) if config.has_cache else ((), ())
-            return BackendPlan("toy", "the only one", config.dtype, returns_lse, *cached, level, 0, width_multiple)
+            return BackendPlan(
+                path="toy",
+                because="the only one",
+                query_dtype=config.dtype,
+                returns_lse=returns_lse,
+                kv_layouts=cached[0],
+                kernel_block_sizes=cached[1],
+                cuda_graph=level,
+                block_table_width_multiple=width_multiple,
+            )
 
         yes, no_limit = Fact(True, "toy"), HeadSizes()
         served = Capabilities(

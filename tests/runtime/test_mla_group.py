@@ -68,17 +68,8 @@ def toy(name: str = "TOY", *, phases: Sequence[str] = ("prefill", "decode"), **c
         pass
 
     class Backend(AttentionBackend):
-        @staticmethod
-        def get_name() -> str:
-            return name
-
-        @staticmethod
-        def get_impl_cls() -> type[Impl]:
-            return Impl
-
-        @staticmethod
-        def get_builder_cls() -> type[Builder]:
-            return Builder
+        impl_cls = Impl
+        builder_cls = Builder
 
     facts = TORCH_MLA.capabilities["decode" if sparse else "prefill"]
     served = {phase: dataclasses.replace(TORCH_MLA.capabilities[phase], sparse=sparse) for phase in phases}

@@ -416,23 +416,22 @@ def sparse_spec(name: str, layout: str, block_size: int, calls: list[tuple[int, 
         pass
 
     class Backend(AttentionBackend):
-        @staticmethod
-        def get_name() -> str:
-            return name
-
-        @staticmethod
-        def get_impl_cls() -> type[Impl]:
-            return Impl
-
-        @staticmethod
-        def get_builder_cls() -> type[SparseMetadataBuilder]:
-            return SparseMetadataBuilder
+        impl_cls = Impl
+        builder_cls = SparseMetadataBuilder
 
     Impl.calls = calls
     facts = TORCH_MLA.capabilities["decode"]
     dtypes = dataclasses.replace(facts.kv_cache_dtypes, value=(*facts.kv_cache_dtypes.value, "fp8_ds_mla"))
     served = dataclasses.replace(facts, sparse=True, kv_cache_dtypes=dtypes)
-    plan = BackendPlan("toy", "the only one", "bfloat16", True, (layout,), (block_size,), "ALWAYS")
+    plan = BackendPlan(
+        path="toy",
+        because="the only one",
+        query_dtype="bfloat16",
+        returns_lse=True,
+        kv_layouts=(layout,),
+        kernel_block_sizes=(block_size,),
+        cuda_graph="ALWAYS",
+    )
     return dataclasses.replace(
         TORCH_MLA,
         name=name,

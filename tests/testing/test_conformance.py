@@ -64,8 +64,8 @@ class Variant:
         return replace(self, spec=replace(self.spec, plan=plan))
 
     def running(self, impl: Any = None, builder: Any = None) -> Variant:
-        members = {"get_impl_cls": impl, "get_builder_cls": builder}
-        given = {name: staticmethod(lambda part=part: part) for name, part in members.items() if part is not None}
+        members = {"impl_cls": impl, "builder_cls": builder}
+        given = {name: part for name, part in members.items() if part is not None}
         backend = type("Backend", (self.spec.load(),), given)
         return replace(self, spec=replace(self.spec, load=lambda: backend))
 
@@ -119,7 +119,7 @@ def test_a_right_backend_passes(right: Variant) -> None:
 def test_a_backend_of_one_phase_gets_only_such_requests(right: Variant, phase: Phase) -> None:
     lengths: set[int] = set()
 
-    class Seen(right.spec.load().get_impl_cls()):  # type: ignore[misc]
+    class Seen(right.spec.load().impl_cls):  # type: ignore[misc]
         def forward(self, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
             lengths.update(b - a for a, b in pairwise(batch.query_start_loc))
             return super().forward(layer, query, key, value, cache, batch, *rest)
@@ -155,7 +155,7 @@ def overriding(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any
     """Return what replaces one method of the right impl by ``make(its method)``."""
 
     def broken(variant: Variant) -> Any:
-        impl = variant.spec.load().get_impl_cls()
+        impl = variant.spec.load().impl_cls
         return type("Broken", (impl,), {name: make(getattr(impl, name))})
 
     return broken
@@ -367,7 +367,7 @@ def test_compilations_are_capped(right: Variant) -> None:
     def compile_key(config: AttentionConfig) -> object:
         return config.num_heads, config.head_size, config.dtype, config.sliding_window is None
 
-    class Seen(right.spec.load().get_impl_cls()):  # type: ignore[misc]
+    class Seen(right.spec.load().impl_cls):  # type: ignore[misc]
         def forward(self, *arguments: Any) -> Any:
             ran.add(compile_key(self.context.config))
             return super().forward(*arguments)

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         logits = per_head("sinks", sinks, config.sinks, group, None)
         made: dict[int, AttentionImpl[Any]] = {}
         for served in group.backends:
-            impl = cast(type[AttentionImpl[Any]], served.backend.get_impl_cls())
+            impl = cast(type[AttentionImpl[Any]], served.backend.impl_cls)
             made[id(served)] = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
         self.impls: dict[Phase, AttentionImpl[Any]] = {p: made[id(served)] for p, served in group.served.items()}
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.

@@ -289,23 +289,12 @@ class MLAAttentionImpl:
         raise NotImplementedError(f"{type(self).__name__} has no forward_mha, so its spec must not serve prefill")
 
 
-class AttentionBackend(ABC):
-    """Ties a backend's parts together; never instantiated."""
+class AttentionBackend:
+    """Ties a backend's parts together; never instantiated. A subclass sets ``impl_cls`` and ``builder_cls``."""
 
+    impl_cls: ClassVar[type[AttentionImpl[Any]] | type[MLAAttentionImpl]]
+    """The class that runs a layer."""
+    builder_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
+    """The class that builds its metadata."""
     forward_includes_kv_cache_update: ClassVar[bool] = False
     """Whether ``forward`` writes the cache itself; ``do_kv_cache_update`` is not called then."""
-
-    @staticmethod
-    @abstractmethod
-    def get_name() -> str:
-        """Return the name that the spec has."""
-
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]] | type[MLAAttentionImpl]:
-        """Return the class that runs a layer."""
-
-    @staticmethod
-    @abstractmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """Return the class that builds its metadata."""

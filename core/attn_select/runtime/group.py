@@ -124,7 +124,7 @@ class AttentionGroup:
             max_model_len=self.capacity.max_model_len,
             cuda_graphs=self.cuda_graphs,
         )
-        return Served(spec, backend, context, backend.get_builder_cls()(context))
+        return Served(spec, backend, context, backend.builder_cls(context))
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:

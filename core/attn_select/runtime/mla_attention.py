@@ -78,7 +78,7 @@ class MLAAttention(nn.Module):
             "alibi_slopes": per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32),
             "sinks": per_head("sinks", sinks, config.sinks, group, None),
         }
-        made = {id(s): cast(MLAAttentionImpl, s.backend.get_impl_cls()(s.context, **options)) for s in group.backends}
+        made = {id(s): cast(MLAAttentionImpl, s.backend.impl_cls(s.context, **options)) for s in group.backends}
         self.impls = {phase: made[id(served)] for phase, served in group.served.items()}
         self.layer_name = register_layer(self, layer_name)
 

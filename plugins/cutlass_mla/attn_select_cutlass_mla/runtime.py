@@ -177,17 +177,5 @@ class CutlassMLAImpl(MLAAttentionImpl):
 class CutlassMLABackend(AttentionBackend):
     """``CUTLASS_MLA``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``CUTLASS_MLA``."""
-        return "CUTLASS_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[CutlassMLAImpl]:
-        """Return ``CutlassMLAImpl``."""
-        return CutlassMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CutlassMLAMetadataBuilder]:
-        """Return ``CutlassMLAMetadataBuilder``."""
-        return CutlassMLAMetadataBuilder
+    impl_cls = CutlassMLAImpl
+    builder_cls = CutlassMLAMetadataBuilder

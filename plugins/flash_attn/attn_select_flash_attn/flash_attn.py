@@ -245,18 +245,15 @@ def _plan(candidate: Candidate, config: AttentionConfig, hybrid: bool, pin: Pin 
     if fa3 and config.cuda_graph != "NEVER":
         notes = (*notes, _SPLIT_BYTES)
     return BackendPlan(
-        candidate.path,
-        because,
-        "fp8_e4m3" if fp8 else config.dtype,
-        True,
-        LAYOUTS if cached else (),
-        pages if cached else (),
-        # FA2 packs query groups when the longest query is one token: a graph captured so does not replay mixed batches.
-        "ALWAYS" if fa3 else "UNIFORM_BATCH",
-        0,
-        1,
-        candidate.provider,
-        notes,
+        path=candidate.path,
+        because=because,
+        query_dtype="fp8_e4m3" if fp8 else config.dtype,
+        returns_lse=True,
+        kv_layouts=LAYOUTS if cached else (),
+        kernel_block_sizes=pages if cached else (),
+        cuda_graph="ALWAYS" if fa3 else "UNIFORM_BATCH",
+        provider=candidate.provider,
+        notes=notes,
     )
 
 

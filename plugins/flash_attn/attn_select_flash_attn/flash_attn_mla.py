@@ -182,17 +182,15 @@ def _decode_plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None)
     if config.cuda_graph != "NEVER":
         notes = (*notes, _SPLIT_BYTES)
     return BackendPlan(
-        "FA3 with q_v",
-        "FA3 scores the rope part and the latent apart and reads the latent once" if pin is None else str(pin),
-        config.dtype,
-        True,
-        _LAYOUTS,
-        _PAGES,
-        "UNIFORM_BATCH",
-        0,
-        1,
-        candidate.provider,
-        notes,
+        path="FA3 with q_v",
+        because="FA3 scores the rope part and the latent apart and reads the latent once" if pin is None else str(pin),
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=_LAYOUTS,
+        kernel_block_sizes=_PAGES,
+        cuda_graph="UNIFORM_BATCH",
+        provider=candidate.provider,
+        notes=notes,
     )
 
 
@@ -204,17 +202,15 @@ def _prefill_plan(
     if v != qk and not (candidate.kernel.version == 3 and capability == HOPPER and fa3_takes(qk, v)):
         notes = (*notes, f"V is padded from {v} to {qk} columns, as wide as QK")
     return BackendPlan(
-        f"{candidate.path} varlen",
-        candidate.because if pin is None else str(pin),
-        config.dtype,
-        True,
-        (),
-        (),
-        "UNIFORM_BATCH",
-        0,
-        1,
-        candidate.provider,
-        notes,
+        path=f"{candidate.path} varlen",
+        because=candidate.because if pin is None else str(pin),
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=(),
+        kernel_block_sizes=(),
+        cuda_graph="UNIFORM_BATCH",
+        provider=candidate.provider,
+        notes=notes,
     )
 
 

@@ -7,7 +7,7 @@ own (``q_v``): it is read once for both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -225,17 +225,5 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
 class FlashAttnMLABackend(AttentionBackend):
     """``FLASH_ATTN_MLA``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``FLASH_ATTN_MLA``."""
-        return "FLASH_ATTN_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[MLAAttentionImpl]:
-        """Return ``FlashAttnMLAImpl``."""
-        return FlashAttnMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """Return ``FlashAttnMLAMetadataBuilder``."""
-        return FlashAttnMLAMetadataBuilder
+    impl_cls = FlashAttnMLAImpl
+    builder_cls = FlashAttnMLAMetadataBuilder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -277,17 +276,5 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
 class FlashAttnBackend(AttentionBackend):
     """``FLASH_ATTN``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``FLASH_ATTN``."""
-        return "FLASH_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:
-        """Return ``FlashAttnImpl``."""
-        return FlashAttnImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """Return ``FlashAttnMetadataBuilder``."""
-        return FlashAttnMetadataBuilder
+    impl_cls = FlashAttnImpl
+    builder_cls = FlashAttnMetadataBuilder

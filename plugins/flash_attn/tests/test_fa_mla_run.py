@@ -36,7 +36,7 @@ def decoder(provider: str, **options: Any) -> tuple[Any, Any, Any]:
     selection = layers.selected(FLASH_ATTN_MLA, layers.mla_config(**fields), provider=provider)
     group = layers.group_of(selection, **options)
     served = group.served["decode"]
-    return group, served.builder, served.backend.get_impl_cls()(served.context, scale=QK**-0.5)
+    return group, served.builder, served.backend.impl_cls(served.context, scale=QK**-0.5)
 
 
 def prefiller(provider: str, gpu: str, **fields: Any) -> tuple[Any, Any]:
@@ -61,7 +61,7 @@ def prefiller(provider: str, gpu: str, **fields: Any) -> tuple[Any, Any]:
         max_model_len=1024,
     )
     backend = spec.load()
-    return backend.get_builder_cls()(context), backend.get_impl_cls()(context, scale=QK**-0.5)  # type: ignore[call-arg]
+    return backend.builder_cls(context), backend.impl_cls(context, scale=QK**-0.5)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("provider", DECODE)
@@ -180,7 +180,7 @@ def test_prefill_and_decode_may_come_from_different_builds(emulate: Emulate) -> 
     selection = layers.selected(FLASH_ATTN_MLA, layers.mla_config(), provider="vllm", prefill_version=2)
     group = layers.group_of(selection)
     (served,) = group.backends
-    impl = served.backend.get_impl_cls()(served.context, scale=1.0)
+    impl = served.backend.impl_cls(served.context, scale=1.0)
     assert impl._decode.kernel.label == "FA3 of vllm"
     assert impl._prefill.kernel.label == "FA2 of vllm"
     assert impl._padding == QK - V

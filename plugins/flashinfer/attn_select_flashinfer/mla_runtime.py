@@ -140,17 +140,5 @@ class FlashInferMLAImpl(MLAAttentionImpl):
 class FlashInferMLABackend(AttentionBackend):
     """``FLASHINFER_MLA``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``FLASHINFER_MLA``."""
-        return "FLASHINFER_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashInferMLAImpl]:
-        """Return ``FlashInferMLAImpl``."""
-        return FlashInferMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashInferMLAMetadataBuilder]:
-        """Return ``FlashInferMLAMetadataBuilder``."""
-        return FlashInferMLAMetadataBuilder
+    impl_cls = FlashInferMLAImpl
+    builder_cls = FlashInferMLAMetadataBuilder

@@ -165,17 +165,5 @@ def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
 class FlashInferMLASparseBackend(AttentionBackend):
     """``FLASHINFER_MLA_SPARSE``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``FLASHINFER_MLA_SPARSE``."""
-        return "FLASHINFER_MLA_SPARSE"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashInferMLASparseImpl]:
-        """Return ``FlashInferMLASparseImpl``."""
-        return FlashInferMLASparseImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashInferMLASparseMetadataBuilder]:
-        """Return ``FlashInferMLASparseMetadataBuilder``."""
-        return FlashInferMLASparseMetadataBuilder
+    impl_cls = FlashInferMLASparseImpl
+    builder_cls = FlashInferMLASparseMetadataBuilder

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
-    AttentionMetadataBuilder,
     BackendContext,
 )
 from attn_select.runtime.metadata import BatchError
@@ -113,17 +110,5 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
 class FlashInferBackend(AttentionBackend):
     """``FLASHINFER``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``FLASHINFER``."""
-        return "FLASHINFER"
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:
-        """Return ``FlashInferImpl``."""
-        return FlashInferImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """Return ``FlashInferMetadataBuilder``."""
-        return FlashInferMetadataBuilder
+    impl_cls = FlashInferImpl
+    builder_cls = FlashInferMetadataBuilder

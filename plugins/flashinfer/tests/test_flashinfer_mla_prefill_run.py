@@ -56,7 +56,7 @@ def prefiller(kernel: str, emulate: Emulate, *, entries: dict[str, Any] | None =
     world = emulate(capability, **(entries or {}))
     group = layers.group_for(gpu, layers.mla_config(num_heads=HEADS, **fields), phases=["prefill"], **options)
     served, sinks = group.served["prefill"], torch.randn(HEADS) if fields.get("sinks") else None
-    return world, served.builder, served.backend.get_impl_cls()(served.context, scale=QK**-0.5, sinks=sinks)
+    return world, served.builder, served.backend.impl_cls(served.context, scale=QK**-0.5, sinks=sinks)
 
 
 def check(builder: Any, impl: Any, batch: VarlenMetadata, *, contiguous: bool = True) -> None:

@@ -97,7 +97,7 @@ def test_query_and_cache_are_views(emulate: Emulate) -> None:
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     problem = layers.problem_for(group, [(1, 9), (1, 65)])
     served = group.served["decode"]
-    impl = served.backend.get_impl_cls()(served.context, scale=0.1)
+    impl = served.backend.impl_cls(served.context, scale=0.1)
     query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
     metadata = served.builder.build(0, layers.common_of(problem))
     for cache in (problem.step.kv_cache, problem.step.kv_cache.clone()):
@@ -230,7 +230,7 @@ def test_a_graph_replays_with_other_lengths_and_pages(query_len: int, heads: int
     config = layers.mla_config(num_heads=heads, num_speculative_tokens=query_len - 1)
     group = layers.group_for("h100", config, cuda_graphs=True, phases=["decode"])
     served = group.served["decode"]
-    impl = served.backend.get_impl_cls()(served.context, scale=0.1)
+    impl = served.backend.impl_cls(served.context, scale=0.1)
     problems = [
         layers.problem_for(group, [(query_len, length) for length in lengths], seed)
         for seed, lengths in enumerate(([9, 9, 9], [70, 5, 0], [200, 64, 65], [6, 330, 129]))
@@ -272,7 +272,7 @@ def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest
     monkeypatch.setattr(staging, "new_event", lambda device: fi.Event())
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     served = group.served["decode"]
-    impl = served.backend.get_impl_cls()(served.context, scale=192**-0.5)
+    impl = served.backend.impl_cls(served.context, scale=192**-0.5)
     problems = [layers.problem_for(group, [(1, 20 * step + r) for r in range(1, 4)], step) for step in range(4)]
     query, caches = torch.randn(3, 4, 576).bfloat16(), [each.step.kv_cache.nan_to_num() for each in problems]
 

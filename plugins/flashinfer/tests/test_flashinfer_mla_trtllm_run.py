@@ -180,7 +180,7 @@ def test_a_graph_replays_with_other_lengths_and_tables(query_len: int, causal: b
     fields = {"num_heads": 8, "num_speculative_tokens": query_len - 1, "non_causal": not causal}
     _, group = on_b200(emulate, cuda_graphs=True, **fields)
     served = group.served["decode"]
-    impl = served.backend.get_impl_cls()(served.context, scale=0.1)
+    impl = served.backend.impl_cls(served.context, scale=0.1)
     cache, query = torch.randn(64, 64, 576).bfloat16(), torch.randn(2 * query_len, 8, 576).bfloat16()
     output, table, lens = torch.empty(2 * query_len, 8, 512).bfloat16(), torch.zeros(2, 8).int(), torch.zeros(2).int()
 

@@ -114,17 +114,15 @@ def _plan(kernel: Kernel, config: AttentionConfig, options: FlashMLAOptions) -> 
     if config.cuda_graph != "NEVER":
         notes = (*notes, _SPLITS)
     return BackendPlan(
-        "dense FP8" if fp8 else "dense",
-        "Hopper's dense decode" if options.provider == "auto" else _PIN,
-        "fp8_e4m3" if fp8 else config.dtype,
-        True,
-        _LAYOUTS,
-        _BLOCKS,
-        "UNIFORM_BATCH",
-        0,
-        1,
-        kernel.provider,
-        notes,
+        path="dense FP8" if fp8 else "dense",
+        because="Hopper's dense decode" if options.provider == "auto" else _PIN,
+        query_dtype="fp8_e4m3" if fp8 else config.dtype,
+        returns_lse=True,
+        kv_layouts=_LAYOUTS,
+        kernel_block_sizes=_BLOCKS,
+        cuda_graph="UNIFORM_BATCH",
+        provider=kernel.provider,
+        notes=notes,
     )
 
 

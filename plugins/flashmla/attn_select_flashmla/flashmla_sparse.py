@@ -164,17 +164,15 @@ def _plan(kernel: Kernel, config: AttentionConfig, phase: Phase, fp8: bool) -> B
     if (config.sparse_top_k or 0) % multiple:
         notes = (*notes, f"top-k indices are padded with -1 from {config.sparse_top_k} to a multiple of {multiple}")
     return BackendPlan(
-        path,
-        because,
-        config.dtype,
-        True,
-        _FP8_LAYOUTS if fp8 else _BF16_LAYOUTS,
-        _FP8_BLOCKS if fp8 else _BF16_BLOCKS,
-        "UNIFORM_BATCH",
-        0,
-        1,
-        kernel.provider,
-        notes,
+        path=path,
+        because=because,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=_FP8_LAYOUTS if fp8 else _BF16_LAYOUTS,
+        kernel_block_sizes=_FP8_BLOCKS if fp8 else _BF16_BLOCKS,
+        cuda_graph="UNIFORM_BATCH",
+        provider=kernel.provider,
+        notes=notes,
     )
 
 

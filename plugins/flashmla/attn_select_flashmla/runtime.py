@@ -193,17 +193,5 @@ def store_lse(target: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
 class FlashMLABackend(AttentionBackend):
     """``FLASHMLA``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``FLASHMLA``."""
-        return "FLASHMLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashMLAImpl]:
-        """Return ``FlashMLAImpl``."""
-        return FlashMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashMLAMetadataBuilder]:
-        """Return ``FlashMLAMetadataBuilder``."""
-        return FlashMLAMetadataBuilder
+    impl_cls = FlashMLAImpl
+    builder_cls = FlashMLAMetadataBuilder

@@ -287,17 +287,5 @@ def _padded_heads(heads: int) -> int:
 class FlashMLASparseBackend(AttentionBackend):
     """``FLASHMLA_SPARSE``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``FLASHMLA_SPARSE``."""
-        return "FLASHMLA_SPARSE"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashMLASparseImpl]:
-        """Return ``FlashMLASparseImpl``."""
-        return FlashMLASparseImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashMLASparseMetadataBuilder]:
-        """Return ``FlashMLASparseMetadataBuilder``."""
-        return FlashMLASparseMetadataBuilder
+    impl_cls = FlashMLASparseImpl
+    builder_cls = FlashMLASparseMetadataBuilder

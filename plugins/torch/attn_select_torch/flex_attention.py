@@ -173,10 +173,28 @@ def plan(
     layouts = (FLASH_ATTN_NHD,) if cached else ()
     pages = (TILE,) if cached else ()
     if capability is None:
-        return BackendPlan("C++", _WHY_CPU, config.dtype, False, layouts, pages, "NEVER", 0, 1, None, said)
+        return BackendPlan(
+            path="C++",
+            because=_WHY_CPU,
+            query_dtype=config.dtype,
+            returns_lse=False,
+            kv_layouts=layouts,
+            kernel_block_sizes=pages,
+            cuda_graph="NEVER",
+            notes=said,
+        )
     # Graph replay with another block table and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads
     # persistent tensors, and the block lists are built without the host.
-    return BackendPlan("Triton", _WHY_GPU, config.dtype, True, layouts, pages, "ALWAYS", 0, 1, None, said)
+    return BackendPlan(
+        path="Triton",
+        because=_WHY_GPU,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=layouts,
+        kernel_block_sizes=pages,
+        cuda_graph="ALWAYS",
+        notes=said,
+    )
 
 
 def compile_key(config: AttentionConfig) -> object:

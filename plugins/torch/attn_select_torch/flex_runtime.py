@@ -180,14 +180,5 @@ def _axes(lists: BlockLists) -> list[tuple[Tensor, tuple[int, ...]]]:
 class FlexBackend(AttentionBackend):
     """``FLEX_ATTENTION``."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLEX_ATTENTION"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlexImpl]:
-        return FlexImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlexBuilder]:
-        return FlexBuilder
+    impl_cls = FlexImpl
+    builder_cls = FlexBuilder

@@ -206,17 +206,5 @@ def _sdpa(
 class TorchMLABackend(AttentionBackend):
     """``TORCH_MLA``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``TORCH_MLA``."""
-        return "TORCH_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[TorchMLAImpl]:
-        """Return ``TorchMLAImpl``."""
-        return TorchMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TorchMLAMetadataBuilder]:
-        """Return ``TorchMLAMetadataBuilder``."""
-        return TorchMLAMetadataBuilder
+    impl_cls = TorchMLAImpl
+    builder_cls = TorchMLAMetadataBuilder

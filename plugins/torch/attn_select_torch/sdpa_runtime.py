@@ -280,14 +280,5 @@ class _Results:
 class SDPABackend(AttentionBackend):
     """``TORCH_SDPA``."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_SDPA"
-
-    @staticmethod
-    def get_impl_cls() -> type[SDPAImpl]:
-        return SDPAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SDPABuilder]:
-        return SDPABuilder
+    impl_cls = SDPAImpl
+    builder_cls = SDPABuilder

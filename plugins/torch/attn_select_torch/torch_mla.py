@@ -62,9 +62,27 @@ def plan(
     """Return the plan; plain capabilities say everything that speaks against it."""
     said = notes(config, device)
     if phase == "prefill":
-        return BackendPlan("multi-head", _PREFILL, config.dtype, True, (), (), "NEVER", 0, 1, None, said)
+        return BackendPlan(
+            path="multi-head",
+            because=_PREFILL,
+            query_dtype=config.dtype,
+            returns_lse=True,
+            kv_layouts=(),
+            kernel_block_sizes=(),
+            cuda_graph="NEVER",
+            notes=said,
+        )
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
-    return BackendPlan("latent", _DECODE, config.dtype, True, (MLA,), ANY_BLOCK, "NEVER", 0, 1, None, (*said, _GATHER))
+    return BackendPlan(
+        path="latent",
+        because=_DECODE,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=(MLA,),
+        kernel_block_sizes=ANY_BLOCK,
+        cuda_graph="NEVER",
+        notes=(*said, _GATHER),
+    )
 
 
 def load() -> type[TorchMLABackend]:

@@ -96,12 +96,30 @@ def plan(
     if capability is None and config.dtype == "float16":
         said = (*said, _FLOAT32)
     if not config.has_cache:
-        return BackendPlan(path, because, config.dtype, True, (), (), "NEVER", 0, 1, None, said)
+        return BackendPlan(
+            path=path,
+            because=because,
+            query_dtype=config.dtype,
+            returns_lse=True,
+            kv_layouts=(),
+            kernel_block_sizes=(),
+            cuda_graph="NEVER",
+            notes=said,
+        )
     said = (*said, _GATHER)
     if config.v_head_size is not None and config.v_head_size != config.head_size:
         said = (*said, _PADDED_V)
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
-    return BackendPlan(path, because, config.dtype, True, LAYOUTS, ANY_BLOCK, "NEVER", 0, 1, None, said)
+    return BackendPlan(
+        path=path,
+        because=because,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=LAYOUTS,
+        kernel_block_sizes=ANY_BLOCK,
+        cuda_graph="NEVER",
+        notes=said,
+    )
 
 
 def load() -> type[AttentionBackend]:

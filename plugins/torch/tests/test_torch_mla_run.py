@@ -119,7 +119,7 @@ def gathers(group: MLAAttentionGroup, requests: Sequence[tuple[int, int]]) -> li
 def test_load_returns_the_backend() -> None:
     backend = TORCH_MLA.load()
     assert backend is TorchMLABackend
-    assert (backend.get_name(), backend.get_impl_cls()) == (TORCH_MLA.name, TorchMLAImpl)
+    assert backend.impl_cls is TorchMLAImpl
 
 
 def test_decodes_are_gathered_by_query_length_and_size(monkeypatch: pytest.MonkeyPatch) -> None:

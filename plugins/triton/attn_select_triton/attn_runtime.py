@@ -136,17 +136,5 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
 class TritonAttnBackend(AttentionBackend):
     """``TRITON_ATTN``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``TRITON_ATTN``."""
-        return "TRITON_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttnImpl]:
-        """Return ``TritonAttnImpl``."""
-        return TritonAttnImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttnBuilder]:
-        """Return ``TritonAttnBuilder``."""
-        return TritonAttnBuilder
+    impl_cls = TritonAttnImpl
+    builder_cls = TritonAttnBuilder

@@ -243,17 +243,5 @@ class TritonMLAImpl(MLAAttentionImpl):
 class TritonMLABackend(AttentionBackend):
     """``TRITON_MLA``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``TRITON_MLA``."""
-        return "TRITON_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[TritonMLAImpl]:
-        """Return ``TritonMLAImpl``."""
-        return TritonMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
-        """Return ``TritonMLAMetadataBuilder``."""
-        return TritonMLAMetadataBuilder
+    impl_cls = TritonMLAImpl
+    builder_cls = TritonMLAMetadataBuilder

@@ -147,11 +147,29 @@ def plan(
         path, because, workspace = "prefill", _PREFILL, 0
         if options.gather_workspace_mib and _in_boxes(config, device):
             path, because, workspace = GATHERED, _GATHERED, options.gather_workspace_mib << 20
-        return BackendPlan(path, because, config.dtype, False, LAYOUTS, BLOCK_SIZES, "ALWAYS", workspace, 1, None, said)
+        return BackendPlan(
+            path=path,
+            because=because,
+            query_dtype=config.dtype,
+            returns_lse=False,
+            kv_layouts=LAYOUTS,
+            kernel_block_sizes=BLOCK_SIZES,
+            cuda_graph="ALWAYS",
+            workspace_bytes=workspace,
+            notes=said,
+        )
     said = (*said, _partials(config), _GRAPHS)
     because = _rule(config.num_heads)
     return BackendPlan(
-        "v1/v2", because, config.dtype, False, LAYOUTS, BLOCK_SIZES, "ALWAYS", WORKSPACE_BYTES, 1, None, said
+        path="v1/v2",
+        because=because,
+        query_dtype=config.dtype,
+        returns_lse=False,
+        kv_layouts=LAYOUTS,
+        kernel_block_sizes=BLOCK_SIZES,
+        cuda_graph="ALWAYS",
+        workspace_bytes=WORKSPACE_BYTES,
+        notes=said,
     )
 
 

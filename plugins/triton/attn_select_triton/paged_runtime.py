@@ -279,17 +279,5 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 class PagedAttentionBackend(AttentionBackend):
     """``PAGED_ATTENTION``."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return ``PAGED_ATTENTION``."""
-        return "PAGED_ATTENTION"
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:
-        """Return ``PagedAttentionImpl``."""
-        return PagedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """Return ``PagedAttentionMetadataBuilder``."""
-        return PagedAttentionMetadataBuilder
+    impl_cls = PagedAttentionImpl
+    builder_cls = PagedAttentionMetadataBuilder

@@ -165,7 +165,16 @@ def plan(
         return reasons
     said = notes(config, device)
     if not cached:
-        return BackendPlan("prefill", _NO_CACHE, config.dtype, True, (), (), "ALWAYS", 0, 1, None, said)
+        return BackendPlan(
+            path="prefill",
+            because=_NO_CACHE,
+            query_dtype=config.dtype,
+            returns_lse=True,
+            kv_layouts=(),
+            kernel_block_sizes=(),
+            cuda_graph="ALWAYS",
+            notes=said,
+        )
     if width is not None and width != config.head_size:
         said = (*said, _PADDED_V)
     if config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"):
@@ -190,7 +199,17 @@ def plan(
         path, because = "fixed-split decode", _FIXED
     else:
         path, because = "split-KV decode", _DECODE
-    return BackendPlan(path, because, config.dtype, True, LAYOUTS, sizes, "ALWAYS", workspace, 1, None, said)
+    return BackendPlan(
+        path=path,
+        because=because,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=LAYOUTS,
+        kernel_block_sizes=sizes,
+        cuda_graph="ALWAYS",
+        workspace_bytes=workspace,
+        notes=said,
+    )
 
 
 def compile_key(config: AttentionConfig) -> object:

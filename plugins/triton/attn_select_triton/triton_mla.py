@@ -133,7 +133,16 @@ def plan(
     said = notes(config, device)
     # Chunked prefill loops on host lengths, so mixed batches are not captured.
     if not decode:
-        return BackendPlan("prefill", _PREFILL, config.dtype, True, (), (), "UNIFORM_BATCH", 0, 1, None, said)
+        return BackendPlan(
+            path="prefill",
+            because=_PREFILL,
+            query_dtype=config.dtype,
+            returns_lse=True,
+            kv_layouts=(),
+            kernel_block_sizes=(),
+            cuda_graph="UNIFORM_BATCH",
+            notes=said,
+        )
     rank, rope, size = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0, config.block_size or BLOCK_SIZES[0]
     capability = device.compute_capability or (0, 0)
     version = environment.version("triton")
@@ -149,7 +158,17 @@ def plan(
         workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), rank)
     because = f"{because}; {_FIXED if config.batch_invariant else _SPLIT}"
     sizes = BLOCK_SIZES if size in BLOCK_SIZES else (size, *BLOCK_SIZES)
-    return BackendPlan(path, because, config.dtype, True, (MLA,), sizes, "UNIFORM_BATCH", workspace, 1, None, said)
+    return BackendPlan(
+        path=path,
+        because=because,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=(MLA,),
+        kernel_block_sizes=sizes,
+        cuda_graph="UNIFORM_BATCH",
+        workspace_bytes=workspace,
+        notes=said,
+    )
 
 
 def tile_rows(config: AttentionConfig) -> int:

@@ -91,7 +91,7 @@ def layer_calls(problem: Problem) -> dict[str, Run]:
         max_seq_len=case.seq_len,
         block_table_tensor=problem.table,
     )
-    impl: Any = served.backend.get_impl_cls()(served.context, scale=SCALE)
+    impl: Any = served.backend.impl_cls(served.context, scale=SCALE)
     layer = SimpleNamespace(layer_name="layer", scales=Scales.make("cuda"))
     metadata = served.builder.build(0, common)
 

@@ -45,7 +45,7 @@ def group_of(config: AttentionConfig, capacity: Capacity | None = None, **option
 def parts_of(group: Any) -> tuple[Any, Any]:
     """Return builder and impl of decode."""
     served = group.served["decode"]
-    return served.builder, served.backend.get_impl_cls()(served.context, scale=0.125)
+    return served.builder, served.backend.impl_cls(served.context, scale=0.125)
 
 
 def batch(

@@ -236,7 +236,7 @@ def test_prefill(
     size, value_size = sizes
     group = group_of(layer_config(qk_nope_head_dim=size - 16, v_head_dim=value_size))
     served = group.served["prefill"]
-    impl = served.backend.get_impl_cls()(served.context, scale=0.125)
+    impl = served.backend.impl_cls(served.context, scale=0.125)
     draw, dtype = torch.Generator().manual_seed(0), getattr(torch, DTYPE)
     tokens, keys = sum(query_lens), sum(key_lens)
     query = torch.randn(tokens + 2, 3, size, generator=draw).to(dtype).to(DEVICE)

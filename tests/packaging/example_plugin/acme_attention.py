@@ -19,7 +19,15 @@ SERVED = {"prefill": CAPABILITIES, "decode": CAPABILITIES}
 def plan(config, device, environment, options, phase):
     if config.num_heads // config.num_kv_heads > 8:
         return [Reason("acme-group", "more than 8 query heads per KV head", config.num_heads // config.num_kv_heads, 8)]
-    return BackendPlan("einsum", "the only path", config.dtype, True, (FLASH_ATTN_NHD, FLASHINFER_NHD), (16,), "NEVER")
+    return BackendPlan(
+        path="einsum",
+        because="the only path",
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=(FLASH_ATTN_NHD, FLASHINFER_NHD),
+        kernel_block_sizes=(16,),
+        cuda_graph="NEVER",
+    )
 
 
 def load():

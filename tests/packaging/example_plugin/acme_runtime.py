@@ -77,14 +77,5 @@ class AcmeImpl(AttentionImpl):
 class AcmeBackend(AttentionBackend):
     """What ``load()`` returns."""
 
-    @staticmethod
-    def get_name():
-        return "ACME_ATTN"
-
-    @staticmethod
-    def get_impl_cls():
-        return AcmeImpl
-
-    @staticmethod
-    def get_builder_cls():
-        return AcmeMetadataBuilder
+    impl_cls = AcmeImpl
+    builder_cls = AcmeMetadataBuilder
