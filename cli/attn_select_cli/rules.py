@@ -106,10 +106,10 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
 def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet | None, list[Problem]]:
     """Return the effective rules (None where a file is broken) and every error in them, options and names included."""
     from attn_select.errors import RulesError
-    from attn_select.options import read_options
     from attn_select.registry import load_plugins
     from attn_select.rules import load_rules
     from attn_select.rules.lint import known_names, unknown_names
+    from attn_select.rules.options import read_options
 
     rule_set, problems = None, []
     try:

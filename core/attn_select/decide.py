@@ -12,11 +12,11 @@ from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, UnknownNameError, shorten, show
-from attn_select.options import read_options
-from attn_select.ranking import Ranker, Ranking
 from attn_select.registry import Registry
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.lint import known_names, rule_warnings
+from attn_select.rules.options import read_options
+from attn_select.rules.ranking import Ranker, Ranking
 from attn_select.rules.rule import Rule
 from attn_select.selection import Candidate, Selection, Verdict
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from attn_select.config import AttentionConfig
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment
-from attn_select.ranking import Ranker
 from attn_select.rules.conditions import FIELDS, compile_when
 from attn_select.rules.predicates import ConditionError
+from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import parse_rule
 
 H100 = Device("h100", (9, 0), sm_count=132, memory_gib=80.0, bandwidth_gbps=3350.0)

@@ -19,12 +19,12 @@ from attn_select.config import PHASES, AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.errors import RulesError
-from attn_select.ranking import Ranker
 from attn_select.registry import Registry
 from attn_select.rules import RuleSet, load_rules
 from attn_select.rules.conditions import FIELDS
 from attn_select.rules.layers import packaged_rules_path
 from attn_select.rules.lint import known_names, rule_warnings, unreachable
+from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import EFFECTS, RuleError, parse_rule
 
 CONFIGS = [

@@ -15,10 +15,10 @@ from attn_select import catalog
 from attn_select.config import PHASES, AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.ranking import Ranker
 from attn_select.registry import Registry
 from attn_select.rules import RuleSet, load_rules
 from attn_select.rules.lint import known_names, rule_warnings, unknown_names, unreachable
+from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import parse_rule
 from attn_select.spec import BackendSpec
 
