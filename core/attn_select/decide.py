@@ -130,6 +130,10 @@ class Decider:
             verdicts[name] = {phase: Verdict(None, "rejected", [reason], None) for phase in phases}
         valid: dict[Phase, list[str]] = {}
         for phase, ranking in rankings.items():
+            found = [(name, plan) for name, by in verdicts.items() if (plan := by[phase].plan) is not None]
+            unverified = [name for name, plan in found if plan.unverified]
+            if 0 < len(unverified) < len(found):
+                ranking.put_behind(unverified)
             names = [name for name in ranking.order if name in verdicts]
             for rank, name in enumerate(names, 1):
                 verdicts[name][phase].rank = rank
@@ -160,7 +164,7 @@ class Decider:
             kv_layout=cache[0] if cache else None,
             candidates=_in_order(verdicts, rankings),
             explicit=forced,
-            rules=tuple({rule.name: rule for ranking in rankings.values() for rule in ranking.rules}.values()),
+            rules=tuple(dict.fromkeys(rule for ranking in rankings.values() for rule in ranking.rules)),
             warnings=tuple(warnings),
             options=self._options,
         )
@@ -191,7 +195,10 @@ class Decider:
                     if capability_gate is not last:
                         last, static = capability_gate, capability_gate.reasons(config, demands)
                         fits = capability_gate.serves_kind(demands)
-                    outcome = judge(spec, config, device, environment, options, phase, static) if fits else static
+                        marks = capability_gate.unverified(config, demands)
+                    outcome = (
+                        judge(spec, config, device, environment, options, phase, static, marks) if fits else static
+                    )
                 if kv_layout is not None:
                     outcome = _restricted(outcome, kv_layout)
                 if denials and spec.name in rankings[phase].denied and forced.get(phase) != spec.name:

@@ -10,6 +10,7 @@ Every selection puts all backends through the gate, so what does not depend on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, is_quantized
 from attn_select.environment import BROKEN, WRONG_VERSION, Environment
 from attn_select.errors import shorten, show
 from attn_select.layouts import LAYOUTS
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Library, Reason
+from attn_select.spec import UNVERIFIED, BackendOptions, BackendPlan, BackendSpec, Capabilities, Library, Reason
 
 DENIED = "denied-by-rule"
 _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
@@ -44,7 +45,9 @@ def check(
         return [phase_not_served(spec, phase)]
     gate, demands = CapabilityGate(capabilities, device, library_reasons(spec, environment)), Demands(config)
     static = gate.reasons(config, demands)
-    return judge(spec, config, device, environment, options, phase, static) if gate.serves_kind(demands) else static
+    if not gate.serves_kind(demands):
+        return static
+    return judge(spec, config, device, environment, options, phase, static, gate.unverified(config, demands))
 
 
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
@@ -77,8 +80,12 @@ def judge(
     options: BackendOptions,
     phase: Phase,
     static: list[Reason],
+    unverified: tuple[str, ...] = (),
 ) -> BackendPlan | list[Reason]:
-    """Add what ``spec.plan`` says to the ``static`` reasons of a phase and kind of attention that the spec serves."""
+    """Add what ``spec.plan`` says to the ``static`` reasons of a phase and kind of attention that the spec serves.
+
+    ``unverified`` are the marks of ``CapabilityGate.unverified``; an accepted plan carries them behind its own.
+    """
     try:
         outcome = spec.plan(config, device, environment, options, phase)
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
@@ -90,8 +97,9 @@ def judge(
             return [*static, _graph_reason(outcome, config)]
         if static:
             return static
-        problem = _plan_problem(outcome)
-        return [_plugin_error(spec, problem)] if problem else outcome
+        if problem := _plan_problem(outcome):
+            return [_plugin_error(spec, problem)]
+        return replace(outcome, unverified=(*outcome.unverified, *unverified)) if unverified else outcome
     if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
         text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
         return [*static, _plugin_error(spec, text)]
@@ -102,14 +110,16 @@ def judge(
 
 
 _SOUND: set[tuple[object, ...]] = set()
-"""What plans stand on, checked before: nearly all plans share a few combinations."""
+"""The combinations that were checked before: nearly all plans share a few."""
 
 
 def _plan_problem(plan: BackendPlan) -> str | None:
     """Return what is wrong with a plan that the decision would stumble over."""
-    key = (plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes)
+    key = (plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes, plan.unverified)
     if key in _SOUND:
         return None
+    if type(plan.unverified) is not tuple or not all(isinstance(clause, str) for clause in plan.unverified):
+        return f"plan().unverified = {show(plan.unverified)} (accepted: a tuple of strings)"
     if plan.cuda_graph not in _LEVEL_RANK:
         return f"plan().cuda_graph = {show(plan.cuda_graph)} (accepted: {', '.join(_LEVEL_RANK)})"
     if unknown := [name for name in plan.kv_layouts if name not in LAYOUTS]:
@@ -161,6 +171,18 @@ def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
     return Reason("decode-context-parallel-distance", text, ranks, 1, "--dcp 1")
 
 
+# What a config asks for that no kernel of any backend was ever executed with, as the mark on its plans.
+_NEVER_EXECUTED: tuple[tuple[Callable[[AttentionConfig], bool], str], ...] = (
+    (
+        lambda config: config.decode_context_parallel_size > 1,
+        "decode context parallelism was never executed: the runtime does not run it",
+    ),
+    (
+        lambda config: config.output_quantization == "fp4",
+        "FP4 output was never executed on a GPU, and the conformance suite has no reference for it",
+    ),
+)
+
 # Capability → what a config asks of it, as the reason against a backend that lacks it; None where nothing is asked.
 _FEATURES: tuple[tuple[str, _Maker], ...] = (
     ("v_head_size_differs", _v_head_size),
@@ -177,14 +199,20 @@ _FEATURES: tuple[tuple[str, _Maker], ...] = (
 
 
 class Demands:
-    """What one config asks of every backend alike: one bit per feature, with the reason against who lacks it."""
+    """What one config asks of every backend alike: one bit per feature, with the reason against who lacks it.
 
-    __slots__ = ("always", "bits", "cache", "has_cache", "mla", "reasons", "sparse")
+    Attributes:
+        always: the reason that holds against every backend, or None.
+        unverified: the marks that every plan for this config gets.
+    """
+
+    __slots__ = ("always", "bits", "cache", "has_cache", "mla", "reasons", "sparse", "unverified")
 
     def __init__(self, config: AttentionConfig) -> None:
         self.mla, self.sparse, self.has_cache = config.mla, config.sparse, config.has_cache
         self.cache = (config.cache_dtype, config.dtype)
         self.always = _distance_across_ranks(config) if config.decode_context_parallel_size > 1 else None
+        self.unverified = tuple([clause for asks, clause in _NEVER_EXECUTED if asks(config)])
         self.bits = 0
         self.reasons: list[tuple[int, Reason]] = []
         for index, (_, make) in enumerate(_FEATURES):
@@ -209,6 +237,7 @@ class CapabilityGate:
         "_against_cache_dtype",
         "_against_dtype",
         "_block_sizes",
+        "_doubtful",
         "_every",
         "_head_sizes_text",
         "_lacks",
@@ -228,6 +257,11 @@ class CapabilityGate:
         self._output_quantizations = ("none", *capabilities.output_quantizations.value)
         self._most_speculative = capabilities.speculative_tokens.value
         self._lacks = sum(1 << i for i, (name, _) in enumerate(_FEATURES) if not getattr(capabilities, name).value)
+        self._doubtful = [
+            field.name
+            for field in fields(capabilities)
+            if getattr(getattr(capabilities, field.name), "source", None) == UNVERIFIED
+        ]
         self._every: list[Reason] = []
         accepted = capabilities.compute_capabilities.value
         if not accepted.accepts(device.compute_capability):
@@ -294,19 +328,42 @@ class CapabilityGate:
             reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", fewer))
         return reasons
 
+    def unverified(self, config: AttentionConfig, demands: Demands) -> tuple[str, ...]:
+        """Return a clause for everything that ``config`` uses and that no source proves, or that never ran anywhere."""
+        if not self._doubtful:
+            return demands.unverified
+        used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types"}
+        used |= {name for index, (name, _) in enumerate(_FEATURES) if demands.bits & 1 << index}
+        if demands.has_cache and self._reads_cache:
+            used |= {"kv_cache_dtypes", "block_sizes"}
+            asked, dtype = demands.cache
+            if asked != dtype and not is_quantized(asked):
+                used.add("mixed_kv_cache_dtype")
+        if config.output_quantization != "none":
+            used.add("output_quantizations")
+        if config.num_speculative_tokens:
+            used.add("speculative_tokens")
+        clauses = [f"no source proves the capability {name}" for name in self._doubtful if name in used]
+        return (*clauses, *demands.unverified)
+
 
 def _against_cache_dtype(capabilities: Capabilities, asked: str, dtype: str) -> Reason | None:
-    """Return the reason against storing ``asked`` under a compute dtype; None where it is taken."""
+    """Return the reason against storing ``asked`` under a compute dtype; None where it is taken.
+
+    NVFP4 is refused whatever the backend lists: the runtime has no layout for NVFP4 data with its block scales.
+    """
     listed, mixed = capabilities.kv_cache_dtypes.value, capabilities.mixed_kv_cache_dtype.value
-    if asked == "auto" or (asked in listed and (asked == dtype or mixed or is_quantized(asked))):
+    allocatable = asked != "nvfp4"
+    if asked == "auto" or (allocatable and asked in listed and (asked == dtype or mixed or is_quantized(asked))):
         return None
     if asked == dtype and dtype not in capabilities.dtypes.value:
         return None  # the compute dtype is a reason of its own
-    supported = [d for d in listed if mixed or is_quantized(d) or d == dtype]
+    supported = [d for d in listed if d != "nvfp4" and (mixed or is_quantized(d) or d == dtype)]
     if dtype in listed:
         supported = ["auto", *supported]
     remedy = f"--kv-cache-dtype {supported[0]}" if supported else None
-    return _reason("kv-cache-dtype", "KV-cache dtype", asked, supported, remedy)
+    what = "KV-cache dtype" if allocatable else "attn_select.runtime cannot allocate a KV cache of dtype"
+    return _reason("kv-cache-dtype", what, asked, supported, remedy)
 
 
 _MLA_ONLY = Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA")

@@ -140,6 +140,7 @@ def plan_lines(selection: Selection, kind: str | None = None, count: int | None 
             facts.append(f"kernel from {plan.provider}")
         lines.append([(" " * 19, ""), (", ".join(facts), "dim")])
         lines += [[(" " * 19, ""), (note, "dim")] for note in plan.notes]
+        lines += [[(" " * 19, ""), ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
     if selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
@@ -197,7 +198,10 @@ def _verdict_lines(candidate: Candidate, phase: Phase) -> list[Line]:
     head: Line = [(f"  {rank:>4}  {candidate.backend:<22}", ""), (f"{verdict.verdict:<9} ", verdict.verdict)]
     if verdict.plan is not None:
         note = "" if verdict.rank is not None else " (no rule ranks it, so it is never chosen by itself)"
-        return [[*head, (f"{verdict.plan.path}: {verdict.plan.because}{note}", "")]]
+        marks: list[Line] = [
+            [(" " * 40, ""), ("unverified: ", "warning"), (clause, "")] for clause in verdict.plan.unverified
+        ]
+        return [[*head, (f"{verdict.plan.path}: {verdict.plan.because}{note}", "")], *marks]
     lines: list[Line] = []
     # A remedy is worth a try only where no reason is left that nothing removes.
     removable = all(reason.remedy for reason in verdict.reasons)

@@ -189,6 +189,7 @@ def _backend_plan_dict(plan: BackendPlan) -> dict[str, Any]:
         "cuda_graph": plan.cuda_graph,
         "workspace_bytes": plan.workspace_bytes,
         "notes": list(plan.notes),
+        "unverified": list(plan.unverified),
     }
 
 
@@ -209,6 +210,7 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
                     }
                     for reason in verdict.reasons
                 ],
+                "unverified": list(verdict.plan.unverified) if verdict.plan is not None else [],
             }
             for phase, verdict in candidate.phases.items()
         },

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from attn_select.environment import Environment
 
 T_co = TypeVar("T_co", covariant=True)
+UNVERIFIED = "unverified"
+"""The source of a fact that nothing proves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +32,8 @@ class Fact(Generic[T_co]):
     """A value and where it was looked up.
 
     ``source`` names repository, file and release (``Dao-AILab/flash-attention hopper/flash_api.cpp v2.8.3``),
-    a measurement (``ran on H100, flashinfer 0.6.14``), or is the word ``unverified``.
+    a measurement (``ran on H100, flashinfer 0.6.14``), or is the word ``unverified``: a config that uses such a fact
+    gets a plan that is marked ``unverified``.
     """
 
     value: T_co
@@ -182,6 +185,8 @@ class BackendPlan:
         block_table_width_multiple: block tables are padded to a multiple of this many columns.
         provider: ``distribution (module)`` that the kernel comes from, where there is a choice.
         notes: further facts a user should know, one clause each.
+        unverified: what no source proves, or what was never executed anywhere, one clause each. It never rejects: the
+            candidate is marked, and the packaged rules rank it behind all others. The gate adds its own clauses.
     """
 
     kernel: Hashable = None
@@ -196,6 +201,7 @@ class BackendPlan:
     block_table_width_multiple: int = 1
     provider: str | None = None
     notes: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
 
 
 class BackendOptions(BaseModel):

@@ -20,6 +20,7 @@ from attn_select.spec import (
     BackendSpec,
     Capabilities,
     ComputeCapabilities,
+    Fact,
     HeadSizes,
     Library,
     Reason,
@@ -265,6 +266,101 @@ def test_a_phase_that_is_not_served(spec: MakeSpec, capabilities: MakeCapabiliti
     assert reasons(backend, PLAIN) == []
 
 
+# --- What is accepted and unverified ---
+
+DCP = "decode context parallelism was never executed: the runtime does not run it"
+FP4 = "FP4 output was never executed on a GPU, and the conformance suite has no reference for it"
+
+
+def marks(spec: BackendSpec, values: dict[str, Any], phase: Phase = "decode") -> tuple[str, ...]:
+    outcome = check(spec, values, phase=phase)
+    assert isinstance(outcome, BackendPlan), outcome
+    return outcome.unverified
+
+
+@pytest.mark.parametrize(
+    ("facts", "values", "expected"),
+    [
+        ({}, PLAIN, ()),
+        ({"decode_context_parallel": True}, {**PLAIN, "decode_context_parallel_size": 2}, (DCP,)),
+        ({"output_quantizations": ("fp8", "fp4")}, {**PLAIN, "output_quantization": "fp4"}, (FP4,)),
+        ({"output_quantizations": ("fp8", "fp4")}, {**PLAIN, "output_quantization": "fp8"}, ()),
+        (
+            {"output_quantizations": ("fp4",), "decode_context_parallel": True},
+            {**PLAIN, "output_quantization": "fp4", "decode_context_parallel_size": 2},
+            (DCP, FP4),
+        ),
+    ],
+)
+def test_what_was_never_executed_is_marked_and_accepted(
+    spec: MakeSpec,
+    capabilities: MakeCapabilities,
+    facts: dict[str, Any],
+    values: dict[str, Any],
+    expected: tuple[str, ...],
+) -> None:
+    both = capabilities(**facts)
+    backend = spec(capabilities={"prefill": both, "decode": both})
+    for phase in PHASES:
+        assert marks(backend, values, phase) == expected
+
+
+# A fact, its value, a layer that uses it, a layer that does not (None: every layer does).
+UNPROVED: list[tuple[str, Any, dict[str, Any], dict[str, Any] | None]] = [
+    ("compute_capabilities", ComputeCapabilities((((8, 0), (9, 9)),)), PLAIN, None),
+    ("dtypes", ("bfloat16",), PLAIN, None),
+    ("head_sizes", HeadSizes(), PLAIN, None),
+    ("attn_types", ("decoder", "encoder"), PLAIN, None),
+    ("kv_cache_dtypes", ("bfloat16",), PLAIN, {**PLAIN, "attn_type": "encoder"}),
+    ("block_sizes", (16,), PLAIN, {**PLAIN, "attn_type": "encoder"}),
+    ("mixed_kv_cache_dtype", True, {**PLAIN, "kv_cache_dtype": "float16"}, PLAIN),
+    ("v_head_size_differs", True, {**PLAIN, "v_head_size": 64}, PLAIN),
+    ("sliding_window", True, {**PLAIN, "sliding_window": 128}, PLAIN),
+    ("sinks", True, {**PLAIN, "sinks": True}, PLAIN),
+    ("output_quantizations", ("fp8",), {**PLAIN, "output_quantization": "fp8"}, PLAIN),
+    ("speculative_tokens", 8, {**PLAIN, "num_speculative_tokens": 3}, PLAIN),
+]
+
+
+@pytest.mark.parametrize(("fact", "value", "uses", "leaves"), UNPROVED)
+def test_a_fact_without_a_source_marks_the_layers_that_use_it(
+    spec: MakeSpec,
+    capabilities: MakeCapabilities,
+    fact: str,
+    value: Any,
+    uses: dict[str, Any],
+    leaves: dict[str, Any] | None,
+) -> None:
+    both = capabilities(**{"attn_types": ("decoder", "encoder"), fact: value})
+    setattr(both, fact, Fact(value, "unverified"))
+    backend = spec(capabilities={"prefill": both, "decode": both})
+    assert marks(backend, uses, "prefill") == (f"no source proves the capability {fact}",)
+    if leaves is not None:
+        assert marks(backend, leaves, "prefill") == ()
+
+
+def test_a_plan_keeps_its_own_marks_in_front(spec: MakeSpec, capabilities: MakeCapabilities, plan: MakePlan) -> None:
+    shared = plan(unverified=("never run on this GPU",))
+    backend = spec(plan=lambda *_: shared, capabilities={"decode": capabilities(decode_context_parallel=True)})
+    assert marks(backend, PLAIN) == ("never run on this GPU",)
+    assert marks(backend, {**PLAIN, "decode_context_parallel_size": 2}) == ("never run on this GPU", DCP)
+    assert shared.unverified == ("never run on this GPU",)
+
+
+@pytest.mark.parametrize("values", [PLAIN, MLA])
+@pytest.mark.parametrize("listed", [("bfloat16", "fp8_e4m3", "nvfp4"), ("bfloat16", "fp8_e4m3")])
+def test_an_nvfp4_cache_is_refused_whatever_the_backend_lists(
+    spec: MakeSpec, capabilities: MakeCapabilities, values: dict[str, Any], listed: tuple[str, ...]
+) -> None:
+    both = capabilities(kv_cache_dtypes=listed, mla=values is MLA, head_sizes=HeadSizes())
+    backend = spec(capabilities={"prefill": both, "decode": both})
+    for phase in PHASES:
+        (reason,) = reasons(backend, {**values, "kv_cache_dtype": "nvfp4"}, phase=phase)
+        assert (reason.code, reason.observed) == ("kv-cache-dtype", "nvfp4")
+        assert (reason.supported, reason.remedy) == (["auto", "bfloat16", "fp8_e4m3"], "--kv-cache-dtype auto")
+        assert "attn_select.runtime cannot allocate a KV cache of dtype nvfp4" in reason.message
+
+
 # --- plan() ---
 
 
@@ -363,6 +459,8 @@ def test_a_bug_in_plan_is_shown_and_not_hidden(spec: MakeSpec, function: Any, na
         {"kernel_block_sizes": ()},
         {"kernel_block_sizes": (16, 0)},
         {"kv_layouts": ("FLASH_ATTN_NHD", "NO_SUCH_LAYOUT")},
+        {"unverified": "a string"},
+        {"unverified": (3,)},
     ],
 )
 def test_a_plan_of_the_wrong_shape_is_a_bug_of_the_plugin(

@@ -56,7 +56,7 @@ def test_the_last_layer_is_asked_first_for_a_priority() -> None:
 
 def test_phases_are_ranked_apart() -> None:
     tables = [{"priority": ["A"], "phase": "prefill"}, {"priority": ["B"]}, {"avoid": ["B"], "phase": "prefill"}]
-    assert rank(*tables, phase="prefill") == (["A"], set())
+    assert rank(*tables, phase="prefill") == (["A", "B"], set())
     assert rank(*tables, phase="decode") == (["B"], set())
     assert rank({"deny": ["A"], "phase": "decode"}, phase="decode")[1] == {"A"}
     assert rank({"deny": ["A"], "phase": "decode"}, phase="prefill")[1] == set()
@@ -72,8 +72,8 @@ def test_the_last_applied_prefer_leads() -> None:
     assert rank(*tables, layers=[0, 1, 0])[0] == ["C", "B", "A"]  # rules are given first layer to last
 
 
-def test_avoid_moves_to_the_end_and_inserts_nothing() -> None:
-    assert rank({"priority": ["A", "B", "C"]}, {"avoid": ["A", "E"]})[0] == ["B", "C", "A"]
+def test_avoid_puts_its_list_at_the_end_and_inserts_what_is_missing() -> None:
+    assert rank({"priority": ["A", "B", "C"]}, {"avoid": ["E", "A"]})[0] == ["B", "C", "A", "E"]
     assert rank({"priority": ["A", "B", "C"]}, {"avoid": ["A"]}, {"avoid": ["B"]})[0] == ["C", "A", "B"]
     assert rank({"priority": ["A", "B", "C"]}, {"avoid": ["C"]}, {"prefer": ["C"]})[0] == ["C", "A", "B"]
     assert rank({"priority": ["A", "B", "C"]}, {"prefer": ["C"]}, {"avoid": ["C"]})[0] == ["A", "B", "C"]
@@ -82,6 +82,71 @@ def test_avoid_moves_to_the_end_and_inserts_nothing() -> None:
 def test_deny_holds_whatever_prefers() -> None:
     tables = [{"deny": ["A"]}, {"prefer": ["A"]}, {"priority": ["A", "B"]}]
     assert rank(*tables, layers=[0, 1, 1])[1] == {"A"}
+
+
+@pytest.mark.parametrize("layers", [[0, 0], [0, 1]])
+def test_of_two_deny_rules_the_last_one_is_shown(layers: list[int]) -> None:
+    """It is the one that a user can change last, and the one whose reason is nearest to the user."""
+    first, last = (
+        parse_rule({"name": name, "deny": ["A"]}, file="f", line=line, layer=layer)
+        for name, line, layer in zip(["first", "last"], [1, 2], layers, strict=True)
+    )
+    ranking = Ranker([first, last], H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, ["decode"])["decode"]
+    assert ranking.denied == {"A": last}
+    assert ranking.rules == [first, last]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_rule_for_auto_holds_for_a_cache_that_names_the_compute_dtype(dtype: str) -> None:
+    rule = parse_rule({"name": "r", "prefer": ["E"], "when": {"kv_cache_dtype": "auto"}}, file="f", line=1, layer=0)
+    ranker = Ranker([rule], H100, NOTHING_KNOWN, REGISTERED)
+    for stored in ("auto", "bfloat16", "float16", "fp8_e4m3"):
+        config = PLAIN.model_copy(update={"dtype": dtype, "kv_cache_dtype": stored})
+        leads = ranker.rank(config, ["decode"])["decode"].order[0] == "E"
+        assert leads == (stored in ("auto", dtype))
+
+
+def behind(tables: list[dict[str, Any]], layers: list[int], *unverified: str) -> list[str]:
+    """Return the order of decode after ``unverified`` backends were put behind."""
+    rules = [
+        parse_rule({"name": f"r{index}", **table}, file="f", line=index + 1, layer=layer)
+        for index, (table, layer) in enumerate(zip(tables, layers, strict=True))
+    ]
+    ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)["decode"]
+    ranking.put_behind(unverified)
+    return ranking.order
+
+
+@pytest.mark.parametrize(
+    ("tables", "layers", "expected"),
+    [
+        ([], [], ["B", "D", "E", "A", "C"]),  # the registered order
+        ([{"priority": ["A", "B", "C"]}], [0], ["B", "A", "C"]),  # the packaged one
+        ([{"priority": ["A", "B", "C"]}, {"prefer": ["C"]}], [0, 0], ["B", "C", "A"]),
+        ([{"prefer": ["C"]}, {"priority": ["A", "B"]}], [-1, 0], ["B", "C", "A"]),  # a plugin's fragment
+        ([{"priority": ["A", "B", "C"]}], [1], ["A", "B", "C"]),  # a user's own
+        ([{"priority": ["A", "B", "C"]}, {"prefer": ["C"]}], [0, 1], ["C", "B", "A"]),
+        ([{"priority": ["A", "B", "C"]}, {"avoid": ["B"]}], [0, 1], ["A", "C", "B"]),
+        ([{"prefer": ["C"]}], [1], ["C", "B", "D", "E", "A"]),
+    ],
+)
+def test_unverified_backends_go_behind_unless_a_user_placed_them(
+    tables: list[dict[str, Any]], layers: list[int], expected: list[str]
+) -> None:
+    assert behind(tables, layers, "A", "C") == expected
+
+
+def test_a_fragment_ranks_its_backend_and_every_later_layer_beats_it() -> None:
+    packaged = {"priority": ["A", "B"]}
+    assert rank({"prefer": ["E"]}, packaged, layers=[-1, 0])[0] == ["E", "A", "B"]
+    assert rank({"avoid": ["E"]}, packaged, layers=[-1, 0])[0] == ["A", "B", "E"]
+    assert rank({"prefer": ["E"]}, packaged, {"prefer": ["B"]}, layers=[-1, 0, 0])[0] == ["B", "E", "A"]
+    assert rank({"prefer": ["E"]}, packaged, {"prefer": ["B"]}, layers=[-1, 0, 1])[0] == ["B", "E", "A"]
+    assert rank({"prefer": ["E"]}, packaged, {"avoid": ["E"]}, layers=[-1, 0, 1])[0] == ["A", "B", "E"]
+    for effect in ("prefer", "avoid"):
+        assert rank({effect: ["E"]}, packaged, {"priority": ["B", "A"]}, layers=[-1, 0, 1])[0] == ["B", "A"]
+    assert rank({"prefer": ["D"]}, {"prefer": ["E"]}, packaged, layers=[-2, -1, 0])[0] == ["E", "D", "A", "B"]
+    assert rank({"deny": ["E"]}, {"priority": ["E"]}, layers=[-1, 1]) == (["E"], {"E"})
 
 
 def test_the_rules_that_took_part_are_listed() -> None:
@@ -164,8 +229,8 @@ def holds(field: str, written: Any, known: dict[str, Any], layer_dtype: str) -> 
 
 def model(
     layers: list[list[dict[str, Any]]], known: dict[str, Any], layer_dtype: str, phase: str
-) -> tuple[list[str], dict[str, set[str]], list[str]]:
-    """Return order, denied names with the rules that deny each, and the names of the rules that took part."""
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return order, denied names with the rule that denies each, and the names of the rules that took part."""
     effective: list[tuple[int, dict[str, Any]]] = []
     for number, layer in enumerate(layers):
         for rule in layer:  # a later layer's rule of the same name replaces, enabled = false removes
@@ -184,16 +249,16 @@ def model(
         if first is not None:
             order, taken = list(first["priority"]), [first["name"]]
             break
-    denied: dict[str, set[str]] = {}
+    denied: dict[str, str] = {}
     for _, rule in matching:  # the other effects, first layer to last
         if "prefer" in rule:
             order = rule["prefer"] + [name for name in order if name not in rule["prefer"]]
         elif "avoid" in rule:
             moved = [name for name in order if name in rule["avoid"]]
-            order = [name for name in order if name not in moved] + moved
+            missing = [name for name in rule["avoid"] if name not in order]
+            order = [name for name in order if name not in moved] + moved + missing
         elif "deny" in rule:
-            for name in rule["deny"]:
-                denied.setdefault(name, set()).add(rule["name"])
+            denied.update(dict.fromkeys(rule["deny"], rule["name"]))  # of several, the last is shown
         else:
             continue
         taken.append(rule["name"])
@@ -310,8 +375,7 @@ def test_ranking_agrees_with_the_model(
             order, denied, taken = model(layers, known, config.dtype, phase)
             ranking = found[phase]
             assert ranking.order == order
-            assert ranking.denied.keys() == denied.keys()
-            assert all(rule.name in denied[name] for name, rule in ranking.denied.items())
+            assert {name: rule.name for name, rule in ranking.denied.items()} == denied
             assert [rule.name for rule in ranking.rules] == taken
             assert ranking.by_rule == any(rule.effect == "priority" for rule in ranking.rules)
     assert REGISTERED == ["A", "B", "C", "D", "E"]  # shared with every ranking, changed by none

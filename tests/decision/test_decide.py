@@ -11,7 +11,7 @@ from attn_select.decide import Choice, parse_choice
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, UnknownNameError
 from attn_select.selection import Candidate, Selection
-from attn_select.spec import Library, Reason
+from attn_select.spec import BackendPlan, Library, Reason
 
 
 def candidate(selection: Selection, name: str) -> Candidate:
@@ -282,6 +282,49 @@ def test_a_wished_cuda_graph_level_is_compared_with_the_plan(make_spec: Any, mak
     selection = make_decider(specs, [priority("A", "B")]).decide(config, Choice())
     assert codes(selection, "A") == ["cuda-graph-level"]
     assert selection.selected["decode"] == "B"
+
+
+def test_an_unverified_plan_is_valid_marked_and_ranked_last_unless_a_user_says_otherwise(
+    make_spec: Any, make_decider: Any
+) -> None:
+    config = AttentionConfig(num_heads=8, head_size=64, decode_context_parallel_size=2)
+    specs = [
+        make_spec("A", decode_context_parallel=True),
+        make_spec("B", decode_context_parallel=True, plan=_returns_unverified),
+    ]
+    selection = make_decider(specs).decide(config, Choice())
+    assert selection.selected["decode"] == "A"  # both are unverified, so the order stands
+    for name, count in (("A", 1), ("B", 2)):
+        plan = candidate(selection, name).phases["decode"].plan
+        assert plan is not None
+        assert len(plan.unverified) == count
+    document = selection.to_dict()
+    assert "never executed" in document["plan"]["phases"]["decode"]["unverified"][0]
+    assert document["candidates"][1]["phases"]["decode"]["unverified"][0] == "never run on an H100"
+    assert "unverified: never run on an H100" in selection.explain()
+
+    config = AttentionConfig(num_heads=8, head_size=64)
+    decider = make_decider([make_spec("B", plan=_returns_unverified), make_spec("A")])
+    selection = decider.decide(config, Choice())
+    assert selection.selected["decode"] == "A"
+    assert [c.backend for c in selection.candidates][:2] == ["A", "B"]
+    assert candidate(selection, "B").phases["decode"].rank == 2
+    assert decider.decide(config, Choice(default="B")).selected["decode"] == "B"
+    users = make_decider(specs, [priority("B", "A")])
+    assert users.decide(config, Choice()).selected["decode"] == "B"
+
+
+def _returns_unverified(config: AttentionConfig, *_: Any) -> BackendPlan:
+    return BackendPlan(
+        path="path",
+        because="only one",
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=("FLASH_ATTN_NHD",),
+        kernel_block_sizes=(16,),
+        cuda_graph="ALWAYS",
+        unverified=("never run on an H100",),
+    )
 
 
 KNOWN = ("FLASH_ATTN", "FLASHMLA")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -11,7 +11,7 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.rules.conditions import Condition
-from attn_select.rules.rule import Rule
+from attn_select.rules.rule import PACKAGED, Rule
 
 
 @dataclass(slots=True)
@@ -29,6 +29,24 @@ class Ranking:
     denied: dict[str, Rule]
     rules: list[Rule]
     by_rule: bool
+    _default_order: list[str] | None
+    """The order before the users' own rules; None where one of them gives the priority."""
+    _later: list[Rule]
+    """The users' rules that change that order, in the order they are applied."""
+
+    def put_behind(self, unverified: Collection[str]) -> None:
+        """Put backends that nothing proves behind all others, except where the users' own rules place them.
+
+        The packaged rules, the plugins' fragments and the registered order are defaults, and defaults prefer what was
+        proved. A user's priority stands as written, and a user's prefer and avoid apply after the move.
+        """
+        if self._default_order is None:
+            return
+        order = [name for name in self._default_order if name not in unverified]
+        order += [name for name in self._default_order if name in unverified]
+        for rule in self._later:
+            order = _applied(rule, order)
+        self.order = order
 
 
 _Test = tuple[Callable[[AttentionConfig], Any], Callable[[Any], bool]]
@@ -86,19 +104,34 @@ class Ranker:
                 applied.append(rule)
                 break
         by_rule = bool(applied)
+        users = by_rule and applied[0].layer > PACKAGED
+        default_order = None if users else order
+        later: list[Rule] = []
         denied: dict[str, Rule] = {}
         for rule in effects:
             if rule.phase is not None and rule.phase != phase:
                 continue
-            applied.append(rule)
             if rule.effect == "deny":
                 denied.update(dict.fromkeys(rule.backends, rule))
-            elif rule.effect == "prefer":
-                order = [*rule.backends, *(name for name in order if name not in rule.backends)]
+            elif users and rule.layer < PACKAGED:
+                continue  # a plugin's fragment does not change the order that a user wrote
             else:
-                avoided = [name for name in order if name in rule.backends]
-                order = [name for name in order if name not in rule.backends] + avoided
-        return Ranking(order, denied, applied, by_rule)
+                order = _applied(rule, order)
+                if rule.layer > PACKAGED:
+                    later.append(rule)
+                elif not users:
+                    default_order = order
+            applied.append(rule)
+        return Ranking(order, denied, applied, by_rule, default_order, later)
+
+
+def _applied(rule: Rule, order: list[str]) -> list[str]:
+    """Return ``order`` after a prefer (its list in front) or an avoid (its list at the end)."""
+    others = [name for name in order if name not in rule.backends]
+    if rule.effect == "prefer":
+        return [*rule.backends, *others]
+    listed = [name for name in order if name in rule.backends]
+    return [*others, *listed, *(name for name in rule.backends if name not in listed)]
 
 
 def _matches(tests: list[_Test], config: AttentionConfig) -> bool:

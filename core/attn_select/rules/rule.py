@@ -14,6 +14,8 @@ from attn_select.rules.predicates import ConditionError
 Effect = Literal["priority", "prefer", "avoid", "deny"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny")
 _KEYS = ("name", "phase", "when", *EFFECTS, "because", "enabled")
+PACKAGED = 0
+"""The layer of the packaged rules; plugins' fragments are below it, users' files above."""
 _LONGEST_NAME = 100
 _LONGEST_REASON = 1000
 
@@ -35,7 +37,8 @@ class Rule:
         because: the author's reason, shown by explain, as one line.
         file: path of the file as a user would write it; ``<packaged>`` rules carry their real path.
         line: line of the rule's header, from 1.
-        layer: position of the file among the layers, later beats earlier.
+        layer: position of the file among the layers, later beats earlier: ``PACKAGED`` is that of the packaged rules,
+            plugins' fragments are below it, users' files above.
         enabled: False removes the rule of this name from earlier layers.
         warnings: problems that do not stop the rule from working.
     """

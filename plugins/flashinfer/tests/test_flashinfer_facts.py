@@ -143,9 +143,6 @@ def test_releases_compare_by_their_numbers(text: str) -> None:
         (("sm90",), "decode", {"head_size": 512}, "native fa2", "head sizes up to 256", None),
         (("sm90",), "prefill", {"head_size": 512}, "native fa2", "fa3 takes head sizes up to 256", None),
         (("sm100",), "decode", {"head_size": 512}, GEN, "auto", None),
-        (("sm120",), "decode", {"kv_cache_dtype": "nvfp4"}, XQA, "auto", "bfloat16"),
-        (("sm90", "sm80"), "decode", {"kv_cache_dtype": "nvfp4"}, "native fa2", "", "bfloat16"),
-        (("sm100",), "decode", {"kv_cache_dtype": "nvfp4"}, GEN, "FP8 query", "fp8_e4m3"),
     ],
 )
 def test_path(
@@ -261,10 +258,4 @@ def test_notes() -> None:
     assert not any("prefill wrapper" in note for note in plan_of("sm80").notes)
     assert any("faster" in note for note in plan_of("sm90").notes)
     assert not any("faster" in note for note in plan_of("sm90", kv_cache_dtype="fp8").notes + plan_of("sm120").notes)
-    assert any("converted" in note for note in plan_of("sm100", kv_cache_dtype="nvfp4").notes)
-    for gpu in ("sm80", "sm90", "sm100", "sm120"):
-        for cache in ("nvfp4", "fp8", "auto"):
-            for phase in ("prefill", "decode"):
-                notes = plan_of(gpu, phase, kv_cache_dtype=cache).notes
-                assert any("the engine's own" in note for note in notes) == (cache == "nvfp4")
     assert any("not causal runs natively" in note for note in plan_of("sm100", "prefill").notes)

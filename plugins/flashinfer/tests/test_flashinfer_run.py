@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from attn_select.errors import ConfigError, KernelMismatchError
+from attn_select.errors import KernelMismatchError
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Attention, BatchError, Scales
 from attn_select.spec import BackendSpec
@@ -338,12 +338,6 @@ def test_metadata_of_another_group_of_the_same_kind_serves(emulate: Emulate) -> 
         Attention(twin)(query, None, None, cache, group.build(common)),
         Attention(group)(query, None, None, cache, group.build(common)),
     )
-
-
-def test_an_nvfp4_cache_cannot_be_allocated(emulate: Emulate) -> None:
-    emulate((8, 0))
-    with pytest.raises(ConfigError, match="kv_cache_dtype = 'nvfp4': a cache of it cannot be allocated"):
-        groups.made("a100", kv_cache_dtype="nvfp4", head_size=128).allocate_kv_cache(4)
 
 
 def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> None:
