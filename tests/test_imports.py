@@ -6,11 +6,9 @@ Seen in fresh interpreters, then read from the sources, where a branch that no t
 from __future__ import annotations
 
 import ast
-import io
 import json
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,9 +35,6 @@ LIGHT = {
     "typing_extensions",
     "typing_inspection",
 }
-
-CODE_LINES_CORE = 3050
-CODE_LINES_ALL = 7000
 
 PROBE = """
 import json, sys
@@ -182,24 +177,3 @@ def test_what_a_plugin_loads_at_once_is_light(plugin: str) -> None:
         assert not [n for n in found if n.startswith(("attn_select.runtime", "attn_select.testing"))], name
         parents = {name.rsplit(".", depth)[0] for name in found for depth in range(name.count(".") + 1)}
         pending |= (parents & files.keys()) - seen
-
-
-def code_lines(file: Path) -> int:
-    """Count the lines that hold code: no blank lines, comments or docstrings."""
-    source = file.read_text(encoding="utf-8")
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in silent]
-    return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - docstrings)
-
-
-def test_core_stays_small() -> None:
-    selection, everything = (sum(map(code_lines, core_files(tensors))) for tensors in (False, True))
-    print(f"core: {selection} lines of code, with runtime and testing {everything}")
-    assert selection <= CODE_LINES_CORE
-    assert everything < CODE_LINES_ALL

@@ -53,10 +53,34 @@ def check(
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
     """Return one reason per group of alternative libraries of which none can be used."""
     return [
-        _library_reason(group, environment)
+        library_reason(group, environment)
         for group in spec.libraries
         if not any(environment.has(library) for library in group)
     ]
+
+
+def library_reason(group: Sequence[Library], environment: Environment) -> Reason:
+    """Return the reason that none of several alternative libraries can be used; the remedy installs the first."""
+    states = {library.distribution: environment.state(library) for library in group}
+    code = "library-version" if WRONG_VERSION in states.values() else "library-missing"
+    parts = []
+    for library in group:
+        state = states[library.distribution]
+        if state == WRONG_VERSION:
+            parts.append(f"{library.distribution} {environment.known_version(library)} (needs {library.version})")
+        elif state == BROKEN:
+            parts.append(f"{library.distribution} is installed but has no module {library.module}")
+        else:
+            parts.append(f"{library.distribution} is not installed")
+    wanted = [library.distribution + library.version for library in group]
+    return Reason(code, "; ".join(parts), states, wanted, install_command(group[0], environment))
+
+
+def install_command(library: Library, environment: Environment) -> str:
+    """Return the command that installs a library, or upgrades it where its version is not accepted."""
+    if environment.state(library) == WRONG_VERSION and "--upgrade" not in library.install:
+        return library.install.replace("pip install ", "pip install --upgrade ", 1)
+    return library.install
 
 
 def phase_not_served(spec: BackendSpec, phase: Phase) -> Reason:
@@ -380,26 +404,6 @@ def _graph_reason(plan: BackendPlan, config: AttentionConfig) -> Reason:
     message = f"CUDA graphs up to {plan.cuda_graph} with {plan.path} (asked for {config.cuda_graph})"
     remedy = f"--cuda-graph {plan.cuda_graph}"
     return Reason("cuda-graph-level", message, config.cuda_graph, plan.cuda_graph, remedy)
-
-
-def _library_reason(group: Sequence[Library], environment: Environment) -> Reason:
-    states = {library.distribution: environment.state(library) for library in group}
-    code = "library-missing"
-    parts = []
-    for library in group:
-        state = states[library.distribution]
-        if state == WRONG_VERSION:
-            code = "library-version"
-            parts.append(f"{library.distribution} {environment.known_version(library)} (needs {library.version})")
-        elif state == BROKEN:
-            parts.append(f"{library.distribution} is installed but has no module {library.module}")
-        else:
-            parts.append(f"{library.distribution} is not installed")
-    wanted = [library.distribution + library.version for library in group]
-    install = group[0].install
-    if states[group[0].distribution] == WRONG_VERSION and "--upgrade" not in install:
-        install = install.replace("pip install ", "pip install --upgrade ", 1)
-    return Reason(code, "; ".join(parts), states, wanted, install)
 
 
 def _plugin_error(spec: BackendSpec, what: str) -> Reason:

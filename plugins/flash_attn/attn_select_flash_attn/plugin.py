@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attn_select.hookspecs import hookimpl
 from attn_select.spec import BackendSpec
-from attn_select_flash_attn.flash_attn import FLASH_ATTN
-from attn_select_flash_attn.flash_attn_mla import FLASH_ATTN_MLA
+from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
+from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 
 @hookimpl

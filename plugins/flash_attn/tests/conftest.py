@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from attn_select.environment import Environment
-from attn_select_flash_attn.providers import LIBRARIES
+from attn_select_flash_attn.facts.builds import LIBRARIES
 
 # Tests are imported one by one, so what they share is put in `sys.modules` by hand.
 for _name in ("emulated", "layers"):
@@ -42,11 +42,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
     """Return a function that replaces a provider's module with an emulated one, and returns the list of its calls."""
     torch = pytest.importorskip("torch")
-    from attn_select_flash_attn.provider_adapters import adapter
+    from attn_select_flash_attn.runtime.adapters import adapter_for
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors as small as these more of them wait for each other
-    adapter.cache_clear()
+    adapter_for.cache_clear()
     yield lambda provider: sys.modules["flash_attn_emulated"].install(monkeypatch, provider)
-    adapter.cache_clear()
+    adapter_for.cache_clear()
     torch.set_num_threads(threads)

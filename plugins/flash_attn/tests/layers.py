@@ -25,7 +25,7 @@ from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
 from attn_select.testing.oracle import attention_reference
-from attn_select_flash_attn.flash_attn import FLASH_ATTN
+from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 BF16 = torch.bfloat16
 

@@ -13,8 +13,8 @@ from attn_select.detection import detect_device
 from attn_select.environment import Environment, installed_version
 from attn_select.selector import environment_for
 from attn_select.spec import BackendPlan
-from attn_select_flash_attn.flash_attn import FLASH_ATTN
-from attn_select_flash_attn.flash_attn_mla import FLASH_ATTN_MLA
+from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
+from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 pytest.importorskip("torch")
 

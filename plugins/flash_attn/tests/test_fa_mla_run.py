@@ -14,7 +14,7 @@ import torch
 
 from attn_select.runtime import Capacity, VarlenMetadata
 from attn_select.testing.oracle import attention_reference
-from attn_select_flash_attn.flash_attn_mla import FLASH_ATTN_MLA
+from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]
@@ -181,7 +181,7 @@ def test_prefill_and_decode_may_come_from_different_builds(emulate: Emulate) -> 
     group = layers.group_of(selection)
     (served,) = group.backends
     impl = served.backend.impl_cls(served.context, scale=1.0)
-    assert impl._decode.kernel.label == "FA3 of vllm"
-    assert impl._prefill.kernel.label == "FA2 of vllm"
+    assert impl._decode.build.label == "FA3 of vllm"
+    assert impl._prefill.build.label == "FA2 of vllm"
     assert impl._padding == QK - V
     assert not calls

@@ -17,7 +17,7 @@ from attn_select.runtime import Attention, Scales
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing.oracle import attention_reference
-from attn_select_flash_attn.flash_attn import FLASH_ATTN
+from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]

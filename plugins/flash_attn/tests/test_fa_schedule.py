@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.runtime import Attention, Capacity
-from attn_select_flash_attn.schedule import MAX_SPLITS, SPLIT_BYTES
+from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, SPLIT_BYTES
 
 layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]
@@ -140,7 +140,7 @@ def test_captured_splits_are_bounded_in_number_and_memory(emulate: Emulate) -> N
 
 
 def layers_step(bounds: Any, tokens: int) -> Any:
-    from attn_select_flash_attn.adapters import Step
+    from attn_select_flash_attn.runtime.adapters import Step
 
     table, lens = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
     return Step(bounds, tokens, tokens, tokens, True, (-1, -1), 0, lens, table)

@@ -14,9 +14,9 @@ from attn_select.environment import Environment
 from attn_select.errors import ConfigError
 from attn_select.layouts import LAYOUTS
 from attn_select.spec import BackendPlan
-from attn_select_flash_attn.flash_attn import FLASH_ATTN
-from attn_select_flash_attn.flash_attn_mla import FLASH_ATTN_MLA
-from attn_select_flash_attn.providers import KERNELS, LIBRARIES
+from attn_select_flash_attn.facts.builds import BUILDS, LIBRARIES
+from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
+from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
 
@@ -60,7 +60,7 @@ def configs(draw: st.DrawFn) -> AttentionConfig:
         reject()
 
 
-OPTIONS = st.fixed_dictionaries({}, optional={"provider": st.sampled_from([k.library.distribution for k in KERNELS])})
+OPTIONS = st.fixed_dictionaries({}, optional={"provider": st.sampled_from([k.library.distribution for k in BUILDS])})
 
 
 @given(

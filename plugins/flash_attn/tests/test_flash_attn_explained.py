@@ -53,7 +53,7 @@ def said(name: str, layer: str, gpu: str, phase: Any) -> list[str]:
         (
             "llama fp8",
             "a100",
-            ["KV-cache dtype fp8_e4m3 (FA3 and FA2: 16-bit KV only, FP8 needs FA3 on compute capability 9.0)"],
+            ["KV-cache dtype fp8_e4m3 (FA2 and FA3: 16-bit KV only, FP8 needs FA3 on compute capability 9.0)"],
         ),
         (
             "llama fp8",

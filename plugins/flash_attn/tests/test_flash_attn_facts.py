@@ -14,8 +14,8 @@ from attn_select.device import CPU, Device
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
+from attn_select_flash_attn.facts.builds import BUILDS, LIBRARIES
 from attn_select_flash_attn.plugin import attn_select_register_backends
-from attn_select_flash_attn.providers import KERNELS, LIBRARIES
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
 FLASH_ATTN = SPECS["FLASH_ATTN"]
@@ -69,16 +69,16 @@ def test_registers_both_backends() -> None:
 
 
 def test_every_fact_has_a_source() -> None:
-    holders = [*KERNELS, *(c for spec in SPECS.values() for c in spec.capabilities.values())]
+    holders = [*BUILDS, *(c for spec in SPECS.values() for c in spec.capabilities.values())]
     sources = [fact.source for holder in holders for fact in facts(holder)]
     assert len(sources) > 100
     assert all(sources)
 
 
 def test_kernels_come_from_declared_libraries() -> None:
-    assert {kernel.library for kernel in KERNELS} == set(LIBRARIES[1])
-    assert len({kernel.label for kernel in KERNELS}) == len(KERNELS)
-    assert all(kernel.module.split(".")[0] == kernel.library.module for kernel in KERNELS)
+    assert {kernel.library for kernel in BUILDS} == set(LIBRARIES[1])
+    assert len({kernel.label for kernel in BUILDS}) == len(BUILDS)
+    assert all(kernel.module.split(".")[0] == kernel.library.module for kernel in BUILDS)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))

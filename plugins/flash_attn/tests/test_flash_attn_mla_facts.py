@@ -12,7 +12,7 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
 from attn_select.spec import BackendPlan, Reason
-from attn_select_flash_attn.flash_attn_mla import FLASH_ATTN_MLA
+from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 
 def gpu(major: int, minor: int = 0) -> Device:

@@ -12,7 +12,7 @@ from attn_select.config import AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.spec import BackendPlan, Reason
-from attn_select_flash_attn.flash_attn import FLASH_ATTN
+from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 
 def gpu(major: int, minor: int = 0) -> Device:

@@ -24,12 +24,10 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
-from attn_select_flash_attn.flash_attn_mla import fa3_takes
-from attn_select_flash_attn.lse import by_token
-from attn_select_flash_attn.provider_adapters import adapter, kernel_of
-from attn_select_flash_attn.providers import HOPPER
-from attn_select_flash_attn.schedule import Scheduler
+from attn_select_flash_attn.facts.builds import FlashAttnKernel
+from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
+from attn_select_flash_attn.runtime.lse import by_token
+from attn_select_flash_attn.runtime.schedule import Scheduler
 
 _NOTHING: Arguments = {}
 _NO_WINDOW = (-1, -1)
@@ -48,17 +46,25 @@ class MLACall:
     arguments: Arguments
 
 
-def _adapter(context: BackendContext, phase: Phase) -> Adapter | None:
-    """Return the function that a phase's plan names; None where this backend does not serve it here."""
+def _kernel(context: BackendContext, phase: Phase) -> FlashAttnKernel | None:
+    """Return the kernel of a phase's plan; None where this backend does not serve the phase here."""
     plan = context.plans.get(phase)
-    return None if plan is None else adapter(kernel_of(plan), paged=phase == "decode")
+    if plan is None:
+        return None
+    assert isinstance(plan.kernel, FlashAttnKernel)
+    return plan.kernel
+
+
+def _adapter(context: BackendContext, phase: Phase) -> Adapter | None:
+    kernel = _kernel(context, phase)
+    return None if kernel is None else adapter_for(kernel)
 
 
 class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
     """Builds the metadata of one kind of layers.
 
     Raises:
-        ImportError, KernelMismatchError: a plan's provider cannot be called.
+        KernelMismatchError: a plan's build cannot be called.
     """
 
     def __init__(self, context: BackendContext) -> None:
@@ -129,17 +135,9 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         self._prefill = _adapter(context, "prefill")
         self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(scale)
         self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(scale)
-        size, value_size = cast(int, config.qk_nope_head_dim) + self._sizes[1], cast(int, config.v_head_dim)
-        self._value_size, self._padding = value_size, 0
-        if self._prefill is not None and size != value_size and not self._takes(size, value_size):
-            self._padding = size - value_size
-
-    def _takes(self, size: int, value_size: int) -> bool:
-        """Whether prefill's kernel takes a V of its own width on this device; a CPU emulates FA3 on Hopper."""
-        assert self._prefill is not None
-        device = self.context.device
-        hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER
-        return self._prefill.kernel.version == 3 and hopper and fa3_takes(size, value_size)
+        self._value_size = cast(int, config.v_head_dim)
+        prefill = _kernel(context, "prefill")
+        self._padding = 0 if prefill is None else prefill.value_padding
 
     def forward_mqa(
         self,
@@ -161,7 +159,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         part = output if output.shape[0] == tokens else output[:tokens]
         latent_query, rope_query = query.split_with_sizes(self._sizes, dim=-1)
         latent, rope = self._parts(kv_cache)
-        direct = self._decode.kernel.out.value
+        direct = self._decode.build.out.value
         extra = {self._latent_query: latent_query}
         if direct and output_lse is None:
             arguments = attn_metadata.arguments
@@ -204,7 +202,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
             return output
         if self._padding:
             value = pad(value, (0, self._padding))
-        direct = self._prefill.kernel.out.value and not self._padding
+        direct = self._prefill.build.out.value and not self._padding
         out, lse = self._prefill.run(
             query[:tokens],
             key,
@@ -218,7 +216,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         if not direct:
             part.copy_(out[..., : self._value_size])
         if part_lse is not None and lse is not None:
-            part_lse.copy_(by_token(lse, self._prefill.kernel.version))
+            part_lse.copy_(by_token(lse, self._prefill.build.version))
         return output
 
 

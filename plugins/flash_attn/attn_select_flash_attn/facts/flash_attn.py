@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -11,6 +10,7 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins
 from attn_select.spec import (
     BackendOptions,
     BackendPlan,
@@ -21,8 +21,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flash_attn.choice import Objection, Pin, ProviderName, Subject, refuse
-from attn_select_flash_attn.providers import (
+from attn_select_flash_attn.facts.builds import (
     HOPPER,
     LIBRARIES,
     RAN,
@@ -31,9 +30,14 @@ from attn_select_flash_attn.providers import (
     UPSTREAM_FA3,
     VLLM_FA3,
     VLLM_PYTHON,
-    Candidate,
-    Kernel,
-    candidates_for,
+    FlashAttnBuild,
+    ProviderName,
+    Version,
+    builds_for,
+    kernel_of,
+    notes_on_build,
+    pins_of,
+    why_this_build,
 )
 
 if TYPE_CHECKING:
@@ -70,12 +74,8 @@ CAPABILITIES = Capabilities(
 class FlashAttnOptions(BackendOptions):
     """``[backends.FLASH_ATTN]``."""
 
-    version: Literal["auto", 2, 3] = Field(
-        "auto", description="FlashAttention's major version; auto is 3 on Hopper and 2 elsewhere"
-    )
-    provider: ProviderName = Field(
-        "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
-    )
+    version: Version = Field("auto", description="FlashAttention's major version; auto is 3 on Hopper and 2 elsewhere")
+    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
     hybrid: bool = Field(
         False,
         strict=True,
@@ -96,6 +96,7 @@ a NaN comes through a weight of 0 (Dao-AILab/flash-attention #1974 and hopper/fl
 vllm-project/vllm #27753, which #36701 took back since blocks are zeroed there)."""
 
 _UNQUANTISED = "--kv-cache-dtype auto"
+_FP8_NEEDS = "16-bit KV only, FP8 needs FA3 on compute capability 9.0"
 _WITH_ALIBI = "ALiBi slopes need FA2"
 _NARROW_V = "V rows take head_size elements in the cache, the first v_head_size of them used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
@@ -111,71 +112,57 @@ _SPLIT_BYTES = (
 
 
 def objections(
-    kernel: Kernel, config: AttentionConfig, capability: tuple[int, int] | None, hybrid: bool = False
+    build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None, hybrid: bool = False
 ) -> list[Objection]:
     """Return what speaks against one build for a layer on a device of that compute capability; empty: it runs."""
     found: list[Objection] = []
-    fa3_on_hopper = kernel.version == 3 and capability == HOPPER
-    if config.alibi and kernel.version == 3:
-        found.append(("alibi", "none"))
-    if kernel.version == 2 and config.attn_type == "encoder_decoder" and config.sliding_window is not None:
-        found.append(("sliding-window", _FA2_CROSS))
-    size, page = config.block_size, kernel.page_multiple.value
+    fa3_on_hopper = build.version == 3 and capability == HOPPER
+    if config.alibi and build.version == 3:
+        found.append(Objection("alibi", "none", "ALiBi slopes", True))
+    window = config.sliding_window
+    if build.version == 2 and config.attn_type == "encoder_decoder" and window is not None:
+        found.append(Objection("sliding-window", _FA2_CROSS, f"sliding window {window}", window))
+    size, page = config.block_size, build.page_multiple.value
     if hybrid and config.has_cache:
         page = max(page, _HYBRID_PAGES[-1])
         if page > _HYBRID_PAGES[0]:
-            found.append(("hybrid", f"blocks of {page} tokens"))
+            what, remedy = "cache memory shared with other state", "backends.FLASH_ATTN.hybrid = false"
+            found.append(Objection("hybrid", f"blocks of {page} tokens", what, True, remedy))
     if size is not None and size % page and config.has_cache:
-        found.append(("block-size", page))
-    fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        found.append(Objection("block-size", page, f"block size {size}", size))
+    dtype, heads = config.kv_cache_dtype, config.head_size
+    fp8 = dtype == "fp8_e4m3"
     if fp8 and not fa3_on_hopper:
-        found.append(("kv-cache-dtype", "16-bit KV only, FP8 needs FA3 on compute capability 9.0"))
-    elif fp8 and config.head_size % 16:
-        found.append(("head-size", "multiples of 16 with FP8"))
-    if config.sinks and (against := _against_sinks(kernel, config, fa3_on_hopper)) is not None:
-        found.append(("sinks", against))
+        found.append(Objection("kv-cache-dtype", _FP8_NEEDS, f"KV-cache dtype {dtype}", dtype, _UNQUANTISED))
+    elif fp8 and heads % 16:
+        found.append(Objection("head-size", "multiples of 16 with FP8", f"head size {heads}", heads, _UNQUANTISED))
+    if config.sinks and (accepts := _sinks_accepted(build, config, fa3_on_hopper)) is not None:
+        found.append(Objection("sinks", accepts, f"attention sinks with {config.num_heads} query heads", True))
     width = config.v_head_size
-    if width is not None and width != config.head_size:
-        against = "V as wide as K, other widths need FA3 on compute capability 9.0"
+    if width is not None and width != heads:
+        accepts = "V as wide as K, other widths need FA3 on compute capability 9.0"
         if fa3_on_hopper:
-            against = _against_v_head_size(config.head_size, width, fp8, config.has_cache)
-        if against is not None:
-            found.append(("v-head-size", against))
+            accepts = _v_head_sizes_accepted(heads, width, fp8, config.has_cache)
+        if accepts is not None:
+            found.append(Objection("v-head-size", accepts, f"V head size {width} with head size {heads}", width))
     return found
 
 
-def _describe(code: str, config: AttentionConfig) -> Subject:
-    if code == "alibi":
-        return Subject("ALiBi slopes", True)
-    if code == "block-size":
-        return Subject(f"block size {config.block_size}", config.block_size)
-    if code == "kv-cache-dtype":
-        return Subject(f"KV-cache dtype {config.kv_cache_dtype}", config.kv_cache_dtype, _UNQUANTISED)
-    if code == "sliding-window":
-        return Subject(f"sliding window {config.sliding_window}", config.sliding_window)
-    if code == "hybrid":
-        return Subject("cache memory shared with other state", True, "backends.FLASH_ATTN.hybrid = false")
-    if code == "head-size":
-        return Subject(f"head size {config.head_size}", config.head_size, _UNQUANTISED)
-    if code == "sinks":
-        return Subject(f"attention sinks with {config.num_heads} query heads", True)
-    return Subject(f"V head size {config.v_head_size} with head size {config.head_size}", config.v_head_size)
-
-
-def _against_sinks(kernel: Kernel, config: AttentionConfig, fa3_on_hopper: bool) -> str | None:
-    most = kernel.sink_heads.value
+def _sinks_accepted(build: FlashAttnBuild, config: AttentionConfig, fa3_on_hopper: bool) -> str | None:
+    """Return what this build takes instead of the layer's sinks, or None where it takes them."""
+    most = build.sink_heads.value
     if not most:
         return "none"
     if not fa3_on_hopper:
         return "on compute capability 9.0 only"
     if config.num_heads > most:
         return f"at most {most}"
-    if config.value_head_size != config.head_size and not kernel.sinks_with_other_v_size.value:
+    if config.value_head_size != config.head_size and not build.sinks_with_other_v_size.value:
         return f"none with V head size {config.value_head_size} beside head size {config.head_size}"
     return None
 
 
-def _against_v_head_size(head_size: int, v_head_size: int, fp8: bool, cached: bool) -> str | None:
+def _v_head_sizes_accepted(head_size: int, v_head_size: int, fp8: bool, cached: bool) -> str | None:
     """Return what FA3 takes on Hopper instead, or None where the pair fits (hopper/flash_api.cpp 0251105, mha_fwd)."""
     if v_head_size % (16 if fp8 else 8):
         return f"multiples of {16 if fp8 else 8}"
@@ -196,42 +183,31 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the layer, or what each one lacks."""
     capability = device.compute_capability
-    candidates = candidates_for(capability)
-    left: Sequence[Candidate] = candidates
-    pin = None
-    if options.version != "auto" or options.provider != "auto":
-        pin = Pin("FLASH_ATTN", "version", options.version, options.provider)
-        left = pin.keep(candidates)
-    judged = []
-    for candidate in left:
-        if environment.has(candidate.library):
-            found = objections(candidate.kernel, config, capability, options.hybrid)
-            if not found:
-                return _plan(candidate, config, options.hybrid, pin)
-            judged.append((candidate.kernel, found))
-    return refuse(
-        judged,
-        candidates,
+    pins = pins_of("FLASH_ATTN", "version", options.version, options.provider)
+    chosen = choose(
+        builds_for(capability),
         environment,
-        lambda kernel: objections(kernel, config, capability, options.hybrid),
-        lambda code: _describe(code, config),
-        device.capability_text,
-        pin,
+        lambda build: objections(build, config, capability, options.hybrid),
+        pins=pins,
+        device=f"compute capability {device.capability_text}",
     )
+    if not isinstance(chosen, FlashAttnBuild):
+        return chosen
+    why = why_this_build(chosen, capability)
+    if pins:
+        why = describe_pins(pins)
+    elif config.alibi:
+        why = _WITH_ALIBI
+    return _plan(chosen, config, options.hybrid, why, notes_on_build(chosen, capability))
 
 
-def _plan(candidate: Candidate, config: AttentionConfig, hybrid: bool, pin: Pin | None) -> BackendPlan:
-    kernel = candidate.kernel
-    fa3 = kernel.version == 3
+def _plan(
+    build: FlashAttnBuild, config: AttentionConfig, hybrid: bool, because: str, notes: tuple[str, ...]
+) -> BackendPlan:
+    fa3 = build.version == 3
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     cached = config.has_cache
-    because = candidate.because
-    if pin is not None:
-        because = str(pin)
-    elif config.alibi:
-        because = _WITH_ALIBI
-    notes = candidate.notes
-    pages = _PAGES[kernel.page_multiple.value]
+    pages = _PAGES[build.page_multiple.value]
     if hybrid:
         # With a window and such heads FA3's tile is 64 keys (hopper/tile_size.h 0251105).
         small_tile = config.head_size > 192 and config.sliding_window is not None
@@ -245,14 +221,15 @@ def _plan(candidate: Candidate, config: AttentionConfig, hybrid: bool, pin: Pin 
     if fa3 and config.cuda_graph != "NEVER":
         notes = (*notes, _SPLIT_BYTES)
     return BackendPlan(
-        path=candidate.path,
+        kernel=kernel_of(build, paged=cached),
+        path=build.kernel,
         because=because,
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS if cached else (),
         kernel_block_sizes=pages if cached else (),
         cuda_graph="ALWAYS" if fa3 else "UNIFORM_BATCH",
-        provider=candidate.provider,
+        provider=build.provider,
         notes=notes,
     )
 
@@ -277,7 +254,7 @@ def load() -> type[AttentionBackend]:
     Raises:
         ImportError: torch is not installed.
     """
-    from attn_select_flash_attn.runtime import FlashAttnBackend  # facts are read without torch
+    from attn_select_flash_attn.runtime.flash_attn import FlashAttnBackend  # facts are read without torch
 
     return FlashAttnBackend
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select_flash_attn.lse import request_of_rows
+from attn_select_flash_attn.runtime.lse import request_of_rows
 
 
 class KeylessRequests:

@@ -21,11 +21,11 @@ from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.spec import BackendPlan
-from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
-from attn_select_flash_attn.keyless import KeylessRequests
-from attn_select_flash_attn.lse import by_token, row_positions
-from attn_select_flash_attn.provider_adapters import adapter, kernel_of
-from attn_select_flash_attn.schedule import Scheduler, window_of
+from attn_select_flash_attn.facts.builds import FlashAttnKernel
+from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
+from attn_select_flash_attn.runtime.keyless import KeylessRequests
+from attn_select_flash_attn.runtime.lse import by_token, row_positions
+from attn_select_flash_attn.runtime.schedule import Scheduler, window_of
 
 _NOTHING: Arguments = {}
 E4M3 = torch.float8_e4m3fn
@@ -61,13 +61,14 @@ class FlashAttnMetadata:
     for_lse: tuple[Arguments, Tensor] | None = None
 
 
-def adapter_of(context: BackendContext) -> Adapter:
-    """Return the function that the plan names."""
-    return adapter(kernel_of(_plan(context)), paged=context.kv_layout is not None)
-
-
 def _plan(context: BackendContext) -> BackendPlan:
     return next(iter(context.plans.values()))  # both phases have the same: `plan` does not look at the phase
+
+
+def _adapter(context: BackendContext) -> Adapter:
+    kernel = _plan(context).kernel
+    assert isinstance(kernel, FlashAttnKernel)
+    return adapter_for(kernel)
 
 
 def _is_fp8(context: BackendContext) -> bool:
@@ -78,7 +79,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     """Builds the metadata of one kind of layers.
 
     Raises:
-        ImportError, KernelMismatchError: the plan's provider cannot be called.
+        KernelMismatchError: the plan's build cannot be called.
     """
 
     def __init__(self, context: BackendContext) -> None:
@@ -93,10 +94,10 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             softcap=config.logits_soft_cap or 0.0,
             page_size=context.block_size,
         )
-        adapter = adapter_of(context)
+        adapter = _adapter(context)
         self._scheduler = Scheduler(context, adapter, shape)
         self._keyless: KeylessRequests | None = None
-        if adapter.kernel.version == 2 and adapter.paged:
+        if adapter.build.version == 2 and adapter.paged:
             self._keyless, self._guarded = KeylessRequests(context), Scheduler(context, adapter, shape)
         self._causal = config.attn_type == "decoder" and not config.non_causal
         self._key_bytes = shape.num_kv_heads * (shape.head_size + shape.value_size) * shape.dtype.itemsize
@@ -167,11 +168,11 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     ) -> None:
         super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
         config, layout = context.config, context.kv_layout or ""
-        self._adapter = adapter_of(context)
+        self._adapter = _adapter(context)
         self._run, self._function = self._adapter.run, self._adapter.function
         self._fp8 = _is_fp8(context)
         # With FP8 the kernel writes bfloat16 whatever the layer computes in.
-        self._direct = self._adapter.kernel.out.value and not (self._fp8 and config.dtype != "bfloat16")
+        self._direct = self._adapter.build.out.value and not (self._fp8 and config.dtype != "bfloat16")
         self._plain = self._direct and not self._fp8
         softcap = config.logits_soft_cap or 0.0
         rounded = None if sinks is None else sinks.to(torch.bfloat16)
@@ -255,7 +256,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
 
     def _by_token(self, lse: Tensor, metadata: FlashAttnMetadata) -> Tensor:
         """Return the kernel's LSE in the runtime's convention, ``(T, num_heads)``."""
-        found = by_token(lse, self._adapter.kernel.version, self._sinks)
+        found = by_token(lse, self._adapter.build.version, self._sinks)
         if metadata.position_bias and self.alibi_slopes is not None:
             positions = row_positions(metadata.query_start_loc, metadata.seq_lens, len(found))
             found = found - positions.unsqueeze(1) * self.alibi_slopes

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Literal
 
+from attn_select.providers import KernelBuild, Pin, pin_provider
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
 # vLLM's and SGLang's wheels hold prebuilt kernels. flash-attn is an sdist that compiles with nvcc and needs torch.
@@ -22,8 +24,8 @@ SGLANG_KERNEL = Library("sglang-kernel", "sgl_kernel", "pip install sglang-kerne
 SGL_KERNEL = Library("sgl-kernel", "sgl_kernel", "pip install sgl-kernel", ">=0.3.21")
 
 LIBRARIES = ((TORCH,), (VLLM, FLASH_ATTN_3, FLASH_ATTN_2, SGLANG_KERNEL, SGL_KERNEL))
-REMEDY_ORDER = (VLLM, SGLANG_KERNEL, FLASH_ATTN_2)
-"""Which missing provider to recommend: prebuilt wheels first."""
+ProviderName = Literal["auto", "vllm", "flash-attn-3", "flash-attn", "sglang-kernel", "sgl-kernel"]
+Version = Literal["auto", 2, 3]
 
 HOPPER = (9, 0)
 ANY_HEADS = 2**31 - 1
@@ -41,35 +43,43 @@ SGLANG_FA3 = "sgl-project/sgl-flash-attn hopper/flash_api.cpp branch sgl-kernel 
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """FA2 or FA3 as one distribution brings it.
+class FlashAttnKernel:
+    """What a plan runs: one build, and how it is called.
 
     Attributes:
         version: FlashAttention's major version, 2 or 3.
-        library: the distribution.
-        module: where the functions are imported from.
-        compute_capabilities: devices for which the build holds code (or PTX).
-        page_multiple: a page (kernel block) is a multiple of this many tokens.
-        sink_heads: the most query heads with attention sinks, 0 for none; sinks work on 9.0 only.
-        sinks_with_other_v_size: whether sinks go together with a V head size of its own.
-        out: whether it writes into the caller's output tensor.
-        seqused_k: whether it takes the lengths of paged sequences as they are (else their prefix sum).
+        provider: the distribution that it is taken from.
+        paged: whether it reads K and V from a paged cache, or packed one request behind the other.
+        value_padding: columns that V is padded with, because the kernel takes it as wide as Q and K only.
     """
 
     version: int
-    library: Library
-    module: str
+    provider: str
+    paged: bool
+    value_padding: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class FlashAttnBuild(KernelBuild):
+    """FA2 or FA3 as one distribution builds it.
+
+    Attributes:
+        version: FlashAttention's major version, 2 or 3.
+        compute_capabilities: devices for which the build holds code (or PTX).
+        page_multiple: a page (kernel block) holds a multiple of this many tokens.
+        sink_heads: the most query heads with attention sinks, 0 for none; sinks work on 9.0 only.
+        sinks_with_other_v_size: whether sinks go together with a V head size that differs from K's.
+        out: whether it writes into the caller's output tensor.
+        seqused_k: whether it takes the lengths of paged sequences as they are (else their prefix sums).
+    """
+
+    version: int
     compute_capabilities: Fact[ComputeCapabilities]
     page_multiple: Fact[int]
     sink_heads: Fact[int]
     sinks_with_other_v_size: Fact[bool]
     out: Fact[bool]
     seqused_k: Fact[bool]
-
-    @property
-    def label(self) -> str:
-        """``FA3 of vllm``."""
-        return f"FA{self.version} of {self.library.distribution}"
 
 
 _SM90A = ComputeCapabilities(((HOPPER, HOPPER),))
@@ -78,8 +88,9 @@ _NO_SINKS_IN_FA2 = Fact(0, VLLM_PYTHON)
 
 # In order of preference within one major version. Among FA3 a package of its own comes before an engine's copy. Among
 # FA2 vLLM's comes first: upstream's wants pages of 256 tokens, which would force that size on all that share the pool.
-KERNELS = (
-    Kernel(
+BUILDS = (
+    FlashAttnBuild(
+        kernel="FA3",
         version=3,
         library=FLASH_ATTN_3,
         module="flash_attn_interface",
@@ -91,7 +102,8 @@ KERNELS = (
         # flash_attn_varlen_func does not page here; flash_attn_with_kvcache does, and takes cu_seqlens_q for prefill.
         seqused_k=Fact(True, f"{UPSTREAM_FA3_PYTHON} (cache_seqlens)"),
     ),
-    Kernel(
+    FlashAttnBuild(
+        kernel="FA3",
         version=3,
         library=VLLM,
         module="vllm.vllm_flash_attn.flash_attn_interface",
@@ -102,7 +114,8 @@ KERNELS = (
         out=Fact(True, VLLM_PYTHON),
         seqused_k=Fact(True, RAN),
     ),
-    Kernel(
+    FlashAttnBuild(
+        kernel="FA3",
         version=3,
         library=SGLANG_KERNEL,
         module="sgl_kernel.flash_attn",
@@ -113,7 +126,8 @@ KERNELS = (
         out=Fact(True, SGLANG_PYTHON),
         seqused_k=Fact(True, f"{SGLANG_PYTHON} (cache_seqlens)"),
     ),
-    Kernel(
+    FlashAttnBuild(
+        kernel="FA3",
         version=3,
         library=SGL_KERNEL,
         module="sgl_kernel.flash_attn",
@@ -124,7 +138,8 @@ KERNELS = (
         out=Fact(False, SGL_PYTHON),
         seqused_k=Fact(True, f"{SGL_PYTHON} (cache_seqlens)"),
     ),
-    Kernel(
+    FlashAttnBuild(
+        kernel="FA2",
         version=2,
         library=VLLM,
         module="vllm.vllm_flash_attn.flash_attn_interface",
@@ -140,7 +155,8 @@ KERNELS = (
         out=Fact(True, VLLM_PYTHON),
         seqused_k=Fact(True, VLLM_PYTHON),
     ),
-    Kernel(
+    FlashAttnBuild(
+        kernel="FA2",
         version=2,
         library=FLASH_ATTN_2,
         module="flash_attn",
@@ -157,52 +173,59 @@ KERNELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A kernel on one device: what a plan says about it before it knows the layer."""
-
-    kernel: Kernel
-    library: Library
-    path: str
-    because: str
-    provider: str
-    notes: tuple[str, ...]
-
-
-_OWN_OUTPUT = "writes an output of its own, which is copied into the caller's"
-_FROM_PTX = "the driver compiles vLLM's FA2 from PTX at the first call (50 to 115 s per kernel on an H100)"
-_NO_FA4 = "vLLM's FA4 for 10.x is not covered"
-
-
 @cache
-def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
-    """Return the kernels that a device of this compute capability can run, preferred first.
+def builds_for(capability: tuple[int, int] | None) -> tuple[FlashAttnBuild, ...]:
+    """Return the builds that a device of this compute capability can run, preferred first.
 
     For a device that runs none (CPU, below 8.0) it is all, so that a layer's other obstacles can still be named.
     """
     if capability is None or capability < (8, 0):
-        return tuple(_candidate(kernel, capability) for kernel in KERNELS)
-    fitting = [kernel for kernel in KERNELS if kernel.compute_capabilities.value.accepts(capability)]
+        return BUILDS
+    fitting = [build for build in BUILDS if build.compute_capabilities.value.accepts(capability)]
     # Stable: the table's order holds within a version. Off Hopper FA2 is the tuned one.
-    fitting.sort(key=lambda kernel: kernel.version, reverse=capability == HOPPER)
-    return tuple(_candidate(kernel, capability) for kernel in fitting)
+    return tuple(sorted(fitting, key=lambda build: build.version, reverse=capability == HOPPER))
 
 
-def _candidate(kernel: Kernel, capability: tuple[int, int] | None) -> Candidate:
-    path, text = f"FA{kernel.version}", "cpu" if capability is None else "{}.{}".format(*capability)
-    because = (
-        "Hopper's own kernel" if kernel.version == 3 else f"FA3 is Hopper's kernel, this is compute capability {text}"
-    )
-    if kernel.version == 2 and capability == HOPPER:
-        because = "no installed package has FA3"
-    elif kernel.version == 3 and capability != HOPPER:
-        because = f"no installed FA2 serves this layer, and {kernel.library.distribution} builds FA3 for {text}"
-    notes = []
-    if not kernel.out.value:
-        notes.append(_OWN_OUTPUT)
-    if kernel.version == 2 and kernel.library is VLLM and capability is not None and capability >= HOPPER:
-        notes.append(_FROM_PTX)
+@cache
+def kernel_of(build: FlashAttnBuild, *, paged: bool, value_padding: int = 0) -> FlashAttnKernel:
+    """Return what a plan that runs this build carries; one object for all such plans."""
+    return FlashAttnKernel(build.version, build.distribution, paged, value_padding)
+
+
+def build_of(kernel: FlashAttnKernel) -> FlashAttnBuild:
+    """Return the build that a plan's kernel names."""
+    return next(b for b in BUILDS if (b.version, b.distribution) == (kernel.version, kernel.provider))
+
+
+def pins_of(backend: str, option: str, version: Version, provider: ProviderName) -> tuple[Pin[Any], ...]:
+    """Return what a backend's options pin; ``option`` is the key of the one for FlashAttention's version."""
+    pins = pin_provider(backend, provider)
+    if version == "auto":
+        return pins
+    return (Pin(f"backends.{backend}.{option}", version, lambda build: build.version == version), *pins)
+
+
+@cache
+def why_this_build(build: FlashAttnBuild, capability: tuple[int, int] | None) -> str:
+    """Return why a device runs this build, for the plan's text."""
+    if build.version == 3 and capability == HOPPER:
+        return "Hopper's own kernel"
+    if capability == HOPPER:
+        return "no installed package has FA3"
+    text = "cpu" if capability is None else "{}.{}".format(*capability)
+    if build.version == 2:
+        return f"FA3 is Hopper's kernel, this is compute capability {text}"
+    return f"no installed FA2 serves this layer, and {build.distribution} builds FA3 for {text}"
+
+
+@cache
+def notes_on_build(build: FlashAttnBuild, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """Return what a plan with this build says whatever the layer."""
+    found = []
+    if not build.out.value:
+        found.append("writes an output of its own, which is copied into the caller's")
+    if build.version == 2 and build.library is VLLM and capability is not None and capability >= HOPPER:
+        found.append("the driver compiles vLLM's FA2 from PTX at the first call (50 to 115 s per kernel on an H100)")
     if capability is not None and capability[0] == 10:
-        notes.append(_NO_FA4)
-    provider = f"{kernel.library.distribution} ({kernel.module})"
-    return Candidate(kernel, kernel.library, path, because, provider, tuple(notes))
+        found.append("vLLM's FA4 for 10.x is not covered")
+    return tuple(found)

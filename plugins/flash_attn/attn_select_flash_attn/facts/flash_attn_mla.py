@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -11,6 +10,7 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
+from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins
 from attn_select.spec import (
     BackendOptions,
     BackendPlan,
@@ -21,17 +21,21 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flash_attn.choice import Objection, Pin, ProviderName, Subject, refuse
-from attn_select_flash_attn.providers import (
+from attn_select_flash_attn.facts.builds import (
     HOPPER,
     LIBRARIES,
     RAN,
     UPSTREAM_FA2,
     UPSTREAM_FA3,
     VLLM_FA3,
-    Candidate,
-    Kernel,
-    candidates_for,
+    FlashAttnBuild,
+    ProviderName,
+    Version,
+    builds_for,
+    kernel_of,
+    notes_on_build,
+    pins_of,
+    why_this_build,
 )
 
 if TYPE_CHECKING:
@@ -83,16 +87,14 @@ PREFILL = Capabilities(
 class FlashAttnMLAOptions(BackendOptions):
     """``[backends.FLASH_ATTN_MLA]``."""
 
-    prefill_version: Literal["auto", 2, 3] = Field(
+    prefill_version: Version = Field(
         "auto",
         description="FlashAttention's major version in prefill (decode: 3); auto is 3 on Hopper, else 2",
     )
-    provider: ProviderName = Field(
-        "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
-    )
+    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
 
 
-_FA3_ON_HOPPER = tuple(candidate for candidate in candidates_for(HOPPER) if candidate.kernel.version == 3)
+_FA3_ON_HOPPER = tuple(build for build in builds_for(HOPPER) if build.version == 3)
 _LAYOUTS = (MLA,)
 _PAGES = (64, 32, 16, 1)
 """Any size runs. Pages of 64 are the tile that FA3 loads whole for a latent of 512, others are gathered row by row
@@ -103,37 +105,29 @@ _SPLIT_BYTES = (
 )
 
 
-def decode_objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
-    """Return what speaks against one FA3 build in decode (hopper/flash_api.cpp 0251105, q_v)."""
+def decode_objections(config: AttentionConfig) -> list[Objection]:
+    """Return what speaks against every FA3 build in decode (hopper/flash_api.cpp 0251105, q_v)."""
     rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
     found: list[Objection] = []
     if rope > 64 or rope % 8:
-        found.append(("qk-rope-head-dim", "multiples of 8 up to 64"))
+        found.append(Objection("qk-rope-head-dim", "multiples of 8 up to 64", f"qk_rope_head_dim {rope}", rope))
     if not 256 <= rank <= 512 or rank % 8:
-        found.append(("kv-lora-rank", "multiples of 8 from 256 to 512"))
+        found.append(Objection("kv-lora-rank", "multiples of 8 from 256 to 512", f"kv_lora_rank {rank}", rank))
     return found
 
 
-def prefill_objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
-    """Return what speaks against one build in prefill, where V is padded to the width of K if the kernel wants that."""
+def prefill_objections(config: AttentionConfig) -> list[Objection]:
+    """Return what speaks against every build in prefill, where V is padded to the width of K if the kernel wants it."""
     qk, v = _prefill_sizes(config)
     found: list[Objection] = []
     if qk > 256 or qk % 8:
-        found.append(("qk-head-size", "multiples of 8 up to 256"))
+        what = f"QK head size {qk} (qk_nope_head_dim + qk_rope_head_dim)"
+        found.append(Objection("qk-head-size", "multiples of 8 up to 256", what, qk))
     if v > qk:
-        found.append(("v-head-size", "V as wide as QK or narrower"))
+        found.append(
+            Objection("v-head-size", "V as wide as QK or narrower", f"v_head_dim {v} with QK head size {qk}", v)
+        )
     return found
-
-
-def _describe(code: str, config: AttentionConfig) -> Subject:
-    qk, v = _prefill_sizes(config)
-    if code == "qk-rope-head-dim":
-        return Subject(f"qk_rope_head_dim {config.qk_rope_head_dim}", config.qk_rope_head_dim)
-    if code == "kv-lora-rank":
-        return Subject(f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank)
-    if code == "qk-head-size":
-        return Subject(f"QK head size {qk} (qk_nope_head_dim + qk_rope_head_dim)", qk)
-    return Subject(f"v_head_dim {v} with QK head size {qk}", v)
 
 
 def _prefill_sizes(config: AttentionConfig) -> tuple[int, int]:
@@ -147,74 +141,63 @@ def plan(
     decode = phase == "decode"
     # In decode the static facts reject every device but Hopper; its FA3 builds say what else stands in the way.
     capability = HOPPER if decode else device.compute_capability
-    candidates = _FA3_ON_HOPPER if decode else candidates_for(capability)
-    version = "auto" if decode else options.prefill_version
-    left: Sequence[Candidate] = candidates
-    pin = None
-    if version != "auto" or options.provider != "auto":
-        pin = Pin("FLASH_ATTN_MLA", "prefill_version", version, options.provider)
-        left = pin.keep(candidates)
-    objections = decode_objections if decode else prefill_objections
-    judged = []
-    for candidate in left:
-        if environment.has(candidate.library):
-            found = objections(candidate.kernel, config)
-            if not found:
-                return (
-                    _decode_plan(candidate, config, pin)
-                    if decode
-                    else _prefill_plan(candidate, config, capability, pin)
-                )
-            judged.append((candidate.kernel, found))
-    return refuse(
-        judged,
-        candidates,
+    pins = pins_of("FLASH_ATTN_MLA", "prefill_version", "auto" if decode else options.prefill_version, options.provider)
+    chosen = choose(
+        _FA3_ON_HOPPER if decode else builds_for(capability),
         environment,
-        lambda kernel: objections(kernel, config),
-        lambda code: _describe(code, config),
-        "9.0" if decode else device.capability_text,
-        pin,
+        lambda build: decode_objections(config) if decode else prefill_objections(config),
+        pins=pins,
+        device=f"compute capability {'9.0' if decode else device.capability_text}",
     )
+    if not isinstance(chosen, FlashAttnBuild):
+        return chosen
+    if decode:
+        why = "FA3 scores the rope part and the latent apart and reads the latent once"
+        return _decode_plan(chosen, config, describe_pins(pins) or why)
+    return _prefill_plan(chosen, config, capability, describe_pins(pins) or why_this_build(chosen, capability))
 
 
-def _decode_plan(candidate: Candidate, config: AttentionConfig, pin: Pin | None) -> BackendPlan:
-    notes = candidate.notes
+def _decode_plan(build: FlashAttnBuild, config: AttentionConfig, because: str) -> BackendPlan:
+    said = notes_on_build(build, HOPPER)
     if config.cuda_graph != "NEVER":
-        notes = (*notes, _SPLIT_BYTES)
+        said = (*said, _SPLIT_BYTES)
     return BackendPlan(
+        kernel=kernel_of(build, paged=True),
         path="FA3 with q_v",
-        because="FA3 scores the rope part and the latent apart and reads the latent once" if pin is None else str(pin),
+        because=because,
         query_dtype=config.dtype,
         returns_lse=True,
         kv_layouts=_LAYOUTS,
         kernel_block_sizes=_PAGES,
         cuda_graph="UNIFORM_BATCH",
-        provider=candidate.provider,
-        notes=notes,
+        provider=build.provider,
+        notes=said,
     )
 
 
 def _prefill_plan(
-    candidate: Candidate, config: AttentionConfig, capability: tuple[int, int] | None, pin: Pin | None
+    build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None, because: str
 ) -> BackendPlan:
     qk, v = _prefill_sizes(config)
-    notes = candidate.notes
-    if v != qk and not (candidate.kernel.version == 3 and capability == HOPPER and fa3_takes(qk, v)):
-        notes = (*notes, f"V is padded from {v} to {qk} columns, as wide as QK")
+    said, padding = notes_on_build(build, capability), 0
+    if v != qk and not (build.version == 3 and capability == HOPPER and _fa3_takes(qk, v)):
+        padding = qk - v
+        said = (*said, f"V is padded from {v} to {qk} columns, as wide as QK")
     return BackendPlan(
-        path=f"{candidate.path} varlen",
-        because=candidate.because if pin is None else str(pin),
+        kernel=kernel_of(build, paged=False, value_padding=padding),
+        path=f"{build.kernel} varlen",
+        because=because,
         query_dtype=config.dtype,
         returns_lse=True,
         kv_layouts=(),
         kernel_block_sizes=(),
         cuda_graph="UNIFORM_BATCH",
-        provider=candidate.provider,
-        notes=notes,
+        provider=build.provider,
+        notes=said,
     )
 
 
-def fa3_takes(qk: int, v: int) -> bool:
+def _fa3_takes(qk: int, v: int) -> bool:
     """Return whether FA3 takes these widths on Hopper without padding (hopper/flash_api.cpp 0251105, mha_fwd)."""
     return v % 8 == 0 and ((128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512))
 
@@ -225,7 +208,7 @@ def load() -> type[AttentionBackend]:
     Raises:
         ImportError: torch is not installed.
     """
-    from attn_select_flash_attn.mla_runtime import FlashAttnMLABackend  # facts are read without torch
+    from attn_select_flash_attn.runtime.flash_attn_mla import FlashAttnMLABackend  # facts are read without torch
 
     return FlashAttnMLABackend
 

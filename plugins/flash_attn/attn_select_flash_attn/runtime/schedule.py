@@ -10,8 +10,7 @@ from torch import Tensor
 from attn_select.config import AttentionConfig
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.kv_cache import kernel_block_table
-from attn_select_flash_attn.adapters import Adapter, Arguments, Shape, Step
-from attn_select_flash_attn.provider_adapters import KvCacheAdapter
+from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, KvCacheAdapter, Shape, Step
 
 MAX_SPLITS = 32
 """Of a request's keys in captured steps (vLLM 0.33 config/attention.py, flash_attn_max_num_splits_for_cuda_graph)."""
@@ -41,7 +40,7 @@ class Scheduler:
     def __init__(self, context: BackendContext, adapter: Adapter, shape: Shape) -> None:
         self.adapter, self.shape, self._context = adapter, shape, context
         self._graphs, self._invariant = context.cuda_graphs, context.config.batch_invariant
-        self._fa3 = adapter.kernel.version == 3
+        self._fa3 = adapter.build.version == 3
         self._split_bytes = shape.num_heads * (shape.value_size + 1) * 4
         self._most_keys = context.max_model_len if self._invariant or (self._graphs and adapter.paged) else 0
         # A schedule's size and parts follow from tile sizes and these from bounds: captured and replayed are the same.

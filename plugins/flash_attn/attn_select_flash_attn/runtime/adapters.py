@@ -1,0 +1,398 @@
+"""One adapter per function of a FlashAttention build (vLLM's, upstream's, SGLang's): the runtime calls all alike.
+
+A call has three kinds of arguments: tensors; what a layer fixes (``layer_arguments``, made once per layer); and what a
+step fixes (``step_arguments``, made once per step for all layers). So nothing is translated at the call itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.metadata import prefix_sums
+from attn_select.runtime.providers import InstalledBuild
+from attn_select_flash_attn.facts.builds import (
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    SGL_KERNEL,
+    SGLANG_KERNEL,
+    VLLM,
+    FlashAttnBuild,
+    FlashAttnKernel,
+    build_of,
+)
+
+Arguments = dict[str, Any]
+_DESCALES = ("q_descale", "k_descale", "v_descale")
+_LSE = ("return_softmax_lse",)
+_SCHEDULE_POSITIONAL = ("batch_size", "max_seqlen_q", "max_seqlen_k")
+_SCHEDULE_HEADS = {False: ("num_heads_q", "num_heads_kv"), True: ("num_heads", "num_heads_k")}
+"""By whether it is SGLang's build."""
+_SCHEDULE_KEYWORDS = (
+    "qkv_dtype",
+    "headdim_v",
+    "cu_seqlens_q",
+    "page_size",
+    "causal",
+    "window_size",
+    "has_softcap",
+    "num_splits",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all calls of a kind of layers have in common; schedules depend on it.
+
+    Attributes:
+        num_heads, num_kv_heads, head_size, value_size: of the kernel's Q, K and V.
+        dtype: of Q, K and V.
+        softcap: of logits, 0.0 for none.
+        page_size: tokens per block; None where K and V lie packed.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    dtype: torch.dtype
+    softcap: float
+    page_size: int | None
+
+
+@dataclass(slots=True)
+class Step:
+    """The lengths and the mask of one call for B requests.
+
+    Attributes:
+        query_start_loc: int32 ``(B + 1,)`` prefix sums of the query lengths.
+        num_tokens: queries.
+        max_query_len, max_key_len: the most of a request, or bounds.
+        causal: each query sees keys up to its own position, the last query being at the last key.
+        window: keys seen to the left and right, -1 for all.
+        num_splits: parts that a request's keys are split into at most, 0 for the kernel's choice.
+        seq_lens: int32 ``(B,)`` keys of each request; None where packed.
+        block_table: int32 ``(B, W)``; None where packed.
+        key_start_loc: int32 ``(B + 1,)`` prefix sums of the key lengths where packed.
+    """
+
+    query_start_loc: Tensor
+    num_tokens: int
+    max_query_len: int
+    max_key_len: int
+    causal: bool
+    window: tuple[int, int]
+    num_splits: int
+    seq_lens: Tensor | None = None
+    block_table: Tensor | None = None
+    key_start_loc: Tensor | None = None
+
+    @property
+    def num_reqs(self) -> int:
+        """B."""
+        return len(self.query_start_loc) - 1
+
+    @property
+    def mask(self) -> Arguments:
+        """Causality and window as every function names them."""
+        return {"causal": self.causal, "window_size": self.window}
+
+
+class Adapter(ABC):
+    """One function of one build.
+
+    Args:
+        build: whose function it is.
+        paged: whether K and V are paged, or packed one request behind the other.
+
+    Attributes:
+        function: returns the output alone unless its argument for the LSE says otherwise.
+        latent_query: name of the argument for the query that is scored against V.
+
+    Raises:
+        KernelMismatchError: the build cannot be imported, has no kernels for this machine, or its function is missing
+            or takes other arguments than this adapter passes.
+    """
+
+    function_name: ClassVar[str] = "flash_attn_varlen_func"
+    tensors: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    latent_query: ClassVar[str] = "qv"
+
+    def __init__(self, build: FlashAttnBuild, *, paged: bool) -> None:
+        self.build, self.paged = build, paged
+        installed = InstalledBuild(build)
+        if not getattr(installed.module, f"{build.kernel}_AVAILABLE", True):
+            why = getattr(installed.module, f"{build.kernel}_UNAVAILABLE_REASON", "no reason given")
+            raise installed.mismatch(f"{build.module} has no {build.kernel} here: {why}")
+        self.function = installed.function(self.function_name, self.tensors, self._passes())
+        self._schedule: Callable[..., Tensor] | None = None
+        if build.version == 3 and paged and hasattr(installed.module, "get_scheduler_metadata"):
+            heads = _SCHEDULE_HEADS[build.library in (SGLANG_KERNEL, SGL_KERNEL)]
+            positional = (*_SCHEDULE_POSITIONAL, *heads, "headdim", "cache_seqlens")
+            self._schedule = installed.function("get_scheduler_metadata", positional, _SCHEDULE_KEYWORDS)
+
+    @abstractmethod
+    def _passes(self) -> tuple[str, ...]:
+        """Return the names of all arguments that may be passed by name."""
+
+    def layer_arguments(
+        self, scale: float, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Arguments:
+        """Return what a layer fixes; ``sinks`` bfloat16 ``(num_heads,)``."""
+        arguments: Arguments = {"softmax_scale": scale, "softcap": softcap}
+        if alibi_slopes is not None:
+            arguments["alibi_slopes"] = alibi_slopes
+        if sinks is not None:
+            arguments["s_aux" if self.build.library is VLLM else "sinks"] = sinks
+        return arguments
+
+    @abstractmethod
+    def step_arguments(
+        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
+    ) -> Arguments:
+        """Return what a step fixes.
+
+        Args:
+            schedule: from ``schedule``.
+            key_start_loc: int32, at least ``(B + 1,)``: where prefix sums of ``seq_lens`` go if they are needed.
+        """
+
+    def longest_query(self, step: Step) -> int:
+        """Return ``max_seqlen_q``.
+
+        With 1 FA2 takes every request to have exactly one query (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd),
+        and splits its keys as it likes; 2 changes nothing else.
+        """
+        alone = step.max_query_len == 1 and self.build.version == 2
+        return 2 if alone and (step.num_tokens != step.num_reqs or step.num_splits == 1) else step.max_query_len
+
+    def key_bound(self, step: Step, shape: Shape) -> int:
+        """Return what the function takes for the most keys of a request."""
+        return step.max_key_len
+
+    def schedule(self, step: Step, shape: Shape) -> Tensor | None:
+        """Return FA3's schedule of a step, int32 (hopper/flash_api.cpp, mha_fwd_get_scheduler_metadata), or None.
+
+        Every argument must be what the function will see: the schedule's size and parts follow from them.
+        """
+        if self._schedule is None:
+            return None
+        return self._schedule(
+            step.num_reqs,
+            step.max_query_len,
+            self.key_bound(step, shape),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_size,
+            step.seq_lens,
+            qkv_dtype=shape.dtype,
+            headdim_v=shape.value_size,
+            cu_seqlens_q=step.query_start_loc,
+            page_size=shape.page_size,
+            has_softcap=shape.softcap > 0,
+            num_splits=step.num_splits,
+            **step.mask,
+        )
+
+    @abstractmethod
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor | None,
+        lse: bool,
+        layer: Arguments,
+        step: Arguments,
+        extra: Arguments,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: ``(T, num_heads, head_size)``.
+            key: ``(num_blocks, page_size, num_kv_heads, head_size)`` or packed ``(S, num_kv_heads, head_size)``.
+            value: likewise with the value's width.
+            out: ``(T, num_heads, value_size)``, written; only where ``build.out`` says so. None: the kernel makes one.
+            lse: whether the log-sum-exp is wanted.
+            layer, step: from ``layer_arguments`` and ``step_arguments``.
+            extra: descales ``(B, num_kv_heads)``, the latent query.
+
+        Returns:
+            The output, and where wanted the LSE, float32 ``(num_heads, T)`` as the kernel gives it.
+        """
+
+
+class VllmAdapter(Adapter):
+    """vLLM's build: one function for both versions, paged and packed."""
+
+    latent_query = "q_v"
+
+    def _passes(self) -> tuple[str, ...]:
+        names = ("max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "cu_seqlens_k", "seqused_k", "block_table", "q_v")
+        masks = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "s_aux")
+        return (*names, *masks, *_DESCALES, "scheduler_metadata", "num_splits", "out", *_LSE, "fa_version")
+
+    def layer_arguments(
+        self, scale: float, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Arguments:
+        return {**super().layer_arguments(scale, softcap, alibi_slopes, sinks), "fa_version": self.build.version}
+
+    def step_arguments(
+        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
+    ) -> Arguments:
+        keys: Arguments = {"cu_seqlens_k": step.key_start_loc}
+        if step.block_table is not None:
+            keys = {"seqused_k": step.seq_lens, "block_table": step.block_table}
+        return {
+            "max_seqlen_q": self.longest_query(step),
+            "cu_seqlens_q": step.query_start_loc,
+            "max_seqlen_k": step.max_key_len,
+            "num_splits": step.num_splits,
+            "scheduler_metadata": schedule,
+            **keys,
+            **step.mask,
+        }
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor | None,
+        lse: bool,
+        layer: Arguments,
+        step: Arguments,
+        extra: Arguments,
+    ) -> tuple[Tensor, Tensor | None]:
+        result = self.function(query, key, value, out=out, return_softmax_lse=lse, **layer, **step, **extra)
+        return result if lse else (result, None)
+
+
+class KvCacheAdapter(Adapter):
+    """Paged FA3, upstream's and SGLang's: ``flash_attn_with_kvcache`` with packed queries."""
+
+    function_name = "flash_attn_with_kvcache"
+    tensors = ("q", "k_cache", "v_cache")
+
+    def _passes(self) -> tuple[str, ...]:
+        names = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "qv", *_DESCALES)
+        masks = ("softmax_scale", "causal", "window_size", "softcap", "scheduler_metadata", "num_splits")
+        return (*names, *masks, *_LSE, *_own(self.build))
+
+    def key_bound(self, step: Step, shape: Shape) -> int:
+        """Return what the table holds: the function is not told (hopper/flash_api.cpp 0251105, mha_fwd, seqlen_k)."""
+        assert step.block_table is not None
+        return step.block_table.shape[1] * (shape.page_size or 1)
+
+    def step_arguments(
+        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
+    ) -> Arguments:
+        return {
+            "cache_seqlens": step.seq_lens,
+            "page_table": step.block_table,
+            "cu_seqlens_q": step.query_start_loc,
+            "max_seqlen_q": step.max_query_len,
+            "scheduler_metadata": schedule,
+            "num_splits": step.num_splits,
+            **step.mask,
+        }
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor | None,
+        lse: bool,
+        layer: Arguments,
+        step: Arguments,
+        extra: Arguments,
+    ) -> tuple[Tensor, Tensor | None]:
+        if out is not None:
+            extra = {"out": out, **extra}
+        result = self.function(query, key, value, return_softmax_lse=lse, **layer, **step, **extra)
+        return (result[0], result[1]) if lse else (result, None)
+
+
+class VarlenAdapter(Adapter):
+    """Packed K and V with upstream's FA3 and SGLang's; upstream's FA2 also pages so."""
+
+    def __init__(self, build: FlashAttnBuild, *, paged: bool) -> None:
+        super().__init__(build, paged=paged)
+        upstream = build.library in (FLASH_ATTN_2, FLASH_ATTN_3)
+        self._lse: Arguments = {"return_attn_probs" if upstream else "return_softmax_lse": True}
+
+    def _passes(self) -> tuple[str, ...]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        masks = ("softmax_scale", "causal", "window_size", "softcap")
+        if self.build.version == 2:
+            return (*names, *masks, "return_attn_probs", "alibi_slopes", "block_table")
+        lse = "return_attn_probs" if self.build.library is FLASH_ATTN_3 else "return_softmax_lse"
+        return (*names, *masks, lse, "num_splits", *_own(self.build))
+
+    def step_arguments(
+        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
+    ) -> Arguments:
+        bounds = step.key_start_loc
+        if step.seq_lens is not None:
+            bounds = prefix_sums(step.seq_lens)
+            if key_start_loc is not None:
+                key_start_loc = key_start_loc[: len(bounds)]
+                bounds = key_start_loc.copy_(bounds)
+        arguments: Arguments = {
+            "cu_seqlens_q": step.query_start_loc,
+            "cu_seqlens_k": bounds,
+            "max_seqlen_q": self.longest_query(step),
+            "max_seqlen_k": step.max_key_len,
+            **step.mask,
+        }
+        if step.block_table is not None:
+            arguments["block_table"] = step.block_table
+        if self.build.version == 3:
+            arguments["num_splits"] = step.num_splits
+        return arguments
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor | None,
+        lse: bool,
+        layer: Arguments,
+        step: Arguments,
+        extra: Arguments,
+    ) -> tuple[Tensor, Tensor | None]:
+        if out is not None:
+            extra = {"out": out, **extra}
+        if not lse:
+            return self.function(query, key, value, **layer, **step, **extra), None
+        result = self.function(query, key, value, **layer, **step, **extra, **self._lse)
+        return result[0], result[1]
+
+
+def _own(build: FlashAttnBuild) -> tuple[str, ...]:
+    """Return the arguments that only some builds of FA3 have."""
+    sinks = ("sinks",) if build.sink_heads.value else ()
+    return (*sinks, "out") if build.out.value else sinks
+
+
+@cache
+def adapter_for(kernel: FlashAttnKernel) -> Adapter:
+    """Return the adapter of the build that a plan's kernel names; imports its library. One per kernel.
+
+    Raises:
+        KernelMismatchError: the library cannot be imported, or its version, build or signature does not fit.
+    """
+    build = build_of(kernel)
+    if build.library is VLLM:
+        return VllmAdapter(build, paged=kernel.paged)
+    if build.version == 3 and kernel.paged:
+        return KvCacheAdapter(build, paged=True)
+    return VarlenAdapter(build, paged=kernel.paged)
