@@ -17,13 +17,12 @@ Examples:
 
 Exit code: 0 nothing is broken, 1 a plugin, a rules file or an installed library is.
 """
-# Variables that change what attn-select or a kernel that it runs does.
+# Variables that change what attn-select does; those that plans read are declared by their specs.
 EFFECTIVE = {
     "ATTN_SELECT_RULES": "rules files above the user's, below --rules",
     "ATTN_SELECT_TRACEBACK": "internal errors end in a traceback",
     "CUDA_VISIBLE_DEVICES": "which GPU is this machine's",
     "CUDA_DEVICE_ORDER": "how CUDA_VISIBLE_DEVICES counts",
-    "FORCE_NUM_KV_SPLITS": "split count of CUTLASS_MLA",
     "NO_COLOR": "no colours",
 }
 # Variables of engines that people try here; each with what to use instead.
@@ -101,6 +100,7 @@ def examine(do_import: bool) -> dict[str, Any]:
         if entry["state"] not in ("installed", "missing"):
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
+    effective = EFFECTIVE | {name: f"read by {', '.join(users)}" for name, users in registry.variables.items()}
     layers = inspect_layers()
     problems += [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in rules_errors()[1]]
     return {
@@ -116,7 +116,7 @@ def examine(do_import: bool) -> dict[str, Any]:
         "libraries": dict(sorted(libraries.items())),
         "rules_files": [layer.to_dict() for layer in layers],
         "variables": {
-            name: {"value": os.environ[name], "effect": text} for name, text in EFFECTIVE.items() if name in os.environ
+            name: {"value": os.environ[name], "effect": text} for name, text in effective.items() if name in os.environ
         },
         "variables_without_effect": {
             name: {"value": os.environ[name], "instead": text}
@@ -145,6 +145,7 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
 
 def _lines(findings: dict[str, Any]) -> list[Any]:
+    from attn_select.errors import shorten
     from attn_select_cli.output import plugin_lines, table_lines
 
     device = findings["device"]
@@ -174,9 +175,7 @@ def _lines(findings: dict[str, Any]) -> list[Any]:
         ("variable without effect here", "variables_without_effect", "instead"),
     ):
         if findings[key]:
-            lines += [
-                [],
-                *table_lines([title, "value", column], [[n, v["value"], v[column]] for n, v in findings[key].items()]),
-            ]
+            found = [[n, shorten(v["value"], 40), v[column]] for n, v in findings[key].items()]
+            lines += [[], *table_lines([title, "value", column], found)]
     problems = [[("problem: ", "rejected"), (text, "")] for text in findings["problems"]]
     return [*lines, [], *(problems or [[("no problems found", "selected")]])]

@@ -12,7 +12,7 @@ from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, UnknownNameError, shorten, show
-from attn_select.registry import Registry
+from attn_select.registry import Plugin, Registry
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.lint import known_names, rule_warnings
 from attn_select.rules.options import read_options
@@ -45,8 +45,12 @@ class Choice:
         return self != Choice()
 
 
-def parse_choice(backend: str | Sequence[str] | Mapping[str, str] | None, known: Sequence[str]) -> Choice:
+def parse_choice(
+    backend: str | Sequence[str] | Mapping[str, str] | None, known: Sequence[str], failed: Sequence[Plugin] = ()
+) -> Choice:
     """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping.
+
+    ``failed`` are the plugins that did not load: nobody knows the names of their backends.
 
     Raises:
         UnknownNameError: a backend or phase name that is not known.
@@ -67,7 +71,9 @@ def parse_choice(backend: str | Sequence[str] | Mapping[str, str] | None, known:
             )
         spelled = name.strip().upper().replace("-", "_")
         if spelled not in known:
-            raise UnknownNameError("backend", name, known)
+            broken = "; ".join(f"{plugin} is broken: {plugin.error}" for plugin in failed)
+            note = f"it may be a backend of a plugin that did not load: {broken}" if failed else None
+            raise UnknownNameError("backend", name, known, note=note)
         if chosen.get(phase, spelled) != spelled:
             where = phase or "all phases"
             raise ConfigError(
@@ -304,8 +310,13 @@ def _absent_backends(registry: Registry) -> dict[str, Reason]:
     for name, owners in registry.conflicts.items():
         text = f"registered by {' and by '.join(owners)}"
         absent[name] = Reason("duplicate-backend", text, list(owners), "one owner", f"pip uninstall {owners[-1]}")
+    failed = {plugin.distribution: plugin for plugin in registry.failed}
     for name, distribution in catalog.DISTRIBUTIONS.items():
-        if name not in registry.specs and name not in absent:
+        if name in registry.specs or name in absent:
+            continue
+        if plugin := failed.get(distribution):
+            absent[name] = Reason("plugin-broken", f"{plugin} is broken: {plugin.error}", plugin.error)
+        else:
             command = catalog.install_command(distribution)
             absent[name] = Reason(
                 "plugin-not-installed", f"plugin {distribution} is not installed", None, distribution, command

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -61,26 +60,33 @@ def parse_pins(pins: Iterable[str]) -> dict[str, str]:
     return result
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Environment:
-    """The libraries and variables that a decision rests on.
+    """The libraries and variables that a decision rests on. Equal by value; treat the mappings as immutable.
 
     Attributes:
         assume_installed: True for a device that is only asked about.
         pins: versions given by ``--with``, by distribution name; they beat what is installed.
-        variables: the process's environment variables.
+        variables: environment variables, of which a plan reads those that its spec declares. Empty unless given;
+            ``attn_select.selector.environment_for`` takes the declared ones from this process, and no others.
         cuda: the CUDA version to judge by (``13.0``), None where unknown.
     """
 
     assume_installed: bool = False
     pins: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    variables: Mapping[str, str] = field(default_factory=dict)
     cuda: str | None = None
-    _versions: dict[str, str | None] = field(default_factory=dict, repr=False)
-    _states: dict[Library, LibraryState] = field(default_factory=dict, repr=False)
+    _versions: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
+    _states: dict[Library, LibraryState] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.pins = {canonical_distribution(name): version for name, version in self.pins.items()}
+        pins = {canonical_distribution(name): version for name, version in self.pins.items()}
+        object.__setattr__(self, "pins", pins)
+        object.__setattr__(self, "variables", dict(self.variables))
+
+    def __hash__(self) -> int:
+        pins, variables = frozenset(self.pins.items()), frozenset(self.variables.items())
+        return hash((self.assume_installed, pins, variables, self.cuda))
 
     def version(self, distribution: str) -> str | None:
         """Return the known version of a distribution: pinned, else installed (local only), else None."""

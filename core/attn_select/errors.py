@@ -7,8 +7,9 @@ and maps them to exit code 2 (``NoBackendError``: 1).
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attn_select.selection import Selection
@@ -31,6 +32,10 @@ class AttnSelectError(Exception):
         self.hint = hint
         if code is not None:
             self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own would call __init__ with the message alone, which subclasses with other parameters refuse.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
@@ -57,16 +62,22 @@ class ConfigError(AttnSelectError, ValueError):
 
 
 class UnknownNameError(AttnSelectError, ValueError):
-    """A backend, GPU, model, option or field name that is not known. Lists the nearest valid names."""
+    """A backend, GPU, model, option or field name that is not known. Lists the nearest valid names.
+
+    ``note`` is a possible cause, appended to the message.
+    """
 
     code = "unknown-name"
 
-    def __init__(self, kind: str, name: str, valid: Iterable[str], *, hint: str | None = None) -> None:
+    def __init__(
+        self, kind: str, name: str, valid: Iterable[str], *, hint: str | None = None, note: str | None = None
+    ) -> None:
         names = list(valid)
         near = nearest(name, names)
         if hint is None:
             hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
-        super().__init__(f"unknown {kind} {shorten(name)!r}", hint=hint)
+        message = f"unknown {kind} {shorten(name)!r}"
+        super().__init__(f"{message}; {note}" if note else message, hint=hint)
         self.kind = kind
         self.name = name
         self.nearest = near

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from attn_select.errors import ConfigError
 from attn_select.selection import Selection
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ def share_pool(selections: Sequence[Selection], decider: Decider, choice: Choice
 
     Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of
     layout and block size with the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a tie.
+    A block size that a config names is never replaced: it is the only one tried.
+
+    Raises:
+        ConfigError: two configs of one pool name different block sizes.
     """
     result = list(selections)
     for sort in {(s.config.mla, s.config.sparse) for s in selections if s.kv_layout}:
@@ -31,8 +36,15 @@ def share_pool(selections: Sequence[Selection], decider: Decider, choice: Choice
 def _agree(selections: list[Selection], members: list[int], decider: Decider, choice: Choice) -> None:
     wanted = [selections[i] for i in members]
     layouts = dict.fromkeys(layout for s in wanted for plan in s.plans.values() for layout in plan.kv_layouts)
+    named = dict.fromkeys(s.config.block_size for s in wanted if s.config.block_size is not None)
+    if len(named) > 1:
+        raise ConfigError(
+            f"block_size = {' and '.join(map(str, named))}: layer kinds that share a cache pool name different sizes",
+            fields=["block_size"],
+            hint="give all layer kinds one block size, or leave block_size out",
+        )
     wishes = [s.block_size for s in wanted if s.block_size is not None]
-    sizes = dict.fromkeys((*wishes, math.lcm(*wishes)))
+    sizes = named or dict.fromkeys((*wishes, math.lcm(*wishes)))
     best: tuple[int, list[Selection]] | None = None
     for layout in layouts:
         for size in sizes:
@@ -41,6 +53,14 @@ def _agree(selections: list[Selection], members: list[int], decider: Decider, ch
                 cost = sum(map(_rank_sum, trial))
                 if best is None or cost < best[0]:
                     best = cost, trial
+    if best is None and named:
+        (size,) = named
+        alone = [decider.decide(s.config.model_copy(update={"block_size": size}), choice) for s in wanted]
+        if not all(s.ok for s in alone):
+            for i, selection in zip(members, alone, strict=True):
+                text = f"block size {size}, which another layer kind of the pool names, has no backend for this kind"
+                selections[i] = selection if selection.ok else replace(selection, warnings=(*selection.warnings, text))
+            return
     if best is None:
         kinds = "; ".join(f"{s.kv_layout} with block size {s.block_size}" for s in wanted)
         text = f"no KV layout and block size serves all layer kinds of the pool, each keeps its own: {kinds}"

@@ -2,12 +2,16 @@
 
 pluggy's own entry-point loader stops at the first failure, so each entry point gets a plugin manager
 of its own: it is loaded, checked against the hook specification and called, and what goes wrong is kept as text.
+What a plugin prints meanwhile goes to stderr, so that the output of a command stays its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import pluggy
 
 from attn_select import hookspecs
+from attn_select.catalog import DISTRIBUTIONS
 from attn_select.environment import canonical_distribution, name_and_version
 from attn_select.errors import PluginError, shorten, show
 from attn_select.spec import BackendSpec
@@ -39,6 +44,9 @@ class Plugin:
     backends: tuple[str, ...] = ()
     error: str | None = None
 
+    def __str__(self) -> str:
+        return f"plugin {self.name} ({self.distribution} {self.version})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plugin as it stands in JSON output."""
         return {
@@ -58,25 +66,60 @@ class Registry:
         specs: usable backends by name.
         owners: distribution that registered each backend.
         conflicts: backend names registered more than once (hence unusable) with all their owners.
+        ignored: names of the catalogue with the other distributions that register them. The backend of the distribution
+            that the catalogue lists is used.
         plugins: all entry points in the order they were loaded.
     """
 
     specs: dict[str, BackendSpec] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     conflicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: dict[str, tuple[str, ...]] = field(default_factory=dict)
     plugins: list[Plugin] = field(default_factory=list)
 
     @property
+    def failed(self) -> list[Plugin]:
+        """The plugins that could not be used."""
+        return [plugin for plugin in self.plugins if plugin.error]
+
+    @property
+    def variables(self) -> dict[str, list[str]]:
+        """The environment variables that plans read, each with the backends that declare it."""
+        found: dict[str, list[str]] = {}
+        for spec in self.specs.values():
+            for name in spec.variables:
+                found.setdefault(name, []).append(spec.name)
+        return found
+
+    @property
     def warnings(self) -> list[str]:
-        """One line per failed plugin and per conflicting backend name."""
-        lines = [
-            f"plugin {plugin.name} ({plugin.distribution} {plugin.version}) is not usable: {plugin.error}"
-            for plugin in self.plugins
-            if plugin.error
-        ]
+        """One line per failed plugin and per backend name that is registered more than once."""
+        lines = [f"{plugin} is not usable: {plugin.error}" for plugin in self.failed]
         for name, owners in self.conflicts.items():
             lines.append(f"backend {name} is registered by {' and by '.join(owners)}: usable once one owner is left")
+        for name, others in self.ignored.items():
+            lines.append(
+                f"backend {name} of {' and of '.join(others)} is ignored: the name belongs to {DISTRIBUTIONS[name]}, "
+                "which is installed"
+            )
         return lines
+
+
+def registered_spec(name: str) -> BackendSpec:
+    """Return the spec that an installed plugin registers under ``name``.
+
+    Raises:
+        PluginError: no installed plugin registers it, or none that works.
+    """
+    registry = load_plugins()
+    if name not in registry.specs:
+        text = f"backend {name} is not registered in this process"
+        raise PluginError(text, hint="; ".join(registry.warnings) or "install the plugin that brings it")
+    return registry.specs[name]
+
+
+# A spec holds functions, which may not be picklable: another process takes its own plugin's spec of the same name.
+copyreg.pickle(BackendSpec, lambda spec: (registered_spec, (spec.name,)))
 
 
 @functools.cache
@@ -111,6 +154,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
     """Load the given entry points. Raises nothing but KeyboardInterrupt: what fails is in ``Registry.plugins``."""
     registry = Registry()
     taken: dict[str, str] = {}
+    registered: dict[str, list[tuple[str, BackendSpec]]] = {}
     named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in entry_points]
     for name, distribution, version, entry_point in sorted(named, key=lambda item: (*item[:2], item[3].value)):
         plugin = Plugin(name, distribution, version)
@@ -120,7 +164,8 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
             continue
         taken[name] = distribution
         try:
-            specs = _register(entry_point)
+            with contextlib.redirect_stdout(sys.stderr):
+                specs = _register(entry_point)
         except KeyboardInterrupt:
             raise
         except PluginError as error:
@@ -130,19 +175,22 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
         else:
             plugin.backends = tuple(spec.name for spec in specs)
             for spec in specs:
-                _add(registry, spec, distribution)
+                registered.setdefault(spec.name, []).append((distribution, spec))
+    for name, found in registered.items():
+        _settle(registry, name, found)
     return registry
 
 
-def _add(registry: Registry, spec: BackendSpec, owner: str) -> None:
-    if spec.name in registry.conflicts:
-        registry.conflicts[spec.name] += (owner,)
-    elif spec.name in registry.specs:
-        registry.conflicts[spec.name] = (registry.owners.pop(spec.name), owner)
-        del registry.specs[spec.name]
+def _settle(registry: Registry, name: str, found: list[tuple[str, BackendSpec]]) -> None:
+    """Enter a backend name with all its registrations, each the distribution and its spec."""
+    listed = [each for each in found if each[0] == DISTRIBUTIONS.get(name)]
+    if len(listed) == 1 < len(found):
+        registry.ignored[name] = tuple(owner for owner, _ in found if owner != listed[0][0])
+        found = listed
+    if len(found) > 1:
+        registry.conflicts[name] = tuple(owner for owner, _ in found)
     else:
-        registry.specs[spec.name] = spec
-        registry.owners[spec.name] = owner
+        registry.owners[name], registry.specs[name] = found[0]
 
 
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from attn_select import detection, registry
 from attn_select.config import AttentionConfig
-from attn_select.decide import Decider, parse_choice
+from attn_select.decide import Choice, Decider, parse_choice
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, show
@@ -20,10 +21,11 @@ from attn_select.selection import Selection
 RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
 
-_MOST_CACHED = 4096
+_MOST_SELECTIONS = 4096
+_MOST_DECIDERS = 128
 _recent: dict[int, tuple[Any, ...]] = {}
-_selections: dict[Any, Selection] = {}
-_deciders: dict[Any, Decider] = {}
+_selections: dict[tuple[AttentionConfig, Decider, Choice], Selection] = {}
+_deciders: dict[Hashable, Decider] = {}
 
 
 def select(
@@ -45,8 +47,8 @@ def select(
         rules: one more rules file or several, above all other layers; or a ``RuleSet`` that replaces them all.
         backend: an explicit choice, ``"FLASHMLA"``, ``"decode=FLASHMLA"``, ``{"decode": "FLASHMLA"}`` or a list of the
             former. It beats every rule, must pass the gate and is never replaced by another backend.
-        environment: the libraries to judge by; None probes this machine, or for a device that is not this machine's
-            assumes all.
+        environment: the libraries and variables to judge by, by value; None probes this machine, or for a device that
+            is not this machine's assumes all libraries.
 
     Returns:
         A ``Selection``. Check ``ok``: where no backend is valid the phase's entry is None and the reasons are in
@@ -69,17 +71,17 @@ def select(
     if not isinstance(config, AttentionConfig):
         raise ConfigError(f"config = {show(config)}: expected an AttentionConfig", fields=["config"])
     decider = decider_for(device, rules, environment)
-    choice = parse_choice(backend, decider.names)
+    choice = parse_choice(backend, decider.names, decider.registry.failed)
     key = (config, decider, choice)
     selection = _selections.get(key)
     if selection is None:
-        if len(_selections) >= _MOST_CACHED:
+        if len(_selections) >= _MOST_SELECTIONS:
             _selections.clear()
         selection = _selections[key] = decider.decide(config, choice)
-    if len(_recent) >= _MOST_CACHED:
+    if len(_recent) >= _MOST_SELECTIONS:
         _recent.clear()
-    # The tuple keeps the config alive, so its id stays its own. Lists and dicts may change under the same identity.
-    if not isinstance(rules, list) and not isinstance(backend, (list, dict)):
+    # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
+    if _is_immutable(rules) and _is_immutable(backend):
         _recent[id(config)] = (config, device, rules, backend, environment, selection)
     return selection
 
@@ -96,10 +98,14 @@ def select_model(
 
     Kinds without a cache, and MLA beside other attention, are decided by themselves. Where the kinds' best backends
     want different layouts or block sizes, the combination with the least sum of ranks wins; where none fits all, each
-    keeps its own and a warning says so. Arguments and errors are those of ``select``.
+    keeps its own and a warning says so. A block size that a config names is the pool's: a kind that cannot run with it
+    has no backend, and its candidates say why. Arguments and errors are those of ``select``.
+
+    Raises:
+        ConfigError: two configs of one pool name different block sizes.
     """
     decider = decider_for(device, rules, environment)
-    choice = parse_choice(backend, decider.names)
+    choice = parse_choice(backend, decider.names, decider.registry.failed)
     return share_pool([decider.decide(config, choice) for config in configs], decider, choice)
 
 
@@ -108,13 +114,14 @@ def decider_for(device: Device | str | None, rules: RulesArgument, environment: 
     if device is not None and not isinstance(device, (str, Device)):
         text = f"device = {show(device)}: expected a Device, a name such as 'h100', or None for this machine's"
         raise ConfigError(text, fields=["device"])
-    rules_key: Any
-    if rules is None or isinstance(rules, RuleSet):
-        rules_key = None if rules is None else id(rules)
+    rules_key: Hashable
+    paths: tuple[str, ...] = ()
+    if isinstance(rules, RuleSet):
+        rules_key = (tuple(rules.rules), tuple(rules.idle), repr(rules.options))  # a Rule is immutable, its set is not
     else:
-        paths = [rules] if isinstance(rules, (str, os.PathLike)) else rules
-        rules_key = tuple(os.fspath(path) for path in paths)
-    key = (device, rules_key, id(environment) if environment is not None else None)
+        given = () if rules is None else (rules,) if isinstance(rules, (str, os.PathLike)) else rules
+        rules_key = paths = tuple(os.fspath(path) for path in given)
+    key = (device, rules_key, environment)
     decider = _deciders.get(key)
     if decider is None:
         if device is None or device == "auto":
@@ -122,7 +129,10 @@ def decider_for(device: Device | str | None, rules: RulesArgument, environment: 
         else:
             found = lookup(device) if isinstance(device, str) else device
         used_environment = environment if environment is not None else environment_for(found)
-        used_rules = rules if isinstance(rules, RuleSet) else load_rules(rules_key or ())
+        used_rules = rules if isinstance(rules, RuleSet) else _rules(paths)
+        if len(_deciders) >= _MOST_DECIDERS:
+            _deciders.clear()
+            _selections.clear()  # they hold deciders too
         decider = _deciders[key] = Decider(registry.load_plugins(), used_rules, found, used_environment)
     return decider
 
@@ -135,13 +145,24 @@ def environment_for(device: Device, pins: Mapping[str, str] | None = None) -> En
     return _environment(device, tuple(sorted((pins or {}).items())))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_MOST_DECIDERS)
 def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environment:
     given = dict(pins)
     cuda = given.get("cuda")
     if cuda is None and device.local and not device.is_cpu:
         cuda = detection.detect_device().cuda_driver_version
-    return Environment(assume_installed=not device.local, pins=given, cuda=cuda)
+    variables = {name: os.environ[name] for name in registry.load_plugins().variables if name in os.environ}
+    return Environment(assume_installed=not device.local, pins=given, variables=variables, cuda=cuda)
+
+
+_rules = functools.lru_cache(maxsize=16)(load_rules)
+
+
+def _is_immutable(argument: RulesArgument | BackendArgument) -> bool:
+    """Whether an argument of ``select`` says the same as long as it is the same object."""
+    if isinstance(argument, tuple):
+        return all(isinstance(each, (str, PurePath)) for each in argument)
+    return argument is None or isinstance(argument, (str, PurePath))
 
 
 def clear_cache() -> None:
@@ -152,3 +173,4 @@ def clear_cache() -> None:
     registry.load_plugins.cache_clear()
     detection.detect_device.cache_clear()
     _environment.cache_clear()
+    _rules.cache_clear()

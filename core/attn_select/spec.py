@@ -237,6 +237,8 @@ class BackendSpec:
             sparse) or the phase is wrong. It must not raise for any valid config.
         libraries: groups of alternatives: every group needs one library present, the first preferred.
         options: the pydantic model of its TOML table.
+        variables: names of the environment variables that ``plan`` reads; ``environment.variables`` has those that are
+            set.
         compile_key: groups configs that share one compilation at first call (conformance tests cap their number).
         load: imports the kernel library and returns the runtime backend class.
     """
@@ -248,4 +250,11 @@ class BackendSpec:
     load: Callable[[], Any]
     libraries: Sequence[Sequence[Library]] = ()
     options: type[BackendOptions] = BackendOptions
+    variables: tuple[str, ...] = ()
     compile_key: Callable[[AttentionConfig], object] = field(default=_no_compile_key)
+
+    def __copy__(self) -> BackendSpec:
+        return self
+
+    def __deepcopy__(self, memo: object) -> BackendSpec:
+        return self

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,6 +211,38 @@ def test_states_are_probed_once(install: Install, monkeypatch: pytest.MonkeyPatc
     assert environment.state(library(">=1")) == "installed"
     monkeypatch.setattr("attn_select.environment.has_module", None)
     assert environment.state(library(">=1")) == "installed"
+
+
+def test_environments_are_equal_by_value() -> None:
+    one = Environment(assume_installed=True, pins={"A_b": "1", "c": "2"}, variables={"CC": "gcc"}, cuda="13.0")
+    same = Environment(assume_installed=True, pins={"c": "2", "a-b": "1"}, variables={"CC": "gcc"}, cuda="13.0")
+    same.version("c")
+    assert (one, hash(one)) == (same, hash(same))
+    for changes in ({"assume_installed": False}, {"pins": {}}, {"variables": {}}, {"cuda": None}):
+        assert replace(one, **changes) != one  # type: ignore[arg-type]
+
+
+def test_an_environment_keeps_its_own_copy_of_what_it_is_given() -> None:
+    pins, variables = {"a": "1"}, {"CC": "gcc"}
+    environment = Environment(pins=pins, variables=variables)
+    pins["a"], variables["CC"] = "2", "clang"
+    assert (environment.pins, environment.variables) == ({"a": "1"}, {"CC": "gcc"})
+
+
+def test_nothing_of_the_process_is_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "of-the-user")
+    environment = Environment()
+    assert environment.variables == {}
+    assert "of-the-user" not in repr(environment)
+
+
+def test_an_environment_can_be_pickled_and_copied(install: Install) -> None:
+    install("the-kernel", "1.0")
+    environment = Environment(pins={"a": "1"}, variables={"CC": "gcc"}, cuda="13.0")
+    assert environment.state(library()) == "installed"
+    for copied in (pickle.loads(pickle.dumps(environment)), copy.copy(environment), copy.deepcopy(environment)):
+        assert copied == environment
+        assert copied.state(library()) == "installed"
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,50 @@ def test_a_backend_of_two_plugins_is_nobodys(site: Site) -> None:
     assert site.build().conflicts == {"SHARED": ("one", "three", "two")}
 
 
+def test_a_name_of_the_catalogue_belongs_to_the_distribution_that_it_lists(site: Site) -> None:
+    site.plugin("aa_stranger", GOOD, "TRITON_ATTN", "OWN")
+    site.plugin("zz_other", GOOD, "TRITON_ATTN")
+    assert site.build().conflicts == {"TRITON_ATTN": ("aa-stranger", "zz-other")}
+    site.module("the_triton", GOOD, "TRITON_ATTN")
+    site.distribution("attn_select_triton", "triton = the_triton")
+    found = site.build()
+    assert found.owners == {"OWN": "aa-stranger", "TRITON_ATTN": "attn-select-triton"}
+    assert found.conflicts == {}
+    assert found.ignored == {"TRITON_ATTN": ("aa-stranger", "zz-other")}
+    assert found.warnings == [
+        "backend TRITON_ATTN of aa-stranger and of zz-other is ignored: the name belongs to attn-select-triton, which "
+        "is installed"
+    ]
+
+
+def test_a_stranger_alone_may_bring_a_backend_of_the_catalogue(site: Site) -> None:
+    site.plugin("stranger", GOOD, "TRITON_ATTN")
+    found = site.build()
+    assert (found.owners, found.warnings) == ({"TRITON_ATTN": "stranger"}, [])
+
+
+def test_a_listed_distribution_that_registers_a_name_twice_has_a_conflict(site: Site) -> None:
+    site.module("the_one", GOOD, "TRITON_ATTN")
+    site.module("the_two", GOOD, "TRITON_ATTN")
+    site.distribution("attn_select_triton", "one = the_one\ntwo = the_two")
+    assert site.build().conflicts == {"TRITON_ATTN": ("attn-select-triton", "attn-select-triton")}
+
+
+def test_what_a_plugin_prints_goes_to_stderr(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    code = GOOD.replace("    return [make", "    print('called')\n    return [make")
+    site.plugin("loud", f"print('imported')\n{code}")
+    site.plugin("broken", "print('before the error')\nraise RuntimeError")
+    assert list(site.build().specs) == ["PLAIN"]
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == ["before the error", "imported", "called"]
+
+
+def test_declared_variables_and_who_reads_them(spec: MakeSpec) -> None:
+    specs = {"A": spec("A", variables=("CC", "PATH")), "B": spec("B", variables=("CC",)), "C": spec("C")}
+    assert Registry(specs=specs).variables == {"CC": ["A", "B"], "PATH": ["A"]}
+
+
 def test_a_plugin_name_can_be_taken_once(site: Site) -> None:
     site.module("first", GOOD, "FIRST")
     site.module("second", GOOD, "SECOND")
@@ -283,6 +327,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"plan": None}, "plan = None"),
     ({"load": "module"}, "load = 'module'"),
     ({"compile_key": 3}, "compile_key = 3"),
+    ({"variables": "CC"}, "variables = 'CC'"),
+    ({"variables": ("",)}, "variables = ('',)"),
     ({"options": dict}, "options = <class 'dict'>"),
     ({"options": Documented()}, "options = Documented(splits=1)"),
     ({"options": NeedsValue}, "options without a default: splits"),

@@ -89,12 +89,13 @@ def make_decider() -> MakeDecider:
         device: Device = HOPPER,
         environment: Environment | None = None,
         conflicts: dict[str, tuple[str, ...]] | None = None,
+        failed: Sequence[Plugin] = (),
     ) -> Decider:
         registry = Registry(
             specs={spec.name: spec for spec in specs},
             owners={spec.name: "test" for spec in specs},
             conflicts=conflicts or {},
-            plugins=[Plugin("test", "test", "1", tuple(spec.name for spec in specs))],
+            plugins=[Plugin("test", "test", "1", tuple(spec.name for spec in specs)), *failed],
         )
         parsed = [parse_rule(table, file="rules.toml", line=n, layer=1) for n, table in enumerate(rules, 1)]
         rule_set = RuleSet(rules=parsed)

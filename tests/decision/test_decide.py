@@ -10,6 +10,7 @@ from attn_select.config import AttentionConfig
 from attn_select.decide import Choice, parse_choice
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, UnknownNameError
+from attn_select.registry import Plugin
 from attn_select.selection import Candidate, Selection
 from attn_select.spec import BackendPlan, Library, Reason
 
@@ -211,6 +212,19 @@ def test_known_backends_without_a_plugin_are_candidates(
     assert selection.selected["decode"] == "A"
 
 
+def test_a_known_backend_of_a_broken_plugin_says_what_is_broken(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
+    broken = Plugin("triton", "attn-select-triton", "1.0", error="ImportError: no libcuda")
+    decider = make_decider([make_spec("A")], [priority("TRITON_ATTN", "A")], failed=[broken])
+    selection = decider.decide(gqa, Choice(default="TRITON_ATTN"))
+    (reason,) = candidate(selection, "TRITON_ATTN").phases["decode"].reasons
+    assert reason.code == "plugin-broken"
+    assert reason.message == "plugin triton (attn-select-triton 1.0) is broken: ImportError: no libcuda"
+    assert reason.remedy is None
+    assert codes(selection, "TORCH_SDPA") == ["plugin-not-installed"]
+
+
 def test_a_name_registered_twice_is_unusable_and_names_its_owners(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
@@ -354,6 +368,12 @@ def test_a_malformed_choice_is_refused(written: Any) -> None:
 def test_unknown_backends_and_phases_name_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="FLASH_ATTN"):
         parse_choice("FLASH_ATTEN", KNOWN)
+    with pytest.raises(UnknownNameError) as caught:
+        parse_choice("TW", KNOWN, [Plugin("tw", "tw-kernels", "1.0", error="ImportError: no libcuda")])
+    assert caught.value.message == (
+        "unknown backend 'TW'; it may be a backend of a plugin that did not load: "
+        "plugin tw (tw-kernels 1.0) is broken: ImportError: no libcuda"
+    )
     with pytest.raises(UnknownNameError, match="unknown phase 'decod'"):
         parse_choice("decod=FLASHMLA", KNOWN)
     with pytest.raises(ConfigError, match="given twice"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from attn_select.config import AttentionConfig
 from attn_select.decide import Choice
+from attn_select.errors import ConfigError
 from attn_select.pool import share_pool
-from attn_select.spec import HeadSizes
+from attn_select.spec import BackendPlan, HeadSizes
 
 FULL = AttentionConfig(num_heads=8, head_size=64)
 WINDOW = AttentionConfig(num_heads=8, head_size=64, sliding_window=128)
@@ -76,8 +79,61 @@ def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_sp
     )
 
 
+def test_a_block_size_that_a_kind_names_is_the_pools(make_spec: Any, make_decider: Any) -> None:
+    specs = [make_spec("A", blocks=[32]), make_spec("B", blocks=[16]), make_spec("C", blocks=[16], sliding_window=True)]
+    named = WINDOW.model_copy(update={"block_size": 16})
+    # A is ranked first and would win with 32.
+    full, window = decide(make_decider(specs, RULES), FULL, named)
+    assert full.block_size == window.block_size == 16
+    assert (full.selected["decode"], window.selected["decode"]) == ("B", "C")
+
+
+def test_a_kind_that_cannot_run_with_the_named_block_size_says_why(make_spec: Any, make_decider: Any) -> None:
+    specs = [make_spec("A", blocks=[32]), make_spec("B", blocks=[16], sliding_window=True, head_sizes=HeadSizes((32,)))]
+    named = WINDOW.model_copy(update={"block_size": 16, "head_size": 32})
+    full, window = decide(make_decider(specs, TWO), FULL, named)
+    assert (window.selected["decode"], window.block_size) == ("B", 16)
+    assert not full.ok
+    (refused,) = (c.phases["decode"] for c in full.candidates if c.backend == "A")
+    assert [(reason.code, reason.observed) for reason in refused.reasons] == [("block-size", 16)]
+    assert "block size 16, which another layer kind of the pool names, has no backend for this kind" in full.warnings
+
+
+def test_two_named_block_sizes_in_one_pool_are_refused(make_spec: Any, make_decider: Any) -> None:
+    decider = make_decider([make_spec("A", sliding_window=True)], TWO)
+    configs = [c.model_copy(update={"block_size": size}) for c, size in ((FULL, 16), (WINDOW, 32))]
+    with pytest.raises(ConfigError, match="block_size = 16 and 32: layer kinds that share a cache pool") as caught:
+        decide(decider, *configs)
+    assert caught.value.fields == ("block_size",)
+
+
+def test_a_backend_that_no_rule_ranks_costs_more_than_any_that_one_does(make_spec: Any, make_decider: Any) -> None:
+    def plan(config: AttentionConfig, *_: Any) -> BackendPlan:
+        sizes = (16, 64) if config.sliding_window is None else (64, 16)
+        return BackendPlan(
+            path="path",
+            because="only one",
+            query_dtype=config.dtype,
+            returns_lse=True,
+            kv_layouts=("FLASH_ATTN_NHD",),
+            kernel_block_sizes=sizes,
+            cuda_graph="ALWAYS",
+        )
+
+    specs = [make_spec("A"), make_spec("X", blocks=[16, 64], sliding_window=True, plan=plan)]
+    rules = [
+        {"name": "with-64", "priority": ["A", "X"], "when": {"block_size": 64}},
+        {"name": "else", "priority": ["A"]},
+    ]
+    decider, choice = make_decider(specs, rules), Choice(default="X")
+    selections = [decider.decide(config, choice) for config in (FULL, WINDOW)]
+    assert [s.block_size for s in selections] == [16, 64]
+    assert [s.block_size for s in share_pool(selections, decider, choice)] == [64, 64]
+
+
 def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:
     encoder = AttentionConfig(num_heads=8, head_size=64, attn_type="encoder")
     specs = [make_spec("A", layouts=["FLASHINFER_NHD"]), make_spec("B", layouts=[], attn_types=("encoder",))]
-    selections = decide(make_decider(specs, RULES), FULL, encoder)
-    assert [s.kv_layout for s in selections] == ["FLASHINFER_NHD", None]
+    full, alone = decide(make_decider(specs, RULES), FULL, encoder)
+    assert [s.kv_layout for s in (full, alone)] == ["FLASHINFER_NHD", None]
+    assert alone.config is encoder  # not asked again with the pool's block size

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+from collections import UserDict, UserList
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 import attn_select
-from attn_select import AttentionConfig, ConfigError, NoBackendError, clear_cache, select, select_model
+from attn_select import (
+    AttentionConfig,
+    ConfigError,
+    Environment,
+    NoBackendError,
+    Selection,
+    clear_cache,
+    detection,
+    select,
+    select_model,
+)
+from attn_select.decide import Decider
+from attn_select.detection import Detection
+from attn_select.device import CPU, local_device, lookup
 from attn_select.errors import UnknownNameError
+from attn_select.rules.layers import RuleSet, load_rules
+from attn_select.rules.rule import parse_rule
+from attn_select.selector import environment_for
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 
@@ -30,6 +53,146 @@ def test_arguments_that_change_under_one_identity_are_read_again(tmp_path: Path)
     assert select(GQA, "h100", backend=backend).selected["decode"] == "TRITON_ATTN"
     backend[0] = "FLASHINFER"
     assert select(GQA, "h100", backend=backend).selected["decode"] == "FLASHINFER"
+
+
+RULE = 'version = 1\n[[rules]]\nname = "first"\nprefer = ["{}"]\n'
+
+
+def test_no_argument_that_changes_gives_a_stale_answer(tmp_path: Path) -> None:
+    def chosen(**arguments: Any) -> str | None:
+        return select(GQA, "h100", **arguments).selected["decode"]
+
+    inner = {"decode": "TRITON_ATTN"}
+    for backend in (UserDict(inner), MappingProxyType(inner), inner):
+        inner["decode"] = "TRITON_ATTN"
+        assert chosen(backend=backend) == "TRITON_ATTN"
+        (backend if isinstance(backend, UserDict) else inner)["decode"] = "FLASHINFER"
+        assert chosen(backend=backend) == "FLASHINFER"
+    for name in ("TRITON_ATTN", "FLASHINFER"):
+        (tmp_path / f"{name}.toml").write_text(RULE.format(name))
+    for paths in (UserList([tmp_path / "TRITON_ATTN.toml"]), [tmp_path / "TRITON_ATTN.toml"]):
+        assert chosen(rules=paths) == "TRITON_ATTN"
+        paths[0] = tmp_path / "FLASHINFER.toml"
+        assert chosen(rules=paths) == "FLASHINFER"
+    names = UserList(["TRITON_ATTN"])
+    assert chosen(backend=names) == "TRITON_ATTN"
+    names[0] = "FLASHINFER"
+    assert chosen(backend=names) == "FLASHINFER"
+
+
+def test_a_rule_set_that_changes_is_read_again() -> None:
+    rules = load_rules()
+    assert select(GQA, "h100", rules).selected["decode"] == "FLASH_ATTN"
+    rules.rules.append(parse_rule({"name": "no", "deny": ["FLASH_ATTN"]}, file="f", line=1, layer=9))
+    assert select(GQA, "h100", rules).selected["decode"] == "FLASHINFER"
+    rules.options = load_rules(()).options | {}
+    same = select(GQA, "h100", rules)
+    assert select(GQA.model_copy(), "h100", RuleSet(rules.rules, rules.options, rules.layers, rules.idle)) is same
+
+
+def test_options_of_a_rule_set_that_change_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text("version = 1\n[backends.FLASHINFER]\nuse_trtllm = false\n")
+    rules = load_rules([file])
+    assert select(GQA, "b200", rules).options["FLASHINFER"].use_trtllm is False  # type: ignore[attr-defined]
+    rules.options["FLASHINFER"].values["use_trtllm"] = "auto"
+    assert select(GQA, "b200", rules).options["FLASHINFER"].use_trtllm == "auto"  # type: ignore[attr-defined]
+
+
+def test_environments_count_by_value() -> None:
+    def ask(version: str, **more: str) -> Selection:
+        environment = Environment(assume_installed=True, pins={"flashinfer-python": version}, **more)  # type: ignore[arg-type]
+        return select(GQA, "h100", backend="FLASHINFER", environment=environment)
+
+    old, new = ask("0.1.0"), ask("0.6.14")
+    assert (old.ok, new.ok) == (False, True)
+    assert ask("0.6.14") is new
+    assert ask("0.6.14", cuda="13.0") is not new
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+def test_caches_are_bounded() -> None:
+    clear_cache()
+    before = alive(Selection), alive(Decider)
+    for heads in range(1, 4300):
+        select(AttentionConfig(num_heads=heads, head_size=128), "h100", RULES_OF_NOBODY)
+    assert 0 < alive(Selection) - before[0] <= 4096
+    for minor in range(300):
+        select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
+    assert 0 < alive(Decider) - before[1] <= 128
+    clear_cache()
+
+
+RULES_OF_NOBODY = RuleSet()
+
+
+def test_a_selection_holds_the_declared_variables_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "of-the-user")
+    monkeypatch.setenv("FORCE_NUM_KV_SPLITS", "2")
+    clear_cache()
+    selection = select(GQA, "h100")
+    assert selection.environment.variables["FORCE_NUM_KV_SPLITS"] == "2"
+    assert set(selection.environment.variables) <= {"FORCE_NUM_KV_SPLITS", "CC", "CXX", "PATH"}
+    assert "of-the-user" not in repr(selection) + repr(selection.environment)
+    assert b"of-the-user" not in pickle.dumps(selection)
+
+
+MLA = AttentionConfig(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
+@pytest.mark.parametrize("gpu", ["t4", "h100", "b200", "rtx5090", "cpu"])
+@pytest.mark.parametrize("config", [GQA, MLA, MLA.model_copy(update={"sparse_top_k": 2048})])
+def test_a_selection_can_be_pickled_and_copied(config: AttentionConfig, gpu: str) -> None:
+    selection = select(config, gpu)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        check_copy(pickle.loads(pickle.dumps(selection, protocol)), selection)
+    check_copy(copy.copy(selection), selection)
+    check_copy(copy.deepcopy(selection), selection)
+
+
+def check_copy(found: Selection, selection: Selection) -> None:
+    assert found.to_dict() == selection.to_dict()
+    assert found.explain() == selection.explain()
+    assert found.plans == selection.plans
+    assert (found.device, found.environment, found.options) == (
+        selection.device,
+        selection.environment,
+        selection.options,
+    )
+    assert all(found.backends[phase] is spec for phase, spec in selection.backends.items())
+
+
+def load_in_worker(selection: Selection) -> tuple[int, list[str], Selection]:
+    return os.getpid(), [backend.__name__ for backend in selection.load().values()], selection
+
+
+@pytest.mark.slow
+def test_a_worker_loads_a_selection_and_sends_it_back() -> None:
+    selection = select(GQA, CPU, backend="TORCH_SDPA")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pid, loaded, back = pool.apply_async(load_in_worker, (selection,)).get(timeout=120)
+    assert pid != os.getpid()
+    assert loaded == [backend.__name__ for backend in selection.load().values()]
+    check_copy(back, selection)
+
+
+def test_a_foreign_gpu_does_not_get_this_machines_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_cache()
+    h100 = lookup("h100")
+    here = Detection(local_device(h100), driver_version="580.1", cuda_driver_version="13.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(detection, "detect_device", lambda: here)
+        assert environment_for(here.device).cuda == "13.0"
+        assert environment_for(h100).cuda is None
+        assert environment_for(lookup("b200")).cuda is None
+        assert environment_for(CPU).cuda is None
+        assert environment_for(h100, {"cuda": "12.8"}).cuda == "12.8"
+        assert environment_for(here.device, {"cuda": "12.8"}).cuda == "12.8"
+    clear_cache()
 
 
 def test_loading_what_cannot_run_raises_with_every_reason() -> None:

@@ -59,6 +59,9 @@ class Condition:
             return "environment"
         return "device" if self.field in _OF_DEVICE else "config"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _compile, (self.field, list(self.written), [])  # a predicate is a closure, which cannot be pickled
+
     def __str__(self) -> str:
         values = " or ".join(str(w).lower() if isinstance(w, bool) else str(w) for w in self.written)
         return f"{self.field} {values}"

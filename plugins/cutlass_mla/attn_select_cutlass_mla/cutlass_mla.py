@@ -199,5 +199,6 @@ CUTLASS_MLA = BackendSpec(
     load=load,
     libraries=LIBRARIES,
     options=CutlassMLAOptions,
+    variables=(SPLITS_VARIABLE,),
     compile_key=compile_key,
 )

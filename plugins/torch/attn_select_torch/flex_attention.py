@@ -23,7 +23,7 @@ from attn_select.spec import (
     Reason,
 )
 from attn_select_torch.common import RAN_ON_CPU
-from attn_select_torch.toolchain import compiler_reason
+from attn_select_torch.toolchain import COMPILER_VARIABLES, compiler_reason
 
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
@@ -229,5 +229,6 @@ FLEX_ATTENTION = BackendSpec(
     plan=plan,
     load=load,
     libraries=((TORCH,),),
+    variables=COMPILER_VARIABLES,
     compile_key=compile_key,
 )

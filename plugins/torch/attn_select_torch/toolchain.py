@@ -8,6 +8,9 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.spec import Reason
 
+COMPILER_VARIABLES = ("CC", "CXX", "PATH")
+"""What ``compiler_reason`` reads of the environment."""
+
 
 @lru_cache(maxsize=64)
 def _found(names: tuple[str, ...], path: str | None) -> bool:

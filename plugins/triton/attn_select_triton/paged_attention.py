@@ -23,6 +23,7 @@ from attn_select_triton.hardware import (
     notes,
     power_of_two,
 )
+from attn_select_triton.toolchain import COMPILER_VARIABLES
 from attn_select_triton.triton_attn import TritonAttnOptions
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ PAGED_ATTENTION = BackendSpec(
     plan=plan,
     load=load,
     libraries=LIBRARIES,
+    variables=COMPILER_VARIABLES,
     options=PagedAttentionOptions,
     compile_key=compile_key,
 )

@@ -29,6 +29,7 @@ from attn_select_triton.hardware import (
     split_workspace,
     two_powers,
 )
+from attn_select_triton.toolchain import COMPILER_VARIABLES
 
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
@@ -253,6 +254,7 @@ TRITON_ATTN = BackendSpec(
     plan=plan,
     load=load,
     libraries=LIBRARIES,
+    variables=COMPILER_VARIABLES,
     options=TritonAttnOptions,
     compile_key=compile_key,
 )

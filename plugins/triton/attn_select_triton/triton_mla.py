@@ -23,6 +23,7 @@ from attn_select_triton.hardware import (
     notes,
     split_workspace,
 )
+from attn_select_triton.toolchain import COMPILER_VARIABLES
 
 if TYPE_CHECKING:
     from attn_select_triton.mla_runtime import TritonMLABackend
@@ -214,5 +215,6 @@ TRITON_MLA = BackendSpec(
     plan=plan,
     load=load,
     libraries=LIBRARIES,
+    variables=COMPILER_VARIABLES,
     compile_key=compile_key,
 )

@@ -1,0 +1,62 @@
+"""Errors travel between processes whole: a worker pool that cannot unpickle one waits for ever."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# Loaded so that their errors are among the subclasses.
+from attn_select import AttentionConfig, select
+from attn_select.device import lookup
+from attn_select.errors import AttnSelectError, NoBackendError, RulesError, UnknownNameError
+
+
+def subclasses(base: type[AttnSelectError]) -> Iterator[type[AttnSelectError]]:
+    for each in base.__subclasses__():
+        if each.__module__.startswith("attn_select"):
+            yield each
+            yield from subclasses(each)
+
+
+GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "UnknownNameError": ("gpu", "h10", ("h100", "h20")),
+    "NoBackendError": ("none", select(GQA, "t4", backend="FLASH_ATTN")),
+}
+
+
+@pytest.mark.parametrize("cls", [AttnSelectError, *dict.fromkeys(subclasses(AttnSelectError))])
+def test_every_error_survives_pickling_and_copying(cls: type[AttnSelectError]) -> None:
+    error = cls(*ARGUMENTS.get(cls.__name__, ("what was wrong",)), hint="what to do")
+    error.add_note("seen by a worker")
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        check(pickle.loads(pickle.dumps(error, protocol)), error)
+    check(copy.copy(error), error)
+    check(copy.deepcopy(error), error)
+
+
+def check(found: AttnSelectError, error: AttnSelectError) -> None:
+    assert type(found) is type(error)
+    assert (str(found), found.args, found.to_dict()) == (str(error), error.args, error.to_dict())
+    plain = {key: value for key, value in vars(error).items() if key != "selection"}
+    assert {key: value for key, value in vars(found).items() if key != "selection"} == plain
+
+
+def test_what_an_error_knows_travels_with_it() -> None:
+    unknown = pickle.loads(pickle.dumps(UnknownNameError("gpu", "h10", ("h100", "h20"))))
+    assert (unknown.kind, unknown.name, unknown.nearest) == ("gpu", "h10", ["h100", "h20"])
+    problems = [("rules.toml", 3, "no such field")]
+    assert pickle.loads(pickle.dumps(RulesError("broken", problems=problems))).problems == tuple(problems)
+    none = NoBackendError("none", select(GQA, "t4", backend="FLASH_ATTN"))
+    assert pickle.loads(pickle.dumps(none)).selection.to_dict() == none.selection.to_dict()
+
+
+def test_a_worker_that_asks_for_an_unknown_gpu_says_so() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(1) as pool, pytest.raises(UnknownNameError, match="unknown gpu 'h10'"):
+        pool.apply_async(lookup, ("h10",)).get(timeout=60)
