@@ -22,12 +22,11 @@ from attn_select.runtime import Attention, BlockPool, BlockTable, Capacity, MLAA
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.mla_group import MLAAttentionGroup
 from attn_select.selection import Selection
-from attn_select.testing.error_bounds import ErrorBound, error_bound
+from attn_select.testing.comparison import ErrorBound, RelativeError, error_bound, relative_error
 from attn_select.testing.oracle import attention_options, attention_reference
-from attn_select.testing.oracle_errors import RelativeError, relative_error
 from attn_select.testing.oracle_mla import mla_reference
 from attn_select.testing.oracle_quant import decode, encode, quantize_query
-from attn_select.testing.oracle_random import alibi_slopes, softmax_scale
+from attn_select.testing.problems import alibi_slopes, softmax_scale
 
 FP8_SCALE = 0.02
 """Of keys and values in an FP8 cache: standard normal numbers reach 5, and e4m3 holds 448 scales."""

@@ -41,7 +41,6 @@ from attn_select.spec import (
     Fact,
     HeadSizes,
 )
-from attn_select.testing import Problem
 
 EVERY_TYPE = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 
@@ -323,29 +322,6 @@ def make_group(make_toy: MakeToy, choose: Choose) -> MakeGroup:
 
     def make(config: AttentionConfig, *toys: Toy, **options: Any) -> AttentionGroup:
         return AttentionGroup(choose(config, *(toys or (make_toy(),))), **options)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def common_of() -> Callable[[Problem], CommonAttentionMetadata]:
-    """Return ``common_of(problem)``: a random problem's batch as metadata."""
-
-    def make(problem: Problem) -> CommonAttentionMetadata:
-        query_lens, seq_lens = zip(*problem.requests, strict=True)
-        return CommonAttentionMetadata(
-            query_start_loc=problem.query_start_loc,
-            query_start_loc_cpu=problem.query_start_loc.cpu(),
-            seq_lens=problem.seq_lens,
-            seq_lens_cpu=problem.seq_lens.cpu(),
-            num_reqs=len(query_lens),
-            num_actual_tokens=sum(query_lens),
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
-            block_table_tensor=problem.block_table,
-            slot_mapping=problem.slot_mapping,
-            mm_prefix_ranges=problem.mm_prefix_ranges,
-        )
 
     return make
 

@@ -14,6 +14,7 @@ from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
 from attn_select.runtime import Attention, AttentionGroup, BatchError, Scales, forward_context
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
+from attn_select.testing.running import common_of
 
 Factory = Callable[..., Any]
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
@@ -27,7 +28,7 @@ DTYPE_ERROR = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-11}
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2", "float16"])
 @pytest.mark.parametrize("layout", ["FLASH_ATTN_NHD", "FLASHINFER_NHD", "FLASHINFER_HND", "PAGED_ATTENTION"])
 def test_writes_and_attends(
-    make_toy: Factory, make_group: Factory, common_of: Factory, layout: str, kv_cache_dtype: str, dtype: str
+    make_toy: Factory, make_group: Factory, layout: str, kv_cache_dtype: str, dtype: str
 ) -> None:
     config = AttentionConfig(**{**SMALL, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype})
     problem = random_problem(1, config, layout)
@@ -48,7 +49,7 @@ def scales_of(problem: Problem) -> Scales | None:
     return Scales.make("cpu", k=problem.k_scale, v=problem.v_scale, num_kv_heads=heads)
 
 
-def test_scales_per_head(make_group: Factory, common_of: Factory) -> None:
+def test_scales_per_head(make_group: Factory) -> None:
     config = AttentionConfig(**SMALL, kv_cache_dtype="fp8_e4m3", per_head_quant_scales=True)
     problem = random_problem(2, config, FLASH)
     group = make_group(config)
@@ -60,7 +61,7 @@ def test_scales_per_head(make_group: Factory, common_of: Factory) -> None:
     assert Attention(group).scales.k.tolist() == [1.0, 1.0]
 
 
-def test_default_scale_and_a_given_one(make_group: Factory, common_of: Factory) -> None:
+def test_default_scale_and_a_given_one(make_group: Factory) -> None:
     group, problem = make_group(CONFIG), random_problem(3, CONFIG, FLASH)
     assert Attention(group).scale == 32**-0.5
     problem = replace(problem, scale=0.5)
@@ -92,13 +93,13 @@ class Step:
 
 
 @pytest.fixture
-def step(make_toy: Factory, make_group: Factory, common_of: Factory) -> Step:
+def step(make_toy: Factory, make_group: Factory) -> Step:
     problem = random_problem(4, CONFIG, FLASH)
     return Step(make_group(CONFIG, make_toy()), problem, common_of(problem))
 
 
 @pytest.fixture
-def encoder_step(make_group: Factory, common_of: Factory) -> Step:
+def encoder_step(make_group: Factory) -> Step:
     config = AttentionConfig(**SMALL, attn_type="encoder")
     problem = random_problem(4, config)
     return Step(make_group(config), problem, common_of(problem))
@@ -123,7 +124,7 @@ def test_a_layer_that_shares_a_cache_only_reads_it(step: Step) -> None:
 
 
 @pytest.mark.parametrize("two", [False, True])
-def test_padding_is_left_alone(make_toy: Factory, make_group: Factory, common_of: Factory, two: bool) -> None:
+def test_padding_is_left_alone(make_toy: Factory, make_group: Factory, two: bool) -> None:
     toys = [make_toy()]
     if two:
         toys = [make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))]
@@ -164,7 +165,7 @@ def test_no_gradient_chains_the_cache_to_a_step(step: Step) -> None:
 
 @pytest.mark.parametrize("prefill_writes", [True, False])
 def test_one_of_two_backends_writes_in_its_forward(
-    make_toy: Factory, make_group: Factory, common_of: Factory, prefill_writes: bool
+    make_toy: Factory, make_group: Factory, prefill_writes: bool
 ) -> None:
     """Then the other one writes the batch: its own tokens would be missing otherwise."""
     decode = make_toy("DECODER", phases=("decode",), includes_update=not prefill_writes)
@@ -178,9 +179,7 @@ def test_one_of_two_backends_writes_in_its_forward(
     )
 
 
-def test_a_backend_that_writes_in_its_forward_is_not_asked_to(
-    make_toy: Factory, make_group: Factory, common_of: Factory
-) -> None:
+def test_a_backend_that_writes_in_its_forward_is_not_asked_to(make_toy: Factory, make_group: Factory) -> None:
     toy = make_toy(includes_update=True)
     problem = random_problem(6, CONFIG, FLASH)
     Step(make_group(CONFIG, toy), problem, common_of(problem))()
@@ -258,7 +257,7 @@ def test_an_encoder_needs_its_keys(encoder_step: Step, missing: str) -> None:
         encoder_step(key=None, value=None)
 
 
-def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory, common_of: Factory) -> None:
+def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory) -> None:
     problem = random_problem(7, CONFIG, FLASH)
     step = Step(make_group(CONFIG, make_toy("SILENT", returns_lse=False)), problem, common_of(problem))
     with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
@@ -266,7 +265,7 @@ def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory, c
     step()
 
 
-def test_a_quantised_output(make_group: Factory, common_of: Factory) -> None:
+def test_a_quantised_output(make_group: Factory) -> None:
     config = AttentionConfig(**SMALL, output_quantization="fp8")
     problem = random_problem(8, config, FLASH)
     step = Step(make_group(config), problem, common_of(problem))
@@ -282,7 +281,7 @@ def test_a_quantised_output(make_group: Factory, common_of: Factory) -> None:
         step(output_scale=scale, output=torch.zeros(299, 4, 32))
 
 
-def test_fp4_packs_two_numbers_in_a_byte(make_toy: Factory, make_group: Factory, common_of: Factory) -> None:
+def test_fp4_packs_two_numbers_in_a_byte(make_toy: Factory, make_group: Factory) -> None:
     config = AttentionConfig(**SMALL, output_quantization="fp4")
     toys = [make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))]
     problem = random_problem(8, config, FLASH, requests=[(1, 9), (4, 9)])

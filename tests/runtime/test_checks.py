@@ -14,6 +14,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import Attention, AttentionGroup, BatchError, Capacity, CommonAttentionMetadata, Scales
 from attn_select.runtime.checks import checks_enabled
 from attn_select.testing import Problem, random_problem, relative_error, same_bits
+from attn_select.testing.running import common_of
 
 Factory = Callable[..., Any]
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
@@ -47,9 +48,7 @@ def test_the_variable_holds_something_else(monkeypatch: pytest.MonkeyPatch, make
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("layout", ["FLASH_ATTN_NHD", "FLASHINFER_NHD", "FLASHINFER_HND", "PAGED_ATTENTION"])
 @pytest.mark.parametrize("kernel", [16, 8])
-def test_what_is_right_passes(
-    make_toy: Factory, make_group: Factory, common_of: Factory, layout: str, kernel: int
-) -> None:
+def test_what_is_right_passes(make_toy: Factory, make_group: Factory, layout: str, kernel: int) -> None:
     config = AttentionConfig(**SMALL, block_size=16, mm_prefix=True)
     toy = make_toy(layouts=(layout,), kernel_block_sizes=(kernel,))
     group = make_group(config, toy)
@@ -62,7 +61,7 @@ def test_what_is_right_passes(
 
 
 @pytest.mark.usefixtures("checked")
-def test_encoders_and_cross_attention_pass(make_group: Factory, common_of: Factory) -> None:
+def test_encoders_and_cross_attention_pass(make_group: Factory) -> None:
     for attn_type, layout in (("encoder", None), ("encoder_decoder", FLASH)):
         config = AttentionConfig(**SMALL, attn_type=attn_type)
         problem = random_problem(2, config, layout)
@@ -270,7 +269,7 @@ class Call:
 
 
 @pytest.fixture
-def call(checked: None, make_toy: Factory, make_group: Factory, common_of: Factory) -> Call:
+def call(checked: None, make_toy: Factory, make_group: Factory) -> Call:
     toy, problem = make_toy(), random_problem(3, CONFIG, FLASH)
     return Call(toy, make_group(CONFIG, toy), problem, common_of(problem))
 
@@ -326,9 +325,7 @@ def test_wrong_tensors_do_not_reach_a_kernel(call: Call, kind: str) -> None:
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1.0])
-def test_scales_that_went_bad(
-    make_toy: Factory, make_group: Factory, common_of: Factory, name: str, value: float
-) -> None:
+def test_scales_that_went_bad(make_toy: Factory, make_group: Factory, name: str, value: float) -> None:
     config = AttentionConfig(**SMALL, kv_cache_dtype="fp8_e4m3", per_head_quant_scales=name != "q")
     toy, problem = make_toy(), random_problem(4, config, FLASH)
     call = Call(toy, make_group(config, toy), problem, common_of(problem))
@@ -341,9 +338,7 @@ def test_scales_that_went_bad(
 
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_scales_that_differ_between_host_and_device(
-    make_toy: Factory, make_group: Factory, common_of: Factory, name: str
-) -> None:
+def test_scales_that_differ_between_host_and_device(make_toy: Factory, make_group: Factory, name: str) -> None:
     config = AttentionConfig(**SMALL, kv_cache_dtype="fp8_e4m3")
     toy, problem = make_toy(), random_problem(4, config, FLASH)
     call = Call(toy, make_group(config, toy), problem, common_of(problem))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attn_select.config import AttentionConfig
 from attn_select.runtime import Attention, BatchError, forward_context
 from attn_select.testing import random_problem, relative_error, same_bits
+from attn_select.testing.running import common_of
 
 Factory = Callable[..., Any]
 CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
@@ -64,9 +65,7 @@ BACKENDS = [
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_graph_with_the_same_result(
-    make_toy: Factory, make_group: Factory, common_of: Factory, backend: str
-) -> None:
+def test_one_graph_with_the_same_result(make_toy: Factory, make_group: Factory, backend: str) -> None:
     toy = make_toy()
     group = make_group(CONFIG, toy)
     model, counter = Model(group), Counter(backend)
@@ -93,7 +92,7 @@ def test_one_graph_with_the_same_result(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_model_needs_its_context(make_group: Factory, common_of: Factory) -> None:
+def test_a_compiled_model_needs_its_context(make_group: Factory) -> None:
     group, problem = make_group(CONFIG), random_problem(1, CONFIG, FLASH)
     compiled = torch.compile(Model(group), fullgraph=True, backend="aot_eager")
     with torch.no_grad(), pytest.raises(BatchError, match="the forward context has none for its group"):
@@ -103,7 +102,7 @@ def test_a_compiled_model_needs_its_context(make_group: Factory, common_of: Fact
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("extra", ["attn_metadata", "output_lse"])
-def test_what_a_compiled_call_cannot_take(make_group: Factory, common_of: Factory, extra: str) -> None:
+def test_what_a_compiled_call_cannot_take(make_group: Factory, extra: str) -> None:
     group, problem = make_group(CONFIG), random_problem(1, CONFIG, FLASH)
     layer, metadata = Attention(group), group.build(common_of(problem))
     given = {extra: metadata if extra == "attn_metadata" else torch.zeros(len(problem.query), 4)}
@@ -122,9 +121,7 @@ def test_what_a_compiled_call_cannot_take(make_group: Factory, common_of: Factor
 
 
 @pytest.mark.parametrize("new_keys", [True, False])
-def test_schema_and_fake_implementation_agree_with_the_real_one(
-    make_group: Factory, common_of: Factory, new_keys: bool
-) -> None:
+def test_schema_and_fake_implementation_agree_with_the_real_one(make_group: Factory, new_keys: bool) -> None:
     group, problem = make_group(CONFIG), random_problem(3, CONFIG, FLASH)
     layer = Attention(group)
     key, value = (problem.key, problem.value) if new_keys else (None, None)
@@ -136,7 +133,7 @@ def test_schema_and_fake_implementation_agree_with_the_real_one(
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_the_operator_writes_into_its_arguments(make_group: Factory, common_of: Factory) -> None:
+def test_the_operator_writes_into_its_arguments(make_group: Factory) -> None:
     group, problem = make_group(CONFIG), random_problem(3, CONFIG, FLASH)
     layer = Attention(group, layer_name="the.layer")
     cache, output = problem.kv_cache.clone(), torch.zeros_like(problem.query)  # type: ignore[union-attr]
@@ -162,7 +159,7 @@ def test_operators_of_both_kinds_of_layers_are_there() -> None:
         assert not schema.returns
 
 
-def test_contexts_nest_and_end_with_an_error(make_group: Factory, common_of: Factory) -> None:
+def test_contexts_nest_and_end_with_an_error(make_group: Factory) -> None:
     one, two = make_group(CONFIG), make_group(CONFIG)
     problem = random_problem(4, CONFIG, FLASH)
     layer = Attention(one)

@@ -24,6 +24,7 @@ from attn_select.runtime import (
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.spec import BackendOptions
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
+from attn_select.testing.running import common_of
 
 Factory = Callable[..., Any]
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
@@ -76,7 +77,7 @@ def in_kernel_blocks(group: AttentionGroup, problem: Problem) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reorder", [None, 1])
 def test_one_backend_gets_the_whole_batch(
-    make_toy: Factory, make_group: Factory, common_of: Factory, layout: str, reorder: int | None
+    make_toy: Factory, make_group: Factory, layout: str, reorder: int | None
 ) -> None:
     toy = make_toy(layouts=(layout,), reorder=reorder)
     group = make_group(CONFIG, toy)
@@ -103,18 +104,14 @@ def test_one_backend_gets_the_whole_batch(
     ],
     ids=str,
 )
-def test_what_a_layer_asks_for_reaches_the_backend(
-    make_group: Factory, common_of: Factory, fields: dict[str, Any]
-) -> None:
+def test_what_a_layer_asks_for_reaches_the_backend(make_group: Factory, fields: dict[str, Any]) -> None:
     config = AttentionConfig(**SMALL | fields)
     problem = random_problem(4, config, "FLASH_ATTN_NHD")
     solved(make_group(config), problem, common_of(problem))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_backends_share_a_batch_and_its_cache(
-    make_toy: Factory, make_group: Factory, common_of: Factory, layout: str
-) -> None:
+def test_two_backends_share_a_batch_and_its_cache(make_toy: Factory, make_group: Factory, layout: str) -> None:
     decode = make_toy("DECODER", phases=("decode",), layouts=(layout,))
     prefill = make_toy("PREFILLER", phases=("prefill",), layouts=(layout,))
     group = make_group(CONFIG, decode, prefill)
@@ -130,7 +127,7 @@ def test_two_backends_share_a_batch_and_its_cache(
 
 @pytest.mark.parametrize("requests", [MIXED[:3], MIXED[3:]], ids=["decodes", "prefills"])
 def test_a_batch_of_one_phase_is_one_part(
-    make_toy: Factory, make_group: Factory, common_of: Factory, requests: tuple[tuple[int, int], ...]
+    make_toy: Factory, make_group: Factory, requests: tuple[tuple[int, int], ...]
 ) -> None:
     decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
     group = make_group(CONFIG, decode, prefill)
@@ -254,7 +251,6 @@ BLOCKS: Mapping[str, tuple[dict[str, Any], int, int | None]] = {
 def test_kernel_blocks(
     make_toy: Factory,
     make_group: Factory,
-    common_of: Factory,
     layout: str,
     toy: dict[str, Any],
     size: int,
@@ -300,7 +296,7 @@ def test_the_multiple_of_all_plans_of_a_backend(make_toy: Factory, choose: Facto
 @pytest.mark.parametrize("requests", [MIXED, MIXED[:3], MIXED[3:]], ids=["mixed", "decodes", "prefills"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_kernels_of_different_blocks(
-    make_toy: Factory, make_group: Factory, common_of: Factory, layout: str, requests: tuple[tuple[int, int], ...]
+    make_toy: Factory, make_group: Factory, layout: str, requests: tuple[tuple[int, int], ...]
 ) -> None:
     """Where any block size is a view each has its own; else they agree on one that both run."""
     config = AttentionConfig(**SMALL, block_size=48)
@@ -374,7 +370,7 @@ def test_backends_have_tables_of_their_own(make_toy: Factory, make_group: Factor
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
-def test_encoders_have_no_cache(make_toy: Factory, make_group: Factory, common_of: Factory, attn_type: str) -> None:
+def test_encoders_have_no_cache(make_toy: Factory, make_group: Factory, attn_type: str) -> None:
     config = AttentionConfig(**SMALL, attn_type=attn_type)
     toy = make_toy(width_multiple=4)
     group = make_group(config, toy)
@@ -428,7 +424,7 @@ def test_what_is_captured(make_toy: Factory, make_group: Factory, make_batch: Fa
     assert (len(decode.builds), len(prefill.builds)) == (1, 1)
 
 
-def test_cross_attention(make_toy: Factory, make_group: Factory, common_of: Factory) -> None:
+def test_cross_attention(make_toy: Factory, make_group: Factory) -> None:
     """The encoder's keys come in once; later steps only read them."""
     config = AttentionConfig(**SMALL, attn_type="encoder_decoder")
     toy = make_toy()

@@ -36,7 +36,6 @@ from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.testing import (
     MLAProblem,
-    Problem,
     error_bound,
     lse_error,
     random_mla_problem,
@@ -45,6 +44,7 @@ from attn_select.testing import (
     same_bits,
     sparse_mla_reference,
 )
+from attn_select.testing.running import common_of
 from attn_select_torch.torch_mla import TORCH_MLA
 
 SMALL = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
@@ -62,7 +62,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "all": {"sinks": True, "alibi": True, "logits_soft_cap": 4.0, "mm_prefix": True, "sliding_window": 11},
 }
 PADDING = 3
-CommonOf = Callable[[Problem], CommonAttentionMetadata]
 Choose = Callable[..., Selection]
 
 
@@ -143,12 +142,12 @@ def run(
 
 
 @pytest.fixture
-def run_config(common_of: CommonOf) -> Callable[..., Ran]:
+def run_config() -> Callable[..., Ran]:
     """Return ``run_config(config, requests, **options)``: draw a step, run it, compare it with the oracle."""
 
     def go(config: AttentionConfig, requests: Sequence[tuple[int, int]], seed: int = 0, **options: Any) -> Ran:
         problem = random_mla_problem(seed, config, requests=requests)
-        ran = run(problem, common_of(problem.step), **options)
+        ran = run(problem, common_of(problem), **options)
         ran.check()
         return ran
 
@@ -190,7 +189,6 @@ def test_random_steps(
     workspace: int,
     speculative: int,
     wants_lse: bool,
-    common_of: CommonOf,
 ) -> None:
     config = AttentionConfig(
         **SMALL,
@@ -202,7 +200,7 @@ def test_random_steps(
         per_head_quant_scales=cache.startswith("fp8") and seed % 2 == 0,
     )
     problem = random_mla_problem(seed, config)
-    run(problem, common_of(problem.step), workspace_tokens=workspace, wants_lse=wants_lse).check()
+    run(problem, common_of(problem), workspace_tokens=workspace, wants_lse=wants_lse).check()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -235,20 +233,20 @@ def test_blocks_of_the_allocator_are_split(block_size: int, kernel: int, run_con
     assert ran.group.allocate_kv_cache(3).shape == (3 * block_size // kernel, kernel, 40)
 
 
-def test_rows_without_keys_are_zero(common_of: CommonOf) -> None:
+def test_rows_without_keys_are_zero() -> None:
     """As the padded requests of a CUDA graph: one query, no key, no slot."""
     problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 30), (1, 0), (1, 0)])
-    ran = run(problem, common_of(problem.step))
+    ran = run(problem, common_of(problem))
     ran.check()
     assert ran.lse is not None
     assert (ran.output[1:3] == 0).all()
     assert ran.lse[1:3].isneginf().all()
 
 
-def test_own_latents_are_not_rounded_to_the_cache(common_of: CommonOf) -> None:
+def test_own_latents_are_not_rounded_to_the_cache() -> None:
     """A prefill attends to its own tokens as they are: what FP8 makes of them is far outside the bound."""
     problem = random_mla_problem(1, AttentionConfig(**SMALL, kv_cache_dtype="fp8_e5m2"), requests=[(30, 30)])
-    ran = run(problem, common_of(problem.step))
+    ran = run(problem, common_of(problem))
     ran.check()
     as_decode, _ = problem.reference(1)
     bound = error_bound(problem.step.config, ran.group.selection.plans)
@@ -279,10 +277,10 @@ def test_weights_are_kept_once() -> None:
         assert len(places) == 1 + copies
 
 
-def test_nothing_carries_a_gradient(common_of: CommonOf) -> None:
+def test_nothing_carries_a_gradient() -> None:
     problem = random_mla_problem(0, AttentionConfig(**SMALL, dtype="float32"), requests=MIXED)
     group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"), workspace_tokens=20)
-    step, metadata = problem.step, group.build(common_of(problem.step))
+    step, metadata = problem.step, group.build(common_of(problem))
     assert step.kv_cache is not None
     given = [tensor.clone().requires_grad_() for tensor in (problem.query, step.key, step.value)]
     with torch.enable_grad():
@@ -291,11 +289,11 @@ def test_nothing_carries_a_gradient(common_of: CommonOf) -> None:
     assert relative_error(output, problem.reference()[0]).norm < 1e-5
 
 
-def test_prefill_alone(common_of: CommonOf) -> None:
+def test_prefill_alone() -> None:
     """A machine that only prefills: no backend reads the cache, yet it is written, and single tokens are prefills."""
     config = AttentionConfig(**SMALL, block_size=64, kv_cache_dtype="fp8_e4m3")
     problem = random_mla_problem(3, config, requests=[(1, 70), (1, 1), (20, 31), (6, 6)])
-    ran = run(problem, common_of(problem.step), phases=("prefill",), workspace_tokens=16)
+    ran = run(problem, common_of(problem), phases=("prefill",), workspace_tokens=16)
     assert ran.group.kernel_block_size == 64
     assert ran.group.reorder_batch_threshold is None
     assert same_bits(ran.kv_cache, problem.step.written_cache())
@@ -304,14 +302,14 @@ def test_prefill_alone(common_of: CommonOf) -> None:
 
 
 @pytest.mark.parametrize(("phases", "missing"), [(("decode",), "prefill"), (("prefill",), None)])
-def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None, common_of: CommonOf) -> None:
+def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None) -> None:
     problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
     group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"), phases=phases)
     if missing is None:
-        assert [part.phase for part in group.build(common_of(problem.step)).parts] == ["prefill"]
+        assert [part.phase for part in group.build(common_of(problem)).parts] == ["prefill"]
         return
     with pytest.raises(BatchError, match=rf"requests in {missing}, but this group was made for decode alone"):
-        group.build(common_of(problem.step))
+        group.build(common_of(problem))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +337,7 @@ def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None, common_of
         ("attn_metadata", lambda t: None, r"layer 'attention.\d+': no attn_metadata was given"),
     ],
 )
-def test_bad_arguments_are_named(name: str, change: Callable[[Any], Any], says: str, common_of: CommonOf) -> None:
+def test_bad_arguments_are_named(name: str, change: Callable[[Any], Any], says: str) -> None:
     problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
     step, group = problem.step, MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
     assert step.kv_cache is not None
@@ -451,7 +449,7 @@ def sparse_spec(name: str, layout: str, block_size: int, calls: list[tuple[int, 
     ],
 )
 @pytest.mark.parametrize("backends", [1, 2])
-def test_sparse_layers(layout: str, fields: dict[str, Any], backends: int, common_of: CommonOf, choose: Choose) -> None:
+def test_sparse_layers(layout: str, fields: dict[str, Any], backends: int, choose: Choose) -> None:
     """Everything goes the latent way: one backend gets the whole batch, two get their phase in their own blocks."""
     config = AttentionConfig(**fields, block_size=64, dtype="bfloat16")
     problem = random_mla_problem(0, config, layout, requests=MIXED)
@@ -461,7 +459,7 @@ def test_sparse_layers(layout: str, fields: dict[str, Any], backends: int, commo
     toys = [SimpleNamespace(spec=large)]
     if backends == 2:
         toys.insert(0, SimpleNamespace(spec=dataclasses.replace(small, capabilities={"decode": capabilities})))
-    ran = run(problem, common_of(problem.step), selection=choose(config, *toys))
+    ran = run(problem, common_of(problem), selection=choose(config, *toys))
     ran.check()
     blocks, width = len(ran.kv_cache), ran.kv_cache.shape[2]
     if backends == 1:
@@ -473,7 +471,7 @@ def test_sparse_layers(layout: str, fields: dict[str, Any], backends: int, commo
 
 
 @pytest.mark.parametrize("missing", ["missing", "int64", "width"])
-def test_sparse_layers_need_their_indices(missing: str, common_of: CommonOf, choose: Choose) -> None:
+def test_sparse_layers_need_their_indices(missing: str, choose: Choose) -> None:
     config = AttentionConfig(**SMALL, sparse_top_k=12, block_size=64)
     problem = random_mla_problem(0, config, requests=MIXED)
     group = MLAAttentionGroup(choose(config, SimpleNamespace(spec=sparse_spec("TOY", MLA, 64, []))))
@@ -514,7 +512,7 @@ def test_written_as_the_oracle_writes(layout: str, fields: dict[str, Any], seed:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_in_one_graph(backend: str, common_of: CommonOf) -> None:
+def test_compiled_in_one_graph(backend: str) -> None:
     """The graph holds the layer as one operator, and takes the next step's metadata without being made anew."""
     from torch._dynamo.testing import CompileCounterWithBackend
 

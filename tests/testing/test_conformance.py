@@ -26,9 +26,9 @@ from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.spec import BackendPlan, BackendSpec, ComputeCapabilities, Fact, Reason
 from attn_select.testing import BackendConformance, error_bound, gather_reference, random_problem, same_bits
 from attn_select.testing import conformance_run as run
-from attn_select.testing.conformance_batches import reblocked
 from attn_select.testing.conformance_configs import config_text, draw_case
-from attn_select.testing.conformance_gate import selection_for
+from attn_select.testing.running import reblocked
+from attn_select.testing.toolkit import selection_for
 
 EXAMPLE = Path(__file__).parents[1] / "packaging" / "example_plugin"
 HEADS = ((1, 1), (4, 2), (8, 1))

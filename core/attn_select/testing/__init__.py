@@ -1,21 +1,31 @@
-"""For authors of backends: the conformance suite, and the float64 oracle that it compares with. Needs torch.
+"""For authors of backends: the conformance suite, the test toolkit, and the float64 oracle. Needs torch.
 
-- ``conformance``: ``BackendConformance``, a pytest class to subclass with a spec. It alone needs pytest.
-- ``error_bounds``: how far a result may be from the oracle, per dtype and path.
+Proof that a backend runs what its spec promises:
+
+- ``conformance``: ``BackendConformance``, a pytest class to subclass with a spec. It needs pytest.
+
+What tests of a plugin use beside it:
+
+- ``toolkit``: layers, devices and environments to ask about; the gate's answers (``plan_of``, ``reasons_of``); the
+  check of facts' sources; emulated modules.
+- ``running``: one step through the layers that engines call, on poisoned memory. It needs ``attn_select.runtime``.
+- ``strategies``: configurations, devices and environments for hypothesis, which it needs.
+
+What is right:
+
+- ``problems``: random batches on poisoned memory (``Problem``), and of a whole MLA layer (``MLAProblem``).
 - ``oracle``: attention, its mask, and the merge of partials; the conventions are stated there.
 - ``oracle_paged``: the same on a paged cache of any layout, writing the cache, slot mappings.
 - ``oracle_mla``: multi-head latent attention, decompressed, absorbed and sparse.
 - ``oracle_quant``: FP8 with scales, and the 656-byte token of sparse MLA.
-- ``oracle_random``: random batches on poisoned memory (``oracle_problems.Problem``).
-- ``oracle_mla_problems``: random batches of a whole MLA layer (``MLAProblem``).
-- ``oracle_errors``: distances between a result and its reference.
+- ``comparison``: distances between a result and its reference, and what distance is accepted per dtype and path.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attn_select.testing.error_bounds import ErrorBound, error_bound
+from attn_select.testing.comparison import ErrorBound, RelativeError, error_bound, lse_error, relative_error, same_bits
 from attn_select.testing.oracle import (
     AttentionOptions,
     attention_options,
@@ -24,7 +34,6 @@ from attn_select.testing.oracle import (
     varlen_reference,
     visible_keys,
 )
-from attn_select.testing.oracle_errors import RelativeError, lse_error, relative_error, same_bits
 from attn_select.testing.oracle_mla import (
     absorb_query,
     mla_absorbed_reference,
@@ -32,16 +41,35 @@ from attn_select.testing.oracle_mla import (
     project_output,
     sparse_mla_reference,
 )
-from attn_select.testing.oracle_mla_problems import MLAProblem, random_mla_problem
 from attn_select.testing.oracle_paged import (
     gather_reference,
     paged_reference,
     slot_mapping_reference,
     write_reference,
 )
-from attn_select.testing.oracle_problems import Problem, Request
 from attn_select.testing.oracle_quant import pack_fp8_ds_mla, quantize_query, storage_dtype, unpack_fp8_ds_mla
-from attn_select.testing.oracle_random import random_problem, random_requests
+from attn_select.testing.problems import (
+    MLAProblem,
+    Problem,
+    Request,
+    random_mla_problem,
+    random_problem,
+    random_requests,
+)
+from attn_select.testing.toolkit import (
+    ask,
+    check_answers,
+    check_sources,
+    codes_of,
+    device_of,
+    emulated_modules,
+    environment_of,
+    gqa_layer,
+    mla_layer,
+    plan_of,
+    reasons_of,
+    selection_of,
+)
 
 if TYPE_CHECKING:
     from attn_select.testing.conformance import BackendConformance as BackendConformance
@@ -54,23 +82,35 @@ __all__ = [
     "RelativeError",
     "Request",
     "absorb_query",
+    "ask",
     "attention_options",
     "attention_reference",
+    "check_answers",
+    "check_sources",
+    "codes_of",
+    "device_of",
+    "emulated_modules",
+    "environment_of",
     "error_bound",
     "gather_reference",
+    "gqa_layer",
     "lse_error",
     "merge_reference",
     "mla_absorbed_reference",
+    "mla_layer",
     "mla_reference",
     "pack_fp8_ds_mla",
     "paged_reference",
+    "plan_of",
     "project_output",
     "quantize_query",
     "random_mla_problem",
     "random_problem",
     "random_requests",
+    "reasons_of",
     "relative_error",
     "same_bits",
+    "selection_of",
     "slot_mapping_reference",
     "sparse_mla_reference",
     "storage_dtype",

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 import torch
 
-from attn_select import detection
+from attn_select import detection, gate
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import CPU, Device, known_gpus, lookup
 from attn_select.environment import Environment
@@ -29,10 +29,22 @@ from attn_select.errors import RuntimeMissingError
 from attn_select.selector import environment_for
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec
 from attn_select.spec_check import problems_of
-from attn_select.testing import conformance_gate as gate
-from attn_select.testing import error_bounds
+from attn_select.testing import comparison
 from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
 from attn_select.testing.conformance_run import Rig, Terms
+from attn_select.testing.toolkit import (
+    Outcome,
+    Outcomes,
+    check_stated,
+    codes,
+    environment_of,
+    outcomes,
+    plans_of,
+    selection_for,
+)
+
+__tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
+_WORDS = {True: "accepts", False: "refuses"}
 
 
 class BackendConformance:
@@ -71,9 +83,9 @@ class BackendConformance:
     exact_alibi_lse: ClassVar[bool] = True
     fp8_cache_steps: ClassVar[int] = 0
 
-    def error_bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> error_bounds.ErrorBound:
+    def error_bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> comparison.ErrorBound:
         """Return the errors that are accepted; override it for a path that needs other bounds, and say why there."""
-        return error_bounds.error_bound(config, plans)
+        return comparison.error_bound(config, plans)
 
     def kernel_accepts(self, config: AttentionConfig, phase: Phase) -> bool | None:
         """Return what the kernel itself says to a configuration on this machine; None: it cannot be asked."""
@@ -89,20 +101,20 @@ class BackendConformance:
             config = next(case.config for case in self._cases() if phase in case.config.phases)
             for device in (CPU, *known_gpus().values()):
                 if not capabilities.compute_capabilities.value.accepts(device.compute_capability):
-                    found = gate.outcomes(self.spec, config, device, gate.ASSUMED, self._options())[phase]
-                    assert "compute-capability" in gate.codes(found), f"{phase} on {device.name}: {found}"
+                    found = outcomes(self.spec, config, device, environment_of(), self._options())[phase]
+                    assert "compute-capability" in codes(found), f"{phase} on {device.name}: {found}"
 
     def test_config(self, index: int) -> None:
         """The gate is right about one configuration, and what it accepts gives the oracle's results."""
         case = self._cases()[index]
         with self._named(case):
             found, lacking = self._judge(case)
-            gate.check_outcomes(self.spec, case, found)
-            plans = gate.plans_of(found)
+            _check_outcomes(self.spec, case, found)
+            plans = plans_of(found)
             self._tally["accepted" if plans else "rejected"] += 1
             if lacking is None:
                 for phase, outcome in found.items():
-                    gate.check_kernel(phase, outcome, self.kernel_accepts(case.config, phase))
+                    _check_kernel(phase, outcome, self.kernel_accepts(case.config, phase))
             if plans:
                 why = lacking or self._not_run(case.config)
                 if why is not None:
@@ -149,21 +161,21 @@ class BackendConformance:
         device = lookup(device) if isinstance(device, str) else device
         return here, device, self.environment or environment_for(device)
 
-    def _here(self, config: AttentionConfig) -> gate.Outcomes:
-        return gate.outcomes(self.spec, config, *self._place()[1:], self._options())
+    def _here(self, config: AttentionConfig) -> Outcomes:
+        return outcomes(self.spec, config, *self._place()[1:], self._options())
 
-    def _judge(self, case: Case) -> tuple[gate.Outcomes, str | None]:
+    def _judge(self, case: Case) -> tuple[Outcomes, str | None]:
         """Return the gate's answers, and what this machine lacks if they are for another one."""
         found = self._here(case.config)
-        if gate.plans_of(found):
+        if plans_of(found):
             return found, None
         device = self._place()[1]
         taken = self.spec.capabilities[case.phase].compute_capabilities.value
         if not taken.accepts(device.compute_capability):
             others = [gpu for gpu in known_gpus().values() if taken.accepts(gpu.compute_capability)]
             device = others[case.index % len(others)] if others else CPU
-        elsewhere = gate.outcomes(self.spec, case.config, device, gate.ASSUMED, self._options())
-        missing = [found[phase] for phase in gate.plans_of(elsewhere)]
+        elsewhere = outcomes(self.spec, case.config, device, environment_of(), self._options())
+        missing = [found[phase] for phase in plans_of(elsewhere)]
         if not missing:
             return found, None
         reasons = [reason for outcome in missing if isinstance(outcome, list) for reason in outcome]
@@ -180,14 +192,14 @@ class BackendConformance:
 
     def _with_few_keys(self, case: Case) -> Case:
         known, key = self._compiled, self.spec.compile_key(case.config)
-        if key in known or case.changed is not None or not gate.plans_of(self._here(case.config)):
+        if key in known or case.changed is not None or not plans_of(self._here(case.config)):
             return case
         if len(known) < self.max_compile_keys:
             known[key] = case.config
         elif case.index % 4:
             near = with_known_key(self.spec, self.seed, case, [*known.values()][case.index % len(known)])
-            declared = case.phase in near.phases and not gate.undeclared(self.spec, case.phase, near)
-            if declared and gate.plans_of(self._here(near)):
+            declared = case.phase in near.phases and not _undeclared(self.spec, case.phase, near)
+            if declared and plans_of(self._here(near)):
                 return replace(case, config=near)
         return case
 
@@ -205,7 +217,7 @@ class BackendConformance:
         """Run all phases together where they share a cache, else each by itself."""
         __tracebackhide__ = True
         here, device, environment = self._place()
-        selection = gate.selection_for(
+        selection = selection_for(
             self.spec, plans, case.config, device, environment, self._options(), layout_choice=case.index
         )
         if selection is None:
@@ -269,3 +281,36 @@ class _Summary:
             terminalreporter.section("attention backends held to their specs")
             for line in lines:
                 terminalreporter.write_line(line)
+
+
+def _undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:
+    """Return the codes of what a plain comparison has against a configuration, on whatever device."""
+    compared = gate.CapabilityGate(spec.capabilities[phase], Device("any", (0, 0)), ())
+    return codes(compared.reasons(config, gate.Demands(config))) - {"compute-capability"}
+
+
+def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
+    """Hold the gate to its word: what is not declared is refused for that, what is declared only by the plan.
+
+    Raises:
+        AssertionError: it is not so, or a reason says nothing.
+    """
+    for phase, outcome in found.items():
+        check_stated(phase, outcome)
+    outcome, name = found[case.phase], f"{case.phase}: {case.changed or 'all of it'}"
+    if case.changed is not None:
+        assert case.code in codes(outcome), f"{name} is not declared, so {case.code!r} is due; the gate said {outcome}"
+        return
+    wrong = _undeclared(spec, case.phase, case.config)
+    assert not wrong, f"{name} is declared, but the comparison refuses it: {wrong}"
+
+
+def _check_kernel(phase: Phase, outcome: Outcome, answer: bool | None) -> None:
+    """Compare the gate with what the kernel itself says.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    said = isinstance(outcome, BackendPlan)
+    text = f"{phase}: the gate {_WORDS[said]} what the kernel {_WORDS[not said]}: {outcome}"
+    assert answer is None or answer == said, text

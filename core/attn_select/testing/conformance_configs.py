@@ -32,7 +32,7 @@ _MLA_DIMS = (
 """In the order of ``_MLA_FIELDS``: DeepSeek-V3's first."""
 _MLA_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MLA = dict(zip(_MLA_FIELDS, _MLA_DIMS[0], strict=True))
-_SWITCHES = ("alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant", "per_head_quant_scales")
+SWITCHES = ("alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant", "per_head_quant_scales")
 _CODES = {
     "decode_context_parallel_size": "decode-context-parallel",
     "num_speculative_tokens": "speculative-tokens",
@@ -161,7 +161,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
     some: Fields = {
         "sliding_window": rng.choice((1, 5, 16, 33, 100)),
         "logits_soft_cap": rng.choice((5.0, 30.0)),
-        **dict.fromkeys(_SWITCHES, True),
+        **dict.fromkeys(SWITCHES, True),
         "decode_context_parallel_size": 2,
     }
     for name, value in some.items():
@@ -219,7 +219,7 @@ def _undeclared(capabilities: Capabilities, config: AttentionConfig) -> Iterator
     values: Fields = {
         "sliding_window": 16,
         "logits_soft_cap": 30.0,
-        **dict.fromkeys(_SWITCHES, True),
+        **dict.fromkeys(SWITCHES, True),
         "decode_context_parallel_size": 2,
     }
     for name, value in values.items():

@@ -1,9 +1,10 @@
-"""Runs one backend on one configuration through the layers that engines call, and compares with the oracle."""
+"""Runs one backend on one configuration: drawn batches, each request alone, and replays of CUDA graphs."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,33 +12,43 @@ import torch
 from torch import Tensor
 
 from attn_select.config import AttentionConfig, Phase
-from attn_select.dtypes import is_quantized
-from attn_select.runtime import Attention, Capacity, CommonAttentionMetadata, MLAAttention, Scales, attention_group
+from attn_select.runtime import Capacity, attention_group, decodes_first
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.selection import Selection
-from attn_select.spec import BackendPlan
-from attn_select.testing import conformance_batches as drawing
-from attn_select.testing.conformance_batches import Drawn, poison, rows_of, step_of
-from attn_select.testing.conformance_checks import check_cache, check_lse, check_output, request_name
-from attn_select.testing.error_bounds import ErrorBound
-from attn_select.testing.oracle_errors import same_bits
-from attn_select.testing.oracle_mla_problems import MLAProblem
-from attn_select.testing.oracle_problems import Request
+from attn_select.testing.comparison import request_name, same_bits
+from attn_select.testing.problems import MLAProblem, Request, random_mla_problem, random_problem, random_requests
+from attn_select.testing.running import (
+    Bound,
+    Drawn,
+    Result,
+    call_layer,
+    check_result,
+    common_of,
+    inputs_of,
+    kernel_cache,
+    layer_of,
+    poison,
+    result_of,
+    returns_lse,
+    run_problem,
+    step_of,
+)
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
-PADDING = 3
-"""Rows of every tensor behind the batch's tokens."""
 WORKSPACE_TOKENS = 64
 """Of MLA prefill: few enough that contexts are cut."""
 OUTPUT_SCALE = 0.02
 """Of FP8 outputs: means of standard normal values, and e4m3 holds 448 scales."""
+LONGEST = 96
+"""Tokens of a sequence: several blocks, few enough for a float64 oracle."""
+MOST_REQUESTS = 6
 
 
 @dataclass(slots=True)
 class Terms:
     """What a suite asks beside the configuration; ``BackendConformance`` documents the fields."""
 
-    error_bound: Callable[[AttentionConfig, Mapping[Phase, BackendPlan]], ErrorBound]
+    error_bound: Bound
     nan_tail_safe: bool = False
     rows_without_keys: bool = True
     exact_alibi_lse: bool = True
@@ -45,12 +56,87 @@ class Terms:
 
 
 @dataclass(slots=True)
-class Result:
-    """What a step left: output ``(T, H, Dv)``, LSE ``(T, H)`` or None, the cache in the allocator's blocks or None."""
+class Batches:
+    """Draws steps of one layer.
 
-    output: Tensor
-    lse: Tensor | None
-    kv_cache: Tensor | None
+    Attributes:
+        config: the layer.
+        kv_layout: of its cache; None without.
+        block_size: the allocator's, in tokens.
+        device: where tensors go.
+        phases: those that are served; requests are of no other.
+        longest_decode: queries up to this many tokens are decodes.
+        in_order: decodes come first.
+        whole_prompts: a prefill has no cached context, since its parts could not be merged.
+        nan_tails: slots behind a sequence's end hold NaN, not large finite numbers.
+    """
+
+    config: AttentionConfig
+    kv_layout: str | None
+    block_size: int
+    device: torch.device
+    phases: Collection[Phase]
+    longest_decode: int
+    in_order: bool
+    whole_prompts: bool
+    nan_tails: bool
+
+    def mixed(self, seed: int) -> list[Request]:
+        """Draw decodes, whole and chunked prefills, and short queries, in one batch."""
+        sizes = {"num_requests": MOST_REQUESTS, "max_seq_len": LONGEST, "block_size": self.block_size}
+        requests = [self._fitted(*request) for request in random_requests(seed, self.config, **sizes)]
+        order = decodes_first([query for query, _ in requests], self.longest_decode if self.in_order else 0)
+        return [requests[i] for i in order]
+
+    def uniform(self, seed: int, *, rows_without_keys: bool) -> list[Request]:
+        """Draw decodes of equal query length: the first without context, and if asked for a last one without keys."""
+        rng = random.Random(seed)
+        query_len = min(1 + self.config.num_speculative_tokens, self.longest_decode)
+        whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
+        lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
+        return [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
+
+    def _fitted(self, query_len: int, seq_len: int) -> Request:
+        """Return a request like this one of a phase that is served."""
+        if "decode" not in self.phases and self.config.has_cache:
+            query_len = max(query_len, self.longest_decode + 1)
+        elif "prefill" not in self.phases:
+            query_len = min(query_len, self.longest_decode)
+        if self.whole_prompts and query_len > self.longest_decode:
+            seq_len = query_len
+        return query_len, seq_len if self.config.attn_type == "encoder_decoder" else max(query_len, seq_len)
+
+    def draw(self, seed: int, requests: Sequence[Request]) -> Drawn:
+        """Draw a step of these requests; all steps have caches of the same size."""
+        most = MOST_REQUESTS * -(-LONGEST // self.block_size) + 2
+        options: dict[str, Any] = {
+            "block_size": self.block_size,
+            "requests": requests,
+            "nan_tails": self.nan_tails,
+            "spare_blocks": most - sum(-(-seq_len // self.block_size) for _, seq_len in requests),
+            "device": self.device,
+        }
+        if self.config.mla and self.kv_layout is not None:
+            return random_mla_problem(seed, self.config, self.kv_layout, **options)
+        return random_problem(seed, self.config, self.kv_layout, **options)
+
+
+def rows_of(drawn: Drawn, first: int, last: int) -> slice:
+    """Return the tokens of requests ``first .. last - 1``."""
+    bounds = step_of(drawn).query_start_loc
+    return slice(int(bounds[first]), int(bounds[last]))
+
+
+def part_of(drawn: Drawn, first: int, last: int) -> Drawn:
+    """Return the step of requests ``first .. last - 1`` alone, on the same cache."""
+    step, rows = step_of(drawn), rows_of(drawn, first, last)
+    by_row = ("query", "key", "value", "slot_mapping", "topk_indices")
+    by_request = ("requests", "seq_lens", "block_table", "mm_prefix_ranges")
+    cuts = {**dict.fromkeys(by_row, rows), **dict.fromkeys(by_request, slice(first, last))}
+    cut: dict[str, Any] = {name: getattr(step, name)[c] for name, c in cuts.items() if getattr(step, name) is not None}
+    bounds = step.query_start_loc[first : last + 1]
+    part = dataclasses.replace(step, query_start_loc=bounds - bounds[0], **cut)
+    return dataclasses.replace(drawn, step=part, query=drawn.query[rows]) if isinstance(drawn, MLAProblem) else part
 
 
 class Rig:
@@ -69,8 +155,8 @@ class Rig:
     ) -> None:
         self.config, self.plans, self.seed, self.terms = selection.config, selection.plans, seed, terms
         size = selection.block_size or 16
-        requests = drawing.MOST_REQUESTS + 2
-        capacity = Capacity(requests, requests * drawing.LONGEST, max_model_len=max(1024, 4 * size))
+        requests = MOST_REQUESTS + 2
+        capacity = Capacity(requests, requests * LONGEST, max_model_len=max(1024, 4 * size))
         made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": [*selection.backends]}
         if self.config.mla:
             made["workspace_tokens"] = WORKSPACE_TOKENS
@@ -78,7 +164,7 @@ class Rig:
         threshold = self.group.reorder_batch_threshold
         self.longest_decode = threshold or 1
         prefill = self.plans.get("prefill")
-        self.batches = drawing.Batches(
+        self.batches = Batches(
             config=self.config,
             kv_layout=self.group.kv_layout,
             block_size=size,
@@ -89,7 +175,6 @@ class Rig:
             whole_prompts=self.config.mla and prefill is not None and not prefill.returns_lse,
             nan_tails=terms.nan_tail_safe,
         )
-        self.returns_lse = all(plan.returns_lse for plan in self.plans.values())
         quantised = self.config.output_quantization == "fp8"
         self.output_scale = torch.tensor(OUTPUT_SCALE, device=device) if quantised else None
 
@@ -127,154 +212,48 @@ class Rig:
             replays += self._replay(requests, [most // 2, most], ((0, len(requests)), (0, 2), (1, len(requests))), None)
         return replays
 
-    def _layer(self, drawn: Drawn) -> Attention | MLAAttention:
-        step = step_of(drawn)
-        heads = self.config.num_kv_heads if self.config.per_head_quant_scales else 0
-        given = {"q": step.q_scale, "k": step.k_scale, "v": step.v_scale}
-        wanted = {name: scale for name, scale in given.items() if scale is not None}
-        scales = Scales.make(self.group.device, num_kv_heads=heads, **wanted)
-        extras: dict[str, Any] = {"alibi_slopes": step.alibi_slopes, "sinks": step.sinks, "scales": scales}
-        group: Any = self.group
-        if isinstance(drawn, MLAProblem):
-            return MLAAttention(group, drawn.kv_b_proj, scale=step.scale, **extras)
-        return Attention(group, scale=step.scale, **extras)
-
-    def _inputs(self, drawn: Drawn) -> dict[str, Tensor]:
-        """Return what has one row per token, padded with poison."""
-        step = step_of(drawn)
-        named = {"query": drawn.query, "key": step.key, "value": step.value, "topk_indices": step.topk_indices}
-        if self.config.attn_type == "encoder_decoder":  # the cache holds all keys already
-            named = {"query": drawn.query}
-        given = {name: tensor for name, tensor in named.items() if tensor is not None}
-        return {name: torch.cat([t, poison((PADDING, *t.shape[1:]), t)]) for name, t in given.items()}
-
-    def _common(self, drawn: Drawn) -> CommonAttentionMetadata:
-        step = step_of(drawn)
-        bounds, lens = step.query_start_loc.cpu(), step.seq_lens.cpu()
-        return CommonAttentionMetadata(
-            query_start_loc=step.query_start_loc,
-            query_start_loc_cpu=bounds,
-            seq_lens=step.seq_lens,
-            seq_lens_cpu=lens,
-            num_reqs=len(lens),
-            num_actual_tokens=int(bounds[-1]),
-            max_query_len=int(bounds.diff().max()),
-            max_seq_len=int(lens.max()),
-            block_table_tensor=step.block_table,
-            slot_mapping=step.slot_mapping,
-            mm_prefix_ranges=step.mm_prefix_ranges,
-        )
-
-    def _kernel_cache(self, drawn: Drawn) -> Tensor | None:
-        """Return a copy of the drawn cache in the kernel's blocks."""
-        step = step_of(drawn)
-        if step.kv_cache is None or step.layout is None:
-            return None
-        size = self.group.kernel_block_size or self.batches.block_size
-        return drawing.reblocked(step.kv_cache, step.layout, self.config, size)
-
-    def _lse(self, query: Tensor) -> Tensor | None:
-        return poison((len(query), self.config.num_heads), query, torch.float32) if self.returns_lse else None
-
-    def _call(
-        self,
-        layer: Attention | MLAAttention,
-        inputs: Mapping[str, Tensor],
-        kv_cache: Tensor | None,
-        metadata: Any,
-        lse: Tensor | None,
-    ) -> Tensor:
-        """Run the layer on a poisoned output; return it as it is, padding included."""
-        query, key, value = inputs["query"], inputs.get("key"), inputs.get("value")
-        dtype = query.dtype if self.output_scale is None else torch.float8_e4m3fn
-        size = self.config.v_head_dim or self.config.value_head_size
-        output = poison((len(query), self.config.num_heads, size), query, dtype)
-        if isinstance(layer, MLAAttention):
-            layer.forward(query, key, value, kv_cache, metadata, output, inputs.get("topk_indices"), lse)
-        else:
-            layer.forward(query, key, value, kv_cache, metadata, output, lse, self.output_scale)
-        return output
-
-    def _run(self, drawn: Drawn) -> Result:
-        common, inputs, cache = self._common(drawn), self._inputs(drawn), self._kernel_cache(drawn)
-        lse = self._lse(inputs["query"])
-        output = self._call(self._layer(drawn), inputs, cache, self.group.build(common), lse)
-        tokens = common.num_actual_tokens
-        for name, tensor in (("output", output), ("LSE", lse)):
-            if tensor is not None and not same_bits(tensor[tokens:], poison(tensor[tokens:].shape, tensor)):
-                raise AssertionError(f"{name} rows behind num_actual_tokens = {tokens} were written")
-        return self._result(drawn, output[:tokens], lse, cache)
-
-    def _result(self, drawn: Drawn, output: Tensor, lse: Tensor | None, cache: Tensor | None) -> Result:
-        layout = step_of(drawn).layout
-        if cache is not None and layout is not None:
-            cache = drawing.reblocked(cache, layout, self.config, self.batches.block_size)
-        if self.output_scale is not None:
-            output = output.float() * self.output_scale
-        return Result(output, None if lse is None else lse[: len(output)], cache)
-
     def _replay(
         self, requests: Sequence[Request], sizes: list[int], parts: Sequence[tuple[int, int]], query_len: int | None
     ) -> int:
         """Capture, then replay parts of two batches that differ in lengths and tables; return the number of replays."""
         rng = random.Random(self.seed)
         # Equal queries draw equal weights, scales and sinks: one layer serves all.
-        both = [[(query, rng.randint(max(query, 1), drawing.LONGEST)) for query, _ in requests] for _ in range(2)]
+        both = [[(query, rng.randint(max(query, 1), LONGEST)) for query, _ in requests] for _ in range(2)]
         drawn = [self.batches.draw(self.seed, with_lengths) for with_lengths in both]
-        layer, cache, inputs = self._layer(drawn[0]), self._kernel_cache(drawn[0]), self._inputs(drawn[0])
-        most = self.group.capacity.max_num_batched_tokens
-        lse = self._lse(inputs["query"].new_empty(most))
+        group, inputs = self.group, inputs_of(drawn[0])
+        layer, cache = layer_of(group, drawn[0]), kernel_cache(group, drawn[0])
+        most, lse = group.capacity.max_num_batched_tokens, None
+        if returns_lse(group):
+            lse = poison((most, self.config.num_heads), inputs["query"], torch.float32)
 
         def step(inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:
             rows = None if lse is None else lse[: len(inputs["query"])]
-            return self._call(layer, inputs, cache, metadata[self.group], rows)
+            return call_layer(layer, inputs, cache, metadata[group], rows, self.output_scale)
 
-        runner = CudaGraphRunner(step, [self.group], inputs, sizes, query_len=query_len or 1, mixed=query_len is None)
+        runner = CudaGraphRunner(step, [group], inputs, sizes, query_len=query_len or 1, mixed=query_len is None)
         runner.capture()
         for number, (first, last) in enumerate(parts):
-            part = drawing.part_of(drawn[number % 2], first, last)
-            if cache is not None and (wanted := self._kernel_cache(part)) is not None:
+            part = part_of(drawn[number % 2], first, last)
+            if cache is not None and (wanted := kernel_cache(group, part)) is not None:
                 cache.copy_(wanted)
-            output = runner(self._inputs(part), {self.group: self._common(part)})
-            self._check(part, self._result(part, output, lse, cache))
+            output = runner(inputs_of(part), {group: common_of(part)})
+            self._check(part, result_of(group, part, output, lse, cache, self.output_scale))
         return len(parts)
 
     def _check_alone(self, drawn: Drawn, result: Result) -> int:
         """Run every request by itself: bit by bit the same as in the batch."""
         requests = step_of(drawn).requests
         for index, request in enumerate(requests):
-            alone = self._run(drawing.part_of(drawn, index, index + 1)).output
+            alone = self._run(part_of(drawn, index, index + 1)).output
             if not same_bits(alone, result.output[rows_of(drawn, index, index + 1)]):
                 name = request_name(index, request)
                 raise AssertionError(f"batch_invariant: {name} gives other bits alone than in the batch")
         return len(requests)
 
+    def _run(self, drawn: Drawn) -> Result:
+        return run_problem(self.group, drawn, output_scale=self.output_scale)
+
     def _check(self, drawn: Drawn, result: Result) -> None:
-        """Compare cache, output and LSE with the oracle's, phase by phase: each has its own path."""
-        step = step_of(drawn)
-        if result.kv_cache is not None:
-            check_cache(step, result.kv_cache, self.terms.fp8_cache_steps)
-        decodes = [query <= self.longest_decode for query, _ in step.requests]
-        by_phase: dict[Phase, list[Tensor]] = {}
-        for index, is_decode in enumerate(decodes):
-            phase: Phase = "decode" if is_decode else "prefill"
-            rows = rows_of(drawn, index, index + 1)
-            found = by_phase.setdefault(phase if phase in self.plans else next(iter(self.plans)), [])
-            found.append(torch.arange(rows.start, rows.stop))
-        references: dict[str | None, tuple[Tensor, Tensor]] = {}
-        for phase, parts in by_phase.items():
-            plan, chosen = self.plans[phase], torch.cat(parts)
-            query_dtype = plan.query_dtype if is_quantized(plan.query_dtype) else None
-            if query_dtype not in references:
-                given: dict[str, Any] = {"kv_cache": result.kv_cache, "query_dtype": query_dtype}
-                if isinstance(drawn, MLAProblem):
-                    given["num_decode_requests"] = sum(decodes)
-                references[query_dtype] = drawn.reference(**given)
-            output, lse = references[query_dtype]
-            bound = self.terms.error_bound(self.config, {phase: plan})
-            try:
-                check_output(step, chosen, result.output, output, bound)
-                if result.lse is not None and (self.terms.exact_alibi_lse or not self.config.alibi):
-                    check_lse(step, chosen, result.lse, lse, bound)
-            except AssertionError as wrong:
-                raise AssertionError(f"{phase} by {plan.path}: {wrong}") from None
+        terms = self.terms
+        alibi, steps = terms.exact_alibi_lse, terms.fp8_cache_steps
+        check_result(self.group, drawn, result, bound=terms.error_bound, exact_alibi_lse=alibi, fp8_cache_steps=steps)

@@ -14,7 +14,7 @@ from attn_select.device import known_gpus
 from attn_select.environment import Environment
 from attn_select.runtime import Capacity, CommonAttentionMetadata, MLAAttention, MLAAttentionGroup, Scales
 from attn_select.testing import MLAProblem, random_mla_problem
-from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
+from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 from attn_select_cutlass_mla.cutlass_mla import CUTLASS_MLA
 
 DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

@@ -23,8 +23,8 @@ from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
-from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
 from attn_select.testing.oracle import attention_reference
+from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 BF16 = torch.bfloat16

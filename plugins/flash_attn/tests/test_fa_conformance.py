@@ -21,9 +21,9 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.testing import BackendConformance
-from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
+from attn_select.testing.comparison import ErrorBound, error_bound
 from attn_select.testing.conformance_run import Rig, Terms
-from attn_select.testing.error_bounds import ErrorBound, error_bound
+from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 
 FEW = 60
 """Configurations per provider: the real kernels are run on more."""

@@ -17,8 +17,8 @@ from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.selector import environment_for
 from attn_select.spec import BackendPlan
-from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
 from attn_select.testing.oracle import attention_reference
+from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 from attn_select_flashinfer.mha import FLASHINFER
 
 EMULATED = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})

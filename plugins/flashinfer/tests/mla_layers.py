@@ -15,9 +15,8 @@ from attn_select.environment import Environment
 from attn_select.runtime import Capacity, CommonAttentionMetadata, MLAAttention, MLAAttentionGroup, Scales
 from attn_select.spec import BackendPlan
 from attn_select.testing import MLAProblem, random_mla_problem
-from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for
-from attn_select.testing.error_bounds import error_bound
-from attn_select.testing.oracle_errors import relative_error
+from attn_select.testing.comparison import error_bound, relative_error
+from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 from attn_select_flashinfer.mla import FLASHINFER_MLA
 from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE
 

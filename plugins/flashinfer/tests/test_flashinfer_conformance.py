@@ -20,8 +20,8 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.testing import BackendConformance
+from attn_select.testing.comparison import E4M3_ROUNDOFF, ROW, ErrorBound, error_bound
 from attn_select.testing.conformance_configs import Case
-from attn_select.testing.error_bounds import E4M3_ROUNDOFF, ROW, ErrorBound, error_bound
 
 NATIVE = {"use_trtllm": False}
 

@@ -18,7 +18,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import error_bound, relative_error
-from attn_select.testing.conformance_batches import part_of
+from attn_select.testing.conformance_run import part_of
 from attn_select.testing.oracle import attention_reference
 from attn_select_flashinfer import staging
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.runtime import Attention, BlockPool, BlockTable, Capacity, Scales, prepare_batch
-from attn_select.testing.error_bounds import E4M3_ROUNDOFF
+from attn_select.testing.comparison import E4M3_ROUNDOFF
 from attn_select.testing.oracle_paged import paged_reference
 from attn_select_flashinfer.metadata import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
 

@@ -1,6 +1,6 @@
 """``FLEX_ATTENTION`` against the float64 oracle. Few shapes, since each kind of layer compiles for seconds.
 
-The bounds are those of the conformance suite (``attn_select.testing.error_bounds``, which states their reasons). A
+The bounds are those of the conformance suite (``attn_select.testing.comparison``, which states their reasons). A
 block is read whole, so the slots behind a sequence's end hold numbers here, as they do in a cache that was zeroed.
 """
 

@@ -1,6 +1,6 @@
 """``TORCH_SDPA`` against the float64 oracle: how it cuts batches, gathers, masks and merges.
 
-Bounds are those of the conformance suite (``attn_select.testing.error_bounds``, which states their reasons).
+Bounds are those of the conformance suite (``attn_select.testing.comparison``, which states their reasons).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from attn_select.environment import Environment  # noqa: E402
 from attn_select.errors import KernelMismatchError  # noqa: E402
 from attn_select.runtime import BatchError, Capacity, MLAAttention, VarlenMetadata, attention_group  # noqa: E402
 from attn_select.testing import attention_reference, merge_reference, relative_error  # noqa: E402
-from attn_select.testing.conformance_gate import outcomes, plans_of, selection_for  # noqa: E402
+from attn_select.testing.toolkit import outcomes, plans_of, selection_for  # noqa: E402
 from attn_select_triton import mla_runtime  # noqa: E402
 from attn_select_triton.mla_runtime import fixed_split_tokens  # noqa: E402
 from attn_select_triton.triton_mla import GLUON_PATH, PORTABLE_PATH, TRITON_MLA, gluon_lacks  # noqa: E402

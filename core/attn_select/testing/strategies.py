@@ -1,0 +1,96 @@
+"""Configurations, devices and environments for hypothesis: whatever can be asked of a backend.
+
+@given(config=configs(), where=capabilities())
+def test_every_config_is_answered(config, where):
+    check_answers(ACME_ATTN, config, where)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, AttentionType
+from attn_select.device import known_gpus
+from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, OUTPUT_QUANTIZATIONS
+from attn_select.environment import Environment
+from attn_select.errors import ConfigError
+from attn_select.spec import Library
+from attn_select.testing.conformance_configs import SWITCHES
+from attn_select.testing.toolkit import MLA_FIELDS, environment_of
+
+HEADS = (1, 2, 5, 7, 8, 16, 32, 64, 71, 96, 128, 160, 256, 1024)
+SIZES = (1, 2, 3, 5, 8, 15, 16, 20, 24, 32, 40, 48, 64, 96, 100, 120, 128, 192, 256, 264, 448, 512, 576, 1024, 2048)
+"""Head sizes, block sizes, windows and widths: what kernels take, and what lies beside it."""
+
+
+@st.composite
+def configs(
+    draw: st.DrawFn, *, mla: bool | None = None, sparse: bool | None = None, most: int = 6, **fields: Any
+) -> AttentionConfig:
+    """Draw any valid configuration, most fields at their default.
+
+    Args:
+        mla: with or without multi-head latent attention; None: either.
+        sparse: with or without sparse attention; None: either.
+        most: how many of the optional fields are drawn at most.
+        fields: strategies, or fixed values, for fields by name; None leaves a field at its default.
+    """
+    heads = draw(st.sampled_from(HEADS))
+    sizes = st.sampled_from(SIZES)
+    asked: dict[str, Any] = {"num_heads": heads}
+    some: dict[str, Any] = {
+        **dict.fromkeys(SWITCHES, st.just(True)),
+        "dtype": st.sampled_from(DTYPES),
+        "kv_cache_dtype": st.sampled_from(KV_CACHE_DTYPES),
+        "block_size": sizes,
+        "sliding_window": sizes,
+        "logits_soft_cap": st.just(30.0),
+        "decode_context_parallel_size": st.integers(2, 8),
+        "num_speculative_tokens": st.integers(1, 5) | st.just(1024),
+        "cuda_graph": st.sampled_from(CUDA_GRAPH_LEVELS),
+        "output_quantization": st.sampled_from(OUTPUT_QUANTIZATIONS),
+    }
+    if draw(st.booleans()) if mla is None else mla:
+        for name, usual in MLA_FIELDS.items():
+            if name != "num_heads":
+                asked[name] = draw(st.just(usual) | sizes)
+        if draw(st.booleans()) if sparse is None else sparse:
+            asked["sparse_top_k"] = draw(sizes)
+    else:
+        asked |= {"head_size": draw(sizes), "num_kv_heads": draw(st.sampled_from([1, heads, max(1, heads // 4)]))}
+        some |= {"v_head_size": sizes, "attn_type": st.sampled_from(get_args(AttentionType))}
+    for name, given in fields.items():
+        some.pop(name, None)
+        if given is not None:
+            asked[name] = draw(given) if isinstance(given, st.SearchStrategy) else given
+    for name in draw(st.lists(st.sampled_from(sorted(some)), unique=True, max_size=most)):
+        asked[name] = draw(some[name])
+    try:
+        return AttentionConfig(**asked)
+    except ConfigError:  # two fields contradict each other
+        reject()
+
+
+def capabilities() -> st.SearchStrategy[tuple[int, int] | None]:
+    """Draw a compute capability: a known GPU's, one older or newer than all of them, or None for a CPU."""
+    known = sorted({gpu.compute_capability for gpu in known_gpus().values() if gpu.compute_capability is not None})
+    return st.sampled_from([None, (5, 0), (7, 0), (10, 1), (11, 0), (13, 0), *known])
+
+
+def environments(
+    libraries: Sequence[Library] = (), versions: Mapping[str, Sequence[str]] | None = None, **stated: Any
+) -> st.SearchStrategy[Environment]:
+    """Draw an environment in which some of ``libraries`` are missing and versions are pinned or unknown.
+
+    Args:
+        libraries: those that may be missing.
+        versions: versions to pin, by distribution.
+        stated: further arguments of ``environment_of``.
+    """
+    pins = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in (versions or {}).items()})
+    missing = st.sets(st.sampled_from(list(libraries))) if libraries else st.just(set[Library]())
+    return st.builds(lambda pins, missing: environment_of(pins=pins, missing=missing, **stated), pins, missing)
