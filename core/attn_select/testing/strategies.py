@@ -29,7 +29,7 @@ SIZES = (1, 2, 3, 5, 8, 15, 16, 20, 24, 32, 40, 48, 64, 96, 100, 120, 128, 192, 
 
 @st.composite
 def configs(
-    draw: st.DrawFn, *, mla: bool | None = None, sparse: bool | None = None, most: int = 6, **fields: Any
+    draw: st.DrawFn, /, *, mla: bool | None = None, sparse: bool | None = None, most: int = 6, **fields: Any
 ) -> AttentionConfig:
     """Draw any valid configuration, most fields at their default.
 
