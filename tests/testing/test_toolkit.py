@@ -114,6 +114,8 @@ def test_environments_of_stated_libraries() -> None:
     assert environment_of(installed={}, pins={"flash-attn": "2.9"}).state(FA2) == "installed"
     assert dict(environment_of(variables={"A": "1"}).variables) == {"A": "1"}
     assert dict(environment_of().variables) == {}
+    assert len({here, environment_of(installed={"flash-attn": "2.8.3"}), environment_of(installed={})}) == 2
+    assert len({environment_of(), environment_of(missing=[FA2]), environment_of(missing=[FA2])}) == 2
     with pytest.raises(TypeError, match="environment and missing: give one or the other"):
         ask(spec_of(), gqa_layer(), environment=environment_of(), missing=[FA2])
     needs = spec_of(libraries=[[FA2]])

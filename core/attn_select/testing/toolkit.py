@@ -78,7 +78,7 @@ def device_of(where: Where) -> Device:
     return lookup(where) if isinstance(where, str) else where
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StatedEnvironment(Environment):
     """An environment of stated libraries, which looks at nothing that this machine has.
 
@@ -90,6 +90,10 @@ class StatedEnvironment(Environment):
 
     installed: Mapping[str, str | None] | None = None
     missing: frozenset[Library] = frozenset()
+
+    def __hash__(self) -> int:
+        installed = None if self.installed is None else frozenset(self.installed.items())
+        return hash((Environment.__hash__(self), installed, self.missing))
 
     def version(self, distribution: str) -> str | None:
         """Return the stated version of a distribution, None without one."""
