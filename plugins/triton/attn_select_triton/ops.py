@@ -1,22 +1,22 @@
 """The shared operations of ``attn_select.runtime.ops`` in Triton: the entry points of group ``attn_select.ops``.
 
-Each function is asked for a device and returns its namesake of ``op_kernels``, or None: on other devices than CUDA's
-(Triton's interpreter, which is slow and rounds FP8 otherwise, counts as none), below compute capability 7.5, and where
-triton or its C compiler is missing.
+Each function is asked for a device and returns its namesake of ``runtime.op_kernels``. It returns None on other devices
+than CUDA's, below compute capability 7.5, and where Triton or its C compiler is missing. Triton's interpreter is not
+served: it is slow, and rounds FP8 in another way. Importing this module imports neither torch nor Triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select_triton.hardware import LIBRARIES, TURING_AND_UP, machine_reasons
-from attn_select_triton.launching import on_device
+from attn_select_triton.facts.triton_support import LIBRARIES, TURING_AND_UP, machine_reasons
+
+if TYPE_CHECKING:
+    import torch
 
 Operation = Callable[..., Any]
 
@@ -25,6 +25,8 @@ Operation = Callable[..., Any]
 def _serves(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
+    import torch  # only here: who asks has imported it
+
     here = Device("cuda", torch.cuda.get_device_capability(device), local=True)
     environment = Environment()
     return (
@@ -37,7 +39,8 @@ def _serves(device: torch.device) -> bool:
 def _served(name: str, device: torch.device) -> Operation | None:
     if not _serves(device):
         return None
-    from attn_select_triton import op_kernels  # triton: only where it will run
+    from attn_select_triton.runtime import op_kernels  # imports Triton: only where it runs
+    from attn_select_triton.runtime.current_device import on_device
 
     operation: Operation = getattr(op_kernels, name)
     return on_device(device, operation)

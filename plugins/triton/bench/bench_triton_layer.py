@@ -18,7 +18,7 @@ from bench_triton import CASES, Case, Problem, fa3, interleaved, own_decode, own
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAttentionMetadata, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch
-from attn_select_triton import attn_schedule
+from attn_select_triton.runtime import schedule
 
 
 class Step:
@@ -72,12 +72,12 @@ class Step:
 @contextmanager
 def constants(**values: Any) -> Iterator[None]:
     """Set constants of the schedule for a while."""
-    before = {name: getattr(attn_schedule, name) for name in values}
+    before = {name: getattr(schedule, name) for name in values}
     for name, value in values.items():
-        setattr(attn_schedule, name, value)
+        setattr(schedule, name, value)
     yield
     for name, value in before.items():
-        setattr(attn_schedule, name, value)
+        setattr(schedule, name, value)
 
 
 def show(title: str, runs: dict[str, Callable[[], Any]], rounds: int) -> None:
@@ -114,7 +114,7 @@ def paths(rounds: int) -> None:
         ):
             problem = Problem(Case("", batch, seq_len, query_len, fp8=fp8))
             runs = {}
-            chosen = attn_schedule.prefill_way
+            chosen = schedule.prefill_way
             for name in ("pages", "gathered", "split", *([] if fp8 else ["warps"])):
                 with constants(prefill_way=lambda *_, name=name, **__: name):
                     runs[name] = Step(problem).run()

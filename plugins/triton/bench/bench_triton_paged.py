@@ -18,6 +18,7 @@ from bench_triton import Case, Problem, Run, fa3, interleaved, own_decode
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, prepare_batch
+from attn_select_triton.facts.paged_attention import DECODE
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, Terms, power_of_two
 from attn_select_triton.kernels.paged_attention import (
@@ -29,7 +30,6 @@ from attn_select_triton.kernels.paged_attention import (
     paged_attention_v2,
 )
 from attn_select_triton.kernels.prefill import prefill_attention
-from attn_select_triton.paged_attention import PARTITION_SIZE, chosen_version
 
 CASES = [
     Case("B64 S4096 p16", 64, 4096),
@@ -75,9 +75,9 @@ class Classic:
         output = torch.full_like(problem.query, torch.nan)
         if version == "v2":
             longest = longest or problem.case.seq_len
-            count = self.rows * -(-longest // PARTITION_SIZE)
+            count = self.rows * -(-longest // DECODE.partition_size)
             named["partials"] = Partials.reserve(count, problem.case.size, output.dtype, output.device)
-            named |= {"max_seq_len": longest, "partition_size": PARTITION_SIZE}
+            named |= {"max_seq_len": longest, "partition_size": DECODE.partition_size}
         function = paged_attention_v1 if version == "v1" else paged_attention_v2
         return lambda: function(problem.query, self.key, self.value, output, **named), output
 
@@ -128,7 +128,7 @@ def built(case: Case, sweep: bool) -> tuple[Problem, dict[str, tuple[Run, torch.
                 runs[name] = classic.prefill("cache", Launch(m, n, warps, stages))
         return problem, runs
     runs["TRITON_ATTN"] = own_decode(problem)
-    chosen = chosen_version(case.batch, case.heads, case.seq_len)
+    chosen = DECODE.version(case.batch, case.heads, case.seq_len)
     for version in ("v1", "v2"):
         runs[f"{version}{' (the rule)' if version == chosen else ''}"] = classic.run(version)
     runs[f"v2 for {LONGEST}"] = classic.run("v2", longest=LONGEST)

@@ -15,7 +15,7 @@ from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAtten
 from attn_select.spec import BackendPlan
 from attn_select.testing import Problem, lse_error, random_problem, relative_error
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
-from attn_select_triton.triton_attn import TRITON_ATTN
+from attn_select_triton.facts.triton_attn import TRITON_ATTN
 
 BOUNDS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 

@@ -15,7 +15,7 @@ from attn_select.environment import Environment
 from attn_select.runtime import BlockTable, Capacity, Scales, attention_group, prepare_batch
 from attn_select.testing import attention_reference, lse_error, relative_error
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
-from attn_select_triton.triton_mla import TRITON_MLA
+from attn_select_triton.facts.triton_mla import TRITON_MLA
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

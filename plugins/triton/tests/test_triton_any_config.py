@@ -13,9 +13,9 @@ from attn_select.environment import Environment
 from attn_select.errors import ConfigError
 from attn_select.layouts import LAYOUTS
 from attn_select.spec import BackendPlan, Reason
-from attn_select_triton.paged_attention import PAGED_ATTENTION
-from attn_select_triton.triton_attn import TRITON_ATTN
-from attn_select_triton.triton_mla import TRITON_MLA
+from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
+from attn_select_triton.facts.triton_attn import TRITON_ATTN
+from attn_select_triton.facts.triton_mla import TRITON_MLA
 
 SPECS = (TRITON_ATTN, TRITON_MLA, PAGED_ATTENTION)
 GPUS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]

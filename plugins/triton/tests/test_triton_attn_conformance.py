@@ -13,8 +13,8 @@ import torch
 
 from attn_select.spec import Fact
 from attn_select.testing import BackendConformance
-from attn_select_triton import attn_schedule
-from attn_select_triton.triton_attn import CAPABILITIES, TRITON_ATTN
+from attn_select_triton.facts.triton_attn import CAPABILITIES, TRITON_ATTN
+from attn_select_triton.runtime import schedule
 
 _CAPABILITIES = replace(CAPABILITIES, dtypes=Fact(("float16", "float32"), "what the interpreter multiplies right"))
 
@@ -83,5 +83,5 @@ class TestGathering(OnGPU):
             names = ["gathered", "split", *(["warps"] if "warps" in ways else [])]
             return names[sum(seq_lens) % len(names)]
 
-        monkeypatch.setattr(attn_schedule, "prefill_way", way)
-        monkeypatch.setattr(attn_schedule, "LEAST_SPLIT", 16)
+        monkeypatch.setattr(schedule, "prefill_way", way)
+        monkeypatch.setattr(schedule, "LEAST_SPLIT", 16)

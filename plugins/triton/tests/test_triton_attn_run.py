@@ -19,7 +19,7 @@ from attn_select.runtime import Capacity
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.testing import Problem, same_bits
-from attn_select_triton import attn_parts, attn_schedule
+from attn_select_triton.runtime import schedule, triton_attn_metadata
 
 layers: Any = sys.modules["triton_layers"]
 MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
@@ -32,12 +32,12 @@ def builder_of(group: Any) -> Any:
 
 @pytest.fixture
 def always_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attn_schedule, "prefill_way", lambda *_, **__: "gathered")
+    monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: "gathered")
 
 
 @pytest.fixture
 def always_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attn_schedule, "prefill_way", lambda *_, **__: "split")
+    monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: "split")
 
 
 def many_sms(group: Any, count: int = 100) -> Any:
@@ -96,24 +96,24 @@ def test_long_requests_are_split_and_short_ones_are_not(
 
 def test_equal_requests_get_equal_splits() -> None:
     wanted = {"units": 8, "sms": 132, "most": 100, "fp8": False}
-    assert attn_schedule.split_keys(requests=64, longest=4096, total=64 * 4096, **wanted) == (1, 4096)
-    assert attn_schedule.split_keys(requests=8, longest=16384, total=8 * 16384, **wanted) == (4, 4096)
-    assert attn_schedule.split_keys(requests=1, longest=131072, total=131072, **wanted) == (32, 4096)
+    assert schedule.split_keys(requests=64, longest=4096, total=64 * 4096, **wanted) == (1, 4096)
+    assert schedule.split_keys(requests=8, longest=16384, total=8 * 16384, **wanted) == (4, 4096)
+    assert schedule.split_keys(requests=1, longest=131072, total=131072, **wanted) == (32, 4096)
 
 
 def test_a_batch_that_is_a_little_uneven_is_split_evenly() -> None:
     lens = range(1024, 16385, 1024)
     wanted = {"units": 8, "sms": 132, "most": 100, "fp8": False}
-    assert attn_schedule.split_keys(requests=16, longest=16384, total=sum(lens), **wanted) == (2, 8192)
+    assert schedule.split_keys(requests=16, longest=16384, total=sum(lens), **wanted) == (2, 8192)
 
 
 def test_one_long_request_among_short_ones_is_split_as_if_alone() -> None:
     wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "sms": 132, "fp8": False}
-    splits, tokens = attn_schedule.split_keys(**wanted, most=100)
+    splits, tokens = schedule.split_keys(**wanted, most=100)
     assert splits == 22
     assert 6000 < tokens < 6300
     # Where the workspace has room for fewer, they are larger and still cover everything.
-    splits, tokens = attn_schedule.split_keys(**wanted, most=8)
+    splits, tokens = schedule.split_keys(**wanted, most=8)
     assert (splits, tokens) == (8, 16384)
 
 
@@ -176,10 +176,10 @@ def test_what_does_not_fit_is_gathered_in_chunks_or_not_at_all(device: torch.dev
 
 
 def test_a_window_bounds_what_is_gathered() -> None:
-    (chunk,) = attn_schedule.gathered_chunks([512], [100_000], 4096, 8192)
+    (chunk,) = schedule.gathered_chunks([512], [100_000], 4096, 8192)
     assert chunk.most_rows <= 4096 + 512 + 2 * 64
     assert chunk.starts == [-(100_000 - 512 - 4095) // 64 * 64 + 64 * bool((100_000 - 512 - 4095) % 64)]
-    (chunk,) = attn_schedule.gathered_chunks([512], [100_000], 0, 8192)
+    (chunk,) = schedule.gathered_chunks([512], [100_000], 0, 8192)
     assert chunk.starts is None
 
 
@@ -187,25 +187,25 @@ def test_a_window_bounds_what_is_gathered() -> None:
 def test_a_plan_for_gluon_is_refused_where_it_was_not_run(
     capability: tuple[int, int], triton_version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attn_parts, "capability_of", lambda device: capability)
+    monkeypatch.setattr(triton_attn_metadata, "capability_of", lambda device: capability)
     monkeypatch.setattr(triton, "__version__", triton_version)
-    with pytest.raises(KernelMismatchError, match=rf"warp-specialised prefill, .* with Triton {triton_version}"):
-        attn_parts.check_gluon(torch.device("cuda", 0))
+    with pytest.raises(KernelMismatchError, match=rf"warp-specialised prefill .* Triton is {triton_version}"):
+        triton_attn_metadata.check_gluon(torch.device("cuda", 0))
 
 
 def test_gluon_runs_where_it_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attn_parts, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(triton_attn_metadata, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(triton, "__version__", "3.6.1")
-    attn_parts.check_gluon(torch.device("cuda", 0))
+    triton_attn_metadata.check_gluon(torch.device("cuda", 0))
 
 
 def test_the_cheapest_way_is_taken() -> None:
     """The way that was the fastest on an H100, by less than 5 % where two are named."""
-    every = {"pages": attn_schedule.PAGES, "gathered": attn_schedule.GATHERED, "split": attn_schedule.SPLIT}
+    every = {"pages": schedule.PAGES, "gathered": schedule.GATHERED, "split": schedule.SPLIT}
     heads, h100 = (32, 8), {"sms": 132, "causal": True, "window": 0}
 
     def way(requests: int, seq_len: int, query_len: int, ways: Any = every) -> str:
-        return attn_schedule.prefill_way(ways, [query_len] * requests, [seq_len] * requests, heads=heads, **h100)
+        return schedule.prefill_way(ways, [query_len] * requests, [seq_len] * requests, heads=heads, **h100)
 
     for query_len in (16, 32, 64, 128, 256):
         assert way(1, 16896, query_len) == "split"
@@ -214,12 +214,12 @@ def test_the_cheapest_way_is_taken() -> None:
     gathered = [(1, 16896, 512), (1, 16896, 1024), (1, 2048, 256), (1, 2048, 1024), (8, 4096, 256)]
     for case in (*gathered, (16, 128, 128), (16, 256, 256), (16, 512, 512)):
         assert way(*case) == "gathered"
-    fp8 = {**every, "split": attn_schedule.SPLIT_FP8}
+    fp8 = {**every, "split": schedule.SPLIT_FP8}
     assert [way(1, 16896, q, fp8) for q in (16, 32, 64, 128)] == ["split"] * 3 + ["gathered"]
     assert [way(8, 4096, q, fp8) for q in (16, 64, 256)] == ["split", "pages", "gathered"]
-    by_tma = {"pages": attn_schedule.TMA_PAGES, "split": attn_schedule.SPLIT}
+    by_tma = {"pages": schedule.TMA_PAGES, "split": schedule.SPLIT}
     assert [way(1, 16896, q, by_tma) for q in (64, 512)] == ["split", "pages"]
-    warps = {**every, "warps": attn_schedule.WARPS}
+    warps = {**every, "warps": schedule.WARPS}
     for query_len in (256, 512, 1024):
         assert way(1, 16896, query_len, warps) == "warps"
     longer = [(8, 4096, 16), (8, 4096, 64), (8, 4096, 256), (4, 2048, 2048), (2, 4096, 4096), (1, 16384, 16384)]
@@ -233,11 +233,11 @@ def test_the_cheapest_way_is_taken() -> None:
 
 
 def test_a_window_costs_what_it_holds_on_paper() -> None:
-    every = {"pages": attn_schedule.PAGES, "gathered": attn_schedule.GATHERED}
+    every = {"pages": schedule.PAGES, "gathered": schedule.GATHERED}
     given = {"heads": (32, 8), "sms": 132, "causal": True}
-    ways = [attn_schedule.prefill_way(every, [128], [100_000], window=window, **given) for window in (0, 4096)]
+    ways = [schedule.prefill_way(every, [128], [100_000], window=window, **given) for window in (0, 4096)]
     assert ways == ["gathered", "gathered"]
-    assert attn_schedule.prefill_way(every, [16] * 64, [4096] * 64, window=0, **given) == "pages"
+    assert schedule.prefill_way(every, [16] * 64, [4096] * 64, window=0, **given) == "pages"
 
 
 @pytest.mark.parametrize("fields", [{}, {"sinks": True, "sliding_window": 300}, {"alibi": True}], ids=str)
@@ -325,7 +325,7 @@ def test_cascade_must_save_more_than_it_costs(device: torch.device) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": 260}, {"num_speculative_tokens": 2}], ids=str)
 def test_batch_invariance(fields: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attn_schedule, "LEAST_FIXED_SPLIT", 128)
+    monkeypatch.setattr(schedule, "LEAST_FIXED_SPLIT", 128)
     group = many_sms(layers.made(device, layers.layer_config(batch_invariant=True, **fields)))
     problem = layers.problem_of(group, ((1, 700), (1, 129), (1, 128), (1, 5), (40, 300), (20, 20)))
     output, lse = layers.check(group, problem)
@@ -357,8 +357,8 @@ def part_of(problem: Problem, first: int, last: int) -> Problem:
 
 
 def test_invariant_splits_follow_from_the_models_length() -> None:
-    assert attn_schedule.fixed_split(131072) == 8192
-    assert attn_schedule.fixed_split(1000) == attn_schedule.LEAST_FIXED_SPLIT
+    assert schedule.fixed_split(131072) == 8192
+    assert schedule.fixed_split(1000) == schedule.LEAST_FIXED_SPLIT
 
 
 # --- Captured steps -------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_a_captured_decode_splits_by_what_the_replay_brings(device: torch.device
     group = many_sms(layers.made(device, layers.layer_config(), group_cuda_graphs=True))
     static, builder = StaticBatch(group, 1), builder_of(group)
     (part,) = group.build_for_cudagraph_capture(static.dummy(4)).parts[0].metadata.parts
-    assert part.decode.num_splits == attn_schedule.most_splits(2048, 2, 100, False) == 8
+    assert part.decode.num_splits == schedule.most_splits(2048, 2, 100, False) == 8
     address = builder._split_tokens.data_ptr()
     seen = []
     for requests in (UNEVEN, ((1, 2000),) * 4):

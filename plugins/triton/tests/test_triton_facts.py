@@ -19,11 +19,12 @@ from attn_select.gate import check
 from attn_select.layouts import FLASHINFER_HND, MLA
 from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
 from attn_select.spec import BackendPlan, BackendSpec, Fact
-from attn_select_triton.hardware import LIBRARIES
-from attn_select_triton.paged_attention import PAGED_ATTENTION
+from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
+from attn_select_triton.facts.planned_kernels import DecodeKernel, MLADecodeKernel, PrefillKernel
+from attn_select_triton.facts.triton_attn import TRITON_ATTN
+from attn_select_triton.facts.triton_mla import TRITON_MLA
+from attn_select_triton.facts.triton_support import LIBRARIES
 from attn_select_triton.plugin import attn_select_register_backends
-from attn_select_triton.triton_attn import TRITON_ATTN
-from attn_select_triton.triton_mla import TRITON_MLA
 
 SPECS = (TRITON_ATTN, TRITON_MLA, PAGED_ATTENTION)
 ASSUMED = Environment(assume_installed=True)
@@ -137,46 +138,45 @@ def test_triton_attn_workspace() -> None:
     assert ask(TRITON_ATTN, H100, num_speculative_tokens=7).workspace_bytes == 2 * plan.workspace_bytes
     assert ask(TRITON_ATTN, (9, 0)).workspace_bytes > plan.workspace_bytes
     fixed = ask(TRITON_ATTN, H100, batch_invariant=True)
-    assert (fixed.path, fixed.workspace_bytes) == ("fixed-split decode", 0)
+    assert (fixed.kernel, fixed.workspace_bytes) == (DecodeKernel(fixed_splits=True), 0)
+    assert plan.kernel == DecodeKernel()
     assert any("longest sequence" in note for note in fixed.notes)
 
 
 @pytest.mark.parametrize(
-    ("where", "asked", "path", "mib"),
+    ("where", "asked", "kernel"),
     [
-        (H100, {}, "warp-specialised prefill", 128),
-        (H100, {"block_size": 64, "dtype": "float16"}, "warp-specialised prefill", 0),
-        (H100, {"batch_invariant": True}, "prefill", 0),
-        (H100, {"batch_invariant": True, "block_size": 64}, "prefill by TMA", 0),
-        (H100, {"head_size": 64}, "prefill, pages gathered", 128),
-        (H100, {"sinks": True}, "prefill, pages gathered", 128),
-        (H100, {"mm_prefix": True}, "prefill, pages gathered", 128),
-        (H100, {"block_size": 64, "alibi": True}, "prefill by TMA", 0),
-        (H100, {"block_size": 192, "sliding_window": 100}, "prefill by TMA", 0),
-        (H100, {"block_size": 64, "logits_soft_cap": 30.0}, "prefill by TMA", 0),
-        (H100, {"block_size": 64, "kv_cache_dtype": "fp8"}, "prefill, pages gathered", 128),
-        (H100, {"head_size": 96, "v_head_size": 64}, "prefill, pages gathered", 128),
-        (H100, {"head_size": 96}, "prefill", 0),
-        (H100, {"head_size": 112, "v_head_size": 64}, "prefill", 0),
-        (H100, {"dtype": "float32"}, "prefill", 0),
-        ((8, 9), {}, "prefill", 0),
-        ((12, 0), {}, "prefill, pages gathered", 128),
+        (H100, {}, PrefillKernel(warp_specialised=True, gather_bytes=128 << 20)),
+        (H100, {"block_size": 64, "dtype": "float16"}, PrefillKernel(warp_specialised=True, pages_by_tma=True)),
+        (H100, {"batch_invariant": True}, PrefillKernel()),
+        (H100, {"batch_invariant": True, "block_size": 64}, PrefillKernel(pages_by_tma=True)),
+        (H100, {"head_size": 64}, PrefillKernel(gather_bytes=128 << 20)),
+        (H100, {"sinks": True}, PrefillKernel(gather_bytes=128 << 20)),
+        (H100, {"mm_prefix": True}, PrefillKernel(gather_bytes=128 << 20)),
+        (H100, {"block_size": 64, "alibi": True}, PrefillKernel(pages_by_tma=True)),
+        (H100, {"block_size": 192, "sliding_window": 100}, PrefillKernel(pages_by_tma=True)),
+        (H100, {"block_size": 64, "logits_soft_cap": 30.0}, PrefillKernel(pages_by_tma=True)),
+        (H100, {"block_size": 64, "kv_cache_dtype": "fp8"}, PrefillKernel(gather_bytes=128 << 20)),
+        (H100, {"head_size": 96, "v_head_size": 64}, PrefillKernel(gather_bytes=128 << 20)),
+        (H100, {"head_size": 96}, PrefillKernel()),
+        (H100, {"head_size": 112, "v_head_size": 64}, PrefillKernel()),
+        (H100, {"dtype": "float32"}, PrefillKernel()),
+        ((8, 9), {}, PrefillKernel()),
+        ((12, 0), {}, PrefillKernel(gather_bytes=128 << 20)),
     ],
 )
-def test_triton_attn_says_how_it_reads_pages(where: Any, asked: dict[str, Any], path: str, mib: int) -> None:
+def test_triton_attn_says_how_it_reads_pages(where: Any, asked: dict[str, Any], kernel: PrefillKernel) -> None:
     plan, decode = ask(TRITON_ATTN, where, "prefill", **asked), ask(TRITON_ATTN, where, **asked)
-    assert plan.path == path
-    assert plan.workspace_bytes == decode.workspace_bytes + (mib << 20)
+    assert plan.kernel == kernel
+    assert plan.workspace_bytes == decode.workspace_bytes + kernel.gather_bytes
 
 
-@pytest.mark.parametrize(
-    ("triton", "path"), [("3.6.1", "warp-specialised prefill"), ("3.7.0", "prefill, pages gathered")]
-)
-def test_triton_attn_runs_gluon_with_the_release_that_was_run(triton: str, path: str) -> None:
+@pytest.mark.parametrize(("triton", "gluon"), [("3.6.1", True), ("3.7.0", False)])
+def test_triton_attn_runs_gluon_with_the_release_that_was_run(triton: str, gluon: bool) -> None:
     environment = Environment(assume_installed=True, pins={"triton": triton})
     plan = check(TRITON_ATTN, AttentionConfig(**LLAMA), H100, environment, TRITON_ATTN.options(), "prefill")
     assert isinstance(plan, BackendPlan)
-    assert plan.path == path
+    assert plan.kernel == PrefillKernel(warp_specialised=gluon, gather_bytes=128 << 20)
 
 
 def test_triton_attn_reserves_what_it_is_told() -> None:
@@ -192,7 +192,7 @@ def test_triton_attn_reserves_what_it_is_told() -> None:
         for mib in (0, 7)
     ]
     none, some = (plan for plan in plans if isinstance(plan, BackendPlan))
-    assert none.path == "prefill"
+    assert none.kernel == PrefillKernel()
     assert some.workspace_bytes - none.workspace_bytes == 7 << 20
 
 
@@ -249,24 +249,25 @@ def test_triton_mla_plan() -> None:
     assert ask(TRITON_MLA, H100, num_heads=16).workspace_bytes == plan.workspace_bytes // 4
     fixed = ask(TRITON_MLA, H100, batch_invariant=True)
     assert "fixed number of tokens" in fixed.because
+    assert fixed.kernel == MLADecodeKernel(gluon=True, fixed_splits=True)
     assert fixed.workspace_bytes == 0
     assert any("longest request" in note for note in fixed.notes)
 
 
 @pytest.mark.parametrize(
-    ("where", "asked", "path", "because"),
+    ("where", "asked", "gluon", "because"),
     [
-        (H100, {}, "Gluon decode", "512 + 64 in blocks of 64"),
-        (H100, {"block_size": 128}, "Gluon decode", "blocks of 128"),
-        (H100, {"block_size": 16}, "portable decode", "blocks of multiples of 64 tokens, not 16"),
-        (H100, {"kv_cache_dtype": "fp8"}, "portable decode", "no fp8_e4m3 cache for a bfloat16 query"),
-        (H100, {"qk_rope_head_dim": 128}, "portable decode", "not 512 + 128"),
-        ((10, 0), {}, "portable decode", "is for compute capability 9.0"),
+        (H100, {}, True, "512 + 64 in blocks of 64"),
+        (H100, {"block_size": 128}, True, "blocks of 128"),
+        (H100, {"block_size": 16}, False, "blocks of multiples of 64 tokens, not 16"),
+        (H100, {"kv_cache_dtype": "fp8"}, False, "no fp8_e4m3 cache for a bfloat16 query"),
+        (H100, {"qk_rope_head_dim": 128}, False, "not 512 + 128"),
+        ((10, 0), {}, False, "is for compute capability 9.0"),
     ],
 )
-def test_triton_mla_says_which_kernel(where: Any, asked: dict[str, Any], path: str, because: str) -> None:
+def test_triton_mla_says_which_kernel(where: Any, asked: dict[str, Any], gluon: bool, because: str) -> None:
     plan = ask(TRITON_MLA, where, **asked)
-    assert plan.path == path
+    assert plan.kernel == MLADecodeKernel(gluon=gluon)
     assert because in plan.because
 
 
@@ -319,7 +320,7 @@ def test_paged_attention_rules(asked: dict[str, Any], expected: set[str]) -> Non
 )
 def test_paged_attention_says_v1_or_v2(num_heads: int, rule: str) -> None:
     plan = ask(PAGED_ATTENTION, (9, 0), num_heads=num_heads, num_kv_heads=1)
-    assert plan.path == "v1/v2"
+    assert plan.kernel == DECODE
     assert rule in plan.because
     assert (plan.kv_layouts, plan.returns_lse) == ((PAGED_ATTENTION_LAYOUT,), False)
 
@@ -389,7 +390,7 @@ def test_load_begins_to_hash_triton_for_a_gpu(
     spec: BackendSpec, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    from attn_select_triton import hashing
+    from attn_select_triton.runtime import hashing
 
     hashed: list[str] = []
     begin = cache(hashing.begin_hashing.__wrapped__)

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from attn_select.environment import Environment  # noqa: E402
 from attn_select.spec import BackendSpec, Fact  # noqa: E402
 from attn_select.testing import BackendConformance  # noqa: E402
-from attn_select_triton import mla_runtime  # noqa: E402
-from attn_select_triton.triton_mla import TRITON_MLA  # noqa: E402
+from attn_select_triton.facts.triton_mla import TRITON_MLA  # noqa: E402
+from attn_select_triton.runtime import triton_mla  # noqa: E402
 
 
 def interpretable(spec: BackendSpec) -> BackendSpec:
@@ -39,7 +39,7 @@ class TestInterpreted(BackendConformance):
     def interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if torch.cuda.is_available():
             pytest.skip("runs on the GPU")
-        monkeypatch.setattr(mla_runtime, "sm_count", lambda device: 24)  # as one, no keys are split
+        monkeypatch.setattr(triton_mla, "sm_count", lambda device: 24)  # as one, no keys are split
 
 
 class OnGpu(BackendConformance):

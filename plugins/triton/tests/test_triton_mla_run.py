@@ -16,9 +16,10 @@ from attn_select.errors import KernelMismatchError  # noqa: E402
 from attn_select.runtime import BatchError, Capacity, MLAAttention, VarlenMetadata, attention_group  # noqa: E402
 from attn_select.testing import attention_reference, merge_reference, relative_error  # noqa: E402
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for  # noqa: E402
-from attn_select_triton import mla_runtime  # noqa: E402
-from attn_select_triton.mla_runtime import fixed_split_tokens  # noqa: E402
-from attn_select_triton.triton_mla import GLUON_PATH, PORTABLE_PATH, TRITON_MLA, gluon_lacks  # noqa: E402
+from attn_select_triton.facts.planned_kernels import MLADecodeKernel  # noqa: E402
+from attn_select_triton.facts.triton_mla import TRITON_MLA, gluon_lacks  # noqa: E402
+from attn_select_triton.runtime import triton_mla  # noqa: E402
+from attn_select_triton.runtime.triton_mla import fixed_split_tokens  # noqa: E402
 
 layers: Any = sys.modules["triton_mla_layers"]
 DEVICE, DTYPE, DEEPSEEK, ON_GPU = layers.DEVICE, layers.DTYPE, layers.DEEPSEEK, layers.ON_GPU
@@ -32,7 +33,7 @@ def several_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter counts as one multiprocessor, for which no keys are split."""
     torch.set_num_threads(1)
     if not ON_GPU:
-        monkeypatch.setattr(mla_runtime, "sm_count", lambda device: 24)
+        monkeypatch.setattr(triton_mla, "sm_count", lambda device: 24)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128])
@@ -168,13 +169,13 @@ def test_refuses_a_kernel_that_does_not_run_here() -> None:
     if ON_GPU:
         environment = Environment(pins={"triton": "3.7.0"})
     plans = plans_of(outcomes(TRITON_MLA, config, device, environment, TRITON_MLA.options()))
-    assert plans["decode"].path == (PORTABLE_PATH if ON_GPU else GLUON_PATH)
+    assert plans["decode"].kernel == MLADecodeKernel(gluon=not ON_GPU)
     selection = selection_for(TRITON_MLA, plans, config, device, environment, TRITON_MLA.options())
     assert selection is not None
     if ON_GPU:
         attention_group(selection, "cuda", Capacity(8, 64, 512))
         return
-    with pytest.raises(KernelMismatchError, match=r"Gluon decode.*does not run on cpu"):
+    with pytest.raises(KernelMismatchError, match=r"decode kernel, written in Gluon for Hopper, does not run on cpu"):
         attention_group(selection, "cpu", Capacity(8, 64, 512))
 
 

@@ -19,7 +19,8 @@ from attn_select.runtime import Scales, torch_ops
 from attn_select.runtime import ops as shared
 from attn_select.runtime.kv_cache import allocate_kv_cache
 from attn_select.testing import same_bits
-from attn_select_triton import op_kernels, ops
+from attn_select_triton import ops
+from attn_select_triton.runtime import op_kernels
 
 OPERATIONS = [name for name, value in vars(shared).items() if isinstance(value, shared.SharedOperation)]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

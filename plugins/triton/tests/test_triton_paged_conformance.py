@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any
 
 import pytest
 
@@ -12,10 +11,10 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select.spec import BackendSpec, Fact
+from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
 from attn_select.testing import BackendConformance
-from attn_select_triton import paged_attention, paged_runtime
-from attn_select_triton.paged_attention import PAGED_ATTENTION
+from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
+from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel
 
 
 def interpretable(spec: BackendSpec) -> BackendSpec:
@@ -25,25 +24,35 @@ def interpretable(spec: BackendSpec) -> BackendSpec:
 
 
 # Batches of the suite are short and few: by the rule they run in version 1, and what graphs capture in version 2.
-VERSION_1 = {"V1_LEAST_ROWS": 0}
-VERSION_2 = {"V1_MOST_TOKENS": 0, "PARTITION_SIZE": 64}
-"""Constants that bring every batch to one version, with partitions short enough that a sequence has two."""
 
 
-class Suite(BackendConformance):
-    nan_tail_safe = True
-    constants: ClassVar[dict[str, int]] = {}
+def with_decode(spec: BackendSpec, **changes: int) -> BackendSpec:
+    """Return the spec, with another rule for its versions in the kernel of its decode plans."""
 
-    @pytest.fixture(autouse=True)
-    def one_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module, (name, number) in itertools.product((paged_attention, paged_runtime), self.constants.items()):
-            monkeypatch.setattr(module, name, number)
+    def plan(*arguments: Any) -> BackendPlan | list[Reason]:
+        found = spec.plan(*arguments)
+        if isinstance(found, BackendPlan) and isinstance(found.kernel, ClassicDecodeKernel):
+            return replace(found, kernel=replace(found.kernel, **changes))
+        return found
+
+    return replace(spec, plan=plan)
 
 
-class Interpreted(Suite):
+def version_1(spec: BackendSpec) -> BackendSpec:
+    """Return the spec with every batch in version 1, unless a sequence is too long for it."""
+    return with_decode(spec, v1_least_rows=0)
+
+
+def version_2(spec: BackendSpec) -> BackendSpec:
+    """Return the spec with every batch in version 2, whose partitions are so short that a sequence has two."""
+    return with_decode(spec, v1_most_tokens=0, partition_size=64)
+
+
+class Interpreted(BackendConformance):
     spec = interpretable(PAGED_ATTENTION)
     device = "cpu"
     gate_device = "h100"
+    nan_tail_safe = True
     num_configs = 25
     heads = ((1, 1), (4, 2), (7, 1))
 
@@ -53,8 +62,9 @@ class Interpreted(Suite):
             pytest.skip("runs on the GPU")
 
 
-class OnGpu(Suite):
+class OnGpu(BackendConformance):
     spec = PAGED_ATTENTION
+    nan_tail_safe = True
     num_configs = 160
 
     @pytest.fixture(autouse=True)
@@ -70,8 +80,8 @@ class TestByTheRule(Interpreted):
 
 @pytest.mark.slow
 class TestVersion2(Interpreted):
+    spec = version_2(Interpreted.spec)
     seed = 1
-    constants = VERSION_2
 
 
 @pytest.mark.gpu
@@ -89,7 +99,7 @@ class TestVersion1OnGpu(OnGpu):
     num_configs = 60
     max_compile_keys = 8
     heads = ((14, 2), (32, 2), (71, 1))
-    constants = VERSION_1
+    spec = version_1(PAGED_ATTENTION)
 
 
 @pytest.mark.gpu
@@ -101,4 +111,4 @@ class TestVersion2OnGpu(OnGpu):
     num_configs = 60
     max_compile_keys = 8
     heads = ((4, 4), (8, 1), (14, 2))
-    constants = VERSION_2
+    spec = version_2(PAGED_ATTENTION)

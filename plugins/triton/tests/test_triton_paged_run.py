@@ -21,14 +21,9 @@ from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.runtime.metadata import BatchError
 from attn_select.testing import relative_error
 from attn_select.testing.oracle_paged import paged_reference
-from attn_select_triton import paged_runtime
-from attn_select_triton.paged_attention import (
-    PAGED_ATTENTION,
-    PARTITION_SIZE,
-    WORKSPACE_BYTES,
-    chosen_version,
-    partial_bytes,
-)
+from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION, partial_bytes
+from attn_select_triton.facts.planned_kernels import PrefillKernel
+from attn_select_triton.runtime import paged_attention as paged_runtime
 
 ASSUMED = Environment(assume_installed=True)
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -100,9 +95,9 @@ def test_selected_by_name_and_by_rule(tmp_path: Any) -> None:
     ruled = select(config, "h100", str(rules))
     for selection in (named, ruled):
         assert selection.selected == dict.fromkeys(("prefill", "decode"), "PAGED_ATTENTION")
-        assert (selection.kv_layout, selection.plans["decode"].path) == (LAYOUT, "v1/v2")
+        assert (selection.kv_layout, selection.plans["decode"].kernel) == (LAYOUT, DECODE)
         assert "more than 16 sequences" in selection.plans["decode"].because
-        assert selection.plans["decode"].workspace_bytes == WORKSPACE_BYTES
+        assert selection.plans["decode"].workspace_bytes == DECODE.partials_bytes
     assert "v1 where no sequence exceeds 512 tokens" in named.explain()
 
 
@@ -136,7 +131,7 @@ def test_a_layer_that_it_cannot_run_is_not_forced_on_it() -> None:
     ],
 )
 def test_the_published_choice(num_seqs: int, num_heads: int, max_seq_len: int, version: str) -> None:
-    assert chosen_version(num_seqs, num_heads, max_seq_len) == version
+    assert DECODE.version(num_seqs, num_heads, max_seq_len) == version
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -218,10 +213,10 @@ def test_what_prefills_read(
 def test_what_is_reserved_for_copies() -> None:
     for fields, mib in (({}, 0), ({"dtype": "float32"}, 3), ({"head_size": 96}, 3)):
         plan = plan_of(config_of(**fields), "h100", gather_workspace_mib=mib)
-        assert (plan.path, plan.workspace_bytes) == ("prefill", 0)
-    assert plan_of(config_of(), "a100", gather_workspace_mib=3).path == "prefill"
+        assert (plan.kernel, plan.workspace_bytes) == (PrefillKernel(), 0)
+    assert plan_of(config_of(), "a100", gather_workspace_mib=3).kernel == PrefillKernel()
     plan = plan_of(config_of(), "h100", gather_workspace_mib=3)
-    assert (plan.path, plan.workspace_bytes) == ("prefill, pages gathered", 3 << 20)
+    assert (plan.kernel, plan.workspace_bytes) == (PrefillKernel(gather_bytes=3 << 20), 3 << 20)
     for fields, longest, rows in (({}, 500, 8 * 512), ({"num_kv_heads": 4, "head_size": 256}, 2**20, 768)):
         context = group_of(config_of(**fields), Capacity(8, 512, longest)).backends[0].context
         reserved = paged_runtime.room_for_copies(context, plan.workspace_bytes)
@@ -264,7 +259,7 @@ def reserved(config: AttentionConfig, capacity: Capacity) -> int:
 def test_partial_results_are_reserved_for_what_version_2_may_run(
     heads: int, capacity: Capacity, sequences: int
 ) -> None:
-    rows = sequences * heads * -(-capacity.max_model_len // PARTITION_SIZE)
+    rows = sequences * heads * -(-capacity.max_model_len // DECODE.partition_size)
     assert reserved(config_of(num_heads=heads), capacity) == rows
 
 
@@ -272,17 +267,17 @@ def test_wherever_version_2_runs_there_is_room_for_a_sequence() -> None:
     for heads, most, longest in itertools.product((2, 32, 512, 514), (1, 3, 600), (512, 513, 8192, 8193, 40000)):
         rows = reserved(config_of(num_heads=heads), Capacity(most, 600, longest))
         for count, length in itertools.product({1, most}, {1, 513, longest}):
-            if length <= longest and chosen_version(count, heads, length) == "v2":
-                assert rows >= heads * -(-length // PARTITION_SIZE)
+            if length <= longest and DECODE.version(count, heads, length) == "v2":
+                assert rows >= heads * -(-length // DECODE.partition_size)
 
 
 def test_partial_results_are_bounded() -> None:
     config = config_of(num_heads=32, head_size=128)
     each = 32 * 256
     rows = reserved(config, Capacity(256, 256, 131072))
-    assert rows == WORKSPACE_BYTES // partial_bytes(config) < 256 * each
+    assert rows == DECODE.partials_bytes // partial_bytes(config) < 256 * each
     longest = 2**24
-    assert reserved(config, Capacity(4, 256, longest)) == 32 * longest // PARTITION_SIZE
+    assert reserved(config, Capacity(4, 256, longest)) == 32 * longest // DECODE.partition_size
 
 
 def test_a_bound_above_the_models_length_is_taken_for_it() -> None:

@@ -16,9 +16,9 @@ from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Capacity
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
-from attn_select_triton import attn_schedule
 from attn_select_triton.kernels import prefill_hopper as kernel
 from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, readable
+from attn_select_triton.runtime import schedule
 
 layers: Any = sys.modules["triton_layers"]
 REQUESTS = ((1, 300), (257, 257), (0, 40), (64, 512), (1, 0), (130, 1000), (128, 128), (63, 129), (5, 3))
@@ -85,7 +85,7 @@ STEPS = {"mixed": ((1, 700), (1, 3), (200, 900), (130, 130)), "extend": ((16, 20
 @pytest.mark.parametrize("fields", [{}, {"block_size": 64, "dtype": "float16"}, {"non_causal": True}], ids=str)
 def test_a_layer_runs_by_it(step: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     needs_hopper()
-    monkeypatch.setattr(attn_schedule, "prefill_way", lambda *_, **__: "warps")
+    monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: "warps")
     group = layers.made(torch.device("cuda"), config_of(8, 2, **fields), group_capacity=Capacity(16, 2048, 8192))
     problem = layers.problem_of(group, STEPS[step])
     calls = []

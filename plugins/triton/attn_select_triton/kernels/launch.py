@@ -1,6 +1,6 @@
 """Launch parameters in one place: tile shapes, warps and stages per architecture and shape class, and split counts.
 
-The numbers were found by measuring (``plugins/triton/bench/bench_triton.py --sweep``; ``docs/triton-log.md``), those
+The numbers were found by measuring (``plugins/triton/bench/bench_triton.py --sweep``; ``docs/log/triton.md``), those
 for GPUs that were not at hand by what fits their shared memory and registers.
 """
 
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attn_select_triton.hardware import TMA_FROM
-from attn_select_triton.hardware import power_of_two as power_of_two
-from attn_select_triton.hardware import two_powers as two_powers
+from attn_select_triton.facts.triton_support import TMA_FROM
+from attn_select_triton.facts.triton_support import power_of_two as power_of_two
+from attn_select_triton.facts.triton_support import two_powers as two_powers
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

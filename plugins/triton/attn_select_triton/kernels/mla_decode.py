@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_select_triton.facts.triton_mla import gluon_lacks
 from attn_select_triton.kernels.launch import SLICED, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
-from attn_select_triton.triton_mla import gluon_lacks
 
 
 @triton.jit
@@ -279,7 +279,7 @@ def mla_launch(
 ) -> MLALaunch:
     """Return the launch parameters of a shape class.
 
-    Found by measuring on compute capability 9.0 (``docs/triton-mla-log.md``); elsewhere what compiles into the chip's
+    Found by measuring on compute capability 9.0 (``docs/log/triton-mla.md``); elsewhere what compiles into the chip's
     shared memory without spilling. Below 8.0 ``tl.dot`` is scalar, and operands are held in float32.
 
     Args:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia import hopper
 
-from attn_select_triton.hardware import GLUON_CAPABILITY
+from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
 from attn_select_triton.kernels.launch import SLICED, describable, describe
 from attn_select_triton.kernels.primitives import LOG2E
 

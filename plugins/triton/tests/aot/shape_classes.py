@@ -21,6 +21,9 @@ from attn_select.layouts import PAGED_ATTENTION as CLASSIC
 from attn_select.runtime.kv_cache import key_value_unchecked, kv_cache_shape, paged_attention_views
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select.spec import BackendPlan, BackendSpec
+from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
+from attn_select_triton.facts.triton_attn import TRITON_ATTN
+from attn_select_triton.facts.triton_mla import TRITON_MLA
 from attn_select_triton.kernels import (
     cache,
     convert,
@@ -34,9 +37,6 @@ from attn_select_triton.kernels import (
     prefill_hopper,
 )
 from attn_select_triton.kernels.launch import Terms
-from attn_select_triton.paged_attention import PAGED_ATTENTION, PARTITION_SIZE
-from attn_select_triton.triton_attn import TRITON_ATTN
-from attn_select_triton.triton_mla import TRITON_MLA
 
 BLOCKS = 8
 """Of a cache."""
@@ -295,7 +295,7 @@ def version_2(t: Tensors) -> None:
     )
     paged_attention.paged_attention_v2(
         t.query, *t.classic, t.output, **t.batch, block_table=t.table, scale=0.1, slopes=t.terms.slopes,
-        partials=partials, max_seq_len=1500, partition_size=PARTITION_SIZE,
+        partials=partials, max_seq_len=1500, partition_size=DECODE.partition_size,
     )  # fmt: skip
 
 

@@ -11,7 +11,9 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, Reason
-from attn_select_triton.hardware import (
+from attn_select_triton.facts.c_compiler import COMPILER_VARIABLES
+from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel
+from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     DTYPES,
     GLUON_CAPABILITY,
@@ -29,7 +31,6 @@ from attn_select_triton.hardware import (
     split_workspace,
     two_powers,
 )
-from attn_select_triton.toolchain import COMPILER_VARIABLES
 
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
@@ -78,8 +79,6 @@ PROGRAMS_PER_SM = 8
 """Programs per SM that the workspace of split-KV decode has room for, twice. Two fill an SM; the rest is for batches of
 unequal lengths, where every request has room for as many splits as the longest."""
 
-BY_TMA, GATHERED = "prefill by TMA", "prefill, pages gathered"
-WARPS = "warp-specialised prefill"
 WARPS_HEAD_SIZE = 128
 _GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
 _TMA = "TMA reads whole pages"
@@ -130,27 +129,32 @@ def warp_specialised(config: AttentionConfig, device: Device, environment: Envir
     )
 
 
-def gathers(config: AttentionConfig, options: TritonAttnOptions) -> bool:
-    """Whether a prefill through TMA copies keys and values out of their pages first, where it pays."""
-    whole = (config.block_size or PAGES[0]) % TMA_PAGE == 0 and config.cache_dtype == config.dtype
-    return not whole and not config.batch_invariant and options.gather_workspace_mib > 0
+def whole_pages(config: AttentionConfig) -> bool:
+    """Whether TMA reads whole tiles out of this layer's pages."""
+    return (config.block_size or PAGES[0]) % TMA_PAGE == 0 and config.cache_dtype == config.dtype
 
 
-def prefill_path(
+def prefill_kernel(
     config: AttentionConfig, device: Device, environment: Environment, options: TritonAttnOptions
-) -> tuple[str, str]:
-    """Return how a prefill reads the paged cache, and why."""
+) -> PrefillKernel:
+    """Return how a prefill reads the paged cache."""
     head_size, width = config.head_size, config.value_head_size
     capability = device.compute_capability
     in_boxes = two_powers(head_size) != (0, 0) and power_of_two(width) == width
     if capability is None or capability < TMA_FROM or config.dtype == "float32" or not in_boxes:
-        return "prefill", _POINTERS
-    if warp_specialised(config, device, environment):
-        return WARPS, _WARPS
-    if gathers(config, options):
-        return GATHERED, _GATHERED
-    page = config.block_size or PAGES[0]
-    return (BY_TMA, _TMA) if page % TMA_PAGE == 0 and config.cache_dtype == config.dtype else ("prefill", _POINTERS)
+        return PrefillKernel()
+    by_tma = whole_pages(config)
+    gathered = 0 if by_tma or config.batch_invariant else options.gather_workspace_mib << 20
+    return PrefillKernel(warp_specialised(config, device, environment), by_tma, gathered)
+
+
+def prefill_words(kernel: PrefillKernel) -> tuple[str, str]:
+    """Return a prefill's path, and why it is taken."""
+    if kernel.warp_specialised:
+        return "warp-specialised prefill", _WARPS
+    if kernel.gather_bytes:
+        return "prefill, pages gathered", _GATHERED
+    return ("prefill by TMA", _TMA) if kernel.pages_by_tma else ("prefill", _POINTERS)
 
 
 def plan(
@@ -167,6 +171,7 @@ def plan(
     said = notes(config, device)
     if not cached:
         return BackendPlan(
+            kernel=PrefillKernel(),
             path="prefill",
             because=_NO_CACHE,
             query_dtype=config.dtype,
@@ -185,22 +190,22 @@ def plan(
     workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
     if config.batch_invariant:
         workspace = 0
+    kernel: PrefillKernel | DecodeKernel
     if phase == "prefill":
-        path, because = prefill_path(config, device, environment, options)
-        if path == WARPS:
+        kernel = prefill_kernel(config, device, environment, options)
+        path, because = prefill_words(kernel)
+        if kernel.warp_specialised:
             said = (*said, _WHERE_CHEAPER)
-        if path in (GATHERED, WARPS) and gathers(config, options):
-            workspace += options.gather_workspace_mib << 20
-            said = (
-                *said,
-                f"{options.gather_workspace_mib} MiB of the workspace hold keys and values out of small pages",
-            )
-    elif config.batch_invariant:
-        said = (*said, _FIXED_GROWS)
-        path, because = "fixed-split decode", _FIXED
+        if kernel.gather_bytes:
+            workspace += kernel.gather_bytes
+            said = (*said, f"{kernel.gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages")
     else:
-        path, because = "split-KV decode", _DECODE
+        kernel, path, because = DecodeKernel(config.batch_invariant), "split-KV decode", _DECODE
+        if config.batch_invariant:
+            said = (*said, _FIXED_GROWS)
+            path, because = "fixed-split decode", _FIXED
     return BackendPlan(
+        kernel=kernel,
         path=path,
         because=because,
         query_dtype=config.dtype,
@@ -240,8 +245,8 @@ def load() -> type[AttentionBackend]:
     Raises:
         ImportError: one of them is not installed.
     """
-    from attn_select_triton.attn_runtime import TritonAttnBackend  # facts are read without torch
-    from attn_select_triton.hashing import begin_hashing
+    from attn_select_triton.runtime.hashing import begin_hashing
+    from attn_select_triton.runtime.triton_attn import TritonAttnBackend  # facts are read without torch
 
     begin_hashing()
     return TritonAttnBackend

@@ -8,7 +8,7 @@ from attn_select.config import AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.spec import ComputeCapabilities, Fact, HeadSizes, Library, Reason
-from attn_select_triton.toolchain import compiler_reason
+from attn_select_triton.facts.c_compiler import compiler_reason
 
 COMPILED = "compiled ahead of time, triton 3.6.0"
 """``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""

@@ -17,13 +17,16 @@ from attn_select.runtime.backend import (
 )
 from attn_select.runtime.kv_cache import CacheView, key_value_unchecked
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
-from attn_select_triton.attn_build import TritonAttnBuilder
-from attn_select_triton.attn_parts import Part, TritonAttnMetadata
 from attn_select_triton.kernels.cache import gather_pages
 from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill import prefill_attention
-from attn_select_triton.launching import on_device
-from attn_select_triton.triton_attn import WARPS
+from attn_select_triton.runtime.current_device import on_device
+from attn_select_triton.runtime.triton_attn_metadata import (
+    Part,
+    TritonAttnBuilder,
+    TritonAttnMetadata,
+    planned_prefill,
+)
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         self._views = CacheView(lambda kv_cache: key_value_unchecked(kv_cache, layout or "", config))
         self._attend = on_device(context.device, self._forward)
         self._warps: Any = None
-        if any(plan.path == WARPS for plan in context.plans.values()) and context.device.type == "cuda":
+        if planned_prefill(context).warp_specialised and context.device.type == "cuda":
             # Gluon is experimental: other releases of Triton may not have what this module imports.
             from attn_select_triton.kernels import prefill_hopper
 

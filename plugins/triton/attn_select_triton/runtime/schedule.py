@@ -30,7 +30,7 @@ Way = Literal["pages", "gathered", "split", "warps"]
 class Cost:
     """What a way to run a prefill costs, in ns on an H100 with a head size of 128; only their ratios matter.
 
-    Fitted to what ``bench/bench_triton_layer.py --what paths`` measured (``docs/triton-log.md``).
+    Fitted to what ``bench/bench_triton_layer.py --what paths`` measured (``docs/log/triton.md``).
 
     Attributes:
         tile: per tile of ``TILE_ROWS`` rows and key, on each SM, where every SM has work.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -12,7 +12,10 @@ from attn_select.dtypes import BITS
 from attn_select.environment import Environment
 from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_triton.hardware import (
+from attn_select_triton.facts.c_compiler import COMPILER_VARIABLES
+from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel
+from attn_select_triton.facts.triton_attn import TritonAttnOptions
+from attn_select_triton.facts.triton_support import (
     DTYPES,
     KV_CACHE_DTYPES,
     LIBRARIES,
@@ -23,13 +26,9 @@ from attn_select_triton.hardware import (
     notes,
     power_of_two,
 )
-from attn_select_triton.toolchain import COMPILER_VARIABLES
-from attn_select_triton.triton_attn import TritonAttnOptions
 
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
-
-Version = Literal["v1", "v2"]
 
 
 class PagedAttentionOptions(TritonAttnOptions):
@@ -45,13 +44,9 @@ class PagedAttentionOptions(TritonAttnOptions):
 _V1 = "vllm-project/vllm csrc/attention/paged_attention_v1.cu 03f8611"
 _RULE = "vllm-project/vllm vllm/attention/ops/paged_attn.py 002a0ba"
 _KERNELS = f"{OWN}, as {_V1}"
-PARTITION_SIZE = 512
-"""Tokens that one program of version 2 reads (``_RULE``)."""
-V1_MOST_TOKENS = 8192
-V1_LEAST_ROWS = 512
-"""Version 1 above one partition needs more than this many sequences x query heads (``_RULE``)."""
-WORKSPACE_BYTES = 128 << 20
-"""Version 2's partial results, at most, unless one sequence has more: batches that have are run in several launches."""
+DECODE = ClassicDecodeKernel(partition_size=512, v1_most_tokens=8192, v1_least_rows=512, partials_bytes=128 << 20)
+"""The first three are those of ``_RULE``. A batch whose partial results take more than the last is run in several
+launches."""
 
 CAPABILITIES = Capabilities(
     compute_capabilities=TURING_AND_UP,
@@ -76,9 +71,8 @@ CAPABILITIES = Capabilities(
 LAYOUTS = (PAGED_ATTENTION_LAYOUT,)
 BLOCK_SIZES = (32, 16, 8)
 """V is read in pieces of one block: a decode on an H100 took 372, 388 and 440 us in blocks of 32, 16 and 8
-(docs/triton-log.md)."""
+(docs/log/triton.md)."""
 
-GATHERED = "prefill, pages gathered"
 _GATHERED = (
     "TRITON_ATTN's prefill kernel; TMA reads the step's own keys, or keys and values copied out of the cache where the "
     "copy pays and fits its workspace"
@@ -87,30 +81,18 @@ _PREFILL = "TRITON_ATTN's prefill kernel, reading the step's own keys, or the cl
 _GRAPHS = "a captured graph keeps the version that its batch size and the longest possible sequence chose"
 
 
-def chosen_version(num_seqs: int, num_heads: int, max_seq_len: int) -> Version:
-    """Return the version that decodes a batch, as ``_RULE`` has it.
-
-    Args:
-        num_seqs: sequences, one query token each.
-        num_heads: query heads.
-        max_seq_len: the longest sequence's tokens.
-    """
-    one_partition = max_seq_len <= PARTITION_SIZE
-    short_enough = max_seq_len <= V1_MOST_TOKENS
-    return "v1" if short_enough and (one_partition or num_seqs * num_heads > V1_LEAST_ROWS) else "v2"
-
-
 def partial_bytes(config: AttentionConfig) -> int:
     """Return the bytes of one partial result: an output row in the query's dtype, maximum and sum in float32."""
     return config.head_size * BITS[config.dtype] // 8 + 8
 
 
 def _rule(num_heads: int) -> str:
-    most = V1_LEAST_ROWS // num_heads
+    tokens, rows = DECODE.partition_size, DECODE.v1_least_rows
+    most = rows // num_heads
     several = f"in batches of more than {most} sequences" if most else "in any batch"
     return (
-        f"v1 where no sequence exceeds {PARTITION_SIZE} tokens, and up to {V1_MOST_TOKENS} tokens {several} "
-        f"(sequences x {num_heads} heads > {V1_LEAST_ROWS}); else v2, whose partitions of {PARTITION_SIZE} tokens let "
+        f"v1 where no sequence exceeds {tokens} tokens, and up to {DECODE.v1_most_tokens} tokens {several} "
+        f"(sequences x {num_heads} heads > {rows}); else v2, whose partitions of {tokens} tokens let "
         "few or long sequences fill the GPU"
     )
 
@@ -125,7 +107,7 @@ def _in_boxes(config: AttentionConfig, device: Device) -> bool:
 def _partials(config: AttentionConfig) -> str:
     return (
         f"v2 reserves {partial_bytes(config)} bytes per sequence, head and partition for partial results, "
-        f"{WORKSPACE_BYTES >> 20} MiB or one sequence's at most; batches that need more take several launches"
+        f"{DECODE.partials_bytes >> 20} MiB or one sequence's at most; batches that need more take several launches"
     )
 
 
@@ -145,32 +127,30 @@ def plan(
     said = notes(config, device)
     if phase == "prefill":
         assert isinstance(options, PagedAttentionOptions)
-        path, because, workspace = "prefill", _PREFILL, 0
-        if options.gather_workspace_mib and _in_boxes(config, device):
-            path, because, workspace = GATHERED, _GATHERED, options.gather_workspace_mib << 20
+        copied = options.gather_workspace_mib << 20 if _in_boxes(config, device) else 0
         return BackendPlan(
-            path=path,
-            because=because,
+            kernel=PrefillKernel(gather_bytes=copied),
+            path="prefill, pages gathered" if copied else "prefill",
+            because=_GATHERED if copied else _PREFILL,
             query_dtype=config.dtype,
             returns_lse=False,
             kv_layouts=LAYOUTS,
             kernel_block_sizes=BLOCK_SIZES,
             cuda_graph="ALWAYS",
-            workspace_bytes=workspace,
+            workspace_bytes=copied,
             notes=said,
         )
-    said = (*said, _partials(config), _GRAPHS)
-    because = _rule(config.num_heads)
     return BackendPlan(
+        kernel=DECODE,
         path="v1/v2",
-        because=because,
+        because=_rule(config.num_heads),
         query_dtype=config.dtype,
         returns_lse=False,
         kv_layouts=LAYOUTS,
         kernel_block_sizes=BLOCK_SIZES,
         cuda_graph="ALWAYS",
-        workspace_bytes=WORKSPACE_BYTES,
-        notes=said,
+        workspace_bytes=DECODE.partials_bytes,
+        notes=(*said, _partials(config), _GRAPHS),
     )
 
 
@@ -182,8 +162,8 @@ def compile_key(config: AttentionConfig) -> object:
 
 def load() -> type[AttentionBackend]:
     """Import torch and Triton, begin what its first launch would wait for, and return the backend's runtime."""
-    from attn_select_triton.hashing import begin_hashing
-    from attn_select_triton.paged_runtime import PagedAttentionBackend
+    from attn_select_triton.runtime.hashing import begin_hashing
+    from attn_select_triton.runtime.paged_attention import PagedAttentionBackend
 
     begin_hashing()
     return PagedAttentionBackend

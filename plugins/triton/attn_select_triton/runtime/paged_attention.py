@@ -20,7 +20,8 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.kv_cache import CacheView, paged_attention_views
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
-from attn_select_triton.attn_schedule import Chunk, gathered_chunks
+from attn_select_triton.facts.paged_attention import partial_bytes
+from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel, Version
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Terms, capability_of
 from attn_select_triton.kernels.paged_attention import (
@@ -31,16 +32,8 @@ from attn_select_triton.kernels.paged_attention import (
     paged_attention_v2,
 )
 from attn_select_triton.kernels.prefill import prefill_attention
-from attn_select_triton.launching import on_device
-from attn_select_triton.paged_attention import (
-    PARTITION_SIZE,
-    V1_LEAST_ROWS,
-    V1_MOST_TOKENS,
-    WORKSPACE_BYTES,
-    Version,
-    chosen_version,
-    partial_bytes,
-)
+from attn_select_triton.runtime.current_device import on_device
+from attn_select_triton.runtime.schedule import Chunk, gathered_chunks
 
 COPY_ROWS = 256
 """Query rows of a KV head's group that must attend to each key, on average, for its copy out of the cache to pay."""
@@ -96,9 +89,19 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        config, prefill = context.config, context.plans.get("prefill")
-        self.partials = room_for_partials(context) if "decode" in context.plans else None
-        self.gathered = None if prefill is None else room_for_copies(context, prefill.workspace_bytes)
+        config = context.config
+        kernels = {phase: plan.kernel for phase, plan in context.plans.items()}
+        self._decode: ClassicDecodeKernel | None = None
+        self.partials: Partials | None = None
+        self.gathered: tuple[Tensor, Tensor] | None = None
+        if "decode" in kernels:
+            decode = kernels["decode"]
+            assert isinstance(decode, ClassicDecodeKernel)
+            self._decode, self.partials = decode, room_for_partials(context, decode)
+        if "prefill" in kernels:
+            prefill = kernels["prefill"]
+            assert isinstance(prefill, PrefillKernel)
+            self.gathered = room_for_copies(context, prefill.gather_bytes)
         self._group = config.num_heads // config.num_kv_heads
         self._cached_as_is = config.cache_dtype == config.dtype
         dtypes = PLAIN_DTYPES[config.dtype], storage_dtype(config.cache_dtype)
@@ -114,11 +117,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             lens = common.query_lens_cpu.tolist()
             while num_reqs and not lens[num_reqs - 1]:
                 num_reqs -= 1
-        if "decode" in self.context.plans:
-            num_decodes = split_decodes_and_prefills(common.requests(0, num_reqs)).num_decodes
         metadata = PagedAttentionMetadata(causal=common.causal)
-        if num_decodes:
-            self._decodes(metadata, common, num_decodes)
+        if self._decode is not None:
+            num_decodes = split_decodes_and_prefills(common.requests(0, num_reqs)).num_decodes
+            if num_decodes:
+                self._decodes(metadata, common, num_decodes, self._decode)
         if num_decodes == num_reqs:
             return metadata
         part = slice(num_decodes, num_reqs)
@@ -144,14 +147,16 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """Return False: the kernels return no log-sum-exp to merge by."""
         return False
 
-    def _decodes(self, metadata: PagedAttentionMetadata, common: CommonAttentionMetadata, count: int) -> None:
+    def _decodes(
+        self, metadata: PagedAttentionMetadata, common: CommonAttentionMetadata, count: int, kernel: ClassicDecodeKernel
+    ) -> None:
         """Choose the version for the first ``count`` requests."""
         longest = common.max_seq_len if count == common.num_reqs else int(common.seq_lens_cpu[:count].max())
         longest = min(longest, self.context.max_model_len)
-        metadata.version = chosen_version(count, self.context.config.num_heads, longest)
+        metadata.version = kernel.version(count, self.context.config.num_heads, longest)
         metadata.decode = _arguments(common, slice(0, count))
         if metadata.version == "v2":
-            own = {"partials": self.partials, "max_seq_len": longest, "partition_size": PARTITION_SIZE}
+            own = {"partials": self.partials, "max_seq_len": longest, "partition_size": kernel.partition_size}
             metadata.decode |= own
 
     def _prefills(self, common: CommonAttentionMetadata, first: int, chunks: Sequence[Chunk]) -> list[Prefill]:
@@ -199,16 +204,16 @@ def room_for_copies(context: BackendContext, num_bytes: int) -> tuple[Tensor, Te
     return key, value
 
 
-def room_for_partials(context: BackendContext) -> Partials | None:
-    """Return room for version 2's partial results, ``WORKSPACE_BYTES`` or one sequence's at most; None: never runs."""
+def room_for_partials(context: BackendContext, kernel: ClassicDecodeKernel) -> Partials | None:
+    """Return room for the partial results of version 2, as the kernel limits it; None where version 2 never runs."""
     config, longest = context.config, context.max_model_len
     seqs = context.max_num_seqs
-    if longest <= V1_MOST_TOKENS:
-        seqs = min(seqs, V1_LEAST_ROWS // config.num_heads)  # with more of them version 1 runs
-    if longest <= PARTITION_SIZE or not seqs:
+    if longest <= kernel.v1_most_tokens:
+        seqs = min(seqs, kernel.v1_least_rows // config.num_heads)  # with more of them version 1 runs
+    if longest <= kernel.partition_size or not seqs:
         return None
-    of_one = config.num_heads * -(-longest // PARTITION_SIZE)
-    rows = max(of_one, min(seqs * of_one, WORKSPACE_BYTES // partial_bytes(config)))
+    of_one = config.num_heads * -(-longest // kernel.partition_size)
+    rows = max(of_one, min(seqs * of_one, kernel.partials_bytes // partial_bytes(config)))
     return Partials.reserve(rows, config.head_size, PLAIN_DTYPES[config.dtype], context.device)
 
 

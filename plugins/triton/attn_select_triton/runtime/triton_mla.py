@@ -26,11 +26,11 @@ from attn_select.runtime.backend import (
 )
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select_triton.facts.planned_kernels import MLADecodeKernel
 from attn_select_triton.kernels.launch import Terms, capability_of, sm_count
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
 from attn_select_triton.kernels.prefill import prefill_attention
-from attn_select_triton.launching import on_device
-from attn_select_triton.triton_mla import GLUON_PATH
+from attn_select_triton.runtime.current_device import on_device
 
 MOST_FIXED_SPLITS, LEAST_FIXED_TOKENS, TILE = 16, 1024, 64
 """Batch-invariant splits: at most so many, of at least so many tokens each, whole tiles."""
@@ -83,6 +83,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
         self._workspace: Tensor | None = None
         if plan is None:
             return
+        planned = plan.kernel
+        assert isinstance(planned, MLADecodeKernel)
         rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
         longest = 1 + config.num_speculative_tokens
         self._launch = mla_launch(
@@ -93,11 +95,11 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
             cast(int, context.block_size),
             PLAIN_DTYPES[config.dtype],
             storage_dtype(config.cache_dtype),
-            gluon=plan.path == GLUON_PATH,
+            gluon=planned.gluon,
         )
-        if self._launch.hopper != (plan.path == GLUON_PATH):
+        if self._launch.hopper != planned.gluon:
             raise KernelMismatchError(
-                f"the plan says {plan.path} ({plan.because}), which does not run on {context.device} with Triton "
+                f"the plan's decode kernel, written in Gluon for Hopper, does not run on {context.device} with Triton "
                 f"{triton.__version__}",
                 hint="select on the machine that runs the layers",
             )
@@ -107,7 +109,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
         self._per_token = config.num_heads * (rank + 1)
         room = plan.workspace_bytes // 4
         self._split_tokens = 0
-        if config.batch_invariant:
+        if planned.fixed_splits:
             self._split_tokens = fixed_split_tokens(context.max_model_len)
             tokens = min(context.max_num_batched_tokens, context.max_num_seqs * longest)
             room = tokens * self._per_token * self._fixed_splits(context.max_model_len)

@@ -15,7 +15,7 @@ from attn_select.config import AttentionConfig
 from attn_select.runtime import torch_ops
 from attn_select.runtime.kv_cache import key_value_unchecked, paged_attention_views
 from attn_select.runtime.scales import Scales
-from attn_select_triton.hardware import E4M3_FROM
+from attn_select_triton.facts.triton_support import E4M3_FROM
 from attn_select_triton.kernels import cache, convert, mla_cache
 from attn_select_triton.kernels.convert import flatten_block_table
 from attn_select_triton.kernels.merge import merge_attn_states

@@ -9,7 +9,9 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_triton.hardware import (
+from attn_select_triton.facts.c_compiler import COMPILER_VARIABLES
+from attn_select_triton.facts.planned_kernels import MLADecodeKernel, PrefillKernel
+from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILED,
     GLUON_CAPABILITY,
@@ -23,10 +25,9 @@ from attn_select_triton.hardware import (
     notes,
     split_workspace,
 )
-from attn_select_triton.toolchain import COMPILER_VARIABLES
 
 if TYPE_CHECKING:
-    from attn_select_triton.mla_runtime import TritonMLABackend
+    from attn_select_triton.runtime.triton_mla import TritonMLABackend
 
 LORA_RANKS = HeadSizes(multiple_of=16, minimum=16, maximum=512)
 """Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512."""
@@ -64,8 +65,6 @@ DECODE = _capabilities(reads_cache=True)
 BLOCK_SIZES = (64, 32, 16)
 """Of decode, preferred first: a tile of up to 64 keys then lies in one block. Other multiples of 16 run as they are."""
 
-GLUON_PATH = "Gluon decode"
-PORTABLE_PATH = "portable decode"
 GLUON_BLOCK = 64
 GLUON_RANKS, GLUON_ROPE = (256, 512), 64
 """Sizes that were run."""
@@ -135,6 +134,7 @@ def plan(
     # Chunked prefill loops on host lengths, so mixed batches are not captured.
     if not decode:
         return BackendPlan(
+            kernel=PrefillKernel(),
             path="prefill",
             because=_PREFILL,
             query_dtype=config.dtype,
@@ -148,7 +148,6 @@ def plan(
     capability = device.compute_capability or (0, 0)
     version = environment.version("triton")
     lacks = gluon_lacks(capability, rank, rope, size, config.dtype, config.cache_dtype, version)
-    path = PORTABLE_PATH if lacks else GLUON_PATH
     because = f"warp-specialised for Hopper, {rank} + {rope} in blocks of {size} by TMA"
     if lacks:
         because = f"the Gluon kernel {lacks}"
@@ -160,7 +159,8 @@ def plan(
     because = f"{because}; {_FIXED if config.batch_invariant else _SPLIT}"
     sizes = BLOCK_SIZES if size in BLOCK_SIZES else (size, *BLOCK_SIZES)
     return BackendPlan(
-        path=path,
+        kernel=MLADecodeKernel(lacks is None, config.batch_invariant),
+        path="portable decode" if lacks else "Gluon decode",
         because=because,
         query_dtype=config.dtype,
         returns_lse=True,
@@ -201,8 +201,8 @@ def load() -> type[TritonMLABackend]:
     Raises:
         ImportError: Triton or torch cannot be imported.
     """
-    from attn_select_triton.hashing import begin_hashing
-    from attn_select_triton.mla_runtime import TritonMLABackend
+    from attn_select_triton.runtime.hashing import begin_hashing
+    from attn_select_triton.runtime.triton_mla import TritonMLABackend
 
     begin_hashing()
     return TritonMLABackend

@@ -4,37 +4,107 @@ In steps that are captured nothing may follow from lengths that replays change: 
 number of splits, whose size each replay's ``build`` writes to the device, and mixed ones are one launch over the pages.
 """
 
+# mypy: disable-error-code="import-not-found, import-untyped"
+
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from attn_select.errors import KernelMismatchError
 from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
-from attn_select_triton import attn_schedule as schedule
-from attn_select_triton.attn_parts import Gather, Part, TritonAttnMetadata, check_gluon
-from attn_select_triton.hardware import power_of_two
+from attn_select_triton.facts.planned_kernels import PrefillKernel
+from attn_select_triton.facts.triton_attn import TMA_PAGE
+from attn_select_triton.facts.triton_support import GLUON_CAPABILITY, GLUON_TRITON, power_of_two
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
 from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, sm_count
-from attn_select_triton.triton_attn import (
-    BY_TMA,
-    GATHERED,
-    TMA_PAGE,
-    WARPS,
-    TritonAttnOptions,
-    gathers,
-)
+from attn_select_triton.runtime import schedule
 
 LEAST_SAVED = 256 << 20
 """Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of
 128) it lost 13 to 14 % at 112 to 126 MiB, won 9 to 12 % at 224 to 240 MiB with 8 and 16 decodes but lost 8 % at 252 MiB
 with 64, and won 13 to 24 % at 504 MiB."""
+
+
+@dataclass(slots=True)
+class Gather:
+    """Keys and values copied out of their pages before a prefill.
+
+    Attributes:
+        whole: where to, rows padded to powers of two.
+        rows: the same without the padding.
+        arguments: of ``gather_pages``.
+    """
+
+    whole: tuple[Tensor, Tensor]
+    rows: tuple[Tensor, Tensor]
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Part:
+    """Requests that one launch serves, by the decode kernel or else the prefill's.
+
+    Attributes:
+        causal, ranges: as ``Terms`` has them.
+        decode: the prepared decode.
+        gather: what comes before a prefill.
+        prefill: arguments of ``prefill_attention``.
+        warps: the prefill's kernel is ``prefill_hopper``, where it can read this cache.
+    """
+
+    causal: bool
+    ranges: Tensor | None = None
+    decode: Decode | None = None
+    gather: Gather | None = None
+    prefill: dict[str, Any] = field(default_factory=dict)
+    warps: bool = False
+
+
+@dataclass(slots=True)
+class TritonAttnMetadata:
+    """One step for all layers of a kind.
+
+    Attributes:
+        num_actual_tokens: T.
+        parts: the launches; with a prefix those of each request's rest.
+        prefix: the launches for a prefix that all requests share, which is one request of T queries.
+    """
+
+    num_actual_tokens: int
+    parts: list[Part]
+    prefix: list[Part] | None = None
+
+
+def planned_prefill(context: BackendContext) -> PrefillKernel:
+    """Return the kernel of the plan for prefills; the plainest one where another backend serves them."""
+    kernel = context.plans["prefill"].kernel if "prefill" in context.plans else PrefillKernel()
+    assert isinstance(kernel, PrefillKernel)
+    return kernel
+
+
+def check_gluon(device: torch.device) -> None:
+    """Check that the Gluon kernel of a plan is one for this device and this Triton.
+
+    Raises:
+        KernelMismatchError: it is not.
+    """
+    capability = capability_of(device)
+    if capability != GLUON_CAPABILITY or not triton.__version__.startswith(GLUON_TRITON):
+        raise KernelMismatchError(
+            f"the plan's warp-specialised prefill runs on compute capability 9.0 with Triton {GLUON_TRITON}x; {device} "
+            f"has compute capability {'.'.join(map(str, capability))}, and Triton is {triton.__version__}",
+            hint="select on the machine that runs the layers",
+        )
 
 
 class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
@@ -79,20 +149,21 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
 
     def _reserve(self) -> None:
         """Allocate the plans' workspaces: partial results of splits, and what is gathered."""
-        context, options = self.context, self.context.options
+        context = self.context
         config, device = context.config, context.device
-        assert isinstance(options, TritonAttnOptions)
-        path = context.plans["prefill"].path if "prefill" in context.plans else None
-        by_tma = path == BY_TMA or (path == WARPS and (context.block_size or 1) % TMA_PAGE == 0)
+        prefill = planned_prefill(context)
+        whole_pages = (context.block_size or 1) % TMA_PAGE == 0
+        by_tma = prefill.pages_by_tma or (prefill.warp_specialised and whole_pages)
         self._ways["pages"] = schedule.TMA_PAGES if by_tma else schedule.PAGES
         self._ways["split"] = schedule.SPLIT_FP8 if self._fp8 else schedule.SPLIT
-        if path == WARPS and device.type == "cuda":
+        if prefill.warp_specialised and device.type == "cuda":
             check_gluon(device)
             self._ways["warps"] = schedule.WARPS
-        gathered = path in (GATHERED, WARPS) and gathers(config, options)
-        reserved = options.gather_workspace_mib << 20 if gathered else 0
-        in_plan = {phase: reserved if phase == "prefill" else 0 for phase in context.plans}
-        room = max(plan.workspace_bytes - in_plan[phase] for phase, plan in context.plans.items()) // 4
+        reserved = prefill.gather_bytes
+        split_bytes = {phase: plan.workspace_bytes for phase, plan in context.plans.items()}
+        if "prefill" in split_bytes:
+            split_bytes["prefill"] -= reserved
+        room = max(split_bytes.values()) // 4
         if config.batch_invariant:
             self._fixed_split = schedule.fixed_split(self._most_keys)
             tokens = min(context.max_num_batched_tokens, context.max_num_seqs * self._longest_decode)
@@ -146,7 +217,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         query_len, tokens = common.max_query_len, common.num_actual_tokens
         if self.context.kv_layout is not None and query_len <= self._longest_decode and tokens == requests * query_len:
             parts = [self._decodes(common, requests, tokens)]
-        else:  # whose the tokens are, each replay says
+        else:  # each replay brings its own requests for these tokens
             parts = [self._prefill(common, 0, requests)]
         return TritonAttnMetadata(tokens, parts)
 
