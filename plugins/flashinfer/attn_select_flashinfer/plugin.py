@@ -1,12 +1,12 @@
-"""The entry point: registers the three backends, imports no kernel library."""
+"""The entry point: registers the three backends, imports neither torch nor FlashInfer."""
 
 from __future__ import annotations
 
 from attn_select.hookspecs import hookimpl
 from attn_select.spec import BackendSpec
-from attn_select_flashinfer.mha import FLASHINFER
-from attn_select_flashinfer.mla import FLASHINFER_MLA
-from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE
+from attn_select_flashinfer.facts.mha import FLASHINFER
+from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 
 @hookimpl

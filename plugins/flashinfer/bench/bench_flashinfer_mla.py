@@ -34,7 +34,7 @@ from attn_select.runtime import (
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import relative_error
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
-from attn_select_flashinfer.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,16 +30,10 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     emulated: Any = sys.modules["flashinfer_emulated"]
 
     def install(capability: tuple[int, int] = (9, 0), **others: Any) -> Any:
-        import attn_select_flashinfer
-        from attn_select_flashinfer import library
+        from attn_select_flashinfer.runtime import library
 
-        for each in pkgutil.iter_modules(attn_select_flashinfer.__path__):  # before its name means something else
-            importlib.import_module(f"attn_select_flashinfer.{each.name}")
         made = emulated.library(**others)
-        replaced = library.flashinfer
-        for module in [each for name, each in sys.modules.items() if name.startswith("attn_select_flashinfer")]:
-            if getattr(module, "flashinfer", None) is replaced:
-                monkeypatch.setattr(module, "flashinfer", lambda: made)
+        monkeypatch.setattr(library, "flashinfer", lambda: made)
         return emulated.reset(capability)
 
     threads = torch.get_num_threads()

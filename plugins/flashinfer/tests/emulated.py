@@ -315,7 +315,7 @@ def scribble(buffer: Tensor, start: int = 0, size: int = 64) -> None:
 
 def library(**others: Any) -> Any:
     """Return the plugin's dataclass with these entries; ``others`` replace or add entries."""
-    from attn_select_flashinfer.library import FlashInfer
+    from attn_select_flashinfer.runtime.library import FlashInfer
 
     names = [f"emulated_{part}" for part in ("fp4", "native", "ragged", "trtllm", "cascade", "mla")]
     found: dict[str, Any] = {"version": "0.6.14", "attention_sink_decl": SINK_DECLARATIONS}

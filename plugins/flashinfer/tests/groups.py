@@ -19,13 +19,19 @@ from attn_select.selector import environment_for
 from attn_select.spec import BackendPlan
 from attn_select.testing.oracle import attention_reference
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
-from attn_select_flashinfer.mha import FLASHINFER
+from attn_select_flashinfer.facts.mha import FLASHINFER
 
 EMULATED = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})
 
 
-def selected(fields: dict[str, Any], gpu: str | None = "h100", layout: str | None = None, **options: Any) -> Any:
-    """Return the selection of FLASHINFER alone, for a GPU by name or (None) the one that is there."""
+def selected(
+    fields: dict[str, Any], gpu: str | None = "h100", layout: str | None = None, change: Any = None, **options: Any
+) -> Any:
+    """Return the selection of FLASHINFER alone, for a GPU by name or (None) the one that is there.
+
+    Args:
+        change: what makes another plan of each.
+    """
     config = AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
     device = lookup(gpu) if gpu else detect_device().device
     environment = EMULATED if gpu else environment_for(device)
@@ -33,6 +39,8 @@ def selected(fields: dict[str, Any], gpu: str | None = "h100", layout: str | Non
     found = outcomes(FLASHINFER, config, device, environment, made)
     assert all(isinstance(outcome, BackendPlan) for outcome in found.values()), found
     plans, choice = plans_of(found), 0
+    if change is not None:
+        plans = {phase: change(plan) for phase, plan in plans.items()}
     if layout is not None:
         choice = next(iter(plans.values())).kv_layouts.index(layout)
     selection = selection_for(FLASHINFER, plans, config, device, environment, made, layout_choice=choice)
@@ -55,7 +63,8 @@ def on_gpu(layout: str | None = None, options: dict[str, Any] | None = None, **f
 def _group(fields: dict[str, Any], gpu: str | None, layout: Any, options: dict[str, Any], device: str) -> Any:
     given = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
     given.setdefault("capacity", Capacity(16, 1024, 1024))
-    return attention_group(selected(fields, gpu, layout, **options), device, **given)
+    change = fields.pop("change", None)
+    return attention_group(selected(fields, gpu, layout, change, **options), device, **given)
 
 
 def builder_of(group: AttentionGroup) -> Any:

@@ -17,8 +17,8 @@ from attn_select.spec import BackendPlan
 from attn_select.testing import MLAProblem, random_mla_problem
 from attn_select.testing.comparison import error_bound, relative_error
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
-from attn_select_flashinfer.mla import FLASHINFER_MLA
-from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE
+from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CAPACITY = Capacity(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)
@@ -39,16 +39,18 @@ def group_for(
     capacity: Capacity = CAPACITY,
     cuda_graphs: bool = False,
     workspace_tokens: int = 64,
+    change: Any = None,
     **options: Any,
 ) -> MLAAttentionGroup:
-    """Return a group of the one backend that serves these layers on a GPU."""
+    """Return a group of the one backend that serves these layers on a GPU; ``change`` makes another plan of each."""
     spec = FLASHINFER_MLA_SPARSE if config.sparse else FLASHINFER_MLA
     on, made = lookup(gpu) if isinstance(gpu, str) else gpu, spec.options(**options)
     found = outcomes(spec, config, on, environment, made)
     if phases is not None:
         found = {phase: found[phase] for phase in phases}
     assert all(isinstance(outcome, BackendPlan) for outcome in found.values()), found
-    selection = selection_for(spec, plans_of(found), config, on, environment, made)
+    plans = {phase: plan if change is None else change(plan) for phase, plan in plans_of(found).items()}
+    selection = selection_for(spec, plans, config, on, environment, made)
     assert selection is not None
     given: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "workspace_tokens": workspace_tokens}
     return MLAAttentionGroup(selection, device, capacity, **given)

@@ -15,10 +15,9 @@ from attn_select.environment import Environment
 from attn_select.errors import ConfigError
 from attn_select.layouts import LAYOUTS
 from attn_select.spec import BackendPlan
-from attn_select_flashinfer import mla_decode, mla_prefill
-from attn_select_flashinfer.case import Case, PrefillKernel
+from attn_select_flashinfer.facts import mla_kernels
+from attn_select_flashinfer.facts.mha_kernels import OBSTACLES, Case, PrefillKernel, kernel_for, plain
 from attn_select_flashinfer.plugin import attn_select_register_backends
-from attn_select_flashinfer.trtllm import OBSTACLES, kernel_for, plain
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1)]
@@ -30,8 +29,8 @@ OPTIONS = st.fixed_dictionaries(
     optional={
         "use_trtllm": st.sampled_from(["auto", True, False]),
         "prefill_kernel": st.sampled_from(get_args(PrefillKernel)),
-        "mla_decode": st.sampled_from(get_args(mla_decode.DecodeKernel)),
-        "mla_prefill": st.sampled_from(get_args(mla_prefill.PrefillKernel)),
+        "mla_decode": st.sampled_from(get_args(mla_kernels.DecodeKernel)),
+        "mla_prefill": st.sampled_from(get_args(mla_kernels.PrefillKernel)),
     },
 )
 

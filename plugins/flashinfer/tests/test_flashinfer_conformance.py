@@ -11,9 +11,9 @@ import pytest
 from attn_select.config import AttentionConfig, Phase
 from attn_select.environment import Environment
 from attn_select.spec import BackendPlan
-from attn_select_flashinfer.common import pages
-from attn_select_flashinfer.mha import FLASHINFER
-from attn_select_flashinfer.trtllm import XQA_PAGES, XQA_PATH
+from attn_select_flashinfer.facts.libraries import pages
+from attn_select_flashinfer.facts.mha import FLASHINFER
+from attn_select_flashinfer.facts.mha_kernels import XQA_PAGES, TrtllmKernel
 
 pytest.importorskip("torch")
 
@@ -30,7 +30,7 @@ class Suite(BackendConformance):
     def error_bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
         """XQA reads an FP8 cache with an FP8 query that it makes itself, and rounds the weights likewise."""
         bound = error_bound(config, plans)
-        if config.cache_dtype != "fp8_e4m3" or all(plan.path != XQA_PATH for plan in plans.values()):
+        if config.cache_dtype != "fp8_e4m3" or all(plan.kernel != TrtllmKernel("xqa") for plan in plans.values()):
             return bound
         norm = max(bound.norm, E4M3_ROUNDOFF)
         return ErrorBound(norm, ROW * norm, bound.lse, "XQA's own FP8 query")

@@ -15,7 +15,7 @@ from attn_select.environment import Environment
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
 from attn_select.spec_check import problems_of
-from attn_select_flashinfer import common, mla_decode, mla_prefill, trtllm
+from attn_select_flashinfer.facts import libraries, mha_kernels, mla_kernels
 from attn_select_flashinfer.plugin import attn_select_register_backends
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
@@ -69,14 +69,14 @@ def test_registers_three_backends() -> None:
 def test_every_fact_has_a_source() -> None:
     holders = [
         *(capabilities for spec in SPECS.values() for capabilities in spec.capabilities.values()),
-        *mla_decode.KERNELS.values(),
-        *mla_prefill.PREFILL_KERNELS.values(),
+        *mla_kernels.KERNELS.values(),
+        *mla_kernels.PREFILL_KERNELS.values(),
     ]
     found = [fact for holder in holders for fact in facts(holder)]
-    found += [value for value in vars(common).values() if isinstance(value, Fact)]
+    found += [value for value in vars(libraries).values() if isinstance(value, Fact)]
     assert len(found) > 100
     assert all(len(fact.source) >= 10 for fact in found)
-    conditions = (*trtllm.OBSTACLES, *trtllm.PREFERENCES)
+    conditions = (*mha_kernels.OBSTACLES, *mha_kernels.PREFERENCES)
     assert all(condition.source for condition in conditions)
     assert len({condition.name for condition in conditions}) == len(conditions)
 
@@ -99,8 +99,8 @@ def test_an_older_release_is_refused(spec: BackendSpec) -> None:
 def test_releases_compare_by_their_numbers(text: str) -> None:
     environment = Environment(assume_installed=True, pins={"flashinfer-python": text})
     expected = {"0.6.15rc1": (0, 6, 15), "0.7.2.post1": (0, 7, 2), "1.0": (1, 0)}
-    assert common.release(environment) == expected.get(text, (0, 6, 14))
-    assert common.release(Environment(assume_installed=True)) == common.NEWEST
+    assert libraries.release(environment) == expected.get(text, (0, 6, 14))
+    assert libraries.release(Environment(assume_installed=True)) == libraries.NEWEST
 
 
 # --- Which path -----------------------------------------------------------------------------------
@@ -143,6 +143,8 @@ def test_releases_compare_by_their_numbers(text: str) -> None:
         (("sm90",), "decode", {"head_size": 512}, "native fa2", "head sizes up to 256", None),
         (("sm90",), "prefill", {"head_size": 512}, "native fa2", "fa3 takes head sizes up to 256", None),
         (("sm100",), "decode", {"head_size": 512}, GEN, "auto", None),
+        (("sm90",), "prefill", {"head_size": 256}, "native fa3", "fa3 is Hopper's own kernel", "bfloat16"),
+        (("sm90",), "prefill", {"head_size": 256, "kv_cache_dtype": "fp8"}, "native fa3", "Hopper", "fp8_e4m3"),
     ],
 )
 def test_path(

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.errors import ConfigError
-from attn_select.runtime import Attention, Capacity
+from attn_select.runtime import Attention, BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch, check_level
 
 groups: Any = sys.modules["flashinfer_groups"]
@@ -120,12 +120,33 @@ def test_levels(emulate: Emulate) -> None:
         check_level(groups.made(group_cuda_graphs=True), mixed=True)
 
 
+def test_a_step_is_refused_whose_buffers_a_later_graph_step_has_overwritten(emulate: Emulate) -> None:
+    emulate()
+    group = groups.made(options=NATIVE, group_cuda_graphs=True, group_capacity=CAPACITY)
+    layer, static = Attention(group), StaticBatch(group, 1)
+    group.build_for_cudagraph_capture(static.dummy(2))
+    eager, cache = groups.batch(group, [1], [30])
+    two, other = (groups.batch(group, [1, 1], lens)[0] for lens in ([30, 7], [90, 3]))
+
+    def run(common: Any, metadata: Any) -> None:
+        query = groups.drawn_query(group, common.num_actual_tokens)
+        layer.forward(query, None, None, cache, metadata, torch.empty_like(query))
+
+    early, late = group.build(eager), group.build(two)
+    with pytest.raises(BatchError, match="a later build has planned a CUDA graph in the buffer"):
+        run(eager, early)
+    group.build(other)
+    with pytest.raises(BatchError, match="built for a CUDA graph, and a later build has overwritten the lists"):
+        run(two, late)
+    run(eager, group.build(eager))
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_step_built_early_leaves_the_running_one_alone(
     graphs: bool, emulate: Emulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate()
-    monkeypatch.setattr("attn_select_flashinfer.staging.new_event", lambda device: fi.Event())
+    monkeypatch.setattr("attn_select_flashinfer.runtime.plans.new_event", lambda device: fi.Event())
     group = groups.made(options=NATIVE, block_size=16, group_cuda_graphs=graphs)
     layer, ring = Attention(group), groups.builder_of(group).native.pool.ring
     batches = [groups.batch(group, [1, 1], [length, 7]) for length in (200, 30, 150)]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from attn_select.environment import Environment
-from attn_select_flashinfer.mla import FLASHINFER_MLA
-from attn_select_flashinfer.mla_sparse import FLASHINFER_MLA_SPARSE
+from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 pytest.importorskip("torch")
 

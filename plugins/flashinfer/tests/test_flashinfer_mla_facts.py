@@ -13,7 +13,7 @@ from attn_select.device import CPU, Device, lookup
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
 from attn_select.spec import BackendPlan, Reason
-from attn_select_flashinfer.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 
 MIB = 1 << 20
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

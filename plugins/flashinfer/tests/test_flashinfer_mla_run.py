@@ -20,7 +20,7 @@ from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import error_bound, relative_error
 from attn_select.testing.conformance_run import part_of
 from attn_select.testing.oracle import attention_reference
-from attn_select_flashinfer import staging
+from attn_select_flashinfer.runtime import plans
 
 fi: Any = sys.modules["flashinfer_emulated"]
 layers: Any = sys.modules["flashinfer_mla_layers"]
@@ -49,6 +49,11 @@ def on_gpu(kernel: str, **fields: Any) -> Any:
     environment, config = Environment(), layers.mla_config(**fields)
     made = {"device": "cuda", "environment": environment, "phases": ["decode"], "decode_kernel": kernel}
     return layers.group_for("h100", config, **made, **options)
+
+
+def nonsense(plan: Any) -> Any:
+    """Return the plan with other words for people."""
+    return dataclasses.replace(plan, path="fa2 XQA trtllm-gen", because="?", notes=("!",), provider="nobody")
 
 
 @KERNELS
@@ -206,14 +211,40 @@ def test_the_scale_of_an_fp8_cache_multiplies_no_scores(emulate: Emulate) -> Non
     assert call["ckv_scale"] == call["kpe_scale"] == pytest.approx(1e-4)
 
 
-def test_metadata_of_an_earlier_batch_is_refused(emulate: Emulate) -> None:
+@pytest.mark.parametrize("kernel", ["fa3", "fa2"])
+def test_several_steps_may_be_built_before_the_first_one_runs(kernel: str, emulate: Emulate) -> None:
     emulate()
-    group = layers.group_for("h100", layers.mla_config())
-    problem = layers.problem_for(group, [(1, 70)])
-    earlier = group.build(layers.common_of(problem))
-    layers.run(group, layers.problem_for(group, [(1, 9), (1, 8)]))
-    with pytest.raises(BatchError, match="an earlier batch's"):
-        layers.run(group, problem, metadata=earlier)
+    options = {"decode_kernel": kernel, "prefill_kernel": kernel}
+    group = layers.group_for("h100", layers.mla_config(), **options)
+    problems = [layers.problem_for(group, lens) for lens in ([(1, 70), (9, 9)], [(1, 9), (1, 8), (5, 30)], [(1, 3)])]
+    steps = [(problem, group.build(layers.common_of(problem))) for problem in problems]
+    for problem, metadata in (*steps, *reversed(steps)):
+        layers.run(group, problem, metadata=metadata)
+
+
+def test_a_step_is_refused_whose_buffers_a_later_graph_step_has_overwritten(emulate: Emulate) -> None:
+    emulate()
+    group = layers.group_for("h100", layers.mla_config(), cuda_graphs=True, phases=["decode"])
+    builder = group.served["decode"].builder
+    eager, two, other = (layers.problem_for(group, lens) for lens in ([(1, 9)], [(1, 70), (1, 5)], [(1, 3), (1, 4)]))
+    builder.build_for_cudagraph_capture(layers.common_of(two))
+    early, late = group.build(layers.common_of(eager)), group.build(layers.common_of(two))
+    with pytest.raises(BatchError, match="a later build has planned a CUDA graph in the buffer"):
+        layers.run(group, eager, metadata=early)
+    group.build(layers.common_of(other))
+    with pytest.raises(BatchError, match="built for a CUDA graph, and a later build has overwritten the lists"):
+        layers.run(group, two, metadata=late)
+    layers.run(group, eager)
+
+
+def test_words_for_people_decide_nothing(emulate: Emulate) -> None:
+    calls = []
+    for change in (None, nonsense):
+        world = emulate()
+        group = layers.group_for("h100", layers.mla_config(), change=change)
+        layers.run(group, layers.problem_for(group, [(1, 70), (9, 9)]))
+        calls.append([(call["entry"], call.get("backend")) for call in world.calls])
+    assert calls[0] == calls[1]
 
 
 def test_a_capacity_that_overflows_a_schedule(emulate: Emulate) -> None:
@@ -269,7 +300,7 @@ def test_a_graph_replays_with_other_lengths_and_pages(query_len: int, heads: int
 
 def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate()
-    monkeypatch.setattr(staging, "new_event", lambda device: fi.Event())
+    monkeypatch.setattr(plans, "new_event", lambda device: fi.Event())
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     served = group.served["decode"]
     impl = served.backend.impl_cls(served.context, scale=192**-0.5)

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from attn_select_flashinfer import library, staging
+from attn_select_flashinfer.runtime import library, plans
 
 emulated: Any = sys.modules["flashinfer_emulated_mla"]
 emulated_decode: Any = sys.modules["flashinfer_emulated_mla_decode"]
@@ -94,14 +94,14 @@ def test_the_wrapper_keeps_its_schedules_where_the_runtime_replaces_them() -> No
         for node in ast.walk(methods(WRAPPER)["__init__"])
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
-    assert {staging._ATTRIBUTE, "_int_workspace_buffer"} <= assigned
+    assert {plans._ATTRIBUTE, "_int_workspace_buffer"} <= assigned
     read = {
         method: {node.attr for node in ast.walk(methods(WRAPPER)[method]) if isinstance(node, ast.Attribute)}
         for method in ("plan", "run")
     }
-    assert {staging._ATTRIBUTE, "_int_workspace_buffer"} <= read["plan"]
+    assert {plans._ATTRIBUTE, "_int_workspace_buffer"} <= read["plan"]
     assert "_int_workspace_buffer" in read["run"]
-    assert staging._ATTRIBUTE not in read["run"]
+    assert plans._ATTRIBUTE not in read["run"]
 
 
 def test_the_numbers_that_the_emulation_rests_on() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.runtime import Capacity
-from attn_select_flashinfer.mla_sparse_runtime import in_front
+from attn_select_flashinfer.runtime.mla_sparse import in_front
 
 fi: Any = sys.modules["flashinfer_emulated"]
 layers: Any = sys.modules["flashinfer_mla_layers"]
@@ -101,7 +101,7 @@ def test_dtypes_and_heads(gpu: str, fields: dict[str, Any], emulate: Emulate) ->
 
 def test_more_tokens_than_a_call_takes(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_select.spec import Fact
-    from attn_select_flashinfer import mla_trtllm
+    from attn_select_flashinfer.runtime import mla_trtllm
 
     monkeypatch.setattr(mla_trtllm, "MOST_REQUESTS", Fact(20, ""))
     world, group = group_on("b200", emulate)

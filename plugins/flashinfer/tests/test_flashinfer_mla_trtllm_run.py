@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from attn_select.runtime import Capacity, Scales
+from attn_select.runtime import BatchError, Capacity, Scales
 from attn_select.testing.oracle import attention_reference
 
 fi: Any = sys.modules["flashinfer_emulated"]
@@ -167,7 +167,7 @@ def test_statistics_that_do_not_fit_are_taken_in_parts(emulate: Emulate) -> None
 
 def test_more_requests_than_counters_are_taken_in_parts(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_select.spec import Fact
-    from attn_select_flashinfer import mla_trtllm
+    from attn_select_flashinfer.runtime import mla_trtllm
 
     monkeypatch.setattr(mla_trtllm, "MOST_REQUESTS", Fact(2, ""))
     world, group = on_b200(emulate)
@@ -203,6 +203,19 @@ def test_a_graph_replays_with_other_lengths_and_tables(query_len: int, causal: b
                 keys = cache[blocks[request]].flatten(0, 1)[:length, None]
                 wanted, _ = attention_reference(query[rows], keys, keys[..., :512], scale=0.1, causal=causal)
                 torch.testing.assert_close(output[rows].double(), wanted, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_built_before_the_first_one_runs(graphs: bool, emulate: Emulate) -> None:
+    _, group = on_b200(emulate, cuda_graphs=graphs)
+    problems = [layers.problem_for(group, lens) for lens in ([(1, 70), (1, 9)], [(1, 3), (1, 200)])]
+    first, second = (group.build(layers.common_of(problem)) for problem in problems)
+    if graphs:
+        with pytest.raises(BatchError, match="a later build has overwritten the lengths"):
+            layers.run(group, problems[0], metadata=first)
+    else:
+        layers.run(group, problems[0], metadata=first)
+    layers.run(group, problems[1], metadata=second)
 
 
 @pytest.mark.parametrize(("heads", "fields"), [(128, {}), (16, {"kv_cache_dtype": "fp8"})])

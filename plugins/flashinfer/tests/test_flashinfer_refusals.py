@@ -12,7 +12,7 @@ from attn_select.config import AttentionConfig
 from attn_select.device import CPU, Device, lookup
 from attn_select.environment import Environment
 from attn_select.spec import BackendPlan, Reason
-from attn_select_flashinfer.mha import FLASHINFER
+from attn_select_flashinfer.facts.mha import FLASHINFER
 
 GPUS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
 PHASES: tuple[Any, ...] = ("prefill", "decode")

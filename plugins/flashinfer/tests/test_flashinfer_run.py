@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 from attn_select.errors import KernelMismatchError
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Attention, BatchError, Scales
-from attn_select.spec import BackendSpec
-from attn_select_flashinfer import library
-from attn_select_flashinfer.metadata import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
+from attn_select.spec import BackendPlan, BackendSpec
 from attn_select_flashinfer.plugin import attn_select_register_backends
+from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
 
 groups: Any = sys.modules["flashinfer_groups"]
 Emulate = Callable[..., Any]
@@ -63,6 +64,69 @@ def test_each_phase_runs_by_its_plan_and_is_counted(
     for phase, (_, path) in (("decode", decode), ("prefill", prefill)):
         assert group.selection.plans[phase].path == path
         assert group.selection.plans[phase].because
+
+
+def nonsense(plan: BackendPlan) -> BackendPlan:
+    """Return the plan with other words for people."""
+    return dataclasses.replace(plan, path="fa3 XQA trtllm-gen with sinks", because="?", notes=("!",), provider="nobody")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields"),
+    [
+        ("h100", {}),
+        ("h100", {"options": NATIVE}),
+        ("h100", {"options": {**NATIVE, "prefill_kernel": "fa2"}, "sinks": True}),
+        ("h100", {"options": NATIVE, "sinks": True, "group_cuda_graphs": True}),
+        ("h100", {"kv_cache_dtype": "fp8", "num_speculative_tokens": 2}),
+        ("b200", {}),
+        ("b200", {"kv_cache_dtype": "fp8"}),
+    ],
+    ids=str,
+)
+def test_words_for_people_decide_nothing(gpu: str, fields: dict[str, Any], emulate: Emulate) -> None:
+    seen = []
+    for change in (None, nonsense):
+        world = emulate({"h100": (9, 0), "b200": (10, 0)}[gpu])
+        group = groups.made(gpu, change=change, **fields)
+        sinks = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
+        common, cache = groups.batch(group, [1, 1, 20], [30, 5, 40])
+        output, _ = groups.run(group, common, cache, Attention(group, **sinks), lse=False)
+        calls = [(call["entry"], call.get("backend"), call.get("jit_args")) for call in world.calls]
+        seen.append((calls, groups.builder_of(group).ran, output))
+    assert seen[0][:2] == seen[1][:2]
+    assert torch.equal(seen[0][2], seen[1][2])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields"),
+    [
+        ("h100", {"options": NATIVE}),
+        ("h100", {"options": {**NATIVE, "prefill_kernel": "fa2"}, "sinks": True}),
+        ("h100", {}),
+        ("b200", {}),
+    ],
+    ids=str,
+)
+def test_several_steps_may_be_built_before_the_first_one_runs(
+    gpu: str, fields: dict[str, Any], emulate: Emulate
+) -> None:
+    """Each step runs by its own plan, in any order, also when the caller's lengths have changed since."""
+    emulate({"h100": (9, 0), "b200": (10, 0)}[gpu])
+    group = groups.made(gpu, **fields)
+    sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
+    layer = Attention(group, **sinks)
+    steps = []
+    for query_lens, seq_lens in (([1, 1, 20], [30, 5, 40]), ([1, 7], [200, 64]), ([1], [9])):
+        common, cache = groups.batch(group, query_lens, seq_lens)
+        expected, _ = groups.reference(group, common, cache, layer, **sinks)
+        common = dataclasses.replace(common, seq_lens_cpu=common.seq_lens_cpu.clone())
+        steps.append((common, cache, group.build(common), expected))
+        common.seq_lens_cpu.zero_()
+    for common, cache, metadata, expected in (*steps, *reversed(steps)):
+        query = groups.drawn_query(group, common.num_actual_tokens)
+        output = layer.forward(query, None, None, cache, metadata, torch.empty_like(query))
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
 
 
 def test_a_forced_path_that_cannot_run_is_an_error() -> None:
@@ -220,7 +284,7 @@ def test_masked_keys_are_far_away_with_small_scales_too(use: str, emulate: Emula
 
 
 def test_scales_that_are_large_enough_are_left_alone() -> None:
-    from attn_select_flashinfer.terms import LEAST_SCALE, power_for
+    from attn_select_flashinfer.runtime.scores import LEAST_SCALE, power_for
 
     assert [power_for(scale) for scale in (1.0, 0.0625, LEAST_SCALE)] == [1.0, 1.0, 1.0]
     assert power_for(LEAST_SCALE * 0.99) == 2.0

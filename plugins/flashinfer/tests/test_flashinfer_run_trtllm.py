@@ -85,7 +85,7 @@ def test_xqa_masks_nothing_where_attention_is_not_causal(emulate: Emulate) -> No
 
 
 def test_masks_of_many_drafts_fill_words_of_16_bits() -> None:
-    from attn_select_flashinfer.draft_mask import packed_rows
+    from attn_select_flashinfer.runtime.mha import packed_rows
 
     rows = [[word & 0xFFFF for word in row] for row in packed_rows(34, True)]
     assert (len(rows), len(rows[0])) == (34, 4)

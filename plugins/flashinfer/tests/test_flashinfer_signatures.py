@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from attn_select_flashinfer import library
+from attn_select_flashinfer.runtime import library
 
 fi: Any = sys.modules["flashinfer_emulated"]
 PARTS = ("fp4", "plan", "native", "ragged", "trtllm", "cascade", "mla")

@@ -18,7 +18,7 @@ import torch
 from attn_select.runtime import Attention, BlockPool, BlockTable, Capacity, Scales, prepare_batch
 from attn_select.testing.comparison import E4M3_ROUNDOFF
 from attn_select.testing.oracle_paged import paged_reference
-from attn_select_flashinfer.metadata import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
+from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
 
 groups: Any = sys.modules["flashinfer_groups"]
 QUERY_LENS, SEQ_LENS = [1, 1, 512, 256], [1024, 2048, 512, 256]

@@ -1,7 +1,12 @@
-"""Decode of ``FLASHINFER_MLA``: which of FlashInfer's four MLA kernels runs a layer, and what each cannot.
+"""Which of FlashInfer's MLA kernels runs a phase of ``FLASHINFER_MLA``, and what each cannot.
 
-``trtllm-gen`` and ``xqa`` stand behind ``trtllm_batch_decode_with_kv_cache_mla``, ``fa3`` and ``fa2`` behind
-``BatchMLAPagedAttentionWrapper``, whose ``cutlass`` back end is not used: it concatenates the whole pool each time.
+*Decode* runs on the latent cache. ``trtllm-gen`` and ``xqa`` stand behind ``trtllm_batch_decode_with_kv_cache_mla``,
+``fa3`` and ``fa2`` behind ``BatchMLAPagedAttentionWrapper``. Its ``cutlass`` back end is not used: it concatenates the
+whole pool each time.
+
+*Prefill* is ragged attention on decompressed K and V, QK dim nope + rope, V dim its own. ``fa2`` and ``fa3`` stand
+behind ``BatchPrefillWithRaggedKVCacheWrapper``, ``trtllm-gen`` behind ``trtllm_ragged_attention_deepseek``, ``cutlass``
+behind ``fmha_varlen`` (its wrapper reads prefix sums back from the device).
 """
 
 from __future__ import annotations
@@ -12,17 +17,43 @@ from typing import Literal
 
 from attn_select.config import AttentionConfig, CudaGraphLevel
 from attn_select.gate import block_size_reason
-from attn_select.spec import Fact, Reason
-from attn_select_flashinfer.common import (
+from attn_select.spec import BackendPlan, Fact, Reason
+from attn_select_flashinfer.facts.libraries import (
     INT_WORKSPACE,
     MIB,
     MLA_CORE,
+    PREFILL,
     RAN,
     TRTLLM_GEN_CAPABILITIES,
+    merge_refusals,
     padded_heads,
 )
 
 DecodeKernel = Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"]
+PrefillKernel = Literal["auto", "trtllm-gen", "cutlass", "fa3", "fa2"]
+
+
+@dataclass(frozen=True, slots=True)
+class MLAKernel:
+    """A kernel on the latent cache as a plan names it.
+
+    Attributes:
+        name: ``fa2``, ``fa3``, ``trtllm-gen``, ``xqa``, or ``sparse`` (the sparse kernel of compute capability 12.x).
+        heads: the query heads that it works on, at least the layer's.
+        fp8_query: whether it takes an FP8 query.
+    """
+
+    name: Literal["fa2", "fa3", "trtllm-gen", "xqa", "sparse"]
+    heads: int
+    fp8_query: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedKernel:
+    """A kernel on decompressed K and V as a plan names it."""
+
+    name: Literal["fa2", "fa3", "trtllm-gen", "cutlass"]
+
 
 DEEPSEEK = (512, 64)
 SMALL = (256, 64)
@@ -37,11 +68,12 @@ TILE = Fact(
 
 
 @dataclass(slots=True, eq=False)
-class MLAKernel:
-    """One MLA decode kernel.
+class DecodeFacts:
+    """What is true of one MLA decode kernel.
 
     Attributes:
-        path: its name in plans.
+        name: FlashInfer's name of it.
+        path: its name in words.
         dims: accepted ``(kv_lora_rank, qk_rope_head_dim)``.
         pages: page sizes in tokens, preferred first.
         aligned_tables: whether block tables are a multiple of 128 tokens wide.
@@ -55,6 +87,7 @@ class MLAKernel:
         against: what speaks against a config beside dims and pages.
     """
 
+    name: Literal["fa2", "fa3", "trtllm-gen", "xqa"]
     path: str
     dims: Fact[tuple[tuple[int, int], ...]]
     pages: Fact[tuple[int, ...]]
@@ -79,7 +112,7 @@ class MLAKernel:
         return reasons
 
 
-def dims_reason(config: AttentionConfig, kernel: MLAKernel) -> Reason:
+def dims_reason(config: AttentionConfig, kernel: DecodeFacts) -> Reason:
     """Return the reason against MLA dimensions that a kernel does not have."""
     seen = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"
     accepted = [f"{rank} + {rope}" for rank, rope in kernel.dims.value]
@@ -153,7 +186,8 @@ def _against_fa2(config: AttentionConfig) -> list[Reason]:
 _ALIGNED = Fact(True, f"{MLA_CORE} _check_trtllm_gen_mla_shape")
 _ANY_WIDTH = Fact(False, f"{MLA_CORE} BatchMLAPagedAttentionWrapper.plan: page indices, no table")
 
-TRTLLM_GEN = MLAKernel(
+TRTLLM_GEN = DecodeFacts(
+    name="trtllm-gen",
     path="TRT-LLM (trtllm-gen)",
     dims=Fact((DEEPSEEK, SMALL), f"{MLA_CORE} supported_mla_head_dimensions"),
     pages=Fact((64, 32), f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla"),
@@ -167,7 +201,8 @@ TRTLLM_GEN = MLAKernel(
     workspace_note="the workspace is zeroed before its first use",
     against=_against_trtllm_gen,
 )
-XQA = MLAKernel(
+XQA = DecodeFacts(
+    name="xqa",
     path="TRT-LLM (XQA)",
     dims=Fact((DEEPSEEK,), "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14 gen_xqa_module_mla (576 wide)"),
     pages=Fact((64, 32, 128, 16), "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14 gen_xqa_module_mla"),
@@ -181,7 +216,8 @@ XQA = MLAKernel(
     workspace_note="the workspace is zeroed before its first use and holds semaphores in its first 8 MiB",
     against=_against_xqa,
 )
-FA3 = MLAKernel(
+FA3 = DecodeFacts(
+    name="fa3",
     path="native fa3",
     dims=Fact((DEEPSEEK,), f"{RAN} (256 + 64 gives wrong values without an error)"),
     pages=Fact((64, 32, 16, 1), f"{RAN} (1, 16, 64, 128; 16-bit and FP8 cache)"),
@@ -195,7 +231,8 @@ FA3 = MLAKernel(
     workspace_note="8 MiB of the workspace are for the schedule",
     against=_against_fa3,
 )
-FA2 = MLAKernel(
+FA2 = DecodeFacts(
+    name="fa2",
     path="native fa2",
     dims=Fact((DEEPSEEK, SMALL), f"{RAN} (512 + 64 and 256 + 64)"),
     pages=Fact((64, 32, 16, 1), f"{RAN} (1, 64)"),
@@ -210,7 +247,7 @@ FA2 = MLAKernel(
     against=_against_fa2,
 )
 
-KERNELS: dict[str, MLAKernel] = {"trtllm-gen": TRTLLM_GEN, "xqa": XQA, "fa3": FA3, "fa2": FA2}
+KERNELS: dict[str, DecodeFacts] = {facts.name: facts for facts in (TRTLLM_GEN, XQA, FA3, FA2)}
 
 _ON_10 = (("trtllm-gen", "Blackwell's own MLA kernel"), ("fa2", ""))
 _ON_9 = (("fa3", "Hopper's own MLA kernel"), ("fa2", ""))
@@ -225,3 +262,128 @@ def candidates(capability: tuple[int, int]) -> tuple[tuple[str, str], ...]:
     if capability[0] == 9:
         return _ON_9
     return _ON_12 if capability[0] == 12 else _ELSEWHERE
+
+
+@dataclass(slots=True, eq=False)
+class PrefillFacts:
+    """What is true of one ragged prefill kernel: its ``(QK, V)`` head dims, its dtypes, whether it takes sinks."""
+
+    name: Literal["fa2", "fa3", "trtllm-gen", "cutlass"]
+    path: str
+    dims: Fact[tuple[tuple[int, int], ...]]
+    dtypes: tuple[str, ...]
+    sinks: bool
+    workspace_bytes: int
+    workspace_note: str
+
+    def objections(self, config: AttentionConfig) -> list[Reason]:
+        """Return every reason against running ``config`` on this kernel."""
+        reasons: list[Reason] = []
+        dims = head_dims(config)
+        if dims not in self.dims.value:
+            accepted = [f"{qk} / {v}" for qk, v in self.dims.value]
+            message = f"QK / V head dims {dims[0]} / {dims[1]} (supported by {self.path}: {', '.join(accepted)})"
+            reasons.append(Reason("mla-dims", message, f"{dims[0]} / {dims[1]}", accepted))
+        if config.dtype not in self.dtypes:
+            message = f"{self.path} takes {', '.join(self.dtypes)}, not {config.dtype}"
+            reasons.append(Reason("dtype", message, config.dtype, list(self.dtypes), f"--dtype {self.dtypes[0]}"))
+        if config.sinks and not self.sinks:
+            reasons.append(Reason("sinks", f"{self.path} takes no attention sinks", True, False))
+        return reasons
+
+
+def head_dims(config: AttentionConfig) -> tuple[int, int]:
+    """Return the widths of one decompressed query or key head and of one value head."""
+    return (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
+
+
+_BOTH = ("bfloat16", "float16")
+_SCHEDULE = "8 MiB of the workspace are for the schedule; each chunk of context adds one, no larger"
+_FA = ((192, 128), (128, 128), (64, 64), (256, 256))
+
+PREFILL_KERNELS: dict[str, PrefillFacts] = {
+    "cutlass": PrefillFacts(
+        "cutlass",
+        "CUTLASS (ragged)",
+        Fact(
+            ((192, 128), (128, 128), (64, 64)),
+            "flashinfer-ai/flashinfer csrc/fmha_cutlass_sm100.cu v0.6.14 DISPATCH_head_dim",
+        ),
+        _BOTH,
+        False,
+        32 * MIB,
+        "FlashInfer keeps the workspace itself",
+    ),
+    "trtllm-gen": PrefillFacts(
+        "trtllm-gen",
+        "TRT-LLM (trtllm-gen, ragged)",
+        Fact(((192, 128), (128, 128), (256, 256)), f"{PREFILL} trtllm_ragged_attention_deepseek"),
+        ("bfloat16",),
+        True,
+        394 * MIB,
+        "the workspace is zeroed before its first use",
+    ),
+    "fa3": PrefillFacts(
+        "fa3",
+        "native fa3 (ragged)",
+        Fact(_FA, f"{RAN} (192 / 128); flashinfer include/flashinfer/attention/hopper/prefill_sm90.cuh v0.6.14"),
+        _BOTH,
+        False,
+        394 * MIB + INT_WORKSPACE,
+        _SCHEDULE,
+    ),
+    "fa2": PrefillFacts(
+        "fa2",
+        "native fa2 (ragged)",
+        Fact(_FA, f"{RAN} (192 / 128); flashinfer tests/attention/test_deepseek_mla.py v0.6.14"),
+        _BOTH,
+        False,
+        394 * MIB + INT_WORKSPACE,
+        _SCHEDULE,
+    ),
+}
+
+_RAGGED_FA2: tuple[tuple[str, str], ...] = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
+_RAGGED_BY_MAJOR = {
+    9: (("fa3", "Hopper's own ragged kernel"), ("fa2", "")),
+    11: (("cutlass", "Blackwell's own ragged kernel"), ("fa2", "")),
+}
+# vLLM 0.33.0 (platforms/interface.py) has trtllm-gen before CUTLASS, too.
+_RAGGED_ON_10 = (("trtllm-gen", "Blackwell's own ragged kernel"), ("cutlass", ""), ("fa2", ""))
+
+
+def plan_prefill(
+    config: AttentionConfig, capability: tuple[int, int], wanted: PrefillKernel
+) -> BackendPlan | list[Reason]:
+    """Plan prefill: the first kernel of the device that runs the layer, or every reason why none does."""
+    offered = _RAGGED_BY_MAJOR.get(capability[0], _RAGGED_FA2)
+    if capability in TRTLLM_GEN_CAPABILITIES:
+        offered = _RAGGED_ON_10
+    if wanted != "auto":
+        if all(name != wanted for name, _ in offered):
+            names = [name for name, _ in offered]
+            where = f"compute capability {capability[0]}.{capability[1]}"
+            message = f'prefill_kernel = "{wanted}": {where} has {", ".join(names)}'
+            return [Reason("forced-path", message, wanted, names, 'backends.FLASHINFER_MLA.prefill_kernel = "auto"')]
+        offered = ((wanted, f'prefill_kernel = "{wanted}"'),)
+    because = ""
+    refused: list[list[Reason]] = []
+    for name, why in offered:
+        kernel = PREFILL_KERNELS[name]
+        reasons = kernel.objections(config)
+        if not reasons:
+            return BackendPlan(
+                kernel=RaggedKernel(kernel.name),
+                path=kernel.path,
+                because=why or because,
+                query_dtype=config.dtype,
+                returns_lse=True,
+                kv_layouts=(),
+                kernel_block_sizes=(),
+                cuda_graph="UNIFORM_BATCH",
+                workspace_bytes=kernel.workspace_bytes,
+                notes=(kernel.workspace_note,),
+            )
+        because = because or reasons[0].message
+        refused.append(reasons)
+    return merge_refusals(refused)

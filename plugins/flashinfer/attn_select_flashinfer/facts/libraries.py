@@ -1,4 +1,4 @@
-"""What the three backends share: the libraries, the releases that matter, sources and sizes."""
+"""What the facts of the three backends share: the libraries, the releases that matter, sources and sizes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,6 @@ ONE_CACHE_DTYPE = Fact(False, "unverified")
 NO_V_HEAD_SIZE = Fact(False, "MLA layers have v_head_dim instead")
 
 MIB = 1 << 20
-LN2 = 0.6931471805599453
-"""FlashInfer's LSE is base 2."""
 INT_WORKSPACE = 8 * MIB
 """Device bytes that every native wrapper allocates for its schedule (decode.py, prefill.py, mla/_core.py 0.6.14)."""
 

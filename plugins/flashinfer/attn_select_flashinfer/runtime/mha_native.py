@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,9 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select_flashinfer.metadata import FICascade, FIDecode, FIPrefill
-from attn_select_flashinfer.page_lists import PageLists
-from attn_select_flashinfer.wrappers import NativeKernel, WrapperPool
+from attn_select_flashinfer.runtime.mha_calls import FICascade, FIDecode, FIPrefill
+from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
+from attn_select_flashinfer.runtime.plans import Plan, Wrapper
 
 
 class NativeBuilder:
@@ -30,27 +28,24 @@ class NativeBuilder:
         self.pool = WrapperPool(context, torch.empty(scratch_bytes, dtype=torch.uint8, device=context.device))
         self._causal, self._windowed = not context.config.non_causal, context.config.sliding_window is not None
 
-    def decode(self, common: CommonAttentionMetadata, kernel: NativeKernel, last: int) -> FIDecode:
+    def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> FIDecode:
         """Plan the batch's first ``last`` requests, which have one token each."""
-        wrapper = self.pool.eager(kernel, "decode")
         seq_lens = common.seq_lens_cpu
         lists = self._lists(seq_lens if last == common.num_reqs else seq_lens[:last])
-        part = self._planned_decode(wrapper, kernel, lists)
-        self._flatten(wrapper, common, lists, 0)
+        part = self._planned_decode(self.pool.eager(kernel, "decode"), kernel, lists)
+        self._flatten(part.plan, common, lists, 0)
         return part
 
-    def _planned_decode(self, wrapper: Any, kernel: NativeKernel, lists: PageLists) -> FIDecode:
+    def _planned_decode(self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists) -> FIDecode:
         given = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
-        self.pool.plan(wrapper, kernel, *given, seq_lens=lists.seq_lens)
+        plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
         end = len(lists.seq_lens)
-        return FIDecode(
-            phase="decode", path=kernel.label, start=0, end=end, wrapper=wrapper, kernel=kernel, lists=lists
-        )
+        return FIDecode(phase="decode", path=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists)
 
     def prefill(
         self,
         common: CommonAttentionMetadata,
-        kernel: NativeKernel,
+        kernel: PhaseKernel,
         first: int,
         last: int,
         *,
@@ -72,40 +67,33 @@ class NativeBuilder:
         lists = self._lists(seq_lens - skipped if skipped else seq_lens)
         ends = bounds.numpy()
         start, end = int(ends[0]), int(ends[-1])
-        part = FIPrefill(
+        qo_indptr = torch.from_numpy(ends - start)  # its own memory: the plan may copy it late
+        plan = self._plan(self.pool.eager(kernel, phase), kernel, qo_indptr, lists, causal, common.max_query_len)
+        self._flatten(plan, common, lists, first, skipped)
+        return FIPrefill(
             phase=phase,
             path=path or kernel.label,
             start=start,
             end=end,
-            wrapper=self.pool.eager(kernel, phase),
+            plan=plan,
             kernel=kernel,
             lists=lists,
-            qo_indptr=torch.from_numpy(ends - start),  # its own memory: the plan may copy it late
+            qo_indptr=qo_indptr,
             causal=causal,
         )
-        self._plan(part, common.max_query_len)
-        self._flatten(part.wrapper, common, lists, first, skipped)
-        return part
 
     def _lists(self, seq_lens: Tensor) -> PageLists:
         return PageLists.of(seq_lens, self._page, None, self._context.device)
 
-    def _plan(self, part: FIPrefill, max_query_len: int) -> None:
-        lists = part.lists
-        self.pool.plan(
-            part.wrapper,
-            part.kernel,
-            part.qo_indptr,
-            lists.paged_kv_indptr,
-            lists.paged_kv_indices,
-            lists.paged_kv_last_page_len,
-            causal=part.causal,
-            seq_lens=lists.seq_lens,
-            max_token_per_sequence=max_query_len,
-        )
+    def _plan(
+        self, wrapper: Wrapper, kernel: PhaseKernel, qo_indptr: Tensor, lists: PageLists, causal: bool, longest: int
+    ) -> NativePlan:
+        given = (qo_indptr, lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
+        more = {"causal": causal, "seq_lens": lists.seq_lens, "max_token_per_sequence": longest}
+        return NativePlan(wrapper, self.pool, kernel, given, more)
 
     def _flatten(
-        self, wrapper: Any, common: CommonAttentionMetadata, lists: PageLists, first: int, skipped: int = 0
+        self, plan: Plan, common: CommonAttentionMetadata, lists: PageLists, first: int, skipped: int = 0
     ) -> None:
         """Gather the page indices on the device, where the table is; the plan has not read them."""
         rows = common.block_table_tensor
@@ -116,12 +104,12 @@ class NativeBuilder:
         if skipped:
             rows = rows[:, skipped // self._page :]
         # The plan has copied the prefix sums to the device already (FlashInfer 0.6.14 keeps them there by this name).
-        indptr = getattr(wrapper, "_paged_kv_indptr_buf", None)
+        indptr = getattr(plan.wrapper.made, "_paged_kv_indptr_buf", None)
         if indptr is None:
             indptr = to_device(lists.paged_kv_indptr, self._context.device)
         ops.flatten_block_table(rows, indptr, lists.paged_kv_indices)
 
-    def captured(self, common: CommonAttentionMetadata, kernel: NativeKernel) -> FIDecode | FIPrefill:
+    def captured(self, common: CommonAttentionMetadata, kernel: PhaseKernel) -> FIDecode | FIPrefill:
         """Plan one token per request for a CUDA graph, making a wrapper for this batch size if there is none."""
         requests, buffers = common.num_reqs, self.pool.buffers
         assert buffers is not None
@@ -131,24 +119,24 @@ class NativeBuilder:
         if kernel.single_token:
             part = self._planned_decode(wrapper, kernel, lists)
         else:
+            qo_indptr = torch.arange(requests + 1, dtype=torch.int32)
             part = FIPrefill(
                 phase="decode",
                 path=kernel.label,
                 start=0,
                 end=requests,
-                wrapper=wrapper,
+                plan=self._plan(wrapper, kernel, qo_indptr, lists, True, 1),
                 kernel=kernel,
                 lists=lists,
-                qo_indptr=torch.arange(requests + 1, dtype=torch.int32),
+                qo_indptr=qo_indptr,
                 causal=True,
             )
-            self._plan(part, 1)
         indptr = buffers.paged_kv_indptr[: requests + 1]
         assert common.block_table_tensor is not None
         ops.flatten_block_table(common.block_table_tensor, indptr, lists.paged_kv_indices)
         return part
 
-    def cascade(self, common: CommonAttentionMetadata, kernel: NativeKernel, prefix_len: int) -> FICascade:
+    def cascade(self, common: CommonAttentionMetadata, kernel: PhaseKernel, prefix_len: int) -> FICascade:
         """Plan the first ``prefix_len`` tokens, which lie in the same pages for all requests, and each one's rest.
 
         Both run by the decode kernel, which splits long sequences whatever the number of queries.
@@ -159,17 +147,17 @@ class NativeBuilder:
         rest = self.prefill(common, kernel, 0, common.num_reqs, phase="decode", skipped=prefix_len)
         lists = PageLists.of(torch.tensor([prefix_len], dtype=torch.int32), self._page, table[0], self._context.device)
         own = kernel.without_sinks
+        qo_indptr = torch.tensor([0, tokens], dtype=torch.int32)
         prefix = FIPrefill(
             phase="prefill",
             path=own.label,
             start=0,
             end=tokens,
-            wrapper=self.pool.eager(own, "prefill"),
+            plan=self._plan(self.pool.eager(own, "prefill"), own, qo_indptr, lists, False, tokens),
             kernel=own,
             lists=lists,
-            qo_indptr=torch.tensor([0, tokens], dtype=torch.int32),
+            qo_indptr=qo_indptr,
             causal=False,
         )
-        self._plan(prefix, tokens)
         path = f"cascade, {kernel.label}"
         return FICascade(phase="decode", path=path, start=0, end=tokens, prefix=prefix, rest=rest)

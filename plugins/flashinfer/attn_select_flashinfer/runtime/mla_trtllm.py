@@ -14,16 +14,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attn_select.config import AttentionConfig
 from attn_select.environment import version_matches
+from attn_select.runtime import ops
 from attn_select.runtime.backend import AttentionLayer, BackendContext
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.scales import Scales
 from attn_select.spec import Fact
-from attn_select_flashinfer import library
-from attn_select_flashinfer.common import MIB, MLA_CORE
-from attn_select_flashinfer.mla import FlashInferMLAOptions
-from attn_select_flashinfer.mla_decode import KERNELS
-from attn_select_flashinfer.mla_heads import Heads
+from attn_select_flashinfer.facts.libraries import MIB, MLA_CORE
+from attn_select_flashinfer.facts.mla import FlashInferMLAOptions
+from attn_select_flashinfer.facts.mla_kernels import MLAKernel
+from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.scores import LN2, blank_rows
 
 RAGGED = Fact(
     ">=0.6.18",
@@ -34,6 +37,103 @@ STATISTICS = Fact((8, 256), "csrc/trtllm_fmha_kernel_launcher.cu v0.6.14: bytes 
 RESERVED = (8 + 1 + 24) * MIB
 """Of a workspace: its counters, what is kept free behind the statistics, and room for partial results (a CTA of 64 rows
 per SM)."""
+E4M3 = torch.float8_e4m3fn
+Scale = float | Tensor
+
+
+@dataclass(slots=True)
+class Work:
+    """What the kernel reads and writes for one call of a layer.
+
+    Attributes:
+        query: ``(T, H', R + Pr)``, H' padded heads.
+        out: bfloat16 ``(T, H', R)``, contiguous; the layer's own output where that is one.
+        lse: float32 ``(T, H')``, in base 2, likewise; None where it is not wanted.
+        bmm1_scale, bmm2_scale: factors of scores and output.
+    """
+
+    query: Tensor
+    out: Tensor
+    lse: Tensor | None
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+
+
+class Heads:
+    """One layer's queries and outputs.
+
+    Args:
+        config: the layer.
+        kernel: says the query's dtype and the padded heads.
+        scale: factor on ``q . k``.
+        sinks: ``(H,)``.
+        cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
+            (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output).
+        device_scales: FP8 scales are read from the device at each call.
+
+    Attributes:
+        padded: H', the heads that the kernel works on.
+        sinks: float32 ``(H',)``, padded; None without.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        kernel: MLAKernel,
+        scale: float,
+        sinks: Tensor | None,
+        *,
+        cache_scales: bool = False,
+        device_scales: bool = False,
+    ) -> None:
+        self._heads, self.padded, self._rank = config.num_heads, kernel.heads, cast(int, config.kv_lora_rank)
+        self._fp8 = kernel.fp8_query
+        self._scale, self._cache_scales, self._device_scales = float(scale), cache_scales, device_scales
+        self._known: tuple[Scales, tuple[float, float]] | None = None
+        self._own_sinks = None if sinks is None else sinks.float()
+        self.sinks: Tensor | None = None
+        if self._own_sinks is not None:
+            self.sinks = self._own_sinks.new_zeros(self.padded)
+            self.sinks[: self._heads] = self._own_sinks
+
+    def begin(self, layer: AttentionLayer, query: Tensor, output: Tensor, output_lse: Tensor | None) -> Work:
+        """Return what the kernel gets for ``query (T, H, R + Pr)``, ``output (T, H, R)`` and ``output_lse (T, H)``."""
+        tokens = query.shape[0]
+        if self._fp8:
+            query = ops.quantize_fp8(query, layer.scales.q, E4M3)
+        if self.padded != self._heads:
+            # What the other heads hold is nobody's: rows of the kernels' products do not mix.
+            own, query = query, query.new_empty(tokens, self.padded, query.shape[2])
+            query[:, : self._heads] = own
+        whole = self.padded == self._heads
+        out, lse = output, output_lse
+        if not (whole and output.dtype == torch.bfloat16 and output.is_contiguous()):
+            out = torch.empty(tokens, self.padded, self._rank, dtype=torch.bfloat16, device=output.device)
+        if output_lse is not None and not (whole and output_lse.is_contiguous()):
+            lse = output_lse.new_empty(tokens, self.padded)
+        return Work(query.contiguous(), out, lse, *self._scales(layer))
+
+    def finish(self, work: Work, output: Tensor, output_lse: Tensor | None, blank: Tensor | None) -> None:
+        """Bring results to the layer's tensors; ``blank``: bool ``(T,)``, queries without keys."""
+        if work.out is not output:
+            output.copy_(work.out[:, : self._heads])
+        if output_lse is not None:
+            assert work.lse is not None
+            torch.mul(work.lse[:, : self._heads], LN2, out=output_lse)
+        if blank is not None:
+            blank_rows(output, output_lse, blank, self._own_sinks)
+
+    def _scales(self, layer: AttentionLayer) -> tuple[Scale, Scale]:
+        if not self._fp8:
+            return self._scale, 1.0
+        scales = layer.scales
+        if self._device_scales:
+            k = scales.k.reshape(1)
+            return scales.q.reshape(1) * k * self._scale, k
+        if self._known is None or self._known[0] is not scales:
+            both = scales.q_float if self._cache_scales else scales.q_float * scales.k_float
+            self._known = scales, (both * self._scale, scales.k_float)
+        return self._known[1]
 
 
 @dataclass(slots=True)
@@ -51,6 +151,7 @@ class TrtllmCall:
         blank: bool ``(T,)``, queries whose request has no keys; None where there is none.
         builder: keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries.
         common: the batch.
+        number: which use of the tensors that CUDA graphs read this is; None where the lists are the call's own.
     """
 
     num_tokens: int
@@ -63,6 +164,7 @@ class TrtllmCall:
     blank: Tensor | None
     builder: TrtllmDecode
     common: CommonAttentionMetadata
+    number: int | None
     _rows: TrtllmCall | None = None
 
     def rows(self) -> TrtllmCall:
@@ -71,21 +173,41 @@ class TrtllmCall:
             self._rows = self.builder.by_token(self.common)
         return self._rows
 
+    def check(self) -> None:
+        """Compare the call with what is in the tensors that CUDA graphs read.
+
+        Raises:
+            BatchError: a later build has overwritten them.
+        """
+        if self.number != self.builder.number:
+            raise BatchError(
+                "a later build has overwritten the lengths that this metadata is read by: CUDA graphs need them in one "
+                "place",
+                hint="with CUDA graphs, run each batch before the next one is built, or build it again",
+            )
+
 
 class TrtllmDecode:
-    """Builds the decodes of one kind of layers, and keeps their zeroed workspace."""
+    """Builds the decodes of one kind of layers, and keeps their zeroed workspace.
 
-    def __init__(self, context: BackendContext, kernel: str) -> None:
+    Attributes:
+        workspace: uint8.
+        number: how often the tensors that CUDA graphs read were written; None without CUDA graphs.
+    """
+
+    def __init__(self, context: BackendContext, kernel: MLAKernel) -> None:
         self._context, config = context, context.config
         self._causal = not config.non_causal
         size, on = context.plans["decode"].workspace_bytes, context.device
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)
         version = library.flashinfer().version
-        self._ragged = kernel == "trtllm-gen" and bool(version) and version_matches(version, RAGGED.value)
+        self._ragged = kernel.name == "trtllm-gen" and bool(version) and version_matches(version, RAGGED.value)
         self._most = min(context.max_num_batched_tokens, context.max_num_seqs * (1 + config.num_speculative_tokens))
         self._lens: Tensor | None = None
         self._table: Tensor | None = None
+        self.number: int | None = None
         if context.cuda_graphs:
+            self.number = 0
             self._lens = torch.ones(max(self._most, context.max_num_seqs), dtype=torch.int32, device=on)
 
     def build(self, common: CommonAttentionMetadata) -> TrtllmCall:
@@ -101,6 +223,7 @@ class TrtllmDecode:
             return self.by_token(common)
         if self._lens is not None:
             lens = torch.clamp_min(lens, 1, out=self._lens[: common.num_reqs])
+            self.number = (self.number or 0) + 1
         blank = None
         if keyless:
             empty = common.seq_lens == 0
@@ -117,6 +240,7 @@ class TrtllmDecode:
             blank=blank,
             builder=self,
             common=common,
+            number=self.number,
         )
 
     def by_token(self, common: CommonAttentionMetadata) -> TrtllmCall:
@@ -137,6 +261,7 @@ class TrtllmDecode:
             if self._table is None:
                 self._table = rows.new_zeros(self._most, rows.shape[1])
             kept, rows = self._lens[:tokens].copy_(kept), self._table[:tokens, : rows.shape[1]].copy_(rows)
+            self.number = (self.number or 0) + 1
         return TrtllmCall(
             num_tokens=tokens,
             query_len=1,
@@ -148,25 +273,24 @@ class TrtllmDecode:
             blank=blank,
             builder=self,
             common=common,
+            number=self.number,
         )
 
 
 class TrtllmLayer:
     """Runs the decodes of one layer."""
 
-    def __init__(self, context: BackendContext, kernel: str, scale: float, sinks: Tensor | None) -> None:
+    def __init__(self, context: BackendContext, kernel: MLAKernel, scale: float, sinks: Tensor | None) -> None:
         config = context.config
-        self._entry, self._xqa = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla, kernel == "xqa"
-        padded = KERNELS[kernel].heads(config.num_heads)
-        device_scales = kernel == "trtllm-gen" and cast(FlashInferMLAOptions, context.options).device_scales
-        made: dict[str, Any] = {"padded": padded, "cache_scales": self._xqa, "device_scales": device_scales}
-        self._heads = Heads(context, "decode", scale, sinks, **made)
+        self._entry, self._xqa = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla, kernel.name == "xqa"
+        device_scales = not self._xqa and cast(FlashInferMLAOptions, context.options).device_scales
+        self._heads = Heads(config, kernel, scale, sinks, cache_scales=self._xqa, device_scales=device_scales)
         self._rank = cast(int, config.kv_lora_rank)
         self._fixed: dict[str, Any] = {
             "qk_nope_head_dim": config.qk_nope_head_dim,
             "kv_lora_rank": config.kv_lora_rank,
             "qk_rope_head_dim": config.qk_rope_head_dim,
-            "backend": kernel,
+            "backend": kernel.name,
         }
         if sinks is not None:
             self._fixed["sinks"] = self._heads.sinks
@@ -183,6 +307,7 @@ class TrtllmLayer:
         """Attend; ``query (T, H, R + Pr)`` and ``output (T, H, R)`` have exactly the call's tokens."""
         if call.bounds is not None and output_lse is not None:
             call = call.rows()
+        call.check()
         heads = self._heads
         work = heads.begin(layer, query, output, output_lse)
         fixed: dict[str, Any] = {

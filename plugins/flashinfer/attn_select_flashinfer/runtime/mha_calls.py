@@ -1,30 +1,132 @@
-"""What ``FLASHINFER`` builds once per step: the batch in parts, each run by one kernel, and how the kernel is called.
+"""How ``FLASHINFER`` calls its kernels: the parts of a step, each run by one kernel, and what a layer passes to each.
 
-A part holds what its step fixes. What a layer fixes (scales, sinks) comes as ``LayerTerms``.
+A part holds what its step fixes. What a layer fixes (softmax scale, FP8 scales, sinks, output scale) is ``LayerTerms``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_select.runtime import ops
-from attn_select.runtime.backend import BackendContext
+from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
-from attn_select_flashinfer.common import LN2
-from attn_select_flashinfer.library import flashinfer
-from attn_select_flashinfer.page_lists import PageLists
-from attn_select_flashinfer.terms import LayerTerms
-from attn_select_flashinfer.wrappers import NativeKernel
+from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.native_wrappers import PageLists, PhaseKernel
+from attn_select_flashinfer.runtime.plans import Plan
+from attn_select_flashinfer.runtime.scores import natural_lse, power_for
 
-NO_KEYS = -4e4
-"""FlashInfer's LSE is base 2, and -5e4 for a row without keys (include/flashinfer/math.cuh 0.6.14, ``math::inf``): no
-finite scores come near."""
 E4M3 = FP8_DTYPES["fp8_e4m3"]
+
+
+class Native(NamedTuple):
+    """What ``run`` of a native wrapper gets.
+
+    Attributes:
+        arguments: behind query and cache.
+        keywords: scales.
+        query_scale: what the query is divided by: a float32 ``()`` tensor where it is quantised, a power of two where
+            it is not, None for 1.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, float]
+    query_scale: Tensor | float | None
+
+
+class LayerTerms:
+    """A layer's terms while its scales are the same; kernels take them in different forms, each made once.
+
+    Args:
+        scale: factor on ``q . k``.
+        scales: of query and cache; their host floats are passed, for a device tensor would have to be read back.
+        quantized: whether the cache is FP8: otherwise the scales are not read.
+        sinks: float32 ``(num_heads,)`` or None.
+        output_scale: of a quantised output, on the host: an FP8 number times it is the output; with FP4 it is
+            ``o_sf_scale``, which the block scales are multiplied by.
+        block_scale: where FP4 block scales go.
+    """
+
+    __slots__ = ("_bmm", "_made", "_scale", "block_scale", "output_scale", "quantized", "scales", "sinks")
+
+    def __init__(
+        self,
+        scale: float,
+        scales: Scales,
+        *,
+        quantized: bool,
+        sinks: Tensor | None,
+        output_scale: float | None = None,
+        block_scale: Tensor | None = None,
+    ) -> None:
+        self._scale, self.scales, self.quantized, self.sinks = scale, scales, quantized, sinks
+        self.output_scale, self.block_scale = output_scale, block_scale
+        self._made: dict[tuple[bool, bool], Native] = {}
+        self._bmm: dict[bool, tuple[float, float]] = {}
+
+    def native(self, kernel: PhaseKernel) -> Native:
+        """Return what a native kernel gets.
+
+        The wrappers multiply ``sm_scale``, planned as 1, by ``q_scale``, and the output by ``v_scale`` in a kernel of
+        its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the scores
+        are multiplied by, and where that is below ``LEAST_SCALE``, queries are divided by a power of two and it is
+        multiplied by the same: exactly, but for FP8 numbers of which nothing is left that matters.
+        """
+        key = kernel.fp8_query, kernel.sinks
+        if key not in self._made:
+            self._made[key] = self._fp8(kernel) if kernel.fp8_query else self._plain(kernel)
+        return self._made[key]
+
+    def _fp8(self, kernel: PhaseKernel) -> Native:
+        """Scales per head, as fa3 reads them: folded into its own products, so nothing runs behind it."""
+        scales = self.scales
+        least_k = float(scales.k.min()) if scales.k.ndim else scales.k_float
+        query = scales.q * power_for(self._scale * scales.q_float * least_k)
+        heads = (kernel.num_heads, kernel.num_kv_heads, kernel.num_kv_heads)
+        by_head = (s.expand(count).contiguous() for s, count in zip((query, scales.k, scales.v), heads, strict=True))
+        return Native(tuple(by_head), {"q_scale": self._scale}, query)
+
+    def _plain(self, kernel: PhaseKernel) -> Native:
+        scale, keywords = self._scale, {}
+        if self.quantized:
+            scale *= self.scales.k_float
+            if self.scales.v_float != 1.0:
+                keywords["v_scale"] = self.scales.v_float
+        power = power_for(scale)
+        scale *= power
+        divisor = None if power == 1.0 else power
+        if kernel.sinks:
+            return Native((self.sinks, scale), keywords, divisor)
+        return Native((), {**keywords, "q_scale": scale}, divisor)
+
+    def trtllm(self, fp8_query: bool) -> tuple[float, float]:
+        """Return ``bmm1_scale`` and ``bmm2_scale``.
+
+        The second is XQA's one scale for K and V, which the first is divided by (xqa_batch_decode_with_kv_cache in
+        flashinfer/decode.py 0.6.14), so an FP8 output's scale goes there too, and with 16 bits it must be 1.
+        """
+        if fp8_query not in self._bmm:
+            self._bmm[fp8_query] = self._trtllm(fp8_query)
+        return self._bmm[fp8_query]
+
+    def _trtllm(self, fp8_query: bool) -> tuple[float, float]:
+        bmm1, bmm2 = self._scale, 1.0
+        if self.quantized:
+            bmm1, bmm2 = bmm1 * self.scales.k_float, self.scales.v_float
+        if fp8_query:
+            bmm1 *= self.scales.q_float
+        if self.output_scale is not None and self.block_scale is None:
+            bmm2 /= self.output_scale
+        return bmm1, bmm2
+
+    def fp4_output(self, output: Tensor, start: int) -> Any:
+        """Return FlashInfer's view of FP4 output rows ``(T, num_heads, head_size / 2)`` and all rows' block scales."""
+        tokens, heads, packed = output.shape
+        return library.flashinfer().FP4Tensor(output, self.block_scale, start, (tokens, heads, 2 * packed))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +135,7 @@ class Part(ABC):
 
     Attributes:
         phase: whose plan the call follows.
-        path: which kernel it is, as the plan has it.
+        path: which kernel it is, in words.
     """
 
     phase: str
@@ -58,13 +160,13 @@ class NativePart(Part):
     """A call of a planned wrapper.
 
     Attributes:
-        wrapper: FlashInfer's, planned for this step.
+        plan: of this step, on one of FlashInfer's wrappers.
         kernel: what it was planned with.
         lists: the pages that it reads.
     """
 
-    wrapper: Any
-    kernel: NativeKernel
+    plan: Plan
+    kernel: PhaseKernel
     lists: PageLists
 
     def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
@@ -78,10 +180,11 @@ class NativePart(Part):
         arguments, scales, divisor = terms.native(kernel)
         if divisor is not None:
             query = ops.quantize_fp8(query, divisor, kernel.query_dtype) if kernel.fp8_query else query / divisor
+        run = self.plan.ready().run
         if lse is None:
-            self.wrapper.run(query, kv_cache, *arguments, out=output, **scales)
+            run(query, kv_cache, *arguments, out=output, **scales)
         else:
-            self.wrapper.run(query, kv_cache, *arguments, out=output, lse=lse, return_lse=True, **scales)
+            run(query, kv_cache, *arguments, out=output, lse=lse, return_lse=True, **scales)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +222,7 @@ class FICascade(Part):
         of_prefix, prefix_lse = torch.empty_like(output), torch.empty_like(lse)
         self.rest.run(terms, query, kv_cache, output, lse)
         self.prefix.run(terms, query, kv_cache, of_prefix, prefix_lse)
-        flashinfer().merge_state_in_place(output, lse, of_prefix, prefix_lse)
+        library.flashinfer().merge_state_in_place(output, lse, of_prefix, prefix_lse)
         natural_lse(lse, terms.sinks)
 
 
@@ -195,7 +298,7 @@ class TRTLLMPrefill(TRTLLMPart):
         }
 
     def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        self._call(flashinfer().trtllm_batch_context_with_kv_cache, terms, query, kv_cache, output, lse)
+        self._call(library.flashinfer().trtllm_batch_context_with_kv_cache, terms, query, kv_cache, output, lse)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,32 +328,7 @@ class TRTLLMDecode(TRTLLMPart):
         }
 
     def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        self._call(flashinfer().trtllm_batch_decode_with_kv_cache, terms, query, kv_cache, output, lse)
+        self._call(library.flashinfer().trtllm_batch_decode_with_kv_cache, terms, query, kv_cache, output, lse)
         if self.keyless is not None:  # XQA writes NaN there with an FP8 cache
             blanked = output.view(torch.uint8) if output.dtype in FP8_DTYPES.values() else output
             blanked.masked_fill_(self.keyless.view(-1, 1, 1), 0)
-
-
-@dataclass(slots=True)
-class FlashInferMetadata:
-    """One step for all layers of a kind.
-
-    Attributes:
-        context: the kind that it was planned for.
-        num_actual_tokens: T.
-        parts: decodes first.
-    """
-
-    context: BackendContext
-    num_actual_tokens: int
-    parts: list[Part] = field(default_factory=list)
-
-
-def natural_lse(lse: Tensor, sinks: Tensor | None) -> None:
-    """Convert FlashInfer's LSE, ``(T, num_heads)`` in base 2, in place; a row without keys has -inf or its sink."""
-    empty = lse < NO_KEYS
-    lse.mul_(LN2)
-    if sinks is None:
-        lse.masked_fill_(empty, -torch.inf)
-    else:
-        torch.where(empty, sinks, lse, out=lse)

@@ -1,7 +1,8 @@
 """Prefill of ``FLASHINFER_MLA`` at run time: full K and V, one request behind the other, QK wider than V.
 
 fa2 and fa3 stand behind ``BatchPrefillWithRaggedKVCacheWrapper``, which plans on the host. A step's own tokens and each
-chunk of context are calls of their own, whose plans are all in use until the last layer has run: each has a wrapper.
+chunk of context are calls of their own, whose plans are all in use until the last layer has run: each has a wrapper and
+a schedule.
 trtllm-gen and CUTLASS are functions. What they do with a request without keys is not defined
 (flashinfer-ai/flashinfer #3779), so they are called for each run of requests that have some. (CUTLASS's wrapper reads
 its prefix sums back from the device; its function does not.)
@@ -22,11 +23,10 @@ from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import VarlenMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select_flashinfer import library
-from attn_select_flashinfer.common import INT_WORKSPACE, LN2, MIB
-from attn_select_flashinfer.mla_build import PlannedCall, PlannedWrapper, SharedScale, blank_rows
-from attn_select_flashinfer.staging import PinnedRing
-from attn_select_flashinfer.terms import power_for
+from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
+from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.plans import PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
+from attn_select_flashinfer.runtime.scores import LN2, blank_rows, power_for
 
 Results = tuple[Tensor, Tensor | None]
 """Output ``(T, H, V)`` and float32 LSE ``(T, H)``, to be written."""
@@ -45,7 +45,7 @@ class RaggedCall:
 class PlannedPrefill:
     """One call of fa2 or fa3: its plan, and bool ``(T,)`` queries of requests without keys; None: there is none."""
 
-    call: PlannedCall
+    call: ScaledPlan
     blank: Tensor | None
 
 
@@ -57,7 +57,7 @@ class PlannedRagged:
         self._ring, on = PinnedRing(context.device), context.device
         size = context.plans["prefill"].workspace_bytes - INT_WORKSPACE
         self._workspace = torch.empty(size, dtype=torch.uint8, device=on)
-        self._wrappers: list[PlannedWrapper] = []
+        self._wrappers: list[Wrapper] = []
         self._used = 0
         config = context.config
         dtype = PLAIN_DTYPES[config.dtype]
@@ -78,15 +78,15 @@ class PlannedRagged:
         if not tokens or not int(varlen.key_start_loc_cpu[-1]):
             return RaggedCall(tokens, self, None)
         arguments = {
-            "qo_indptr": varlen.query_start_loc_cpu,
-            "kv_indptr": varlen.key_start_loc_cpu,
+            "qo_indptr": varlen.query_start_loc_cpu.clone(),  # its own memory: the call may be planned again
+            "kv_indptr": varlen.key_start_loc_cpu.clone(),
             "causal": varlen.causal,
             **self._fixed,
         }
-        call = PlannedCall(tokens, self._next(), arguments, self._scale)
+        call = ScaledPlan(tokens, self._next(), self._ring, arguments, self._scale)
         return RaggedCall(tokens, self, PlannedPrefill(call, blank_of(varlen)))
 
-    def _next(self) -> PlannedWrapper:
+    def _next(self) -> Wrapper:
         if self._used == len(self._wrappers):
             made = library.flashinfer().BatchPrefillWithRaggedKVCacheWrapper(
                 self._workspace, kv_layout="NHD", backend=self._kernel
@@ -94,7 +94,7 @@ class PlannedRagged:
             if self._wrappers:  # there is one per chunk of context: they take what a plan needs
                 size = self._schedule_bytes()
                 made.reset_workspace_buffer(self._workspace, self._workspace.new_empty(size))
-            self._wrappers.append(PlannedWrapper(made, self._ring))
+            self._wrappers.append(Wrapper(made, Schedule()))
         self._used += 1
         return self._wrappers[self._used - 1]
 
@@ -109,7 +109,7 @@ class PlannedRagged:
     ) -> None:
         """Attend: ``(query, key, value)`` of the call's tokens and keys."""
         power, (output, lse) = power_for(scale), into
-        wrapper, (query, *rest) = call.call.ready(scale * power), tensors
+        wrapper, (query, *rest) = call.call.ready_for(scale * power), tensors
         if power != 1.0:
             query = query / power
         out = output.contiguous()

@@ -22,12 +22,11 @@ from attn_select.runtime.batch import staging
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
-from attn_select_flashinfer import library
-from attn_select_flashinfer.common import INT_WORKSPACE, MIB
-from attn_select_flashinfer.mla_build import PlannedCall, PlannedWrapper, SharedScale
-from attn_select_flashinfer.mla_decode import TILE
-from attn_select_flashinfer.staging import PinnedRing
-from attn_select_flashinfer.terms import power_for
+from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
+from attn_select_flashinfer.facts.mla_kernels import TILE
+from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.plans import PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
+from attn_select_flashinfer.runtime.scores import power_for
 
 MAX_WORKS = 16384
 """Pieces of work that a schedule holds; MLAPlan in attention/scheduler.cuh v0.6.14 does not check it."""
@@ -64,9 +63,9 @@ class NativeDecode:
         memory: dict[str, Any] = {"dtype": torch.uint8, "device": context.device}
         self._workspace = torch.empty(context.plans["decode"].workspace_bytes - INT_WORKSPACE, **memory)
         # One for all wrappers: a plan is used up by its step before the next step's is copied.
-        self._schedule = torch.empty(SCHEDULE_BYTES, **memory)
+        self._schedule = Schedule(torch.empty(SCHEDULE_BYTES, **memory))
         self._eager = self._wrapper()
-        self._captured: dict[int, PlannedWrapper] = {}
+        self._captured: dict[int, Wrapper] = {}
         self._known: dict[int, Tensor] = {}
         self._fixed: dict[str, Any] = {
             "num_heads": self._heads,
@@ -95,11 +94,12 @@ class NativeDecode:
             raise ConfigError(text, fields=["max_num_seqs", "max_num_batched_tokens"])
         return tokens
 
-    def _wrapper(self, **buffers: Any) -> PlannedWrapper:
+    def _wrapper(self, **buffers: Any) -> Wrapper:
         made = library.flashinfer().BatchMLAPagedAttentionWrapper(self._workspace, backend=self._backend, **buffers)
-        return PlannedWrapper(made, self._ring, self._schedule)
+        made._int_workspace_buffer = self._schedule.memory  # instead of 8 MiB of its own
+        return Wrapper(made, self._schedule, captured="use_cuda_graph" in buffers)
 
-    def capture(self, common: CommonAttentionMetadata) -> PlannedCall:
+    def capture(self, common: CommonAttentionMetadata) -> ScaledPlan:
         """Return the call to capture: its wrapper serves batches of this size for good.
 
         Its page indices are the captured block table; a plan copies another table there.
@@ -113,7 +113,7 @@ class NativeDecode:
             self._captured[requests] = self._wrapper(use_cuda_graph=True, kv_indices=_rows(common), **lists)
         return self.build(common)
 
-    def build(self, common: CommonAttentionMetadata) -> PlannedCall:
+    def build(self, common: CommonAttentionMetadata) -> ScaledPlan:
         """Return the decodes of a batch, planned.
 
         Raises:
@@ -131,8 +131,8 @@ class NativeDecode:
             "causal": causal,
             **self._fixed,
         }
-        planned = self._captured.get(len(lists.keys), self._eager)
-        return PlannedCall(common.num_actual_tokens, planned, arguments, self._scale)
+        wrapper = self._captured.get(len(lists.keys), self._eager)
+        return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale)
 
     def _lists(self, common: CommonAttentionMetadata) -> Lists:
         requests, longest, table = common.num_reqs, common.max_query_len, common.block_table_tensor
@@ -205,12 +205,12 @@ class NativeLayer:
         layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
-        call: PlannedCall,
+        call: ScaledPlan,
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:
         """Attend; ``query (T, H, R + Pr)`` and ``output (T, H, R)`` have exactly the call's tokens."""
-        run = call.ready(self._scale).run
+        run = call.ready_for(self._scale).run
         if self._power != 1.0:
             query = query / self._power
         parts = (*query.split_with_sizes(self._sizes, dim=-1), *self._parts(kv_cache))

@@ -20,7 +20,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flashinfer.common import (
+from attn_select_flashinfer.facts.libraries import (
     DECODERS,
     MIB,
     MLA_CORE,
@@ -32,11 +32,21 @@ from attn_select_flashinfer.common import (
     merge_refusals,
     pages,
 )
-from attn_select_flashinfer.mla_decode import FA2, FA3, KERNELS, TILE, DecodeKernel, MLAKernel, candidates
-from attn_select_flashinfer.mla_prefill import PrefillKernel, plan_prefill
+from attn_select_flashinfer.facts.mla_kernels import (
+    FA2,
+    FA3,
+    KERNELS,
+    TILE,
+    DecodeFacts,
+    DecodeKernel,
+    MLAKernel,
+    PrefillKernel,
+    candidates,
+    plan_prefill,
+)
 
 if TYPE_CHECKING:
-    from attn_select_flashinfer.mla_runtime import FlashInferMLABackend
+    from attn_select_flashinfer.runtime.mla import FlashInferMLABackend
 
 _VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
 _CAPABILITIES = Fact(
@@ -156,9 +166,10 @@ _LSE_256 = "the workspace is 256 MiB because trtllm-gen keeps softmax statistics
 
 
 def _decode_plan(
-    config: AttentionConfig, kernel: MLAKernel, because: str, options: FlashInferMLAOptions, blackwell: bool
+    config: AttentionConfig, kernel: DecodeFacts, because: str, options: FlashInferMLAOptions, blackwell: bool
 ) -> BackendPlan:
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    fp8_query = fp8 and kernel.fp8_query
     sizes = pages(kernel.pages.value, config.block_size)
     workspace, level = kernel.workspace_bytes, kernel.cuda_graph
     notes: tuple[str, ...] = (kernel.workspace_note,)
@@ -167,7 +178,7 @@ def _decode_plan(
         notes = notes if options.workspace_bytes else (*notes, _LSE_256)
     if blackwell and kernel is FA2:
         notes = (*notes, _NOT_BLACKWELLS)
-    if config.dtype == "float16" and fp8 and kernel.fp8_query:
+    if config.dtype == "float16" and fp8_query:
         notes = (*notes, _CONVERTED)
     if kernel is FA3 and fp8:
         notes = (*notes, _SLOW_FP8)
@@ -177,9 +188,10 @@ def _decode_plan(
     if heads != config.num_heads:
         notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
     return BackendPlan(
+        kernel=MLAKernel(kernel.name, heads, fp8_query),
         path=kernel.path,
         because=because,
-        query_dtype="fp8_e4m3" if fp8 and kernel.fp8_query else config.dtype,
+        query_dtype="fp8_e4m3" if fp8_query else config.dtype,
         returns_lse=kernel.returns_lse,
         kv_layouts=(MLA,),
         kernel_block_sizes=sizes,
@@ -208,8 +220,8 @@ def load() -> type[FlashInferMLABackend]:
     Raises:
         ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
     """
-    from attn_select_flashinfer.library import flashinfer
-    from attn_select_flashinfer.mla_runtime import FlashInferMLABackend
+    from attn_select_flashinfer.runtime.library import flashinfer
+    from attn_select_flashinfer.runtime.mla import FlashInferMLABackend
 
     flashinfer()
     return FlashInferMLABackend

@@ -26,7 +26,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flashinfer.common import (
+from attn_select_flashinfer.facts.libraries import (
     DECODERS,
     LAUNCHER,
     LIBRARIES,
@@ -38,9 +38,10 @@ from attn_select_flashinfer.common import (
     padded_heads,
     pages,
 )
+from attn_select_flashinfer.facts.mla_kernels import MLAKernel
 
 if TYPE_CHECKING:
-    from attn_select_flashinfer.mla_sparse_runtime import FlashInferMLASparseBackend
+    from attn_select_flashinfer.runtime.mla_sparse import FlashInferMLASparseBackend
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
@@ -158,10 +159,12 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: b
         notes = (*notes, _ALIAS)
     if config.dtype == "float16":
         notes = (*notes, _CONVERTED)
+    fp8_query = fp8 and on_10
     return BackendPlan(
+        kernel=MLAKernel("trtllm-gen" if on_10 else "sparse", heads, fp8_query),
         path="TRT-LLM (trtllm-gen, sparse)" if on_10 else "FlashInfer sparse (12.x)",
         because="Blackwell's own sparse MLA kernel" if on_10 else "the sparse MLA kernel for compute capability 12.x",
-        query_dtype="fp8_e4m3" if fp8 and on_10 else config.dtype,
+        query_dtype="fp8_e4m3" if fp8_query else config.dtype,
         returns_lse=True,
         kv_layouts=(MLA,) if on_10 else (FP8_DS_MLA,),
         kernel_block_sizes=pages(_PAGES_10 if on_10 else _PAGES_12, config.block_size),
@@ -187,8 +190,8 @@ def load() -> type[FlashInferMLASparseBackend]:
     Raises:
         ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
     """
-    from attn_select_flashinfer.library import flashinfer
-    from attn_select_flashinfer.mla_sparse_runtime import FlashInferMLASparseBackend
+    from attn_select_flashinfer.runtime.library import flashinfer
+    from attn_select_flashinfer.runtime.mla_sparse import FlashInferMLASparseBackend
 
     flashinfer()
     return FlashInferMLASparseBackend

@@ -1,13 +1,14 @@
-"""``FLASHINFER`` at build time: a step's batch becomes parts, each planned on the host.
+"""``FLASHINFER`` at run time: the builder of a step's metadata, and the layers.
 
-Decodes come first. Their path is the decode plan's for good, since steps are captured; prefills follow the prefill
-plan, but where that is trtllm-gen, a step that is not causal runs natively. Nothing here waits for the device.
+A step's batch becomes parts, each planned on the host. Decodes come first. Their kernel is the decode plan's for good,
+since steps are captured. Prefills follow the prefill plan, but where that is trtllm-gen, a step that is not causal runs
+natively. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -15,16 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+)
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, prefix_sums, split_decodes_and_prefills
-from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select_flashinfer.common import INT_WORKSPACE, MIB
-from attn_select_flashinfer.draft_mask import DraftMasks
-from attn_select_flashinfer.metadata import FlashInferMetadata, Part, TRTLLMDecode, TRTLLMPrefill
-from attn_select_flashinfer.mha import FlashInferOptions, native_scratch
-from attn_select_flashinfer.native_build import NativeBuilder
-from attn_select_flashinfer.trtllm import GEN_PATH, XQA_PATH
-from attn_select_flashinfer.wrappers import NativeKernel, hnd_or_nhd
+from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
+from attn_select_flashinfer.facts.mha import FlashInferOptions, native_scratch
+from attn_select_flashinfer.facts.mha_kernels import NativeKernel, TrtllmKernel
+from attn_select_flashinfer.runtime.mha_calls import LayerTerms, Part, TRTLLMDecode, TRTLLMPrefill
+from attn_select_flashinfer.runtime.mha_native import NativeBuilder
+from attn_select_flashinfer.runtime.native_wrappers import PhaseKernel, hnd_or_nhd
 
 LEAST_SAVED = 256 * MIB
 """Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of
@@ -34,14 +39,69 @@ COUNTERS = 8 * MIB
 """What decode keeps zeroed at the start of the TRT-LLM buffer. Prefill writes softmax statistics from where its buffer
 begins (csrc/trtllm_fmha_kernel_launcher.cu, csrc/xqa v0.6.14), so it gets what lies behind."""
 NOT_CAUSAL = "step not causal"
-_TRTLLM = (XQA_PATH, GEN_PATH)
+_WORD = 32
+
+
+@dataclass(slots=True)
+class FlashInferMetadata:
+    """One step for all layers of a kind.
+
+    Attributes:
+        context: the kind that it was planned for.
+        num_actual_tokens: T.
+        parts: decodes first.
+    """
+
+    context: BackendContext
+    num_actual_tokens: int
+    parts: list[Part] = field(default_factory=list)
+
+
+def packed_rows(drafts: int, causal: bool) -> list[list[int]]:
+    """Return one row of signed 16-bit words per draft, the first draft in the lowest bit, padded to 32 bits.
+
+    The layout is that of ``mask`` in flashinfer/xqa.py 0.6.14.
+    """
+    words = -(-drafts // _WORD) * 2
+    seen = [(1 << (row + 1 if causal else drafts)) - 1 for row in range(drafts)]
+    cut = [[(bits >> 16 * word) & 0xFFFF for word in range(words)] for bits in seen]
+    return [[word - 0x10000 if word >= 0x8000 else word for word in row] for row in cut]
+
+
+class DraftMasks:
+    """XQA's masks of draft tokens, made once; they stay where they are.
+
+    A mask says which of a request's last tokens each of them sees. All keys before them are seen.
+
+    Args:
+        max_num_seqs: most requests.
+        device: where kernels read them.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._max_num_seqs, self._device = max_num_seqs, device
+        self._made: dict[tuple[int, bool], Tensor] = {}
+
+    def mask(self, num_reqs: int, drafts: int, causal: bool) -> Tensor | None:
+        """Return uint16 ``(num_reqs, drafts, words)``, or None for a single token."""
+        if drafts == 1:
+            return None
+        key = drafts, causal
+        if key not in self._made:
+            rows = torch.tensor(packed_rows(drafts, causal), dtype=torch.int16)
+            every = rows.expand(self._max_num_seqs, *rows.shape).contiguous()
+            self._made[key] = every.to(self._device).view(torch.uint16)
+        return self._made[key][:num_reqs]
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
-    """Builds the metadata of one kind of layers, for the step that is run next: its plans replace the last one's.
+    """Builds the metadata of one kind of layers.
+
+    Several may be built before the first one runs: each then runs by its own plan, which is made again where a later
+    one has taken its place. With CUDA graphs the last one alone can be run, and ``BatchError`` says so.
 
     Attributes:
-        ran: how many steps each path took part in, by ``phase: path``; replayed steps count.
+        ran: how many steps each kernel took part in, by ``phase: kernel`` in words; replayed steps count.
         native: what plans the native wrappers; None while no phase runs natively.
         workspace: the TRT-LLM kernels' zeroed buffer; None where no phase runs by them.
     """
@@ -50,21 +110,22 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         super().__init__(context)
         config, plans = context.config, context.plans
         self.ran: Counter[str] = Counter()
-        native = {phase: plan for phase, plan in plans.items() if plan.path not in _TRTLLM}
-        self._kernels = {
-            phase: NativeKernel.of(plan, context, decode=phase == "decode") for phase, plan in native.items()
-        }
-        self._instead: NativeKernel | None = None
-        self.native: NativeBuilder | None = None
-        if native:
-            scratch = max(plan.workspace_bytes for plan in native.values()) - INT_WORKSPACE
-            self.native = NativeBuilder(context, scratch)
-        trtllm = [plan.workspace_bytes for plan in plans.values() if plan.path in _TRTLLM]
+        self._kernels: dict[str, PhaseKernel] = {}
+        self._trtllm: dict[str, TrtllmKernel] = {}
+        native, zeroed = 0, 0
+        for phase, plan in plans.items():
+            if isinstance(plan.kernel, TrtllmKernel):
+                self._trtllm[phase] = plan.kernel
+                zeroed = max(zeroed, plan.workspace_bytes)
+            else:
+                assert isinstance(plan.kernel, NativeKernel)
+                self._kernels[phase] = PhaseKernel.of(plan.kernel, context, decode=phase == "decode")
+                native = max(native, plan.workspace_bytes)
+        self._instead: PhaseKernel | None = None
+        self.native = NativeBuilder(context, native - INT_WORKSPACE) if native else None
         self.workspace: Tensor | None = None
-        if trtllm:
-            self.workspace = torch.zeros(max(trtllm), dtype=torch.uint8, device=context.device)
-        self._xqa = "decode" in plans and plans["decode"].path == XQA_PATH
-        self._causal_drafts = "decode" in plans and plans["decode"].path == GEN_PATH
+        if zeroed:
+            self.workspace = torch.zeros(zeroed, dtype=torch.uint8, device=context.device)
         self._masks = DraftMasks(context.max_num_seqs, context.device)
         self._window_left = -1 if config.sliding_window is None else config.sliding_window - 1
         if "decode" in plans:
@@ -74,7 +135,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
-        """As ``AttentionMetadataBuilder.build``; natively the last build's metadata alone can be run.
+        """As ``AttentionMetadataBuilder.build``.
 
         Raises:
             BatchError: the step is not causal and its kernels have no such mask, or its schedule exceeds the scratch.
@@ -144,7 +205,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             return 0, 0
         if "prefill" not in self.context.plans:
             return common.num_reqs, common.num_actual_tokens
-        if self._causal_drafts and not common.causal and common.max_query_len > 1:
+        if self._decode_is("trtllm-gen") and not common.causal and common.max_query_len > 1:
             return 0, 0
         # Nothing but prefills: known without the ten tensors that the function below makes.
         if common.max_query_len > threshold and np.diff(common.query_start_loc_cpu.numpy()).min() > threshold:
@@ -152,7 +213,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         split = split_decodes_and_prefills(common, threshold)
         return split.num_decodes, split.num_decode_tokens
 
-    def _prefill_kernel(self, common: CommonAttentionMetadata) -> NativeKernel | None:
+    def _decode_is(self, name: str) -> bool:
+        """Whether decodes run by the TRT-LLM kernel of this name."""
+        kernel = self._trtllm.get("decode")
+        return kernel is not None and kernel.name == name
+
+    def _prefill_kernel(self, common: CommonAttentionMetadata) -> PhaseKernel | None:
         """Return the native kernel of a step's prefills; None: trtllm-gen runs them."""
         kernel, config = self._kernels.get("prefill"), self.context.config
         if kernel is not None or common.causal:
@@ -161,19 +227,18 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             text = f"{NOT_CAUSAL}: native kernels run it, which write no {config.output_quantization} output"
             raise BatchError(text)
         if self._instead is None:
-            planned = NativeKernel.of(self.context.plans["prefill"], self.context, decode=False)
-            self._instead = replace(planned, sinks=config.sinks, query_dtype=PLAIN_DTYPES[config.dtype])
+            self._instead = PhaseKernel.of(NativeKernel("fa2", config.sinks), self.context, decode=False)
         return self._instead
 
     def _shared(self, common: CommonAttentionMetadata, phase: Any, first: int, last: int) -> dict[str, Any]:
         """Return what both TRT-LLM calls take for requests ``first .. last - 1``."""
-        plan, table, workspace = self.context.plans[phase], common.block_table_tensor, self.workspace
+        kernel, table, workspace = self._trtllm[phase], common.block_table_tensor, self.workspace
         assert table is not None
         assert workspace is not None
         bounds = common.query_start_loc_cpu
         return {
             "phase": phase,
-            "path": plan.path,
+            "path": str(kernel),
             "start": int(bounds[first]),
             "end": int(bounds[last]),
             "workspace": workspace if phase == "decode" else workspace[COUNTERS:],
@@ -182,7 +247,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             "max_seq_len": common.max_seq_len,
             "window_left": self._window_left,
             "kv_layout": hnd_or_nhd(self.context),
-            "fp8_query": plan.query_dtype == "fp8_e4m3",
+            "fp8_query": kernel.fp8_query,
         }
 
     def _trtllm_prefill(self, common: CommonAttentionMetadata, first: int) -> TRTLLMPrefill:
@@ -211,16 +276,16 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return parts
 
     def _trtllm_decode(self, common: CommonAttentionMetadata, first: int, last: int, length: int) -> TRTLLMDecode:
-        causal, mask = common.causal and not self.context.config.non_causal, None
-        fp8 = self.context.config.kv_cache_dtype == "fp8_e4m3"
-        if length > 1 and not common.causal and (not self._xqa or fp8):
-            path = self.context.plans["decode"].path
-            raise BatchError(f"{NOT_CAUSAL}, with queries of {length} tokens: {path} decodes them causally")
-        if self._xqa:
+        kernel, mask = self._trtllm["decode"], None
+        causal = common.causal and not self.context.config.non_causal
+        xqa, fp8 = kernel.name == "xqa", self.context.config.kv_cache_dtype == "fp8_e4m3"
+        if length > 1 and not common.causal and (not xqa or fp8):
+            raise BatchError(f"{NOT_CAUSAL}, with queries of {length} tokens: {kernel} decodes them causally")
+        if xqa:
             mask = self._masks.mask(last - first, length, causal)
         return TRTLLMDecode(
             **self._shared(common, "decode", first, last),
-            backend="xqa" if self._xqa else "trtllm-gen",
+            backend=kernel.name,
             q_len_per_req=length,
             mask=mask,
             keyless=self._keyless(common, first, last, length),
@@ -232,3 +297,101 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             return None
         empty = common.seq_lens[first:last] == 0
         return empty if length == 1 else empty.repeat_interleave(length)
+
+
+class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
+    """Runs one layer. Layers of a kind may have scales of their own: no plan holds one."""
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+        self._sinks = None if sinks is None else sinks.float().contiguous()
+        self._quantized = context.config.cache_dtype.startswith("fp8")
+        self._plain = context.config.output_quantization == "none"
+        self._terms: LayerTerms | None = None
+        self._output_scale: tuple[Tensor, float] | None = None
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: FlashInferMetadata,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As ``AttentionImpl.forward``.
+
+        Raises:
+            BatchError: the metadata was planned for another kind of layers.
+        """
+        if attn_metadata.context is not self.context:
+            self._check_kind(attn_metadata.context)
+        assert kv_cache is not None
+        terms = self._terms
+        if terms is None or terms.scales is not layer.scales or not self._plain:
+            terms = self._new_terms(layer, output_scale, output_block_scale)
+        parts = attn_metadata.parts
+        for part in parts:
+            start, end = part.start, part.end
+            whole = start == 0 and end == query.shape[0] == output.shape[0]
+            rows = output if whole else output[start:end]
+            lse = output_lse if output_lse is None or whole else output_lse[start:end]
+            part.attend(terms, query if whole else query[start:end], kv_cache, rows, lse)
+        return output
+
+    def _new_terms(self, layer: AttentionLayer, output_scale: Tensor | None, block_scale: Tensor | None) -> LayerTerms:
+        self._terms = LayerTerms(
+            self.scale,
+            layer.scales,
+            quantized=self._quantized,
+            sinks=self._sinks,
+            output_scale=None if output_scale is None else self._on_host(output_scale),
+            block_scale=block_scale,
+        )
+        return self._terms
+
+    def _on_host(self, output_scale: Tensor) -> float:
+        """Return a quantised output's scale, which kernels take as a number; read back once, in a warm-up step."""
+        if self._output_scale is None or self._output_scale[0] is not output_scale:
+            self._output_scale = output_scale, float(output_scale)
+        return self._output_scale[1]
+
+    def _check_kind(self, planned: BackendContext) -> None:
+        """Compare the kind that a step was planned for with this layer's.
+
+        Raises:
+            BatchError: they differ, so that the layer would be run with another window, head size or cache.
+        """
+        own = self.context
+        pairs = {
+            "kv_layout": (planned.kv_layout, own.kv_layout),
+            "block_size": (planned.block_size, own.block_size),
+            **{
+                name: (getattr(planned.config, name), getattr(own.config, name))
+                for name in type(own.config).model_fields
+            },
+        }
+        for name, (seen, wanted) in pairs.items():
+            if seen != wanted:
+                raise BatchError(
+                    f"the metadata was planned for layers with {name} = {seen}, this layer has {wanted}",
+                    hint="build the metadata of each kind of layers with its own group",
+                )
+
+
+class FlashInferBackend(AttentionBackend):
+    """``FLASHINFER``."""
+
+    impl_cls = FlashInferImpl
+    builder_cls = FlashInferMetadataBuilder

@@ -1,4 +1,4 @@
-"""FlashInfer's native wrappers: what all calls of a phase have in common, and who keeps which wrapper.
+"""FlashInfer's native wrappers: what all calls of a phase have in common, page lists, and who keeps which wrapper.
 
 FlashInfer plans on the host and runs on the device. A wrapper without CUDA graphs serves every batch; with them there
 is one decode wrapper per batch size, whose index lists stay where they are.
@@ -10,10 +10,12 @@ head size or cache dtype in one process would get the first one's kernel; here t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +23,10 @@ from attn_select.layouts import FLASHINFER_HND
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
-from attn_select.spec import BackendPlan
-from attn_select_flashinfer.common import INT_WORKSPACE
-from attn_select_flashinfer.library import flashinfer
-from attn_select_flashinfer.native import WITH_SINKS
-from attn_select_flashinfer.staging import PinnedRing
+from attn_select_flashinfer.facts.libraries import INT_WORKSPACE
+from attn_select_flashinfer.facts.mha_kernels import NativeKernel
+from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.plans import PinnedRing, Plan, Schedule, Wrapper
 
 LIST_BYTES = 12
 """A block's request, its rows and its keys, in the lists at the start of a schedule."""
@@ -39,8 +40,8 @@ def hnd_or_nhd(context: BackendContext) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NativeKernel:
-    """What all calls of one phase have in common. One object per phase: wrappers are kept by it.
+class PhaseKernel:
+    """A native kernel with what all calls of one phase have in common. One object per phase: wrappers are kept by it.
 
     Attributes:
         backend: ``fa2`` or ``fa3``.
@@ -52,7 +53,7 @@ class NativeKernel:
         split_kv: whether long sequences may be split, by the load.
     """
 
-    backend: str
+    backend: Literal["fa2", "fa3"]
     single_token: bool
     sinks: bool
     query_dtype: torch.dtype
@@ -68,16 +69,15 @@ class NativeKernel:
     split_kv: bool
 
     @classmethod
-    def of(cls, plan: BackendPlan, context: BackendContext, *, decode: bool) -> NativeKernel:
-        """Return what a native plan names (``mha._native_plan``)."""
+    def of(cls, kernel: NativeKernel, context: BackendContext, *, decode: bool) -> PhaseKernel:
+        """Return what runs the kernel that a plan names."""
         config = context.config
         assert context.block_size is not None
-        sinks = plan.path.endswith(WITH_SINKS)
         return cls(
-            backend="fa3" if "fa3" in plan.path else "fa2",
-            single_token=decode and not sinks,
-            sinks=sinks,
-            query_dtype=FP8_DTYPES.get(plan.query_dtype, PLAIN_DTYPES[config.dtype]),
+            backend=kernel.backend,
+            single_token=decode and not kernel.sinks,
+            sinks=kernel.sinks,
+            query_dtype=FP8_DTYPES["fp8_e4m3"] if kernel.fp8_query else PLAIN_DTYPES[config.dtype],
             cache_dtype=storage_dtype(config.cache_dtype),
             output_dtype=PLAIN_DTYPES[config.dtype],
             num_heads=config.num_heads,
@@ -90,10 +90,10 @@ class NativeKernel:
             split_kv=not config.batch_invariant,
         )
 
-    @property
+    @cached_property
     def label(self) -> str:
         """``native fa3``, with or without sinks."""
-        return f"native {self.backend}{WITH_SINKS if self.sinks else ''}"
+        return str(NativeKernel(self.backend, self.sinks))
 
     @cached_property
     def fp8_query(self) -> bool:
@@ -101,12 +101,12 @@ class NativeKernel:
         return self.query_dtype in FP8_DTYPES.values()
 
     @cached_property
-    def any_length(self) -> NativeKernel:
+    def any_length(self) -> PhaseKernel:
         """The same kernel for queries of any length: the prefill wrapper runs it."""
         return replace(self, single_token=False) if self.single_token else self
 
     @cached_property
-    def without_sinks(self) -> NativeKernel:
+    def without_sinks(self) -> PhaseKernel:
         """The same kernel, sinks not counted."""
         return replace(self, sinks=False) if self.sinks else self
 
@@ -132,10 +132,60 @@ class NativeKernel:
         window = self.window_left >= 0
         names = [str(dtype).removeprefix("torch.") for dtype in (self.query_dtype, self.cache_dtype)]
         uri = f"attn_select_sink_{self.backend}_{names[0]}_kv_{names[1]}_head_{self.head_size}_swa_{window}".lower()
-        size, declared = self.head_size, flashinfer().attention_sink_decl[self.backend]
+        size, declared = self.head_size, library.flashinfer().attention_sink_decl[self.backend]
         dtypes = (self.query_dtype, self.cache_dtype, self.output_dtype, torch.int32)
         arguments = [uri, *dtypes, size, size, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", declared]
         return {"jit_args": arguments, "jit_kwargs": {"use_sliding_window": window}}
+
+
+class HostLengths(Tensor):
+    """Lengths on the host of which ``max()`` asks for the largest alone.
+
+    FlashInfer looks for it with Python's ``max`` over the tensor (decode.py and prefill.py 0.6.14, ``plan``): 2.3 us
+    per request on an H100's host, 80 % of the time of a plan for 256.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.amax()
+
+
+@dataclass(slots=True)
+class PageLists:
+    """The pages of a step's requests: lists on the host, page indices on the device.
+
+    numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us and more.
+
+    Attributes:
+        paged_kv_indptr: int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages.
+        paged_kv_indices: int32 on the device, at least ``paged_kv_indptr[-1]`` long: the pages of each request.
+        paged_kv_last_page_len: int32 ``(B,)`` on the host, tokens in the last page: ``page_size`` for a full one, 0 for
+            a request without keys.
+        seq_lens: int32 ``(B,)`` on the host.
+    """
+
+    paged_kv_indptr: Tensor
+    paged_kv_indices: Tensor
+    paged_kv_last_page_len: Tensor
+    seq_lens: Tensor
+
+    @classmethod
+    def of(cls, seq_lens: Tensor, page_size: int, indices: Tensor | None, device: torch.device) -> PageLists:
+        """Return the lists of requests with these lengths, int32 ``(B,)`` on the host.
+
+        Args:
+            indices: where page indices are to be written, at its front; None: a new tensor on ``device``.
+        """
+        lens = seq_lens.numpy().copy()  # its own memory: a batch may be planned again when the caller's has changed
+        pages = (lens + (page_size - 1)) // page_size
+        indptr = np.zeros(len(lens) + 1, dtype=np.int32)
+        pages.cumsum(dtype=np.int32, out=indptr[1:])
+        last = lens - np.maximum(pages - 1, 0) * page_size
+        total = max(1, int(indptr[-1]))
+        made = torch.empty(total, dtype=torch.int32, device=device) if indices is None else indices[:total]
+        lengths = torch.from_numpy(lens).as_subclass(HostLengths)
+        return cls(torch.from_numpy(indptr), made, torch.from_numpy(last), lengths)
 
 
 @dataclass(slots=True)
@@ -171,7 +221,7 @@ class GraphBuffers:
 class WrapperPool:
     """The wrappers of one kind of layers.
 
-    Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory; all wrappers of one role share
+    Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory. All wrappers of one role share
     one such buffer, since a step plans and runs one of them.
 
     Args:
@@ -182,18 +232,18 @@ class WrapperPool:
     def __init__(self, context: BackendContext, scratch: Tensor) -> None:
         self._context, self.scratch = context, scratch
         self.ring = PinnedRing(context.device)
-        self._schedules: dict[str, Tensor] = {}
-        self._eager: dict[tuple[str, NativeKernel], Any] = {}
-        self._captured: dict[int, Any] = {}
+        self._schedules: dict[str, Schedule] = {}
+        self._eager: dict[tuple[str, PhaseKernel], Wrapper] = {}
+        self._captured: dict[int, Wrapper] = {}
         self.buffers = GraphBuffers.make(context) if context.cuda_graphs and "decode" in context.plans else None
 
-    def eager(self, kernel: NativeKernel, role: str) -> Any:
+    def eager(self, kernel: PhaseKernel, role: str) -> Wrapper:
         """Return the wrapper for batches that are not captured; ``role``: which schedule it may overwrite."""
         if (role, kernel) not in self._eager:
             self._eager[role, kernel] = self._made(kernel, role)
         return self._eager[role, kernel]
 
-    def captured(self, kernel: NativeKernel, num_reqs: int) -> Any:
+    def captured(self, kernel: PhaseKernel, num_reqs: int) -> Wrapper:
         """Return the decode wrapper of one batch size, making it if it is new."""
         if num_reqs not in self._captured:
             buffers = self.buffers
@@ -214,39 +264,56 @@ class WrapperPool:
         """Whether there is a decode wrapper of this batch size."""
         return num_reqs in self._captured
 
-    def plan(self, wrapper: Any, kernel: NativeKernel, *lists: Tensor, **more: Any) -> None:
-        """Plan a step. Waits neither for the device nor for an earlier plan's copy.
-
-        Raises:
-            BatchError: the schedule or its partial results need more scratch than there is.
-        """
-        # Unsplit, a captured grid's spare blocks are told from the others by nothing, and run by what the pinned buffer
-        # held before: other requests' rows, or no request's. Zeros repeat the first request's first tile, to the bit.
-        # (``PrefillPlan`` in attention/scheduler.cuh 0.6.14 has a mask for split ones alone.)
-        spare = wrapper.is_cuda_graph_enabled and not kernel.split_kv
-        cleared = LIST_BYTES * max(LEAST_BLOCKS, 4 * len(lists[0])) if spare else 0
-        try:
-            self.ring.plan(wrapper, *lists, cleared=cleared, **kernel.planned, **more)
-        except RuntimeError as error:
-            if "workspace buffer" not in str(error):  # csrc AlignedAllocator, include/flashinfer/allocator.h 0.6.14
-                raise
-            text = f"{kernel.label}: scratch of {self.scratch.numel()} bytes is too small for a batch of "
-            raise BatchError(
-                f"{text}{len(lists[0]) - 1} requests ({str(error).splitlines()[0]})",
-                hint="raise native_workspace_bytes under [backends.FLASHINFER]",
-            ) from error
-
-    def _made(self, kernel: NativeKernel, role: str, **given: Any) -> Any:
-        library = flashinfer()
+    def _made(self, kernel: PhaseKernel, role: str, **given: Any) -> Wrapper:
+        entries = library.flashinfer()
         if kernel.single_token:
-            made, given = library.BatchDecodeWithPagedKVCacheWrapper, {**given, "use_tensor_cores": True}
+            made, given = entries.BatchDecodeWithPagedKVCacheWrapper, {**given, "use_tensor_cores": True}
         else:
-            made, given = library.BatchPrefillWithPagedKVCacheWrapper, dict(given)
+            made, given = entries.BatchPrefillWithPagedKVCacheWrapper, dict(given)
         if kernel.sinks:
             given |= kernel.variant()
         wrapper = made(self.scratch, kernel.kv_layout, backend=kernel.backend, **given)
         if role not in self._schedules:
-            device = self._context.device
-            self._schedules[role] = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=device)
-        wrapper.reset_workspace_buffer(self.scratch, self._schedules[role])
-        return wrapper
+            memory = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self._context.device)
+            self._schedules[role] = Schedule(memory)
+        schedule = self._schedules[role]
+        wrapper.reset_workspace_buffer(self.scratch, schedule.memory)
+        return Wrapper(wrapper, schedule, "use_cuda_graph" in given)
+
+
+class NativePlan(Plan):
+    """A batch planned on a native wrapper.
+
+    Args:
+        lists, more: what ``plan`` gets of the batch, by place and by name.
+
+    Raises:
+        BatchError: the schedule or its partial results need more scratch than there is.
+    """
+
+    __slots__ = ("_cleared", "_kernel", "_lists", "_more", "_pool")
+
+    def __init__(
+        self, wrapper: Wrapper, pool: WrapperPool, kernel: PhaseKernel, lists: tuple[Tensor, ...], more: dict[str, Any]
+    ) -> None:
+        self._pool, self._kernel, self._lists, self._more = pool, kernel, lists, more
+        # Unsplit, a captured grid's spare blocks are told from the others by nothing, and run by what the pinned buffer
+        # held before: other requests' rows, or no request's. Zeros repeat the first request's first tile, to the bit.
+        # (``PrefillPlan`` in attention/scheduler.cuh 0.6.14 has a mask for split ones alone.)
+        spare = wrapper.captured and not kernel.split_kv
+        self._cleared = LIST_BYTES * max(LEAST_BLOCKS, 4 * len(lists[0])) if spare else 0
+        super().__init__(wrapper)
+
+    def write(self) -> None:
+        """Call ``plan``. Waits neither for the device nor for an earlier plan's copy."""
+        pool, kernel = self._pool, self._kernel
+        try:
+            pool.ring.plan(self.wrapper.made, *self._lists, cleared=self._cleared, **kernel.planned, **self._more)
+        except RuntimeError as error:
+            if "workspace buffer" not in str(error):  # csrc AlignedAllocator, include/flashinfer/allocator.h 0.6.14
+                raise
+            text = f"{kernel.label}: scratch of {pool.scratch.numel()} bytes is too small for a batch of "
+            raise BatchError(
+                f"{text}{len(self._lists[0]) - 1} requests ({str(error).splitlines()[0]})",
+                hint="raise native_workspace_bytes under [backends.FLASHINFER]",
+            ) from error

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import Phase
-from attn_select.layouts import FP8_DS_MLA
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,
@@ -23,10 +21,9 @@ from attn_select.runtime.backend import (
     MLAAttentionImpl,
 )
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select_flashinfer import library
-from attn_select_flashinfer.common import padded_heads
-from attn_select_flashinfer.mla_heads import Heads
-from attn_select_flashinfer.mla_trtllm import requests_at_once
+from attn_select_flashinfer.facts.mla_kernels import MLAKernel
+from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.mla_trtllm import Heads, requests_at_once
 
 SLOTS = 128
 """What a row's width is a multiple of on 10.x; vLLM 0.33.0 pads its rows likewise."""
@@ -72,16 +69,17 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         config = context.config
-        phase: Phase = next(iter(context.plans))
+        kernel = next(iter(context.plans.values())).kernel  # both phases have the same
+        assert isinstance(kernel, MLAKernel)
         self._entry = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla
-        self._on_12 = context.kv_layout == FP8_DS_MLA
-        self._heads = Heads(context, phase, scale, sinks, padded=padded_heads(config.num_heads))
+        self._on_12 = kernel.name == "sparse"
+        self._heads = Heads(config, kernel, scale, sinks)
         self._fixed: dict[str, Any] = {
             "qk_nope_head_dim": config.qk_nope_head_dim,
             "kv_lora_rank": config.kv_lora_rank,
             "qk_rope_head_dim": config.qk_rope_head_dim,
             "sinks": self._heads.sinks,
-            "backend": "sparse" if self._on_12 else "trtllm-gen",
+            "backend": kernel.name,
         }
         if self._on_12:  # the cache's scales are powers of two (ops.concat_and_cache_mla)
             self._fixed["kv_scale_format"] = "pow2_fp32"
@@ -99,7 +97,7 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` ``(blocks, size, 576)`` or ``(blocks, 64, 656)`` bytes."""
         assert topk_indices is not None
         tokens, workspace = attn_metadata.num_tokens, attn_metadata.workspace
-        step = requests_at_once(workspace, padded_heads(query.shape[1]), 1, output_lse is not None)
+        step = requests_at_once(workspace, self._heads.padded, 1, output_lse is not None)
         for first in range(0, tokens, step):
             rows = slice(first, min(first + step, tokens))
             lse = None if output_lse is None else output_lse[rows]

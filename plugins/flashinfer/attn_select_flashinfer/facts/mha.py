@@ -22,8 +22,7 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select_flashinfer.case import Case, PrefillKernel, UseTrtllm
-from attn_select_flashinfer.common import (
+from attn_select_flashinfer.facts.libraries import (
     DECODE,
     INT_WORKSPACE,
     JIT_ATTENTION,
@@ -35,8 +34,20 @@ from attn_select_flashinfer.common import (
     VLLM,
     pages,
 )
-from attn_select_flashinfer.native import NATIVE_PAGES, WITH_SINKS, Native, choose
-from attn_select_flashinfer.trtllm import GEN_PAGES, GEN_PATH, XQA_PAGES, XQA_PATH, decide, fp8_query, kernel_for
+from attn_select_flashinfer.facts.mha_kernels import (
+    GEN_PAGES,
+    NATIVE_PAGES,
+    XQA_PAGES,
+    Case,
+    NativeKernel,
+    PrefillKernel,
+    TrtllmKernel,
+    UseTrtllm,
+    choose_native,
+    decide,
+    fp8_query,
+    kernel_for,
+)
 
 CAPABILITIES = Capabilities(
     compute_capabilities=Fact(
@@ -45,8 +56,8 @@ CAPABILITIES = Capabilities(
     ),
     dtypes=Fact(("bfloat16", "float16"), f"{JIT_ATTENTION}; {RAN}"),
     kv_cache_dtypes=Fact(
-        ("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "nvfp4"),
-        f"{RAN} (e4m3, e5m2 and nvfp4 through fa2, e4m3 through fa3 and XQA); {LAUNCHER} (e4m3, nvfp4)",
+        ("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
+        f"{RAN} (e4m3 and e5m2 through fa2, e4m3 through fa3 and XQA); {LAUNCHER} (e4m3)",
     ),
     head_sizes=Fact(
         HeadSizes((64, 128, 256, 512)),
@@ -103,17 +114,14 @@ _PAGES_256_SM100 = (32, 64)
 
 _GEN_PREFILL = "decided per step: a batch that is not causal runs natively"
 _SHARED = "the zeroed TRT-LLM buffer is shared by both phases and apart from native scratch"
-_XQA_NOTES = (
+_XQA_NOTES: tuple[str, ...] = (
     "XQA's zeroed buffer is apart from native scratch and holds its semaphores",
     "with 16-bit KV on an H100, native fa2 is 2 to 5 % faster (use_trtllm = false)",
 )
-_XQA_NOTES_SM12X = _XQA_NOTES[:1]
 _GEN_NOTES = {"prefill": (_GEN_PREFILL, _SHARED), "decode": (_SHARED,)}
 _NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases share the rest"
 _DRAFTS = "queries of more than one token go through the prefill wrapper"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
-_NVFP4 = "the NVFP4 cache is the engine's own: attn_select.runtime allocates and runs none"
-_FP4_OUT = "the kernel writes FP8 with an nvfp4 cache, which is converted"
 
 _UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
 _SINGLE_TOKEN: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE"
@@ -127,8 +135,8 @@ def plan(
     if capability is None or capability < (8, 0):
         seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
         return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
-    kernel = kernel_for(capability, phase)
-    case = Case(config, phase, capability, kernel, options.use_trtllm, options.prefill_kernel, environment)
+    name = kernel_for(capability, phase)
+    case = Case(config, phase, capability, name, options.use_trtllm, options.prefill_kernel, environment)
     reasons: list[Reason] = []
     sm100 = capability[0] == 10
     size = config.block_size
@@ -140,35 +148,31 @@ def plan(
         return reasons + refusals
     if use_trtllm:
         return reasons or _trtllm_plan(case, because, options)
-    chosen = choose(case)
-    if type(chosen) is list:
+    chosen = choose_native(case)
+    if isinstance(chosen, list):
         return reasons + chosen
-    assert isinstance(chosen, Native)
-    return reasons or _native_plan(config, phase, chosen, because, options, sm100)
+    kernel, why = chosen
+    return reasons or _native_plan(config, phase, kernel, f"{because}; {why}", options, sm100)
 
 
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:
     config, phase = case.config, case.phase
-    layouts: tuple[str, ...]
+    assert case.kernel is not None
+    kernel = TrtllmKernel(case.kernel, fp8_query(config, case.kernel))
+    xqa = kernel.name == "xqa"
     sizes: tuple[int, ...]
-    notes: tuple[str, ...]
-    wants_fp8 = fp8_query(config, case.kernel)
-    if case.kernel == "xqa":
-        path, layouts, sizes, lse = XQA_PATH, _NHD_HND, XQA_PAGES, False
-        notes = _XQA_NOTES if case.capability[0] == 9 and config.kv_cache_dtype != "fp8_e4m3" else _XQA_NOTES_SM12X
+    if xqa:
+        sizes = XQA_PAGES
+        notes = _XQA_NOTES if case.capability[0] == 9 and config.kv_cache_dtype != "fp8_e4m3" else _XQA_NOTES[:1]
     else:
-        path, layouts, lse, notes = GEN_PATH, _HND, True, _GEN_NOTES[phase]
-        sizes = _PAGES_256_SM100 if config.head_size == 256 else GEN_PAGES
-        if config.kv_cache_dtype == "nvfp4" and config.output_quantization == "none":
-            notes = (*notes, _FP4_OUT)
-    if config.kv_cache_dtype == "nvfp4":
-        notes = (*notes, _NVFP4)
+        sizes, notes = _PAGES_256_SM100 if config.head_size == 256 else GEN_PAGES, _GEN_NOTES[phase]
     return BackendPlan(
-        path=path,
+        kernel=kernel,
+        path=str(kernel),
         because=because,
-        query_dtype="fp8_e4m3" if wants_fp8 else config.dtype,
-        returns_lse=lse,
-        kv_layouts=layouts,
+        query_dtype="fp8_e4m3" if kernel.fp8_query else config.dtype,
+        returns_lse=not xqa,
+        kv_layouts=_NHD_HND if xqa else _HND,
         kernel_block_sizes=pages(sizes, config.block_size),
         cuda_graph=_SINGLE_TOKEN if config.decode_context_parallel_size > 1 and phase == "decode" else _UNIFORM_BATCH,
         workspace_bytes=options.trtllm_workspace_bytes,
@@ -182,9 +186,9 @@ def native_scratch(config: AttentionConfig, options: FlashInferOptions) -> int:
 
 
 def _native_plan(
-    config: AttentionConfig, phase: Phase, chosen: Native, because: str, options: FlashInferOptions, sm100: bool
+    config: AttentionConfig, phase: Phase, kernel: NativeKernel, because: str, options: FlashInferOptions, sm100: bool
 ) -> BackendPlan:
-    notes: tuple[str, ...] = (_NATIVE_SCRATCH, _NVFP4) if config.kv_cache_dtype == "nvfp4" else (_NATIVE_SCRATCH,)
+    notes: tuple[str, ...] = (_NATIVE_SCRATCH,)
     if phase == "decode":
         if config.num_speculative_tokens:
             notes = (*notes, _DRAFTS)
@@ -194,11 +198,11 @@ def _native_plan(
         sizes: tuple[int, ...] = _PAGES_256_SM100
     else:
         sizes = NATIVE_PAGES if config.block_size is None else _with_own(config.block_size)
-    kernel = f"native {chosen.kernel}{WITH_SINKS if chosen.sinks else ''}"
     return BackendPlan(
-        path=kernel,
-        because=f"{because}; {chosen.because}",
-        query_dtype=chosen.query_dtype,
+        kernel=kernel,
+        path=str(kernel),
+        because=because,
+        query_dtype="fp8_e4m3" if kernel.fp8_query else config.dtype,
         returns_lse=True,
         kv_layouts=_HND if sm100 else _NHD_HND,
         kernel_block_sizes=pages(sizes, config.block_size),
@@ -225,8 +229,8 @@ def load() -> Any:
     Raises:
         ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
     """
-    from attn_select_flashinfer.library import flashinfer
-    from attn_select_flashinfer.runtime import FlashInferBackend
+    from attn_select_flashinfer.runtime.library import flashinfer
+    from attn_select_flashinfer.runtime.mha import FlashInferBackend
 
     flashinfer()
     return FlashInferBackend

@@ -1,24 +1,32 @@
-"""When ``FLASHINFER`` takes TRT-LLM's kernels instead of its native ones: the conditions as data, in the order asked.
+"""Which of FlashInfer's kernels runs a phase of ``FLASHINFER``, and what each cannot.
 
-Two kernels stand behind FlashInfer's TRT-LLM entries: trtllm-gen (prebuilt, compute capability 10.0 and 10.3, both
-phases) and XQA (compiled at first use, 9.x and 12.x, decode only). ``OBSTACLES`` say what they cannot run;
-``PREFERENCES`` decide where native kernels could run the layer too. They follow ``use_trtllm_attention`` and the
-metadata builder in vLLM 0.33.0 (utils/flashinfer.py, v1/attention/backends/flashinfer.py). One condition there, that KV
-heads divide query heads, is left out: every ``AttentionConfig`` fulfils it.
+*TRT-LLM.* Two kernels stand behind FlashInfer's TRT-LLM entries: trtllm-gen (prebuilt, compute capability 10.0 and
+10.3, both phases) and XQA (compiled at first use, 9.x and 12.x, decode only). ``OBSTACLES`` say what they cannot run.
+``PREFERENCES`` decide where native kernels could run the layer too. Both are data, in the order asked. They follow
+``use_trtllm_attention`` and the metadata builder in vLLM 0.33.0 (utils/flashinfer.py, v1/attention/backends/
+flashinfer.py). One condition there, that KV heads divide query heads, is left out: every ``AttentionConfig`` fulfils
+it.
+
+*Native.* fa2 and fa3. Prefill goes through ``BatchPrefillWithPagedKVCacheWrapper``, decode through
+``BatchDecodeWithPagedKVCacheWrapper`` with tensor cores. On fa2 and fa3 both ignore their ``sinks`` argument. The
+prefill wrapper compiled with the variant that counts sinks (``jit_args``) runs both phases then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from attn_select.config import AttentionConfig, Phase
+from attn_select.environment import Environment
 from attn_select.spec import Reason
-from attn_select_flashinfer.case import Case, TrtllmKernel
-from attn_select_flashinfer.common import (
+from attn_select_flashinfer.facts.libraries import (
     DECODE,
+    FP8_WINDOW_FA3,
     GEN_KERNELS,
+    HEAD_512_BELOW_SM100,
+    HEAD_512_FP8_BELOW_SM100,
     JIT_XQA,
     LAUNCHER,
     PREFILL,
@@ -29,14 +37,61 @@ from attn_select_flashinfer.common import (
     XQA_DRAFT_MASK_FP8,
     XQA_DRAFT_WINDOW,
     release,
+    upgrade,
 )
+
+TrtllmName = Literal["trtllm-gen", "xqa"]
+UseTrtllm = Literal["auto", True, False]
+PrefillKernel = Literal["auto", "fa2", "fa3"]
 
 GEN_PAGES = (16, 32, 64)
 """trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347)."""
 XQA_PAGES = (16, 32, 64, 128)
-XQA_PATH, GEN_PATH = "TRT-LLM (XQA)", "TRT-LLM (trtllm-gen)"
 XQA_GROUP = 32
 """Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 run, 48 and 71 do not compile, 64 with 16 bits)."""
+NATIVE_PAGES = (16, 32, 64, 1)
+"""Any page size runs (H100, flashinfer 0.6.14: 1, 5, 8, 16, 24, 32, 64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKernel:
+    """fa2 or fa3 as a plan names it.
+
+    Attributes:
+        backend: FlashInfer's name of the kernel.
+        sinks: whether it is the variant that counts attention sinks.
+        fp8_query: whether it takes an FP8 query.
+    """
+
+    backend: Literal["fa2", "fa3"]
+    sinks: bool = False
+    fp8_query: bool = False
+
+    def __str__(self) -> str:
+        return f"native {self.backend}{' with sinks' if self.sinks else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmKernel:
+    """A TRT-LLM kernel as a plan names it; ``fp8_query``: whether it takes an FP8 query."""
+
+    name: TrtllmName
+    fp8_query: bool = False
+
+    def __str__(self) -> str:
+        return "TRT-LLM (XQA)" if self.name == "xqa" else f"TRT-LLM ({self.name})"
+
+
+class Case(NamedTuple):
+    """One phase of one layer on one device; ``kernel`` is the TRT-LLM kernel that the device has for the phase."""
+
+    config: AttentionConfig
+    phase: Phase
+    capability: tuple[int, int]
+    kernel: TrtllmName | None
+    use_trtllm: UseTrtllm
+    prefill_kernel: PrefillKernel
+    environment: Environment
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +113,7 @@ class Decision(NamedTuple):
     refusals: list[Reason]
 
 
-def kernel_for(capability: tuple[int, int], phase: Phase) -> TrtllmKernel | None:
+def kernel_for(capability: tuple[int, int], phase: Phase) -> TrtllmName | None:
     """Return the TRT-LLM kernel that a device has for a phase."""
     if capability in TRTLLM_GEN_CAPABILITIES:
         return "trtllm-gen"
@@ -67,9 +122,9 @@ def kernel_for(capability: tuple[int, int], phase: Phase) -> TrtllmKernel | None
     return None
 
 
-def fp8_query(config: AttentionConfig, kernel: TrtllmKernel | None) -> bool:
-    """Whether the kernel wants an FP8 query: trtllm-gen does with a quantised cache, XQA never."""
-    return kernel == "trtllm-gen" and config.kv_cache_dtype in ("fp8_e4m3", "nvfp4")
+def fp8_query(config: AttentionConfig, kernel: TrtllmName | None) -> bool:
+    """Whether the kernel wants an FP8 query: trtllm-gen does with an FP8 cache, XQA never."""
+    return kernel == "trtllm-gen" and config.kv_cache_dtype == "fp8_e4m3"
 
 
 def _context_parallel(case: Case) -> bool:
@@ -87,12 +142,11 @@ def _window_ahead(case: Case) -> bool:
 
 
 def _cache_dtype(case: Case) -> bool:
-    dtype = case.config.kv_cache_dtype
-    return dtype == "fp8_e5m2" or (dtype == "nvfp4" and case.kernel == "xqa" and case.capability[0] != 12)
+    return case.config.kv_cache_dtype == "fp8_e5m2"
 
 
 def _head_size(case: Case) -> bool:
-    return case.config.head_size > 256 and (case.kernel == "xqa" or case.config.kv_cache_dtype == "nvfp4")
+    return case.config.head_size > 256 and case.kernel == "xqa"
 
 
 def _page(case: Case) -> bool:
@@ -132,7 +186,7 @@ def _output(case: Case) -> bool:
         return False
     if case.kernel == "xqa":
         return output != "fp8" or cache != "fp8_e4m3"
-    return cache != "fp8_e4m3" and not (output == "fp8" and cache == "nvfp4")
+    return cache != "fp8_e4m3"
 
 
 OBSTACLES = (
@@ -182,15 +236,15 @@ OBSTACLES = (
         "kv-cache-dtype",
         False,
         _cache_dtype,
-        "TRT-LLM kernels read no fp8_e5m2 cache, and XQA reads nvfp4 on compute capability 12.x only",
-        f"{GEN_KERNELS}/fmhaRunner.cuh; flashinfer/xqa.py 0.6.14; {JIT_XQA} takes e5m2 for bfloat16 ({RAN}: wrong)",
+        "TRT-LLM kernels read no fp8_e5m2 cache",
+        f"{GEN_KERNELS}/fmhaRunner.cuh; {JIT_XQA} takes e5m2 for bfloat16 ({RAN}: wrong)",
     ),
     Condition(
         "head-size",
         False,
         _head_size,
-        "XQA takes head sizes up to 256, and so does trtllm-gen with an nvfp4 cache",
-        f"{JIT_XQA}; {RAN} (XQA: 64, 128, 256); flashinfer tests/attention v0.6.14 (trtllm-gen: 512 without nvfp4)",
+        "XQA takes head sizes up to 256",
+        f"{JIT_XQA}; {RAN} (XQA: 64, 128, 256); flashinfer tests/attention v0.6.14 (trtllm-gen: 512)",
     ),
     Condition(
         "block-size",
@@ -335,3 +389,116 @@ def decide(case: Case) -> Decision:
 def _refusal(condition: Condition) -> Reason:
     message = f"use_trtllm = true, but {condition.because}"
     return Reason("forced-path", message, condition.name, condition.because, 'backends.FLASHINFER.use_trtllm = "auto"')
+
+
+def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
+    """Return the native kernel that runs a phase and why, or every reason why none does."""
+    config = case.config
+    reasons = _objections(case)
+    against_fa3 = _against_fa3(case)
+    if case.phase == "decode":
+        if config.per_head_quant_scales:
+            # Only fa3 with an FP8 query takes a scale per head; the decode wrapper reaches it too.
+            chosen, why = NativeKernel("fa3", fp8_query=True), "one FP8 scale per KV head"
+        else:
+            chosen, why = NativeKernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel"
+    elif case.prefill_kernel == "fa3" and against_fa3 is not None:
+        reasons.append(_forced(case.prefill_kernel, against_fa3))
+        return reasons
+    elif against_fa3 is None and case.prefill_kernel != "fa2":
+        chosen = NativeKernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3")
+        why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
+    else:
+        chosen, why = NativeKernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"'
+    if config.batch_invariant and case.phase == "prefill" and chosen.backend == "fa2":
+        reasons.append(
+            Reason(
+                "batch-invariant",
+                "no batch invariance in native fa2 prefill: its query tile follows the batch's mean query length",
+                True,
+                "native fa3 prefill (compute capability 9.x), native fa2 decode",
+            )
+        )
+    return reasons or (chosen, why)
+
+
+def _against_fa3(case: Case) -> str | None:
+    """Return the first thing that keeps prefill off fa3, or None.
+
+    Sources: ``is_fa3_backend_supported`` in flashinfer/utils.py 0.6.14, include/flashinfer/attention/hopper/ v0.6.14.
+    The FP8 kernels there take FP8 queries and have no soft cap (jit/attention/modules.py 0.6.14); a sink variant of
+    them does not compile (H100, flashinfer 0.6.14, 2026-11-21).
+    """
+    config = case.config
+    if case.capability[0] != 9:
+        return "fa3 is for compute capability 9.x only"
+    if config.head_size > 256:
+        return "fa3 takes head sizes up to 256"
+    cache = config.kv_cache_dtype
+    if cache == "fp8_e4m3":
+        if config.logits_soft_cap is not None:
+            return "fa3 has no soft cap with FP8"
+        if config.sinks:
+            return "fa3 has no attention sinks with FP8"
+        if config.sliding_window is not None and release(case.environment) < FP8_WINDOW_FA3.value:
+            return "fa3 hangs on FP8 with a sliding window before flashinfer-python 0.6.15"
+    elif cache == "fp8_e5m2":
+        return "fa3 reads no fp8_e5m2 cache"
+    return None
+
+
+def _objections(case: Case) -> list[Reason]:
+    config = case.config
+    reasons: list[Reason] = []
+    major, cache = case.capability[0], config.kv_cache_dtype
+    if config.sinks:
+        if config.logits_soft_cap is not None:
+            reasons.append(Reason("sinks", "attention sinks go with no logits soft cap in native kernels", True, False))
+        if config.decode_context_parallel_size > 1:
+            message = "attention sinks are not split over decode context parallel ranks"
+            reasons.append(Reason("sinks", message, True, False, "--dcp 1"))
+    if config.non_causal and config.sliding_window is not None and not _last_token_alone(case):
+        message = "no non-causal attention with a sliding window: native kernels hide no keys behind a query"
+        reasons.append(Reason("non-causal", message, True, False))
+    if config.output_quantization != "none":
+        message = f"native kernels write float16 and bfloat16, not {config.output_quantization}"
+        reasons.append(
+            Reason("output-quantization", message, config.output_quantization, ["none"], _output_remedy(case))
+        )
+    if config.per_head_quant_scales and (why := _against_per_head(case)) is not None:
+        reasons.append(Reason("per-head-quant-scales", f"no per-head quantisation scales: {why}", True, False))
+    if config.head_size > 256 and major < 10:
+        needed = HEAD_512_BELOW_SM100 if not cache.startswith("fp8") else HEAD_512_FP8_BELOW_SM100
+        if release(case.environment) < needed.value:
+            least = ".".join(map(str, needed.value))
+            where = "with this cache below compute capability 10.0"
+            message = f"head size {config.head_size} {where} needs flashinfer-python {least}"
+            reasons.append(Reason("head-size", message, config.head_size, "64, 128, 256", upgrade(needed)))
+    return reasons
+
+
+def _last_token_alone(case: Case) -> bool:
+    """Whether every query is its sequence's last token, which has no keys behind it."""
+    return case.phase == "decode" and not case.config.num_speculative_tokens
+
+
+def _against_per_head(case: Case) -> str | None:
+    if case.capability[0] != 9:
+        return "only native fa3 takes them, on compute capability 9.x"
+    if (cache := case.config.kv_cache_dtype) != "fp8_e4m3":
+        return f"native fa3 takes them with an fp8_e4m3 cache, not {cache}"
+    if case.phase == "prefill" and case.prefill_kernel == "fa2":
+        return 'prefill_kernel = "fa2", and only fa3 takes them'
+    return _against_fa3(case)
+
+
+def _output_remedy(case: Case) -> str:
+    # Where TRT-LLM kernels could quantise the output, what they lack is usually the FP8 cache.
+    if case.config.kv_cache_dtype != "fp8_e4m3" and case.capability[0] == 10:
+        return "--kv-cache-dtype fp8_e4m3"
+    return "--output-quantization none"
+
+
+def _forced(kernel: PrefillKernel, why: str) -> Reason:
+    message = f'prefill_kernel = "{kernel}", but {why}'
+    return Reason("forced-path", message, kernel, ["auto", "fa2"], 'backends.FLASHINFER.prefill_kernel = "auto"')

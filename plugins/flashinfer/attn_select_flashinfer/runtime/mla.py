@@ -15,16 +15,13 @@ from attn_select.runtime.backend import (
     MLAAttentionImpl,
 )
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
-from attn_select_flashinfer.mla_build import PlannedCall, SharedScale
-from attn_select_flashinfer.mla_decode import KERNELS
-from attn_select_flashinfer.mla_native import NativeDecode, NativeLayer
-from attn_select_flashinfer.mla_prefill import PREFILL_KERNELS
-from attn_select_flashinfer.mla_ragged import DirectRagged, PlannedRagged, RaggedCall
-from attn_select_flashinfer.mla_trtllm import TrtllmCall, TrtllmDecode, TrtllmLayer
+from attn_select_flashinfer.facts.mla_kernels import MLAKernel, RaggedKernel
+from attn_select_flashinfer.runtime.mla_native import NativeDecode, NativeLayer
+from attn_select_flashinfer.runtime.mla_ragged import DirectRagged, PlannedRagged, RaggedCall
+from attn_select_flashinfer.runtime.mla_trtllm import TrtllmCall, TrtllmDecode, TrtllmLayer
+from attn_select_flashinfer.runtime.plans import ScaledPlan, SharedScale
 
 NATIVE = ("fa2", "fa3")
-_DECODE = {kernel.path: name for name, kernel in KERNELS.items()}
-_PREFILL = {kernel.path: name for name, kernel in PREFILL_KERNELS.items()}
 
 
 def first_rows(tokens: int, query: Tensor, output: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -48,23 +45,25 @@ class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
         plans, scale = context.plans, SharedScale(context.config)
         self._decode: NativeDecode | TrtllmDecode | None = None
         if "decode" in plans:
-            kernel = _DECODE[plans["decode"].path]
-            native = kernel in NATIVE
-            self._decode = NativeDecode(context, kernel, scale) if native else TrtllmDecode(context, kernel)
+            kernel = plans["decode"].kernel
+            assert isinstance(kernel, MLAKernel)
+            native = kernel.name in NATIVE
+            self._decode = NativeDecode(context, kernel.name, scale) if native else TrtllmDecode(context, kernel)
         self._prefill: PlannedRagged | DirectRagged | None = None
         if "prefill" in plans:
-            kernel = _PREFILL[plans["prefill"].path]
-            native = kernel in NATIVE
-            self._prefill = PlannedRagged(context, kernel, scale) if native else DirectRagged(context, kernel)
+            ragged = plans["prefill"].kernel
+            assert isinstance(ragged, RaggedKernel)
+            native = ragged.name in NATIVE
+            self._prefill = PlannedRagged(context, ragged.name, scale) if native else DirectRagged(context, ragged.name)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PlannedCall | TrtllmCall:
-        """As ``AttentionMetadataBuilder.build``; natively the last build's metadata alone can be run."""
+    ) -> ScaledPlan | TrtllmCall:
+        """As ``AttentionMetadataBuilder.build``; without CUDA graphs several may be built before the first one runs."""
         assert self._decode is not None
         return self._decode.build(common_attn_metadata)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlannedCall | TrtllmCall:
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ScaledPlan | TrtllmCall:
         """As ``AttentionMetadataBuilder.build_for_cudagraph_capture``."""
         if isinstance(self._decode, NativeDecode):
             return self._decode.capture(common_attn_metadata)
@@ -89,8 +88,9 @@ class FlashInferMLAImpl(MLAAttentionImpl):
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         self._layer: NativeLayer | TrtllmLayer | None = None
         if "decode" in context.plans:
-            kernel = _DECODE[context.plans["decode"].path]
-            native = kernel in NATIVE
+            kernel = context.plans["decode"].kernel
+            assert isinstance(kernel, MLAKernel)
+            native = kernel.name in NATIVE
             self._layer = NativeLayer(context, scale) if native else TrtllmLayer(context, kernel, scale, sinks)
         self._sinks = None if sinks is None else sinks.float().contiguous()
 
@@ -99,7 +99,7 @@ class FlashInferMLAImpl(MLAAttentionImpl):
         layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
-        attn_metadata: PlannedCall | TrtllmCall,
+        attn_metadata: ScaledPlan | TrtllmCall,
         output: Tensor,
         output_lse: Tensor | None = None,
         topk_indices: Tensor | None = None,

@@ -1,7 +1,7 @@
 """The one place that imports FlashInfer: its entries by name, checked once against what this plugin passes.
 
-Everything else reaches them through ``flashinfer()``. A test replaces that function by one that returns the same
-dataclass with emulated entries.
+Everything else calls ``library.flashinfer()``. A test replaces that function by one that returns the same dataclass
+with emulated entries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from attn_select.environment import WRONG_VERSION, Environment
 from attn_select.errors import KernelMismatchError
-from attn_select_flashinfer.common import FLASHINFER_PYTHON
+from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 
 _LISTS = "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads"
 _STEP = "causal sm_scale window_left logits_soft_cap q_data_type kv_data_type"

@@ -1,0 +1,1 @@
+"""What is true of FlashInfer's kernels without running them. Imports no torch."""

@@ -1,0 +1,1 @@
+"""What runs FlashInfer's kernels: builders, layers, wrappers. Imports torch; FlashInfer is imported by ``load``."""

@@ -1,0 +1,212 @@
+"""FlashInfer's plans: how they reach the device, and which one is there.
+
+``plan`` of every native wrapper writes a schedule into the wrapper's pinned buffer and copies it asynchronously
+(``_pin_memory_int_workspace_buffer``; flashinfer/prefill.py, decode.py and mla/_core.py 0.6.14). Two things follow:
+
+- Planned again before the copy is through, the earlier step would run by the later step's schedule. So each plan gets a
+  buffer of which the last copy is through (``PinnedRing``), which costs no waiting.
+- The wrapper and the schedule on the device hold the last plan alone. So a batch asks whether its own plan is still
+  there before it runs, and is planned again where it is not (``Plan.ready``). In the usual order, where each batch runs
+  before the next one is built, that is one comparison.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.errors import ConfigError, KernelMismatchError
+from attn_select.runtime.metadata import BatchError
+from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON_MLA, INT_WORKSPACE
+
+_ATTRIBUTE = "_pin_memory_int_workspace_buffer"
+
+
+class _Passed:
+    """The event of a device without streams."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def new_event(device: torch.device) -> Any:
+    """Return an event that says whether the copies before it are through."""
+    return torch.cuda.Event() if device.type == "cuda" else _Passed()  # type: ignore[no-untyped-call]
+
+
+class PinnedRing:
+    """Plans wrappers, each time with a pinned buffer that no copy is still read from.
+
+    Args:
+        device: where the wrappers run; copies are ordered on its current stream.
+
+    Attributes:
+        buffers: how many there are: one, or more where the host runs steps ahead of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slots: list[tuple[Tensor, Any]] = []
+
+    @property
+    def buffers(self) -> int:
+        """Return how many buffers were needed."""
+        return len(self._slots)
+
+    def plan(self, wrapper: Any, *args: Any, cleared: int = 0, **kwargs: Any) -> None:
+        """Call ``wrapper.plan``.
+
+        Args:
+            cleared: bytes at the buffer's start that are zero before it.
+
+        Raises:
+            KernelMismatchError: the wrapper keeps no such buffer (MLA's since 0.7.0): nothing guards its copies.
+        """
+        if not hasattr(wrapper, _ATTRIBUTE):
+            text = f"{type(wrapper).__name__} of the installed FlashInfer has no {_ATTRIBUTE}"
+            raise KernelMismatchError(text, hint=FLASHINFER_PYTHON_MLA.install)
+        buffer, event = self._free()
+        setattr(wrapper, _ATTRIBUTE, buffer)
+        if cleared:
+            buffer[:cleared].zero_()
+        wrapper.plan(*args, **kwargs)
+        event.record(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
+
+    def _free(self) -> tuple[Tensor, Any]:
+        for slot in self._slots:
+            if slot[1].query():
+                return slot
+        pinned = torch.empty(INT_WORKSPACE, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._slots.append((pinned, new_event(self._device)))
+        return self._slots[-1]
+
+
+@dataclass(slots=True, eq=False)
+class Schedule:
+    """Where plans lie on the device; several wrappers may share it.
+
+    Attributes:
+        memory: uint8; None: the wrapper's own.
+        holder: the plan that is there; None where there is none that can be trusted.
+    """
+
+    memory: Tensor | None = None
+    holder: Plan | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Wrapper:
+    """One of FlashInfer's wrappers.
+
+    Attributes:
+        made: FlashInfer's object.
+        schedule: where its plans go.
+        captured: whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees.
+    """
+
+    made: Any
+    schedule: Schedule
+    captured: bool = False
+
+
+class Plan(ABC):
+    """One batch, planned on a wrapper. All that ``write`` passes must stay as it is, because it may be passed again."""
+
+    __slots__ = ("wrapper",)
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self.wrapper = wrapper
+        self.put()
+
+    @abstractmethod
+    def write(self) -> None:
+        """Call FlashInfer's ``plan``."""
+
+    def put(self) -> None:
+        """Plan, not waiting for the device."""
+        schedule = self.wrapper.schedule
+        schedule.holder = None
+        self.write()
+        schedule.holder = self
+
+    def ready(self) -> Any:
+        """Return FlashInfer's wrapper with this plan, which is made again where a later one took its place.
+
+        Raises:
+            BatchError: it must not be made again, because a CUDA graph uses the same buffers.
+        """
+        if self.wrapper.schedule.holder is not self:
+            self._check_again()
+            self.put()
+        return self.wrapper.made
+
+    def _check_again(self) -> None:
+        holder = self.wrapper.schedule.holder
+        if self.wrapper.captured:
+            text = "this metadata was built for a CUDA graph, and a later build has overwritten the lists that it reads"
+        elif holder is not None and holder.wrapper.captured:
+            text = "a later build has planned a CUDA graph in the buffer that held the plan of this metadata"
+        elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            text = "a later build has overwritten the plan of this metadata, and it cannot be planned in a capture"
+        else:
+            return
+        raise BatchError(text, hint="with CUDA graphs, run each batch before the next one is built, or build it again")
+
+
+class SharedScale:
+    """The softmax scale of a kind of MLA layers, as far as the builder knows.
+
+    An MLA plan holds what is a layer's own, the softmax scale. The builder has not seen a layer when it plans for the
+    first time: it plans for ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``, and a layer of another scale plans once
+    more, in its first call. From then on builds know it. All layers of a kind share a plan, so they have one scale.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.value = (cast(int, config.qk_nope_head_dim) + cast(int, config.qk_rope_head_dim)) ** -0.5
+
+
+class ScaledPlan(Plan):
+    """One call of an MLA wrapper, planned for one softmax scale, the same for all layers.
+
+    Args:
+        num_tokens: queries.
+        arguments: of the plan, but for the scale.
+        shared: the builder's scale.
+    """
+
+    __slots__ = ("_arguments", "_ran", "_ring", "_scale", "_shared", "num_tokens")
+
+    def __init__(
+        self, num_tokens: int, wrapper: Wrapper, ring: PinnedRing, arguments: dict[str, Any], shared: SharedScale
+    ) -> None:
+        self.num_tokens, self._ring, self._arguments, self._shared = num_tokens, ring, arguments, shared
+        self._scale, self._ran = shared.value, False
+        super().__init__(wrapper)
+
+    def write(self) -> None:
+        """Call ``plan``, not waiting for the device."""
+        self._ring.plan(self.wrapper.made, sm_scale=self._scale, **self._arguments)
+
+    def ready_for(self, scale: float) -> Any:
+        """Return FlashInfer's wrapper, planned for this call and scale.
+
+        Raises:
+            BatchError: as ``ready``.
+            ConfigError: another layer of this kind has another scale.
+        """
+        made = self.ready()
+        if scale != self._scale:
+            if self._ran:
+                text = f"layers of one kind with softmax scales {self._scale} and {scale}: one plan serves one scale"
+                raise ConfigError(text, fields=["scale"])
+            self._shared.value = self._scale = scale
+            self.put()
+        self._ran = True
+        return made

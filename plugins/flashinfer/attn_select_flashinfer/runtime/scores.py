@@ -1,0 +1,49 @@
+"""How FlashInfer writes scores: the log-sum-exp in base 2, hidden keys and rows without keys by a number of its own."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LN2 = math.log(2.0)
+"""FlashInfer's LSE is base 2."""
+NO_KEYS = -4e4
+"""FlashInfer's LSE is base 2, and -5e4 for a row without keys (include/flashinfer/math.cuh 0.6.14, ``math::inf``): no
+finite scores come near."""
+LEAST_SCALE = 128 / 5e4
+"""fa2 and fa3 hide a key by setting its raw score, before the softmax scale, to -5e4 (``math::inf`` in
+include/flashinfer/math.cuh 0.6.14; hopper/mainloop_mma.cuh, hopper/quantization/mainloop_mma.cuh, prefill.cuh; mla.cuh,
+mla_hopper.cuh). With a total scale below this it is less than 128 nats away. FP8 scales make it so: q 0.02, k 0.015 and
+1 / sqrt(128) leave 1.3 nats, and causal prefill is off by 0.54 (H100, flashinfer 0.6.14, 2026-11-21)."""
+
+
+def power_for(scale: float) -> float:
+    """Return the power of two, from 1, that brings a scale to ``LEAST_SCALE``."""
+    return 2.0 ** max(0, math.ceil(math.log2(LEAST_SCALE / scale))) if scale < LEAST_SCALE else 1.0
+
+
+def natural_lse(lse: Tensor, sinks: Tensor | None) -> None:
+    """Convert FlashInfer's LSE, ``(T, num_heads)`` in base 2, in place; a row without keys has -inf or its sink."""
+    empty = lse < NO_KEYS
+    lse.mul_(LN2)
+    if sinks is None:
+        lse.masked_fill_(empty, -torch.inf)
+    else:
+        torch.where(empty, sinks, lse, out=lse)
+
+
+def blank_rows(output: Tensor, lse: Tensor | None, rows: Tensor, sinks: Tensor | None = None) -> None:
+    """Give rows without keys output 0 and LSE -inf, or their sink.
+
+    Args:
+        output: ``(T, H, D)``.
+        lse: float32 ``(T, H)``.
+        rows: bool ``(T,)``.
+        sinks: float32 ``(H,)``.
+    """
+    output.masked_fill_(rows[:, None, None], 0)
+    if lse is not None:
+        empty = torch.full((), -torch.inf, device=lse.device) if sinks is None else sinks
+        torch.where(rows[:, None], empty, lse, out=lse)
