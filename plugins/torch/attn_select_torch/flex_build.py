@@ -67,6 +67,24 @@ class Pages:
 
 
 @dataclass(slots=True)
+class Tails:
+    """The slots behind each request's last key in that key's block. A block is read whole, and 0 * NaN is NaN.
+
+    Attributes:
+        slots: int64 ``(B * (TILE - 1),)``. Where a request has fewer, its block's first slot, which holds a key.
+        unused: bool, False for those.
+    """
+
+    slots: Tensor
+    unused: Tensor
+
+    def clear(self, values: Tensor) -> None:
+        """Write zeros into the unused slots of ``values``, ``(num_slots, num_kv_heads, value_head_size)``."""
+        kept = values.index_select(0, self.slots).masked_fill_(self.unused[:, None, None], 0)
+        values.index_copy_(0, self.slots, kept)
+
+
+@dataclass(slots=True)
 class FlexMetadata:
     """A step for all layers: T tokens in R padded rows.
 
@@ -79,6 +97,7 @@ class FlexMetadata:
         partial, full: blocks that need the mask, and those that do not.
         block_table: int32 ``(B, W)``; None without a cache.
         held: int32 ``(B, 2)``, first and end column of the block table that the request's rows see.
+        tails: what is cleared before the cache is read; None without a cache.
         make_pages: makes ``pages``, which needs the size of the cache.
     """
 
@@ -91,6 +110,7 @@ class FlexMetadata:
     full: BlockLists
     block_table: Tensor | None
     held: Tensor
+    tails: Tails | None
     make_pages: Callable[[FlexMetadata, int], Pages]
     _pages: Pages | None = None
     _widened: tuple[int, BlockLists, BlockLists] | None = None
@@ -157,6 +177,7 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             full=self._lists("full", tiles, table, width),
             block_table=table,
             held=to_device(held, device),
+            tails=None if table is None else self._tails(table, common.seq_lens),
             make_pages=self._pages,
         )
         if self._num_blocks:
@@ -204,6 +225,15 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         counts = self._keep(f"{name} counts", counts, self.most_tiles)
         found = self._keep(f"{name} blocks", found, self.most_tiles, width)
         return BlockLists(counts[None, None], found[None, None])
+
+    def _tails(self, table: Tensor, seq_lens: Tensor) -> Tails:
+        """Look up the unused slots of each request's last block. A request without keys has none."""
+        last_blocks = (seq_lens - 1).clamp_(min=0) // TILE
+        offsets = torch.arange(1, TILE, dtype=torch.int32, device=table.device)
+        unused = (last_blocks[:, None] * TILE + offsets >= seq_lens[:, None]) & (seq_lens > 0)[:, None]
+        slots = table.gather(1, last_blocks[:, None].long()) * TILE + torch.where(unused, offsets, 0)
+        most = self.context.max_num_seqs * (TILE - 1)
+        return Tails(self._keep("tail slots", slots.long().flatten(), most), self._keep("tails", unused.flatten(), most))
 
     def _pages(self, metadata: FlexMetadata, num_blocks: int) -> Pages:
         table, held = metadata.block_table, metadata.held

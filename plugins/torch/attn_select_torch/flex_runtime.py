@@ -142,7 +142,9 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         partial, full = metadata.partial, metadata.full
         if self.paged:
             assert kv_cache is not None
+            assert metadata.tails is not None
             keys, values = self._cached(kv_cache)
+            metadata.tails.clear(values)
             found = metadata.pages(kv_cache.shape[1])
             pages = (found.first, found.places)
         else:

@@ -1,7 +1,6 @@
 """``FLEX_ATTENTION`` against the float64 oracle. Few shapes, since each kind of layer compiles for seconds.
 
-The bounds are those of the conformance suite (``attn_select.testing.comparison``, which states their reasons). A
-block is read whole, so the slots behind a sequence's end hold numbers here, as they do in a cache that was zeroed.
+The bounds are those of the conformance suite (``attn_select.testing.comparison``, which states their reasons).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def common_of(problem: Problem, **changes: Any) -> CommonAttentionMetadata:
 
 def drawn(config: AttentionConfig, seed: int = 1, requests: Any = BATCH, **options: Any) -> Problem:
     layout = FLASH_ATTN_NHD if config.has_cache else None
-    return random_problem(seed, config, layout, requests=requests, nan_tails=False, **options)
+    return random_problem(seed, config, layout, requests=requests, **options)
 
 
 class Rig:
@@ -136,7 +135,7 @@ def test_masks_lengths_and_sizes_of_one_kind_compile_once() -> None:
 
 def test_requests_that_share_blocks() -> None:
     config = AttentionConfig(**LAYER)
-    problem = drawn(config, 2, ((1, 60), (9, 70), (1, 49), (30, 64)))
+    problem = drawn(config, 2, ((1, 64), (9, 70), (1, 49), (30, 64)))
     assert problem.block_table is not None
     # The first two blocks are everybody's. The fourth of request 0 is also the third of request 2: nobody promises that
     # a shared block stands at one place in all its requests.
