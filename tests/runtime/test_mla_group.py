@@ -31,7 +31,7 @@ from attn_select.runtime import (
 from attn_select.runtime.mla_context import context_chunks, context_parts
 from attn_select.selection import Selection
 from attn_select.spec import BackendSpec
-from attn_select_torch.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla import TORCH_MLA
 
 MLA = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
 CONFIG = AttentionConfig(**MLA)

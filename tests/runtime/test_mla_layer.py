@@ -45,7 +45,7 @@ from attn_select.testing import (
     sparse_mla_reference,
 )
 from attn_select.testing.running import common_of
-from attn_select_torch.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla import TORCH_MLA
 
 SMALL = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
 DEEPSEEK = {"num_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

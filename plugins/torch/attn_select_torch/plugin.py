@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from attn_select.hookspecs import hookimpl
 from attn_select.spec import BackendSpec
-from attn_select_torch.flex_attention import FLEX_ATTENTION
-from attn_select_torch.torch_mla import TORCH_MLA
-from attn_select_torch.torch_sdpa import TORCH_SDPA
+from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
+from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
 
 @hookimpl

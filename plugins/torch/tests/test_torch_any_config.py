@@ -14,9 +14,9 @@ from attn_select.errors import ConfigError
 from attn_select.gate import check
 from attn_select.layouts import LAYOUTS
 from attn_select.spec import BackendPlan, Reason
-from attn_select_torch.flex_attention import FLEX_ATTENTION
-from attn_select_torch.torch_mla import TORCH_MLA
-from attn_select_torch.torch_sdpa import TORCH_SDPA
+from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
+from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
 SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA)
 ASSUMED = Environment(assume_installed=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attn_select.testing import BackendConformance
-from attn_select_torch.flex_attention import FLEX_ATTENTION
-from attn_select_torch.torch_mla import TORCH_MLA
-from attn_select_torch.torch_sdpa import TORCH_SDPA
+from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
+from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from attn_select.environment import Environment
 from attn_select.gate import check
 from attn_select.layouts import FLASH_ATTN_NHD, MLA, PAGED_ATTENTION
 from attn_select.spec import BackendPlan, BackendSpec, Fact
-from attn_select_torch.flex_attention import FLEX_ATTENTION, TRITON
+from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TRITON
+from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 from attn_select_torch.plugin import attn_select_register_backends
-from attn_select_torch.torch_mla import TORCH_MLA
-from attn_select_torch.torch_sdpa import TORCH_SDPA
 
 SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA)
 ASSUMED = Environment(assume_installed=True)
@@ -178,7 +178,7 @@ def test_flex_differs_by_device() -> None:
 def test_flex_needs_a_compiler_here(
     capability: tuple[int, int] | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attn_select_torch.flex_attention._cpu_has_template", lambda: True)
+    monkeypatch.setattr("attn_select_torch.facts.flex_attention._cpu_has_template", lambda: True)
     device = replace(device_of(capability), local=True)
     compiler = tmp_path / "mycc"
     compiler.write_text("#!/bin/sh\n")
@@ -197,8 +197,8 @@ def test_flex_needs_a_compiler_here(
 
 
 def test_flex_needs_x86_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select_torch.flex_attention._cpu_has_template", lambda: False)
-    monkeypatch.setattr("attn_select_torch.flex_attention.compiler_reason", lambda device, environment: None)
+    monkeypatch.setattr("attn_select_torch.facts.flex_attention._cpu_has_template", lambda: False)
+    monkeypatch.setattr("attn_select_torch.facts.flex_attention.compiler_reason", lambda device, environment: None)
     here = Environment()
     here._states.update(dict.fromkeys(FLEX_ATTENTION.libraries[0], "installed"))
     outcome = check(FLEX_ATTENTION, AttentionConfig(**LLAMA), CPU, here, FLEX_ATTENTION.options(), "decode")

@@ -23,9 +23,9 @@ from attn_select.runtime import CommonAttentionMetadata, Scales
 from attn_select.runtime.backend import BackendContext
 from attn_select.spec import BackendPlan
 from attn_select.testing import Problem, error_bound, lse_error, random_problem, relative_error, same_bits
-from attn_select_torch.flex_attention import FLEX_ATTENTION, TILE
-from attn_select_torch.flex_build import FlexBuilder, FlexMetadata
-from attn_select_torch.flex_runtime import FlexImpl
+from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TILE
+from attn_select_torch.runtime.flex import FlexImpl
+from attn_select_torch.runtime.flex_builder import FlexBuilder, FlexMetadata
 
 pytestmark = pytest.mark.slow
 LAYER: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32", "block_size": TILE}

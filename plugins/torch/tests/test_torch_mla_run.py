@@ -31,10 +31,10 @@ from attn_select.testing import (
     relative_error,
     same_bits,
 )
-from attn_select_torch import mla_metadata
-from attn_select_torch.mla_metadata import Gather
-from attn_select_torch.mla_runtime import TorchMLABackend, TorchMLAImpl
-from attn_select_torch.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.runtime import mla_builder as mla_metadata
+from attn_select_torch.runtime.mla import TorchMLABackend, TorchMLAImpl
+from attn_select_torch.runtime.mla_builder import Gather
 
 SMALL = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

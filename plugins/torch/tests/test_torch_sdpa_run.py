@@ -24,14 +24,15 @@ from attn_select.runtime import CommonAttentionMetadata, Scales
 from attn_select.runtime.backend import BackendContext
 from attn_select.spec import BackendPlan
 from attn_select.testing import Problem, error_bound, lse_error, random_problem, relative_error, same_bits
-from attn_select_torch import sdpa_build, varlen
-from attn_select_torch.dense import attend, visible_keys
-from attn_select_torch.gather import Buffers, CacheGather
-from attn_select_torch.masks import BandMask
-from attn_select_torch.pieces import Limits
-from attn_select_torch.sdpa_build import SDPABuilder, SDPAMetadata
-from attn_select_torch.sdpa_runtime import SDPAImpl
-from attn_select_torch.torch_sdpa import TORCH_SDPA
+from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
+from attn_select_torch.runtime import sdpa_builder as sdpa_build
+from attn_select_torch.runtime import varlen
+from attn_select_torch.runtime.band_mask import BandMask
+from attn_select_torch.runtime.dense_attention import attend, visible_keys
+from attn_select_torch.runtime.gather import Buffers, CacheGather
+from attn_select_torch.runtime.request_tiles import Limits
+from attn_select_torch.runtime.sdpa import SDPAImpl
+from attn_select_torch.runtime.sdpa_builder import SDPABuilder, SDPAMetadata
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", "block_size": 4}
 BATCH = ((1, 37), (20, 20), (1, 36), (5, 31), (3, 9), (1, 1), (3, 30), (17, 40), (1, 33))
@@ -357,7 +358,7 @@ def emulated_varlen(
 @pytest.mark.parametrize("call_bytes", [2**28, 2**10])
 def test_packed_batches(asked: dict[str, Any], layout: str, call_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = varlen.Varlen(emulated_varlen, varlen.options_for(set(signature(varlen_attn).parameters)) or {})
-    monkeypatch.setattr(varlen, "available", lambda config, device: found)
+    monkeypatch.setattr(varlen, "available", lambda functions: found)
     monkeypatch.setattr(varlen, "CALL_BYTES", call_bytes)
     config = AttentionConfig(**(SMALL | asked))
     cached = config.has_cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_select_torch.dense import visible_keys
+from attn_select_torch.runtime.dense_attention import visible_keys
 
 
 class BandMask:

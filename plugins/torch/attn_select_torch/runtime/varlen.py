@@ -8,7 +8,7 @@ other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.config import AttentionConfig, Phase
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select_torch.common import takes_varlen
-from attn_select_torch.gather import CacheGather
+from attn_select_torch.facts.torch_sdpa import SdpaFunction
+from attn_select_torch.runtime.gather import CacheGather
 
 CALL_BYTES = 2**28
 """Keys in bytes that one call gathers, unless a single request has more."""
@@ -61,11 +61,11 @@ class Call:
     window: tuple[int, int]
 
 
-def available(config: AttentionConfig, device: torch.device) -> Varlen | None:
-    """Return torch's kernel where it takes these layers on this device, else None."""
-    if device.type != "cuda" or torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
+def available(functions: Mapping[Phase, SdpaFunction]) -> Varlen | None:
+    """Return torch's kernel where a phase's plan names it and the installed torch has it, else None."""
+    if "varlen_attn" not in functions.values():
         return None
-    if not takes_varlen(config, torch.cuda.get_device_capability(device)):
+    if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
         return None
     return _found()
 

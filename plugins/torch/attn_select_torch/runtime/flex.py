@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from attn_select.config import AttentionConfig
 from attn_select.runtime.backend import AttentionBackend, AttentionImpl, AttentionLayer, BackendContext
 from attn_select.runtime.kv_cache import key_value_views
-from attn_select_torch.flex_attention import TILE, shared_need, shared_room
-from attn_select_torch.flex_build import BlockLists, FlexBuilder, FlexMetadata
+from attn_select_torch.facts.flex_attention import TILE, FlexKernel
+from attn_select_torch.runtime.flex_builder import BlockLists, FlexBuilder, FlexMetadata
 
 
 class Kind(NamedTuple):
@@ -86,13 +85,6 @@ def _compiled(kind: Kind) -> Callable[..., Any]:
     return compiled
 
 
-def _stages(config: AttentionConfig, device: torch.device) -> int:
-    """Return how many tiles of keys and values are loaded ahead: two where shared memory holds them, else one."""
-    if device.type == "cpu":
-        return 1
-    return 2 if shared_need(config, 2) <= shared_room(torch.cuda.get_device_capability(device)) else 1
-
-
 class FlexImpl(AttentionImpl[FlexMetadata]):
     """Runs one layer."""
 
@@ -108,7 +100,9 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         config = context.config
         self.on_cpu = context.device.type == "cpu"
         self.paged = context.kv_layout is not None
-        self.stages = _stages(config, context.device)
+        kernel = next(iter(context.plans.values())).kernel
+        assert isinstance(kernel, FlexKernel)
+        self.stages = kernel.stages
         self.function = _compiled(
             Kind(
                 config.num_heads,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_select.config import AttentionConfig
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
-from attn_select_torch.flex_attention import TILE
+from attn_select_torch.facts.flex_attention import TILE
 
 FAR = 2**30
 """Behind every position; rows that see nothing are bounded by it and -1."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -22,8 +23,8 @@ from attn_select.spec import (
     Library,
     Reason,
 )
-from attn_select_torch.common import RAN_ON_CPU
-from attn_select_torch.toolchain import COMPILER_VARIABLES, compiler_reason
+from attn_select_torch.facts.compiler import COMPILER_VARIABLES, compiler_reason
+from attn_select_torch.facts.torch_library import RAN_ON_CPU
 
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
@@ -89,6 +90,19 @@ def _cpu_has_template() -> bool:
     return sys.platform != "darwin" and platform.machine().lower() in ("x86_64", "amd64")
 
 
+@dataclass(frozen=True, slots=True)
+class FlexKernel:
+    """What inductor compiles.
+
+    Attributes:
+        language: of the template.
+        stages: tiles of keys and values that a GPU's kernel loads ahead: two where shared memory holds them, else one.
+    """
+
+    language: Literal["C++", "Triton"]
+    stages: int
+
+
 def _cpu_reasons(config: AttentionConfig, environment: Environment, device: Device) -> list[Reason]:
     found: list[Reason] = []
     if device.local and not environment.assume_installed and not _cpu_has_template():
@@ -112,12 +126,12 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def shared_room(capability: tuple[int, int]) -> int:
+def _shared_room(capability: tuple[int, int]) -> int:
     """Return the bytes of shared memory that one block may have."""
     return _SHARED_KIB.get(capability, 64 if capability < (8, 0) else 99) * 1024
 
 
-def shared_need(config: AttentionConfig, stages: int) -> int:
+def _shared_need(config: AttentionConfig, stages: int) -> int:
     """Return the bytes that one tile of Q and ``stages`` of K and V take."""
     k_size, v_size = _padded(config.head_size), _padded(config.value_head_size)
     return TILE * (k_size + stages * (k_size + v_size)) * BITS[config.dtype] // 8
@@ -142,7 +156,7 @@ def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: 
     if v_size < least and config.v_head_size is not None:
         message = f"V head size {v_size} on a GPU (supported: {least} and up)"
         found.append(Reason("v-head-size", message, v_size, f"{least} and up"))
-    room, need = shared_room(capability), shared_need(config, 1)
+    room, need = _shared_room(capability), _shared_need(config, 1)
     if need > room:
         sizes = f"head size {k_size}" if k_size == v_size else f"head sizes {k_size} and {v_size}"
         message = f"{sizes} in {config.dtype}: tiles of {need} bytes (supported: {room} bytes of shared memory)"
@@ -174,6 +188,7 @@ def plan(
     pages = (TILE,) if cached else ()
     if capability is None:
         return BackendPlan(
+            kernel=FlexKernel("C++", stages=1),
             path="C++",
             because=_WHY_CPU,
             query_dtype=config.dtype,
@@ -186,6 +201,7 @@ def plan(
     # Graph replay with another block table and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads
     # persistent tensors, and the block lists are built without the host.
     return BackendPlan(
+        kernel=FlexKernel("Triton", stages=2 if _shared_need(config, 2) <= _shared_room(capability) else 1),
         path="Triton",
         because=_WHY_GPU,
         query_dtype=config.dtype,
@@ -217,7 +233,7 @@ def compile_key(config: AttentionConfig) -> object:
 
 def load() -> type[AttentionBackend]:
     """Return the backend's class; imports torch."""
-    from attn_select_torch.flex_runtime import FlexBackend  # facts are read without torch
+    from attn_select_torch.runtime.flex import FlexBackend  # facts are read without torch
 
     return FlexBackend
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_torch.common import (
+from attn_select_torch.facts.torch_library import (
     ANY_BLOCK,
     DTYPES,
     EVERY_DEVICE,
@@ -50,13 +51,23 @@ CAPABILITIES = Capabilities(
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 """Gathered through strides. The classic layout splits the head dimension of K, which a gather would have to undo."""
 
-_SDPA = "scaled_dot_product_attention"
-_VARLEN = "varlen_attn"
-_EXPLICIT = "matmul and softmax"
+SdpaFunction = Literal["scaled_dot_product_attention", "varlen_attn", "matmul and softmax"]
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaKernel:
+    """What attends. Where the installed torch lacks ``varlen_attn``, ``scaled_dot_product_attention`` does its work."""
+
+    function: SdpaFunction
+
+
 _PLAIN = "torch's fused kernels take the whole layer"
 _PACKED = "torch's FlashAttention takes the packed batch"
 _MASKED = "windows, slopes and image ranges go in as an additive mask"
 _SOFT_CAP = "scaled_dot_product_attention has no soft cap"
+_FAR_SLOPES = (
+    "the fused kernels take no float32 bias beside 16-bit queries, and 16 bits round the distances to far keys"
+)
 _LSE = "scaled_dot_product_attention returns no log-sum-exp on a GPU, which decode context parallelism merges"
 _FEW_ROWS = "few query rows each: the heads of a group fill one tile, requests of similar length one call"
 _GATHER = "copies the keys and values it reads out of the cache at each call; nothing is reserved"
@@ -65,23 +76,27 @@ _OR_SDPA = "scaled_dot_product_attention instead where the installed torch's var
 _FLOAT32 = "computes in float32: this dtype has no fast kernels on a CPU"
 
 
-def decodes_by_sdpa(config: AttentionConfig) -> bool:
+def _decodes_by_sdpa(config: AttentionConfig) -> bool:
     """Whether a GPU's decodes do without ``varlen_attn``: no LSE is sure to be wanted, and requests may be joined."""
     wants_lse = config.sinks or config.decode_context_parallel_size > 1
     return config.has_cache and not wants_lse and not config.batch_invariant
 
 
-def _path(config: AttentionConfig, capability: tuple[int, int] | None, phase: Phase) -> tuple[str, str]:
+def _function(config: AttentionConfig, capability: tuple[int, int] | None, phase: Phase) -> tuple[SdpaFunction, str]:
     """Return what attends, and why."""
     if config.logits_soft_cap is not None:
-        return _EXPLICIT, _SOFT_CAP
+        return "matmul and softmax", _SOFT_CAP
     if takes_varlen(config, capability):
-        return (_SDPA, _FEW_ROWS) if phase == "decode" and decodes_by_sdpa(config) else (_VARLEN, _PACKED)
+        if phase == "decode" and _decodes_by_sdpa(config):
+            return "scaled_dot_product_attention", _FEW_ROWS
+        return "varlen_attn", _PACKED
+    if capability is not None and config.alibi and config.attn_type != "decoder":
+        return "matmul and softmax", _FAR_SLOPES
     if capability is not None and config.decode_context_parallel_size > 1:
-        return _EXPLICIT, _LSE
+        return "matmul and softmax", _LSE
     if config.sliding_window is not None or config.alibi or config.mm_prefix:
-        return _SDPA, _MASKED
-    return _SDPA, _PLAIN
+        return "scaled_dot_product_attention", _MASKED
+    return "scaled_dot_product_attention", _PLAIN
 
 
 def plan(
@@ -89,15 +104,16 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the plan; plain capabilities say everything that speaks against it."""
     capability = device.compute_capability
-    path, because = _path(config, capability, phase)
+    function, because = _function(config, capability, phase)
     said = notes(config, device)
-    if path == _VARLEN:
+    if function == "varlen_attn":
         said = (*said, _OR_SDPA)
     if capability is None and config.dtype == "float16":
         said = (*said, _FLOAT32)
     if not config.has_cache:
         return BackendPlan(
-            path=path,
+            kernel=SdpaKernel(function),
+            path=function,
             because=because,
             query_dtype=config.dtype,
             returns_lse=True,
@@ -111,7 +127,8 @@ def plan(
         said = (*said, _PADDED_V)
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
-        path=path,
+        kernel=SdpaKernel(function),
+        path=function,
         because=because,
         query_dtype=config.dtype,
         returns_lse=True,
@@ -124,7 +141,7 @@ def plan(
 
 def load() -> type[AttentionBackend]:
     """Return the backend's class; imports torch."""
-    from attn_select_torch.sdpa_runtime import SDPABackend  # facts are read without torch
+    from attn_select_torch.runtime.sdpa import SDPABackend  # facts are read without torch
 
     return SDPABackend
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
-from attn_select_torch.dense import Range, visible_intervals
+from attn_select_torch.runtime.dense_attention import Range, visible_intervals
 
 
 @dataclass(slots=True)

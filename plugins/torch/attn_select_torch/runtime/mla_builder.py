@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_select.runtime.backend import AttentionMetadataBuilder
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges, VarlenMetadata
-from attn_select_torch.dense import visible_intervals, visible_keys
+from attn_select_torch.runtime.dense_attention import visible_intervals, visible_keys
 
 GATHERED_TOKENS = 2**16
 """Latents that decodes copy out of the cache at a time, padding included, unless one request alone has more: 72 MiB at

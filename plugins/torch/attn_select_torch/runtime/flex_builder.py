@@ -20,8 +20,8 @@ from torch import Tensor
 from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select_torch.flex_attention import TILE
-from attn_select_torch.flex_rows import FAR, lay_out, spans_of
+from attn_select_torch.facts.flex_attention import TILE
+from attn_select_torch.runtime.flex_rows import FAR, lay_out, spans_of
 
 _LEAST_ROWS, _LEAST_PAGES = 2**14, 2**20
 """Least sizes of what masks read: static ones, in powers of two, since each size is compiled anew."""
@@ -233,7 +233,9 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         unused = (last_blocks[:, None] * TILE + offsets >= seq_lens[:, None]) & (seq_lens > 0)[:, None]
         slots = table.gather(1, last_blocks[:, None].long()) * TILE + torch.where(unused, offsets, 0)
         most = self.context.max_num_seqs * (TILE - 1)
-        return Tails(self._keep("tail slots", slots.long().flatten(), most), self._keep("tails", unused.flatten(), most))
+        return Tails(
+            self._keep("tail slots", slots.long().flatten(), most), self._keep("tails", unused.flatten(), most)
+        )
 
     def _pages(self, metadata: FlexMetadata, num_blocks: int) -> Pages:
         table, held = metadata.block_table, metadata.held

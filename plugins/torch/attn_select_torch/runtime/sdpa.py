@@ -15,11 +15,18 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from attn_select.runtime import ops
 from attn_select.runtime.backend import AttentionBackend, AttentionImpl, AttentionLayer, BackendContext
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
-from attn_select_torch import varlen
-from attn_select_torch.dense import attend
-from attn_select_torch.gather import Buffers, CacheGather
-from attn_select_torch.pieces import Tile
-from attn_select_torch.sdpa_build import Piece, SDPABuilder, SDPAMetadata, compute_dtype, row_offsets
+from attn_select_torch.runtime import varlen
+from attn_select_torch.runtime.dense_attention import attend
+from attn_select_torch.runtime.gather import Buffers, CacheGather
+from attn_select_torch.runtime.request_tiles import Tile
+from attn_select_torch.runtime.sdpa_builder import (
+    Piece,
+    SDPABuilder,
+    SDPAMetadata,
+    compute_dtype,
+    functions,
+    row_offsets,
+)
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What ``scaled_dot_product_attention`` runs on a CPU; called by itself where its log-sum-exp is wanted."""
@@ -42,14 +49,12 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         self.dtype = compute_dtype(config, context.device)
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self.key_size, self.value_size = config.head_size, config.value_head_size
-        self.varlen = varlen.available(config, context.device)
+        self.varlen = varlen.available(functions(context))
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
         self.fp8 = self.gather is not None and config.cache_dtype in FP8_DTYPES
-        # CUDA's kernels take no float32 bias beside 16-bit queries, and in 16 bits a distance to far keys is rounded.
-        far = config.alibi and config.attn_type != "decoder"
-        self.explicit = config.logits_soft_cap is not None or (far and not self.on_cpu)
+        self.explicit = "matmul and softmax" in functions(context).values()
         # The CPU's kernel wants K and V equally wide.
         self.width = max(self.key_size, self.value_size) if self.on_cpu and not self.explicit else 0
 

@@ -1,8 +1,8 @@
 """``TORCH_MLA`` at run time: decodes on gathered latents, prefills on decompressed keys and values.
 
-Where no log-sum-exp, sinks, soft cap or ALiBi are wanted ``scaled_dot_product_attention`` computes, else
-``attn_select_torch.dense``. Nothing is split over keys, so a request's result depends on its own shapes and, without
-``batch_invariant``, on the decodes that it is gathered with.
+Where no log-sum-exp, sinks, soft cap or ALiBi are wanted, ``scaled_dot_product_attention`` computes. Else
+``attn_select_torch.runtime.dense_attention`` does. Nothing is split over keys. So a request's result depends on its own
+shapes and, without ``batch_invariant``, on the decodes that it is gathered with.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from attn_select.runtime.backend import (
     BackendContext,
     MLAAttentionImpl,
 )
-from attn_select_torch.dense import MAX_SCORES, attend, visible_intervals, visible_keys
-from attn_select_torch.mla_metadata import Gather, Prefill, PrefillMetadata, TorchMLAMetadataBuilder
+from attn_select_torch.runtime.dense_attention import MAX_SCORES, attend, visible_intervals, visible_keys
+from attn_select_torch.runtime.mla_builder import Gather, Prefill, PrefillMetadata, TorchMLAMetadataBuilder
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What ``scaled_dot_product_attention`` runs on a CPU; called by itself where its log-sum-exp is wanted."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_torch.common import (
+from attn_select_torch.facts.torch_library import (
     ANY_BLOCK,
     DTYPES,
     EVERY_DEVICE,
@@ -22,7 +23,7 @@ from attn_select_torch.common import (
 )
 
 if TYPE_CHECKING:
-    from attn_select_torch.mla_runtime import TorchMLABackend
+    from attn_select_torch.runtime.mla import TorchMLABackend
 
 
 def _capabilities(reads_cache: bool) -> Capabilities:
@@ -51,6 +52,14 @@ def _capabilities(reads_cache: bool) -> Capabilities:
 PREFILL = _capabilities(reads_cache=False)
 DECODE = _capabilities(reads_cache=True)
 
+
+@dataclass(frozen=True, slots=True)
+class TorchMLAKernel:
+    """The computation path: on decompressed keys and values, or on the latent with absorbed projections."""
+
+    path: Literal["multi-head", "latent"]
+
+
 _PREFILL = "decompressed keys and values: least arithmetic per new token"
 _DECODE = "absorbed projections over the latent: least memory traffic per cached token"
 _GATHER = "copies the latents it reads out of the cache at each call; nothing is reserved"
@@ -63,6 +72,7 @@ def plan(
     said = notes(config, device)
     if phase == "prefill":
         return BackendPlan(
+            kernel=TorchMLAKernel("multi-head"),
             path="multi-head",
             because=_PREFILL,
             query_dtype=config.dtype,
@@ -74,6 +84,7 @@ def plan(
         )
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
+        kernel=TorchMLAKernel("latent"),
         path="latent",
         because=_DECODE,
         query_dtype=config.dtype,
@@ -87,7 +98,7 @@ def plan(
 
 def load() -> type[TorchMLABackend]:
     """Import torch and return the runtime backend."""
-    from attn_select_torch.mla_runtime import TorchMLABackend
+    from attn_select_torch.runtime.mla import TorchMLABackend
 
     return TorchMLABackend
 

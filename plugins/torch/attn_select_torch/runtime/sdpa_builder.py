@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.config import AttentionConfig, Phase
 from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select_torch import varlen
-from attn_select_torch.dense import Range, visible_keys
-from attn_select_torch.gather import Buffers, CacheGather
-from attn_select_torch.masks import BandMask
-from attn_select_torch.pieces import Limits, Request, Tile, grouped, requests_of
-from attn_select_torch.torch_sdpa import decodes_by_sdpa
+from attn_select_torch.facts.torch_sdpa import SdpaFunction, SdpaKernel
+from attn_select_torch.runtime import varlen
+from attn_select_torch.runtime.band_mask import BandMask
+from attn_select_torch.runtime.dense_attention import Range, visible_keys
+from attn_select_torch.runtime.gather import Buffers, CacheGather
+from attn_select_torch.runtime.request_tiles import Limits, Request, Tile, grouped, requests_of
 
 MASK_ELEMENTS = 2**25
 """Most elements of the mask that a step's tiles share."""
@@ -82,6 +82,15 @@ def compute_dtype(config: AttentionConfig, device: torch.device) -> torch.dtype:
     return PLAIN_DTYPES[config.dtype]
 
 
+def functions(context: BackendContext) -> dict[Phase, SdpaFunction]:
+    """Return what attends in each phase, as the plans say."""
+    found: dict[Phase, SdpaFunction] = {}
+    for phase, plan in context.plans.items():
+        assert isinstance(plan.kernel, SdpaKernel)
+        found[phase] = plan.kernel.function
+    return found
+
+
 class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
     """Cuts a batch into pieces; takes requests in any order. Reads host copies only."""
 
@@ -90,7 +99,8 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         config, device = context.config, context.device
         self.group = config.num_heads // config.num_kv_heads
         self.dtype = compute_dtype(config, device)
-        self.varlen = varlen.available(config, device)
+        self.varlen = varlen.available(functions(context))
+        self._joins_decodes = functions(context).get("decode") == "scaled_dot_product_attention"
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
@@ -135,8 +145,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
 
     def _decodes(self, common: CommonAttentionMetadata) -> bool:
         """Whether a batch is better off without ``varlen_attn``."""
-        config = self.context.config
-        return common.max_query_len <= 1 + config.num_speculative_tokens and decodes_by_sdpa(config)
+        return self._joins_decodes and common.max_query_len <= 1 + self.context.config.num_speculative_tokens
 
     def _band(self, causal: bool) -> BandMask:
         window = self.context.config.sliding_window

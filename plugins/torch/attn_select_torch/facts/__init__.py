@@ -1,0 +1,1 @@
+"""What is true without running: the facts and plans of the three backends. No torch."""

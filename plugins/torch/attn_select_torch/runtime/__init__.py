@@ -1,0 +1,1 @@
+"""Runs the plans on tensors: builders and impls."""
