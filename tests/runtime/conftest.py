@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,7 +211,7 @@ def make_toy() -> MakeToy:
         phases: Sequence[Phase] = PHASES,
         reorder: int | None = None,
         cascade: bool = True,
-        returns_lse: bool = True,
+        returns_lse: Collection[Phase] = PHASES,
         level: CudaGraphLevel = "ALWAYS",
         includes_update: bool = False,
         options: type[BackendOptions] = BackendOptions,
@@ -245,13 +245,13 @@ def make_toy() -> MakeToy:
             impl_cls = Impl
             builder_cls = Builder
 
-        def plan(config: AttentionConfig, *_: Any) -> BackendPlan:
+        def plan(config: AttentionConfig, _device: Any, _environment: Any, _options: Any, phase: Phase) -> BackendPlan:
             cached = (tuple(layouts), tuple(kernel_block_sizes)) if config.has_cache else ((), ())
             return BackendPlan(
                 path="toy",
                 because="the only one",
                 query_dtype=config.dtype,
-                returns_lse=returns_lse,
+                returns_lse=phase in returns_lse,
                 kv_layouts=cached[0],
                 kernel_block_sizes=cached[1],
                 cuda_graph=level,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -259,7 +260,7 @@ def test_an_encoder_needs_its_keys(encoder_step: Step, missing: str) -> None:
 
 def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory) -> None:
     problem = random_problem(7, CONFIG, FLASH)
-    step = Step(make_group(CONFIG, make_toy("SILENT", returns_lse=False)), problem, common_of(problem))
+    step = Step(make_group(CONFIG, make_toy("SILENT", returns_lse=())), problem, common_of(problem))
     with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
         step(output_lse=torch.zeros(299, 4))
     step()
@@ -365,7 +366,7 @@ def test_slopes_and_sinks_reach_the_backend(make_group: Factory) -> None:
 def test_mla_layers_are_another_class(make_group: Factory) -> None:
     group = make_group(CONFIG)
     group.config = AttentionConfig(num_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    with pytest.raises(ConfigError, match="this group's layers are MLA: MLAAttention is their layer"):
+    with pytest.raises(ConfigError, match="the group's layers are MLA: make them with MLAAttention"):
         Attention(group)
 
 
@@ -384,3 +385,41 @@ def test_made_up_names_avoid_given_ones(make_group: Factory) -> None:
     taken = Attention(group, layer_name=f"attention.{number + 1}")
     assert Attention(group).layer_name == f"attention.{number + 2}"
     assert taken.layer_name == f"attention.{number + 1}"
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_metadata_of_another_group_is_refused(step: Step, make_group: Factory, common_of: Factory, twin: bool) -> None:
+    """A window's metadata in a full layer would hide most keys without a word. A group of equal layers is another."""
+    other = make_group(CONFIG if twin else AttentionConfig(**SMALL, sliding_window=8))
+    metadata = other.build(common_of(step.problem))
+    before = step.cache.clone()  # type: ignore[union-attr]
+    with pytest.raises(BatchError, match=rf"layer {step.layer.layer_name!r}: attn_metadata was built by another group"):
+        step(attn_metadata=metadata)
+    with forward_context({step.group: metadata}), pytest.raises(BatchError, match="was built by another group"):
+        step(attn_metadata=None)
+    assert same_bits(step.cache, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("silent", ["prefill", "decode"])
+def test_a_phase_without_lse(make_toy: Factory, make_group: Factory, common_of: Factory, silent: str) -> None:
+    """Whole batches of one backend hold both phases: both plans have to return the LSE."""
+    speaking = {"prefill", "decode"} - {silent}
+    problem = random_problem(7, CONFIG, FLASH)
+    step = Step(make_group(CONFIG, make_toy("HALF", returns_lse=speaking)), problem, common_of(problem))
+    with pytest.raises(BatchError, match="output_lse given, but HALF returns no LSE"):
+        step(output_lse=torch.zeros(299, 4))
+
+
+@pytest.mark.parametrize("made_by", [copy.copy, copy.deepcopy])
+def test_a_copied_layer_has_a_name_of_its_own(step: Step, made_by: Callable[[Attention], Attention]) -> None:
+    twin = made_by(step.layer)
+    assert twin.layer_name != step.layer.layer_name
+    assert twin.group is step.group
+    expected = step()
+    twin.scale = twin.impls["decode"].scale = 0.0
+    for layer, same in ((step.layer, made_by is copy.deepcopy), (twin, False)):
+        output = torch.zeros_like(expected)
+        given = (step.problem.query, step.problem.key, step.problem.value, step.cache, output, layer.layer_name)
+        with forward_context({step.group: step.metadata}):
+            torch.ops.attn_select.attention(*given)
+        assert same_bits(output, expected) == same

@@ -37,13 +37,91 @@ def test_rows_of_a_block_table() -> None:
     assert table.host[0, :2].tolist() == [9, 8]
     assert table.host[3, :3].tolist() == [3, 1, 4]
     table.move_row(3, 1)
-    assert table.num_blocks_per_row.tolist() == [2, 3, 0, 3]
-    assert table.host[1, :3].tolist() == table.host[3, :3].tolist() == [3, 1, 4]
-    table.set_row(3, [6])
-    assert (table.num_blocks_per_row[3], table.host[3, 0]) == (1, 6)
-    assert table.host[1, :3].tolist() == [3, 1, 4]
+    assert table.num_blocks_per_row.tolist() == [2, 3, 0, 0]
+    assert table.host[1].tolist() == [3, 1, 4, 0, 0]
+    assert not table.host[3].any()
+    table.set_row(1, [6])
+    assert (table.num_blocks_per_row[1], table.host[1].tolist()) == (1, [6, 0, 0, 0, 0])
     table.swap_rows(2, 2)
-    assert table.num_blocks_per_row.tolist() == [2, 3, 0, 1]
+    table.move_row(1, 1)
+    assert table.num_blocks_per_row.tolist() == [2, 1, 0, 0]
+    table.clear_row(0)
+    assert (table.num_blocks_per_row[0], table.host[0].any()) == (0, False)
+
+
+@pytest.mark.parametrize("row", [-1, 4])
+def test_rows_that_do_not_exist(row: int) -> None:
+    table = BlockTable(4, 5, 16, "cpu")
+    for call in (
+        lambda: table.append_row(row, [1]),
+        lambda: table.set_row(row, [1]),
+        lambda: table.clear_row(row),
+        lambda: table.move_row(0, row),
+        lambda: table.move_row(row, 0),
+        lambda: table.swap_rows(row, 0),
+        lambda: table.swap_rows(0, row),
+    ):
+        with pytest.raises(BatchError, match=f"row {row}: the block table has rows 0 to 3"):
+            call()
+    assert not table.num_blocks_per_row.any()
+
+
+class TestStaleRows:
+    """Checked mode: a row keeps its owner until it is cleared."""
+
+    @pytest.fixture(autouse=True)
+    def checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+
+    def table(self) -> BlockTable:
+        table = BlockTable(2, 8, 4, "cpu")
+        table.append_row(0, [0, 1])
+        table.append_row(1, [2, 3])
+        prepare_batch([6, 5], [6, 5], table)
+        return table
+
+    def test_a_row_that_was_not_cleared_is_refused(self) -> None:
+        """Request 1 ended, its blocks went to others, and a new request was appended to its row."""
+        table = self.table()
+        table.append_row(1, [4, 5])
+        with pytest.raises(BatchError, match=r"row 1 of the block table is stale: its last step held tokens 0 to 4"):
+            prepare_batch([1, 7], [7, 7], table)
+        table.clear_row(1)
+        table.append_row(1, [4, 5])
+        common = prepare_batch([1, 7], [7, 7], table)
+        assert common.slot_mapping is not None
+        assert common.slot_mapping.tolist() == [6, 16, 17, 18, 19, 20, 21, 22]
+
+    @pytest.mark.parametrize(("query_len", "seq_len"), [(4, 4), (4, 8), (4, 12)])
+    def test_a_decode_row_taken_over(self, query_len: int, seq_len: int) -> None:
+        """Also where the new request has blocks of a cached prefix, so that it does not begin at token 0."""
+        table = self.table()
+        prepare_batch([1, 1], [7, 6], table)
+        table.append_row(1, [2, 6])
+        with pytest.raises(BatchError, match="row 1 of the block table is stale"):
+            prepare_batch([1, query_len], [8, seq_len], table)
+
+    def test_requests_that_go_on_are_fine(self) -> None:
+        table = self.table()
+        prepare_batch([6, 5], [6, 5], table)  # the same step again, for a second group
+        table.append_row(0, [4])
+        table.append_row(1, [5, 6])
+        prepare_batch([4, 0], [10, 5], table)  # four draft tokens; request 1 waits
+        table.append_row(1, [7])
+        prepare_batch([2, 3], [9, 8], table)  # three drafts were rejected
+        table.swap_rows(0, 1)
+        prepare_batch([1, 1], [9, 10], table)
+        table.move_row(1, 0)
+        table.append_row(1, [9])
+        prepare_batch([1, 2], [11, 2], table)  # a new request in the row that was moved away
+        table.set_row(1, [8])
+        prepare_batch([1, 3], [12, 3], table)
+
+    def test_unchecked_tables_do_not_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ATTN_SELECT_CHECK", "0")
+        table = self.table()
+        table.append_row(1, [4, 5])
+        assert prepare_batch([1, 7], [7, 7], table).num_reqs == 2
 
 
 def test_commit_is_as_wide_as_the_longest_row_and_stays_where_it_is() -> None:
@@ -186,7 +264,7 @@ def long_enough() -> BlockTable:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], []), "0 query_lens, 0 seq_lens and 0 new_lens: accepted are as many of all, at least 1"),
+        (([], []), "0 query_lens, 0 seq_lens and 0 new_lens: accepted are equal numbers"),
         (([1, 1], [5]), "2 query_lens, 1 seq_lens"),
         (([1] * 4, [1] * 4), r"4 requests: the block table has rows for 1 to 3"),
         (([1, 6], [1, 5]), "request 1: query_lens = 6 with seq_lens = 5: accepted is 0 to seq_lens"),

@@ -105,3 +105,11 @@ def test_misuse_names_the_request_and_leaves_the_pool_intact() -> None:
 def test_an_empty_pool_is_refused(blocks: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"num_blocks = {blocks} and block_size = {size}"):
         BlockPool(blocks, size)
+
+
+def test_freed_blocks_are_handed_out_first_and_in_their_order() -> None:
+    pool = BlockPool(8, 16)
+    blocks = pool.allocate("a", 48)
+    pool.allocate("b", 16)
+    assert pool.free("a") == blocks
+    assert pool.allocate("c", 64)[:3] == blocks

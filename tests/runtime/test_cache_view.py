@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -56,3 +57,10 @@ def test_a_cache_that_got_other_memory_has_other_views() -> None:
     cache.data = torch.ones_like(cache)
     assert views(cache)[0].data_ptr() == cache.data_ptr()
     assert views(cache)[1].all()
+
+
+def test_a_copy_sees_the_engines_cache() -> None:
+    views = key_and_value()
+    cache = allocate_kv_cache(FLASHINFER_NHD, CONFIG, 5, 16, "cpu")
+    views(cache)
+    assert copy.deepcopy(views)(cache)[0].data_ptr() == cache.data_ptr()

@@ -21,7 +21,7 @@ from attn_select.runtime import (
     common_prefix_len,
     prepare_batch,
 )
-from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS, split_for_cascade, use_cascade_attention
+from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS, split_for_cascade
 from attn_select.testing import lse_error, paged_reference, relative_error
 
 SMALL: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
@@ -81,7 +81,8 @@ def rule(make_toy: Factory, make_group: Factory, make_batch: Factory) -> Callabl
     ) -> bool:
         made = make_group(AttentionConfig(**SMALL | fields), make_toy(**toy or {}), **group or {})
         batch = make_batch([(1, MIN_PREFIX + 9)] * requests)
-        return use_cascade_attention(made.backends[0].context, prefix, replace(batch, **common or {}))
+        said: bool = made.backends[0].builder.use_cascade_attention(prefix, replace(batch, **common or {}))
+        return said
 
     return ask
 
@@ -98,7 +99,7 @@ def test_the_rule_is_met(rule: Callable[..., bool]) -> None:
         {"prefix": MIN_PREFIX - 1},
         {"requests": MIN_REQUESTS - 1},
         {"common": {"causal": False}},
-        {"toy": {"returns_lse": False}},
+        {"toy": {"returns_lse": ()}},
         {"group": {"cuda_graphs": True}},
         {"sliding_window": 1000},
         {"alibi": True},
@@ -115,11 +116,12 @@ def test_each_condition_counts(rule: Callable[..., bool], against: dict[str, Any
 
 def test_every_plan_must_return_its_lse(make_group: Factory, make_batch: Factory) -> None:
     """A batch that one backend serves whole may hold prefills, whose plan may say otherwise than decode's."""
-    context = make_group(AttentionConfig(**SMALL)).backends[0].context
+    builder = make_group(AttentionConfig(**SMALL)).backends[0].builder
+    context = builder.context
     batch = make_batch([(1, 300)] * 8)
     for phase in ("prefill", "decode"):
         silent = {**context.plans, phase: replace(context.plans[phase], returns_lse=False)}
-        assert not use_cascade_attention(replace(context, plans=silent), 256, batch)
+        assert not type(builder)(replace(context, plans=silent)).use_cascade_attention(256, batch)
 
 
 def batch_on_a_prefix(

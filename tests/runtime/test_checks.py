@@ -11,7 +11,16 @@ import torch
 
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
-from attn_select.runtime import Attention, AttentionGroup, BatchError, Capacity, CommonAttentionMetadata, Scales
+from attn_select.runtime import (
+    Attention,
+    AttentionGroup,
+    BatchError,
+    BlockTable,
+    Capacity,
+    CommonAttentionMetadata,
+    Scales,
+    prepare_batch,
+)
 from attn_select.runtime.checks import checks_enabled
 from attn_select.testing import Problem, random_problem, relative_error, same_bits
 from attn_select.testing.running import common_of
@@ -360,3 +369,18 @@ def test_without_checked_mode_nothing_is_read_back(make_toy: Factory, make_group
     assert toy.calls == ["update", "forward"]
     with pytest.raises(BatchError, match="query of shape"):
         layer(rows[:, :2], rows[:, :2], rows[:, :2], cache, metadata)
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_prefix_that_the_tables_do_not_share(make_toy: Factory, make_group: Factory) -> None:
+    toy = make_toy()
+    group = make_group(CONFIG, toy)
+    table = BlockTable(3, 4, 16, "cpu")
+    for row, blocks in enumerate(([7, 3, 1], [7, 3, 2], [7, 4, 5])):
+        table.append_row(row, blocks)
+    common = prepare_batch([1, 1, 1], [48, 40, 39], table)
+    group.build(common, common_prefix_len=16)
+    said = "common_prefix_len = 32: request 2 has block 4 in column 1 .* request 0 has block 3: they share 16 tokens"
+    with pytest.raises(BatchError, match=said):
+        group.build(common, common_prefix_len=32)
+    assert len(toy.builds) == 1

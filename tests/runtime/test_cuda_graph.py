@@ -205,3 +205,32 @@ def test_replays_follow_new_lengths_and_tables(backend: str, query_len: int, mix
         # The rounding of weights and output to bfloat16, unit roundoff 3.9e-3.
         assert error.norm < 6e-3
         assert error.row < 4e-2
+
+
+@pytest.mark.parametrize("query_len", [1, None])
+def test_nothing_of_a_larger_batch_is_left(make_group: Any, make_batch: Any, query_len: int | None) -> None:
+    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
+    static = StaticBatch(group, query_len)
+    static.load(make_batch([(1, 20), (1, 33), (1, 41)]), 4)
+    padded = static.load(make_batch([(1, 7)]), 4)
+    lens = [7] + [0] * (padded.num_reqs - 1)
+    assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == lens
+    assert padded.slot_mapping is not None
+    assert padded.slot_mapping.tolist() == [6, -1, -1, -1]
+
+
+@pytest.mark.parametrize(("query_len", "size", "bound"), [(1, 4, 1), (3, 4, 3), (None, 16, 16)])
+def test_launch_grids_are_captured_for_the_longest_query_of_a_size(
+    make_group: Any, make_batch: Any, query_len: int | None, size: int, bound: int
+) -> None:
+    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
+    static = StaticBatch(group, query_len)
+    batch = make_batch([(query_len or 2, 20), (query_len or 7, 33)])
+    assert static.load(batch, size).max_query_len == static.dummy(size).max_query_len == bound
+
+
+def test_tables_of_another_block_size_are_refused(make_group: Any, make_batch: Any) -> None:
+    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
+    padded = StaticBatch(group, 1).load(make_batch([(1, 20)], block_size=8), 4)
+    with pytest.raises(BatchError, match=r"block_size = 8: .* this group's cache has blocks of 16"):
+        group.build(padded)

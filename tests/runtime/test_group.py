@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_select import select
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError, NoBackendError
 from attn_select.runtime import (
@@ -453,7 +454,7 @@ def test_the_group_that_fits(make_group: Factory, make_toy: Factory, choose: Fac
     made = attention_group(choose(CONFIG, make_toy()), "cpu", Capacity(max_num_seqs=3), cuda_graphs=True)
     assert type(made) is AttentionGroup
     assert (made.capacity.max_num_seqs, made.cuda_graphs) == (3, True)
-    with pytest.raises(ConfigError, match="this selection's layers are not MLA"):
+    with pytest.raises(ConfigError, match="the selection's layers are not MLA"):
         MLAAttentionGroup(choose(CONFIG, make_toy()))
 
 
@@ -463,3 +464,52 @@ def test_metadata_tells_what_layers_need(make_group: Factory) -> None:
     assert metadata.num_actual_tokens == 7
     assert metadata.slot_mapping is None
     assert [(part.phase, part.start, part.end) for part in metadata.parts] == [("prefill", 0, 7)]
+
+
+@pytest.mark.parametrize("build", ["build", "build_for_cudagraph_capture"])
+def test_tables_of_another_block_size_are_refused(
+    make_toy: Factory, make_group: Factory, make_batch: Factory, build: str
+) -> None:
+    toy = make_toy(kernel_block_sizes=(16, 32))
+    group = make_group(AttentionConfig(**SMALL, block_size=32), toy)
+    with pytest.raises(BatchError, match=r"block_size = 16: .* this group's cache has blocks of 32"):
+        getattr(group, build)(make_batch([(1, 40), (3, 9)]))
+    right = make_batch([(1, 40), (3, 9)], block_size=32)
+    getattr(group, build)(right)
+    assert right.block_size == 32
+    getattr(group, build)(replace(make_batch([(1, 40), (3, 9)]), block_size=None))  # nothing is said, nothing compared
+    assert len(toy.builds) == 2
+
+
+def test_builders_see_their_tables_block_size(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
+    toy = make_toy(kernel_block_sizes=(16,))
+    make_group(AttentionConfig(**SMALL, block_size=32), toy).build(make_batch([(1, 40)], block_size=32))
+    assert toy.builds[0].common.block_size == 16
+
+
+def test_encoders_share_no_prefix(make_group: Factory) -> None:
+    group = make_group(AttentionConfig(**SMALL, attn_type="encoder"))
+    with pytest.raises(BatchError, match="common_prefix_len = 16: layers without a KV cache share no prefix; pass 0"):
+        group.build(prepare_batch([3, 4], [3, 4]), common_prefix_len=16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:1"])
+def test_a_selection_for_another_device(device: str | None) -> None:
+    selection = select(AttentionConfig(num_heads=8, head_size=64), "h100", backend="FLEX_ATTENTION")
+    with pytest.raises(ConfigError, match="the selection was made for h100, but torch sees no CUDA device") as caught:
+        attention_group(selection, device)
+    assert caught.value.fields == ("device",)
+    assert caught.value.hint is not None
+    assert "select(config)" in caught.value.hint
+
+
+def test_a_selection_for_a_gpu_of_another_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    selection = select(AttentionConfig(num_heads=8, head_size=64), "h100", backend="FLEX_ATTENTION")
+    said = r"made for h100 \(compute capability 9.0\), but cuda:0 is a NVIDIA A100-SXM4-80GB \(8.0\)"
+    with pytest.raises(ConfigError, match=said):
+        attention_group(selection)

@@ -285,3 +285,10 @@ def test_width_of_converted_tables(ratio: int, multiple: int, width: int) -> Non
     assert torch.equal(inside, made)
     assert (out[2:] == -7).all()
     assert (out[:, width:] == -7).all()
+
+
+@pytest.mark.parametrize("wrong", [4096, 4096.0, None])
+def test_a_number_in_place_of_one_per_layer_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"bytes_per_token = {wrong}: accepted is a sequence") as caught:
+        num_blocks_for(1 << 20, wrong, 16)
+    assert caught.value.fields == ("bytes_per_token",)

@@ -296,7 +296,7 @@ def test_workspace(choose: Choose) -> None:
 def test_the_kind_of_group_follows_the_layers(choose: Choose, make_group: Callable[..., Any]) -> None:
     assert isinstance(attention_group(choose(CONFIG, toy())), MLAAttentionGroup)
     other = make_group(AttentionConfig(num_heads=4, head_size=16))
-    with pytest.raises(ConfigError, match="layers are not MLA: AttentionGroup is theirs"):
+    with pytest.raises(ConfigError, match="layers are not MLA: make their group with attention_group"):
         MLAAttentionGroup(other.selection)
 
 

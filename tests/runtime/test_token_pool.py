@@ -49,3 +49,10 @@ def test_exhaustion_and_misuse_name_the_request_and_change_nothing() -> None:
 def test_an_empty_map_is_refused(rows: int, columns: int) -> None:
     with pytest.raises(ValueError, match=f"max_requests = {rows} and max_context_len = {columns}"):
         ReqToTokenPool(rows, columns, TokenToKVPool(4))
+
+
+def test_a_request_may_fill_its_row() -> None:
+    pool = ReqToTokenPool(1, 5, TokenToKVPool(6))
+    pool.extend("a", 3)
+    pool.extend("a", 5)
+    assert pool.req_to_token[0].tolist() == list(pool.slots.blocks("a"))

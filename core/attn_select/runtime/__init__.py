@@ -8,6 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "attn_select.runtime needs torch, which is not installed: pip install torch, or install attn-select with its "
+        "extra: pip install 'attn-select[runtime]'",
+        name="torch",
+    ) from None
+
 from attn_select.runtime.attention import Attention
 from attn_select.runtime.backend import (
     AttentionBackend,
@@ -21,8 +32,7 @@ from attn_select.runtime.batch import BlockTable, prepare_batch
 from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolError
 from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.custom_op import forward_context
-from attn_select.runtime.group import AttentionGroup
-from attn_select.runtime.group_parts import AttentionMetadata, Capacity
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
 from attn_select.runtime.kv_cache import CacheView, key_value_views, num_blocks_for
 from attn_select.runtime.metadata import (
     BatchError,

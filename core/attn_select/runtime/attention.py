@@ -12,8 +12,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
-from attn_select.runtime.group import AttentionGroup
-from attn_select.runtime.group_parts import AttentionMetadata
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.scales import Scales
@@ -51,7 +50,7 @@ class Attention(nn.Module):
         super().__init__()
         config = group.config
         if config.mla:
-            raise ConfigError("this group's layers are MLA: MLAAttention is their layer", fields=["kv_lora_rank"])
+            raise ConfigError("the group's layers are MLA: make them with MLAAttention", fields=["kv_lora_rank"])
         self.group = group
         self.scale = config.head_size**-0.5 if scale is None else scale
         self.scales = layer_scales(group, scales)
@@ -137,7 +136,7 @@ class Attention(nn.Module):
             self._check_extras(attn_metadata, output_lse, output_scale, output_block_scale)
         if self.group.checked:
             named = {"query": query, "key": key, "value": value, "output": output, "output_lse": output_lse}
-            checks.check_contents(self.group, self.scales, named, kv_cache, attn_metadata.common)
+            self.group.check_contents(self.scales, named, kv_cache, attn_metadata.common)
         if key is not None and value is not None and (writer := self._writer) is not None:
             slots = attn_metadata.slot_mapping
             cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
@@ -175,6 +174,11 @@ class Attention(nn.Module):
         assert layout is not None
         return in_blocks_of(size, kv_cache, layout, self.group.config)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy of a layer: it gets a name of its own, by which compiled graphs find it."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.layer_name = register_layer(self, "")
+
     def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.attention``."""
         query, key, value = arguments
@@ -192,6 +196,8 @@ class Attention(nn.Module):
     ) -> None:
         # Inline, and each shape asked for once: this runs for every layer of every step.
         tokens, group, dtype = metadata.num_actual_tokens, self.group, self._dtype
+        if metadata.group is not group:
+            raise foreign_metadata(self.layer_name)
         shape = query.shape
         if shape[1:] != self._query_shape or shape[0] < tokens or query.dtype is not dtype:
             checks.check_rows("query", query, self._query_shape, dtype, tokens)
@@ -239,6 +245,14 @@ class Attention(nn.Module):
                 raise BatchError(f"{name} {seen}, but output_quantization = {quantization!r}")
         if output_block_scale is not None and len(metadata.parts) > 1:
             raise BatchError("output_block_scale given, but two backends share the batch: its rows cannot be parted")
+
+
+def foreign_metadata(layer_name: str) -> BatchError:
+    """Return the error of a layer that was given another group's metadata."""
+    return BatchError(
+        f"layer {layer_name!r}: attn_metadata was built by another group than the layer's",
+        hint="build the step's metadata once per group, and give each layer what layer.group.build(common) returned",
+    )
 
 
 def layer_scales(group: AttentionGroup, scales: Scales | None) -> Scales:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.runtime import ops
-from attn_select.runtime.cascade import use_cascade_attention
+from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.spec import BackendOptions, BackendPlan
@@ -65,6 +65,10 @@ class BackendContext:
     max_num_batched_tokens: int
     max_model_len: int
     cuda_graphs: bool = False
+
+    def __deepcopy__(self, memo: object) -> BackendContext:
+        """Return the context itself: it describes the group, which a copied layer stays in."""
+        return self
 
 
 class AttentionLayer(Protocol):
@@ -113,11 +117,27 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         return self.build(0, common_attn_metadata)
 
     def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether to attend to a common prefix apart; by default the rule of ``attn_select.runtime.cascade``.
+        """Whether to attend to a common prefix apart. Backends whose ``build`` ignores ``common_prefix_len`` say False.
 
-        Backends whose ``build`` ignores ``common_prefix_len`` return False.
+        By default: a prefix of at least ``MIN_PREFIX`` tokens, at least ``MIN_REQUESTS`` requests, and a layer whose
+        mask is the same for every query on the prefix: a causal decoder without window, ALiBi and image ranges. All
+        plans must return the LSE, a request's result may depend on the rest of the batch, and the steps are not
+        captured, since the split changes from step to step.
         """
-        return use_cascade_attention(self.context, common_prefix_len, common_attn_metadata)
+        context, config = self.context, self.context.config
+        return (
+            common_prefix_len >= MIN_PREFIX
+            and common_attn_metadata.num_reqs >= MIN_REQUESTS
+            and common_attn_metadata.causal
+            and all(plan.returns_lse for plan in context.plans.values())
+            and not context.cuda_graphs
+            and config.attn_type == "decoder"
+            and config.sliding_window is None
+            and not config.alibi
+            and not config.mm_prefix
+            and not config.non_causal
+            and not config.batch_invariant
+        )
 
     def build_prefill(self, varlen: VarlenMetadata) -> Any:
         """Return the metadata of one ``forward_mha`` call (MLA prefill only); by default ``varlen`` itself."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError
+from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges, prefix_sums
 
 
@@ -33,6 +34,10 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 class BlockTable:
     """Block ids of the running requests, one row each, on the host and on the device.
 
+    A request owns its row until ``clear_row`` or ``set_row``. In checked mode (``ATTN_SELECT_CHECK=1`` when the table
+    is made) ``prepare_batch`` refuses a row that went to another request without being cleared: such a row still begins
+    with the former owner's blocks, and another request may own those by now.
+
     Args:
         max_num_reqs: rows.
         max_num_blocks_per_req: columns.
@@ -41,7 +46,7 @@ class BlockTable:
 
     Attributes:
         host: int32 ``(max_num_reqs, max_num_blocks_per_req)``.
-        num_blocks_per_row: int32 ``(max_num_reqs,)`` on the host, blocks in each row.
+        num_blocks_per_row: int32 ``(max_num_reqs,)`` on the host, blocks in each row; the columns behind them hold 0.
         device_table: the same as ``host`` on the device, at one address for good; rows are current after ``commit``.
     """
 
@@ -62,13 +67,16 @@ class BlockTable:
         on_host = self.device.type == "cpu"
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
         self.num_blocks_per_row = torch.zeros(max_num_reqs, dtype=torch.int32)
+        # What checked mode knows of each row's last step: tokens cached before it, tokens after it, blocks held in it.
+        self._last_step = torch.zeros(max_num_reqs, 3, dtype=torch.int32) if checks_enabled() else None
 
     def append_row(self, row: int, block_ids: Sequence[int]) -> None:
         """Add blocks to the end of a request's row.
 
         Raises:
-            BatchError: the row has no room for them.
+            BatchError: there is no such row, or it has no room for them.
         """
+        self._check_row(row)
         start = int(self.num_blocks_per_row[row])
         end = start + len(block_ids)
         if end > self.host.shape[1]:
@@ -80,19 +88,70 @@ class BlockTable:
         self.num_blocks_per_row[row] = end
 
     def set_row(self, row: int, block_ids: Sequence[int]) -> None:
-        """Replace a request's row."""
-        self.num_blocks_per_row[row] = 0
+        """Give a row to a request: clear it, then append the request's blocks."""
+        self.clear_row(row)
         self.append_row(row, block_ids)
 
+    def clear_row(self, row: int) -> None:
+        """Empty a row when its request has finished or was preempted. ``BlockPool.free`` gives the blocks back."""
+        self._check_row(row)
+        self.host[row, : int(self.num_blocks_per_row[row])] = 0
+        for of_row in self._per_row():
+            of_row[row] = 0
+
     def move_row(self, source: int, target: int) -> None:
-        """Copy a row over another, for batches that close a gap."""
-        self.host[target] = self.host[source]
-        self.num_blocks_per_row[target] = self.num_blocks_per_row[source]
+        """Move a request to another row and clear its old one, for batches that close a gap."""
+        self._check_row(source)
+        self._check_row(target)
+        if source == target:
+            return
+        for of_row in (self.host, *self._per_row()):
+            of_row[target] = of_row[source]
+        self.clear_row(source)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two rows, for batches that are reordered."""
-        for table in (self.host, self.num_blocks_per_row):
-            table[[first, second]] = table[[second, first]]
+        self._check_row(first)
+        self._check_row(second)
+        for of_row in (self.host, *self._per_row()):
+            of_row[[first, second]] = of_row[[second, first]]
+
+    def note_step(self, first_positions: Tensor, seq_lens: Tensor) -> None:
+        """Compare a step with the last step of each row, and remember it (checked mode; ``prepare_batch`` calls it).
+
+        A request goes on where its last step began or later (drafts may have been rejected), at most where it ended.
+        Once blocks were appended it has gone on by at least one token. Anything else is another request in a row that
+        was not cleared.
+
+        Args:
+            first_positions: int32 ``(B,)`` on the host, tokens of each request that were cached before this step.
+            seq_lens: int32 ``(B,)`` on the host, tokens after it.
+
+        Raises:
+            BatchError: names the row, where its last step ended and where this one begins.
+        """
+        if self._last_step is None:
+            return
+        last, held = self._last_step[: len(seq_lens)], self.num_blocks_per_row[: len(seq_lens)]
+        began, ended, held_then = last.unbind(1)
+        least = torch.minimum(began + (held > held_then).int(), ended)
+        stale = (ended > 0) & ((first_positions < least) | (first_positions > ended))
+        if bool(stale.any()):
+            row = int(stale.int().argmax())
+            raise BatchError(
+                f"row {row} of the block table is stale: its last step held tokens {int(began[row])} to "
+                f"{int(ended[row]) - 1} of a request, and this step begins at token {int(first_positions[row])}, so "
+                "another request took the row over",
+                hint="when a request finishes or is preempted, call BlockTable.clear_row(row) and BlockPool.free",
+            )
+        last.copy_(torch.stack((first_positions, seq_lens, held), dim=1))
+
+    def _per_row(self) -> tuple[Tensor, ...]:
+        return (self.num_blocks_per_row,) if self._last_step is None else (self.num_blocks_per_row, self._last_step)
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self.host):
+            raise BatchError(f"row {row}: the block table has rows 0 to {len(self.host) - 1}")
 
     def commit(self, num_reqs: int) -> Tensor:
         """Copy the first rows to the device, not waiting; return int32 ``(num_reqs, W)``, W the longest row in use.
@@ -133,7 +192,8 @@ def prepare_batch(
         causal, mm_prefix_ranges: see ``CommonAttentionMetadata``.
 
     Raises:
-        BatchError: no request, different counts, more new keys than a sequence has, or a table too short for it.
+        BatchError: there is no request, the counts differ, a request has more new keys than its sequence is long, its
+            row of the table holds too few blocks, or (in checked mode) the row is stale.
     """
     target = block_table.device if device is None and block_table is not None else torch.device(device or "cpu")
     num_reqs = len(query_lens)
@@ -141,8 +201,8 @@ def prepare_batch(
         new_lens = query_lens
     if not num_reqs or len(seq_lens) != num_reqs or len(new_lens) != num_reqs:
         raise BatchError(
-            f"{num_reqs} query_lens, {len(seq_lens)} seq_lens and {len(new_lens)} new_lens: accepted are as many of "
-            "all, at least 1"
+            f"{num_reqs} query_lens, {len(seq_lens)} seq_lens and {len(new_lens)} new_lens: accepted are equal numbers "
+            "of them, at least 1"
         )
     table = None if block_table is None else block_table.commit(num_reqs)
     # One array, since a tensor made of a list takes four times as long; int64 slots behind it, aligned.
@@ -160,6 +220,7 @@ def prepare_batch(
     _check_lens("query_lens" if new_lens is query_lens else "new_lens", lens, seq_lens_cpu, first_positions)
     if block_table is not None:
         _check_rows(seq_lens_cpu, block_table)
+        block_table.note_step(first_positions, seq_lens_cpu)
         _fill_slots(host[slots_at:].view(torch.int64), lens, first_positions, block_table)
     if (here := to_device(host, target)) is not host:
         header = here[: 4 * len(ints)].view(torch.int32)
@@ -177,6 +238,7 @@ def prepare_batch(
         slot_mapping=None if table is None else here[slots_at:].view(torch.int64),
         causal=causal,
         mm_prefix_ranges=mm_prefix_ranges,
+        block_size=None if block_table is None else block_table.block_size,
     )
 
 
@@ -195,7 +257,7 @@ def _fill_slots(slots: Tensor, lens: Tensor, first_positions: Tensor, block_tabl
 
 
 def _check_lens(name: str, lens: Tensor, seq_lens: Tensor, first_positions: Tensor) -> None:
-    """Find the request whose lengths cannot be."""
+    """Raise BatchError for the first request that has a negative length or more new tokens than its sequence."""
     if int(lens.min()) < 0 or int(first_positions.min()) < 0:
         request = int(((first_positions < 0) | (lens < 0)).int().argmax())
         raise BatchError(
@@ -205,7 +267,7 @@ def _check_lens(name: str, lens: Tensor, seq_lens: Tensor, first_positions: Tens
 
 
 def _check_rows(seq_lens: Tensor, block_table: BlockTable) -> None:
-    """Find the request whose row is too short for it."""
+    """Raise BatchError for the first request whose row holds too few blocks for its sequence."""
     size, held = block_table.block_size, block_table.num_blocks_per_row[: len(seq_lens)]
     missing = torch.add(seq_lens, held, alpha=-size)
     if int(missing.max()) > 0:

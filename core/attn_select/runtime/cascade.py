@@ -8,7 +8,6 @@ values from memory; with it they are read once for all queries.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from torch import Tensor
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata
-
-if TYPE_CHECKING:
-    from attn_select.runtime.backend import BackendContext
 
 MIN_PREFIX, MIN_REQUESTS = 256, 8
 """Tokens of prefix and requests below which cascade is not considered: vLLM's limits
@@ -56,30 +52,6 @@ def common_prefix_len(block_tables: list[tuple[int, ...]], num_computed_tokens: 
             break
         shared += 1
     return shared * block_size
-
-
-def use_cascade_attention(context: BackendContext, prefix_len: int, common: CommonAttentionMetadata) -> bool:
-    """Return whether the shared prefix is attended to apart.
-
-    The rule: a prefix of at least ``MIN_PREFIX`` tokens, at least ``MIN_REQUESTS`` requests, and a layer whose mask is
-    the same for every query on the prefix: a causal decoder without window, ALiBi and image ranges; all plans return
-    the LSE; a request's result may depend on the rest of the batch; and the backend's steps are not captured, since
-    the split changes from step to step.
-    """
-    config = context.config
-    return (
-        prefix_len >= MIN_PREFIX
-        and common.num_reqs >= MIN_REQUESTS
-        and common.causal
-        and all(plan.returns_lse for plan in context.plans.values())
-        and not context.cuda_graphs
-        and config.attn_type == "decoder"
-        and config.sliding_window is None
-        and not config.alibi
-        and not config.mm_prefix
-        and not config.non_causal
-        and not config.batch_invariant
-    )
 
 
 def split_for_cascade(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from attn_select.config import AttentionConfig
 from attn_select.runtime.kv_cache import cache_dtype, check_cache_shape
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 from attn_select.runtime.scales import Scales
-
-if TYPE_CHECKING:
-    from attn_select.runtime.group import AttentionGroup
 
 VARIABLE = "ATTN_SELECT_CHECK"
 
@@ -218,33 +214,27 @@ def check_strides(name: str, tensor: Tensor, device: torch.device) -> None:
         raise BatchError(f"{name} has strides {tensor.stride()}: the last dimension must be contiguous")
 
 
-def check_contents(
-    group: AttentionGroup,
-    scales: Scales,
-    tensors: Mapping[str, Tensor | None],
-    kv_cache: Tensor | None,
-    common: CommonAttentionMetadata,
-) -> None:
-    """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises.
+def check_common_prefix(block_table: Tensor, prefix_len: int, block_size: int) -> None:
+    """Check that all requests have the same blocks in the first ``prefix_len`` tokens. Synchronises.
 
-    While a CUDA graph is captured nothing can be read back, and nothing is checked: its batch is made up.
+    Args:
+        block_table: int32 ``(B, W)``.
+        prefix_len: a multiple of ``block_size``.
 
     Raises:
-        BatchError, ConfigError: names the argument, what was seen and what is accepted.
+        BatchError: names the first request whose blocks differ from request 0's, and how many tokens they share.
     """
-    if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            check_strides(name, tensor, group.device)
-    check_scales(scales)
-    if group.kv_layout is None or group.block_size is None or group.kernel_block_size is None:
-        return
-    size = group.kernel_block_size
-    num_blocks = check_cache(kv_cache, group.kv_layout, group.config, group.device, size) * size // group.block_size
-    assert kv_cache is not None
-    check_strides("kv_cache", kv_cache, group.device)
-    check_blocks(common, group.config, kv_cache, group.kv_layout, num_blocks, group.block_size)
+    rows = block_table[:, : prefix_len // block_size].cpu()
+    differs = rows != rows[:1]
+    if bool(differs.any()):
+        request = int(differs.any(dim=1).int().argmax())
+        column = int(differs[request].int().argmax())
+        raise BatchError(
+            f"common_prefix_len = {prefix_len}: request {request} has block {int(rows[request, column])} in column "
+            f"{column} of its block table, and request 0 has block {int(rows[0, column])}: they share "
+            f"{column * block_size} tokens",
+            hint="compute it with attn_select.runtime.common_prefix_len",
+        )
 
 
 def _ranges(per_request: Sequence[Ranges], count: int) -> None:

@@ -81,7 +81,8 @@ class StaticBatch:
                     f"{self.group.capacity.max_model_len} reserved {self.block_table.shape[1]}"
                 )
             self.block_table[: common.num_reqs, : table.shape[1]].copy_(table)
-        return self._common(bounds_cpu, seq_lens_cpu, requests, tokens, common.max_seq_len, common.causal)
+        same = common.max_seq_len, common.causal, common.block_size
+        return self._common(bounds_cpu, seq_lens_cpu, requests, tokens, *same)
 
     def dummy(self, size: int) -> CommonAttentionMetadata:
         """Return a batch to capture with: short requests in block 0 that write nothing, bounds as long as they get."""
@@ -97,7 +98,7 @@ class StaticBatch:
         self.seq_lens[:requests].copy_(lens)
         self.slot_mapping.fill_(-1)
         longest = self.group.capacity.max_model_len
-        return self._common(bounds_cpu, lens, requests, tokens, longest, True)
+        return self._common(bounds_cpu, lens, requests, tokens, longest, True, self.group.block_size)
 
     def _bounds(self, common: CommonAttentionMetadata, requests: int) -> Tensor:
         """Return the padded prefix sums on the host, int32 ``(requests + 1,)``."""
@@ -115,7 +116,14 @@ class StaticBatch:
         return torch.arange(requests + 1, dtype=torch.int32) * each
 
     def _common(
-        self, bounds_cpu: Tensor, seq_lens_cpu: Tensor, requests: int, tokens: int, max_seq_len: int, causal: bool
+        self,
+        bounds_cpu: Tensor,
+        seq_lens_cpu: Tensor,
+        requests: int,
+        tokens: int,
+        max_seq_len: int,
+        causal: bool,
+        block_size: int | None,
     ) -> CommonAttentionMetadata:
         cached = self.group.block_size is not None
         return CommonAttentionMetadata(
@@ -131,6 +139,7 @@ class StaticBatch:
             block_table_tensor=self.block_table[:requests] if cached else None,
             slot_mapping=self.slot_mapping[:tokens] if cached else None,
             causal=causal,
+            block_size=block_size,
         )
 
 

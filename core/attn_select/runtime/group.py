@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,78 @@ from torch import Tensor
 
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.errors import ConfigError
+from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
-from attn_select.runtime.backend import AttentionBackend, BackendContext
-from attn_select.runtime.checks import check_common, checks_enabled
-from attn_select.runtime.group_parts import AttentionMetadata, Capacity, Part, Served
+from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
+from attn_select.runtime.scales import Scales
 from attn_select.selection import Selection
-from attn_select.spec import BackendPlan
+from attn_select.spec import BackendPlan, BackendSpec
+
+
+@dataclass(slots=True)
+class Capacity:
+    """The most that a batch may hold; persistent buffers and workspaces are sized by it.
+
+    Attributes:
+        max_num_seqs: requests.
+        max_num_batched_tokens: tokens of one step, all requests together.
+        max_model_len: tokens of one request.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 131072
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from 1", fields=[name])
+
+
+@dataclass(slots=True)
+class Served:
+    """One backend as a group uses it: what was chosen, loaded, and the builder that all layers share."""
+
+    spec: BackendSpec
+    backend: type[AttentionBackend]
+    context: BackendContext
+    builder: AttentionMetadataBuilder[Any]
+
+
+@dataclass(slots=True)
+class Part:
+    """The requests of a batch that one backend computes.
+
+    Attributes:
+        phase: which of the group's backends.
+        start, end: the tokens, ``start .. end - 1``.
+        metadata: what its builder built.
+    """
+
+    phase: Phase
+    start: int
+    end: int
+    metadata: Any
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's batch as the layers of a group want it.
+
+    Attributes:
+        group: the group that built it; layers of another one refuse it.
+        common: the batch, tables in the allocator's blocks.
+        num_actual_tokens: tokens; what lies behind is padding.
+        slot_mapping: int64 slots of the step's keys and values; None without a cache.
+        parts: one, or decodes and prefills apart where different backends serve them.
+    """
+
+    group: AttentionGroup
+    common: CommonAttentionMetadata
+    num_actual_tokens: int
+    slot_mapping: Tensor | None
+    parts: tuple[Part, ...]
 
 
 class AttentionGroup:
@@ -26,7 +91,7 @@ class AttentionGroup:
 
     Args:
         selection: from ``select``; every phase must have a backend.
-        device: where the layers run; None: the CPU, or the current CUDA device, as the selection was made for.
+        device: where the layers run; None: the CPU or the current CUDA device, whichever the selection was made for.
         capacity: bounds of a batch.
         cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
         phases: only these phases' backends are loaded; None: all that the layer has. A batch that needs another is
@@ -43,7 +108,8 @@ class AttentionGroup:
     Raises:
         NoBackendError: a phase has no backend.
         RuntimeMissingError, ImportError: a backend cannot be loaded.
-        ConfigError: the phases' kernels share no block size within this layout.
+        ConfigError: the selection was made for a device that is not here, or the phases' kernels share no block size
+            within this layout.
     """
 
     def __init__(
@@ -58,11 +124,9 @@ class AttentionGroup:
         self.selection = selection
         self.config: AttentionConfig = selection.config
         self.capacity = capacity or Capacity()
-        self.device = torch.device(device if device is not None else ("cpu" if selection.device.is_cpu else "cuda"))
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = _device(selection, device)
         self.cuda_graphs = cuda_graphs
-        self.checked = checks_enabled()
+        self.checked = checks.checks_enabled()
         selection.require()
         self.kv_layout, self.block_size = selection.kv_layout, selection.block_size
         self.served: dict[Phase, Served] = {}
@@ -76,6 +140,10 @@ class AttentionGroup:
         # Whether one backend serves every phase that the layer has: then batches are not split.
         self.unified = len(self.backends) == 1 and len(self.served) == len(self.config.phases)
         self._tables: dict[int, Tensor] = {}
+
+    def __deepcopy__(self, memo: object) -> AttentionGroup:
+        """Return the group itself: copies of a layer belong to the same group and take the same metadata."""
+        return self
 
     @staticmethod
     def _plans(selection: Selection, phases: Sequence[Phase] | None) -> dict[str, dict[Phase, BackendPlan]]:
@@ -172,8 +240,10 @@ class AttentionGroup:
             ``AttentionMetadata``, with MLA ``MLAMetadata``.
 
         Raises:
-            BatchError: the batch exceeds the capacity, decodes do not come first where they must, a phase has no
-                backend here, the common prefix is none, or (in checked mode) anything else is wrong with the batch.
+            BatchError: the batch exceeds the capacity, its tables have another block size than the group, decodes do
+                not come first where they must, a phase has no backend here, ``common_prefix_len`` is not a multiple
+                of the block size or longer than what a request had cached, or (in checked mode) anything else is
+                wrong with the batch.
         """
         self._check(common_attn_metadata)
         if common_prefix_len:
@@ -213,9 +283,8 @@ class AttentionGroup:
         metadata = served.builder.build(self._prefix(served, prefix, common), common, fast)
         return Part(phase, 0, common.num_actual_tokens, metadata)
 
-    @staticmethod
-    def _metadata(common: CommonAttentionMetadata, parts: Sequence[Part]) -> AttentionMetadata:
-        return AttentionMetadata(common, common.num_actual_tokens, common.slot_mapping, tuple(parts))
+    def _metadata(self, common: CommonAttentionMetadata, parts: Sequence[Part]) -> AttentionMetadata:
+        return AttentionMetadata(self, common, common.num_actual_tokens, common.slot_mapping, tuple(parts))
 
     def _server(self, phase: Phase) -> Served:
         if phase not in self.served:
@@ -236,14 +305,22 @@ class AttentionGroup:
         if self.config.has_cache and (common.block_table_tensor is None or common.slot_mapping is None):
             missing = "block_table_tensor" if common.block_table_tensor is None else "slot_mapping"
             raise BatchError(f"{missing} is None: layers with a KV cache need it")
+        if common.block_size is not None and self.block_size not in (None, common.block_size):
+            raise BatchError(
+                f"block_size = {common.block_size}: the batch's block table counts in blocks of that many tokens, but "
+                f"this group's cache has blocks of {self.block_size}",
+                hint="make the BlockTable with group.block_size; groups of other block sizes need tables of their own",
+            )
         if common.mm_prefix_ranges is not None and not self.config.mm_prefix:
             raise BatchError("mm_prefix_ranges given, but the layers were selected with mm_prefix = False")
         if self.checked:
-            check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
+            checks.check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
 
     def _check_prefix(self, common: CommonAttentionMetadata, prefix: int) -> None:
         """Compare a common prefix with the blocks and with what every request had cached."""
-        if self.block_size is None or prefix < 0 or prefix % self.block_size:
+        if self.block_size is None or common.block_table_tensor is None:
+            raise BatchError(f"common_prefix_len = {prefix}: layers without a KV cache share no prefix; pass 0")
+        if prefix < 0 or prefix % self.block_size:
             raise BatchError(f"common_prefix_len = {prefix}: accepted are multiples of block_size = {self.block_size}")
         computed = common.num_computed_tokens_cpu
         if prefix > int(computed.min()):
@@ -252,6 +329,37 @@ class AttentionGroup:
                 f"common_prefix_len = {prefix}: request {request} had {int(computed[request])} tokens cached before "
                 "this step, and accepted is at most that"
             )
+        if self.checked:
+            checks.check_common_prefix(common.block_table_tensor, prefix, self.block_size)
+
+    def check_contents(
+        self,
+        scales: Scales,
+        tensors: Mapping[str, Tensor | None],
+        kv_cache: Tensor | None,
+        common: CommonAttentionMetadata,
+    ) -> None:
+        """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises.
+
+        While a CUDA graph is captured nothing can be read back, and nothing is checked: the runner made that batch.
+
+        Raises:
+            BatchError, ConfigError: names the argument, what was seen and what is accepted.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                checks.check_strides(name, tensor, self.device)
+        checks.check_scales(scales)
+        if self.kv_layout is None or self.block_size is None or self.kernel_block_size is None:
+            return
+        size = self.kernel_block_size
+        num_blocks = checks.check_cache(kv_cache, self.kv_layout, self.config, self.device, size)
+        assert kv_cache is not None
+        checks.check_strides("kv_cache", kv_cache, self.device)
+        held = num_blocks * size // self.block_size
+        checks.check_blocks(common, self.config, kv_cache, self.kv_layout, held, self.block_size)
 
     def _for_kernel(self, context: BackendContext, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the batch with tables in the kernel's blocks and of the width that it wants."""
@@ -264,7 +372,8 @@ class AttentionGroup:
         if ratio == 1 and (multiple == 1 or (table.shape[1] % multiple == 0 and not self.cuda_graphs)):
             return common
         out = self._persistent_table(context, table.shape[1], ratio, multiple) if self.cuda_graphs else None
-        return replace(common, block_table_tensor=caches.kernel_block_table(table, ratio, multiple, out))
+        table = caches.kernel_block_table(table, ratio, multiple, out)
+        return replace(common, block_table_tensor=table, block_size=context.block_size)
 
     def _persistent_table(self, context: BackendContext, columns: int, ratio: int, multiple: int) -> Tensor:
         """Return a buffer for kernel block tables that stays where it is."""
@@ -279,6 +388,35 @@ class AttentionGroup:
             shape = (self.capacity.max_num_seqs, -(-most * ratio // multiple) * multiple)
             self._tables[id(context)] = torch.zeros(shape, dtype=torch.int32, device=self.device)
         return self._tables[id(context)]
+
+
+def _device(selection: Selection, device: torch.device | str | None) -> torch.device:
+    """Return where the layers run, a CUDA device with its index.
+
+    Raises:
+        ConfigError: the selection is for a GPU and this machine has none that torch can use, or one of another compute
+            capability.
+    """
+    chosen = selection.device
+    found = torch.device(device if device is not None else ("cpu" if chosen.is_cpu else "cuda"))
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"the selection was made for {chosen.name}, but torch sees no CUDA device on this machine",
+            fields=["device"],
+            hint="select(config) chooses for the device of this machine",
+        )
+    index = torch.cuda.current_device() if found.index is None else found.index
+    here = torch.cuda.get_device_capability(index)
+    if chosen.compute_capability not in (None, here):
+        raise ConfigError(
+            f"the selection was made for {chosen.name} (compute capability {chosen.capability_text}), but cuda:{index} "
+            f"is a {torch.cuda.get_device_name(index)} ({here[0]}.{here[1]})",
+            fields=["device"],
+            hint="select(config) chooses for the device of this machine",
+        )
+    return torch.device("cuda", index)
 
 
 def _by_phase(split: Split) -> list[tuple[Phase, int, int]]:

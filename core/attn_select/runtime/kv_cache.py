@@ -37,12 +37,15 @@ def num_blocks_for(budget_bytes: int, bytes_per_token: Sequence[int], block_size
 
     Args:
         budget_bytes: device memory for all layers' caches.
-        bytes_per_token: of each layer that shares the block table (``Selection.bytes_per_token``).
+        bytes_per_token: one number for each layer that shares the block table (``Selection.bytes_per_token``).
         block_size: tokens per block of the allocator.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: ``bytes_per_token`` is not a sequence, or the budget does not hold one block.
     """
+    if not isinstance(bytes_per_token, Sequence):
+        text = f"bytes_per_token = {bytes_per_token!r}: accepted is a sequence with one number per layer"
+        raise ConfigError(text, fields=["bytes_per_token"], hint="for equal layers: [bytes_per_token] * num_layers")
     block = sum(bytes_per_token) * block_size
     if block <= 0 or budget_bytes < block:
         text = f"KV-cache budget of {budget_bytes} bytes: one block of {block_size} tokens in all layers takes {block}"
@@ -141,6 +144,10 @@ class CacheView(Generic[T]):
         view = self._view = self._make(kv_cache.data)
         self._seen, self._address = weakref.ref(kv_cache, self._forget), kv_cache.data_ptr()
         return view
+
+    def __deepcopy__(self, memo: object) -> CacheView[T]:
+        """Return views of no cache yet: a copied view would be a copy of the cache's memory."""
+        return CacheView(self._make)
 
     def _forget(self, _: Any) -> None:
         self._view = None

@@ -50,6 +50,8 @@ class CommonAttentionMetadata:
             encoder's S tokens in the step that writes them, else ``(0,)``.
         causal: False where the step attends in both directions although its layers are causal (diffusion drafters).
         mm_prefix_ranges: per request the ranges of positions that attend to each other in both directions.
+        block_size: tokens per block of ``block_table_tensor``; ``prepare_batch`` takes it from the table. A group
+            refuses a batch of another block size than its own. None: unknown, and nothing is compared.
         dcp_local_seq_lens: int32 ``(B,)``, this rank's share of the keys under decode context parallelism; no backend
             reads it yet.
     """
@@ -67,6 +69,7 @@ class CommonAttentionMetadata:
     causal: bool = True
     mm_prefix_ranges: Sequence[Ranges] | None = None
     dcp_local_seq_lens: Tensor | None = None
+    block_size: int | None = None
 
     @property
     def query_lens_cpu(self) -> Tensor:

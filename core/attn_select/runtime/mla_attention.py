@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attn_select.errors import ConfigError
 from attn_select.runtime import checks, ops
-from attn_select.runtime.attention import layer_scales, per_head
+from attn_select.runtime.attention import foreign_metadata, layer_scales, per_head
 from attn_select.runtime.backend import MLAAttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
@@ -53,6 +53,8 @@ class MLAAttention(nn.Module):
         layer_name: str = "",
     ) -> None:
         super().__init__()
+        if not isinstance(group, MLAAttentionGroup):
+            raise ConfigError("the group's layers are not MLA: make them with Attention", fields=["kv_lora_rank"])
         config = group.config
         self.group = group
         self.rank = cast(int, config.kv_lora_rank)
@@ -146,7 +148,7 @@ class MLAAttention(nn.Module):
             with torch.no_grad():
                 extras = (output, topk_indices, output_lse)
                 return self.forward(query, kv_c_normed, k_pe, kv_cache, attn_metadata, *extras)
-        metadata = attn_metadata or current_metadata(self.group, self.layer_name)
+        metadata = current_metadata(self.group, self.layer_name) if attn_metadata is None else attn_metadata
         given = (query, kv_c_normed, k_pe, output, topk_indices, output_lse)
         self._check(metadata, kv_cache, dict(zip(self._accepted, given, strict=True)))
         kv_c, rope, cache = cast(tuple[Tensor, ...], (kv_c_normed, k_pe, kv_cache))
@@ -161,6 +163,11 @@ class MLAAttention(nn.Module):
                 own = [_rows(tensor, rows) for tensor in (query, kv_c, rope)]
                 self._mha(part, own, cache, _rows(output, rows), lse)
         return output
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy of a layer: it gets a name of its own, by which compiled graphs find it."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.layer_name = register_layer(self, "")
 
     def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.mla_attention``."""
@@ -228,6 +235,8 @@ class MLAAttention(nn.Module):
 
     def _check(self, metadata: MLAMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
         group, tokens, wanted = self.group, metadata.num_actual_tokens, self.group.config.sparse
+        if metadata.group is not group:
+            raise foreign_metadata(self.layer_name)
         for name, (shape, dtype) in self._accepted.items():
             tensor = given[name]
             if name == "topk_indices" and (tensor is not None) != wanted:
@@ -245,7 +254,7 @@ class MLAAttention(nn.Module):
         if self._silent and given["output_lse"] is not None:
             raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
         if group.checked:
-            checks.check_contents(group, self.scales, given, kv_cache, metadata.common)
+            group.check_contents(self.scales, given, kv_cache, metadata.common)
 
 
 def _rows(tensor: Tensor, rows: slice) -> Tensor:

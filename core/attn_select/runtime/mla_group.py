@@ -17,8 +17,7 @@ from torch import Tensor
 
 from attn_select.config import Phase
 from attn_select.errors import ConfigError
-from attn_select.runtime.group import AttentionGroup
-from attn_select.runtime.group_parts import Capacity, Served
+from attn_select.runtime.group import AttentionGroup, Capacity, Served
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import (
     BatchError,
@@ -61,6 +60,7 @@ class MLAMetadata:
     """One step's batch as MLA layers want it.
 
     Attributes:
+        group: the group that built it; layers of another one refuse it.
         common: the batch, tables in the allocator's blocks.
         num_actual_tokens: tokens; what lies behind is padding.
         num_decode_tokens: the first of them, which are decodes; with sparse MLA by one backend all.
@@ -68,6 +68,7 @@ class MLAMetadata:
         parts: decodes, then prefills, where there are any.
     """
 
+    group: MLAAttentionGroup
     common: CommonAttentionMetadata
     num_actual_tokens: int
     num_decode_tokens: int
@@ -97,7 +98,10 @@ class MLAAttentionGroup(AttentionGroup):
         workspace_tokens: int = WORKSPACE_TOKENS,
     ) -> None:
         if not selection.config.mla:
-            raise ConfigError("this selection's layers are not MLA: AttentionGroup is theirs", fields=["kv_lora_rank"])
+            raise ConfigError(
+                "the selection's layers are not MLA: make their group with attention_group or AttentionGroup",
+                fields=["kv_lora_rank"],
+            )
         if workspace_tokens < 1:
             text = f"workspace_tokens = {workspace_tokens}: accepted are integers from 1"
             raise ConfigError(text, fields=["workspace_tokens"])
@@ -143,11 +147,10 @@ class MLAAttentionGroup(AttentionGroup):
         )
         return self._mla_metadata(common_attn_metadata, part)
 
-    @staticmethod
-    def _mla_metadata(common: CommonAttentionMetadata, *parts: MLAPart) -> MLAMetadata:
+    def _mla_metadata(self, common: CommonAttentionMetadata, *parts: MLAPart) -> MLAMetadata:
         assert common.slot_mapping is not None
         decodes = sum(part.rows.stop for part in parts if part.phase == "decode")
-        return MLAMetadata(common, common.num_actual_tokens, decodes, common.slot_mapping, parts)
+        return MLAMetadata(self, common, common.num_actual_tokens, decodes, common.slot_mapping, parts)
 
     def _latent_part(
         self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
