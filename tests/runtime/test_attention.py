@@ -388,7 +388,7 @@ def test_made_up_names_avoid_given_ones(make_group: Factory) -> None:
 
 
 @pytest.mark.parametrize("twin", [False, True])
-def test_metadata_of_another_group_is_refused(step: Step, make_group: Factory, common_of: Factory, twin: bool) -> None:
+def test_metadata_of_another_group_is_refused(step: Step, make_group: Factory, twin: bool) -> None:
     """A window's metadata in a full layer would hide most keys without a word. A group of equal layers is another."""
     other = make_group(CONFIG if twin else AttentionConfig(**SMALL, sliding_window=8))
     metadata = other.build(common_of(step.problem))
@@ -401,7 +401,7 @@ def test_metadata_of_another_group_is_refused(step: Step, make_group: Factory, c
 
 
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
-def test_a_phase_without_lse(make_toy: Factory, make_group: Factory, common_of: Factory, silent: str) -> None:
+def test_a_phase_without_lse(make_toy: Factory, make_group: Factory, silent: str) -> None:
     """Whole batches of one backend hold both phases: both plans have to return the LSE."""
     speaking = {"prefill", "decode"} - {silent}
     problem = random_problem(7, CONFIG, FLASH)

@@ -561,10 +561,10 @@ def test_a_compiled_layer_takes_no_metadata() -> None:
     torch._dynamo.reset()
 
 
-def test_a_copied_layer_runs_its_own_weights(common_of: CommonOf) -> None:
+def test_a_copied_layer_runs_its_own_weights() -> None:
     """A compiled graph finds its layer by name: the copy's name must not lead to the original."""
     problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
-    ran = run(problem, common_of(problem.step))
+    ran = run(problem, common_of(problem))
     twin = copy.deepcopy(ran.layer)
     assert twin.layer_name != ran.layer.layer_name
     assert twin.group is ran.group
@@ -581,23 +581,23 @@ def test_a_copied_layer_runs_its_own_weights(common_of: CommonOf) -> None:
     assert not torch.equal(*outputs)
 
 
-def test_metadata_of_another_group_is_refused(common_of: CommonOf) -> None:
+def test_metadata_of_another_group_is_refused() -> None:
     problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
-    ran = run(problem, common_of(problem.step))
-    foreign = MLAAttentionGroup(ran.group.selection).build(common_of(problem.step))
+    ran = run(problem, common_of(problem))
+    foreign = MLAAttentionGroup(ran.group.selection).build(common_of(problem))
     given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache)
     with pytest.raises(BatchError, match="attn_metadata was built by another group than the layer's"):
         ran.layer(*given, foreign)
 
 
-def test_layers_of_another_kind_are_refused(common_of: CommonOf) -> None:
+def test_layers_of_another_kind_are_refused() -> None:
     group = attention_group(select(AttentionConfig(num_heads=4, head_size=16), device="cpu"))
     with pytest.raises(ConfigError, match="the group's layers are not MLA: make them with Attention"):
         MLAAttention(group, torch.zeros(160, 32))  # type: ignore[arg-type]
 
 
-def test_names_of_living_layers_are_unique(common_of: CommonOf) -> None:
+def test_names_of_living_layers_are_unique() -> None:
     problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
-    layer = run(problem, common_of(problem.step)).layer
+    layer = run(problem, common_of(problem)).layer
     with pytest.raises(ConfigError, match=f"layer_name = '{layer.layer_name}': a layer of that name exists"):
         MLAAttention(layer.group, problem.kv_b_proj, layer_name=layer.layer_name)
