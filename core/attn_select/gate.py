@@ -25,6 +25,9 @@ from attn_select.spec import UNVERIFIED, BackendOptions, BackendPlan, BackendSpe
 DENIED = "denied-by-rule"
 _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
 
+_PLACE = ("compute-capability", "library-missing", "library-version")
+"""Codes of the reasons that speak of the device and its libraries, and not of the layer."""
+
 _Maker = Callable[[AttentionConfig], "Reason | None"]
 
 
@@ -127,10 +130,11 @@ def judge(
     if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
         text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
         return [*static, _plugin_error(spec, text)]
-    if not static:
-        return outcome
+    # Capabilities hold for every device. The plan knows this one, so its answer to a question of the layer is more exact.
+    answers = {reason.code: reason for reason in outcome}
+    exact = [reason if reason.code in _PLACE else answers.get(reason.code, reason) for reason in static]
     codes = {reason.code for reason in static}
-    return static + [reason for reason in outcome if reason.code not in codes]
+    return exact + [reason for reason in outcome if reason.code not in codes]
 
 
 _SOUND: set[tuple[object, ...]] = set()

@@ -388,11 +388,17 @@ def test_plan_is_not_asked_about_another_kind_of_attention(spec: MakeSpec, capab
     assert asked == ["decode"]
 
 
-def test_one_code_is_given_once(spec: MakeSpec) -> None:
-    backend = spec(plan=lambda *_: [Reason("block-size", "of the plan"), Reason("special", "no luck")])
+def test_one_code_is_given_once_as_the_plan_says_it(spec: MakeSpec) -> None:
+    """Capabilities hold for every device, the plan knows this one."""
+    backend = spec(plan=lambda *_: [Reason("special", "no luck"), Reason("block-size", "of the plan")])
     found = reasons(backend, {**PLAIN, "block_size": 24})
-    assert [reason.code for reason in found] == ["block-size", "special"]
-    assert "24" in found[0].message
+    assert [(reason.code, reason.message) for reason in found] == [("block-size", "of the plan"), ("special", "no luck")]
+
+
+def test_what_the_gate_says_of_the_device_stands(spec: MakeSpec) -> None:
+    backend = spec(plan=lambda *_: [Reason("compute-capability", "of the plan")])
+    (found,) = reasons(backend, PLAIN, device=T4)
+    assert "7.5" in found.message
 
 
 def test_a_plan_does_not_outweigh_a_reason(spec: MakeSpec) -> None:

@@ -139,6 +139,16 @@ def test_ptx_and_fa4_are_mentioned_where_they_matter() -> None:
 # --- FP8, sinks, V head size ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("asked", ["fp8_e5m2", "nvfp4"])
+@pytest.mark.parametrize(("device", "options"), [(gpu(8), {}), (gpu(12), {}), (gpu(9), {"version": 2})])
+def test_fp8_is_not_named_as_supported_where_it_is_not(device: Device, options: dict[str, Any], asked: str) -> None:
+    reason = reasons_of(layer(kv_cache_dtype=asked), device, **options)["kv-cache-dtype"]
+    assert reason.observed == asked
+    assert reason.supported == ["16-bit KV only, FP8 e4m3 needs FA3 on compute capability 9.0"]
+    on_hopper = reasons_of(layer(kv_cache_dtype=asked), gpu(9))["kv-cache-dtype"]
+    assert on_hopper.supported == ["auto", "bfloat16", "fp8_e4m3"]
+
+
 def test_fp8_needs_fa3_and_an_fp8_query() -> None:
     plan = plan_of(layer(kv_cache_dtype="fp8", per_head_quant_scales=True), gpu(9))
     assert (plan.path, plan.query_dtype) == ("FA3", "fp8_e4m3")

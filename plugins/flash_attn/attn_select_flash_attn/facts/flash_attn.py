@@ -8,6 +8,7 @@ from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
+from attn_select.dtypes import is_quantized
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins
@@ -96,7 +97,7 @@ a NaN comes through a weight of 0 (Dao-AILab/flash-attention #1974 and hopper/fl
 vllm-project/vllm #27753, which #36701 took back since blocks are zeroed there)."""
 
 _UNQUANTISED = "--kv-cache-dtype auto"
-_FP8_NEEDS = "16-bit KV only, FP8 needs FA3 on compute capability 9.0"
+_FP8_NEEDS = "16-bit KV only, FP8 e4m3 needs FA3 on compute capability 9.0"
 _WITH_ALIBI = "ALiBi slopes need FA2"
 _NARROW_V = "V rows take head_size elements in the cache, the first v_head_size of them used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
@@ -132,7 +133,7 @@ def objections(
         found.append(Objection("block-size", page, f"block size {size}", size))
     dtype, heads = config.kv_cache_dtype, config.head_size
     fp8 = dtype == "fp8_e4m3"
-    if fp8 and not fa3_on_hopper:
+    if is_quantized(dtype) and not fa3_on_hopper:
         found.append(Objection("kv-cache-dtype", _FP8_NEEDS, f"KV-cache dtype {dtype}", dtype, _UNQUANTISED))
     elif fp8 and heads % 16:
         found.append(Objection("head-size", "multiples of 16 with FP8", f"head size {heads}", heads, _UNQUANTISED))
