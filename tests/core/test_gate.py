@@ -392,7 +392,10 @@ def test_one_code_is_given_once_as_the_plan_says_it(spec: MakeSpec) -> None:
     """Capabilities hold for every device, the plan knows this one."""
     backend = spec(plan=lambda *_: [Reason("special", "no luck"), Reason("block-size", "of the plan")])
     found = reasons(backend, {**PLAIN, "block_size": 24})
-    assert [(reason.code, reason.message) for reason in found] == [("block-size", "of the plan"), ("special", "no luck")]
+    assert [(reason.code, reason.message) for reason in found] == [
+        ("block-size", "of the plan"),
+        ("special", "no luck"),
+    ]
 
 
 def test_what_the_gate_says_of_the_device_stands(spec: MakeSpec) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.runtime import Attention, Capacity
+from attn_select_flash_attn.runtime.adapters import Step
 from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, SPLIT_BYTES
 
 layers: Any = sys.modules["flash_attn_layers"]
@@ -139,9 +140,18 @@ def test_captured_splits_are_bounded_in_number_and_memory(emulate: Emulate) -> N
     assert {call["num_splits"] for call in layers.calls_of(calls, scheduling=True)} == set(splits.values())
 
 
-def layers_step(bounds: Any, tokens: int) -> Any:
-    from attn_select_flash_attn.runtime.adapters import Step
+@pytest.mark.parametrize(("requests", "splits"), [(992, 0), (993, 1)])
+def test_fa3_splits_keys_for_up_to_992_requests(requests: int, splits: int, emulate: Emulate) -> None:
+    """FA3's scheduler handles 992 requests in one block of threads (hopper/flash_prepare_scheduler.cu)."""
+    emulate("vllm")
+    scheduler = layers.made("vllm", group_capacity=Capacity(1024, 1024, 64)).served["decode"].builder._scheduler
+    table, lens = torch.zeros(requests, 4, dtype=torch.int32), torch.full((requests,), 20, dtype=torch.int32)
+    bounds = torch.arange(requests + 1, dtype=torch.int32)
+    step = Step(bounds, requests, 1, 20, True, (-1, -1), 0, lens, table)
+    assert scheduler.arguments(step)["num_splits"] == splits
 
+
+def layers_step(bounds: Any, tokens: int) -> Any:
     table, lens = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
     return Step(bounds, tokens, tokens, tokens, True, (-1, -1), 0, lens, table)
 
