@@ -130,7 +130,7 @@ def judge(
     if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
         text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
         return [*static, _plugin_error(spec, text)]
-    # Capabilities hold for every device. The plan knows this one, so its answer to a question of the layer is more exact.
+    # Capabilities hold for every device. The plan knows this one, so its answer about the layer is more exact.
     answers = {reason.code: reason for reason in outcome}
     exact = [reason if reason.code in _PLACE else answers.get(reason.code, reason) for reason in static]
     codes = {reason.code for reason in static}
