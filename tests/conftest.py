@@ -48,14 +48,17 @@ class Environment:
     def python(self) -> Path:
         return self.path / "bin" / "python"
 
-    def run(self, *command: str | Path, cwd: Path | None = None) -> str:
-        """Run a program of this environment (``python``, ``attn-select``); return its stdout, fail with its stderr."""
+    def run(self, *command: str | Path, cwd: Path | None = None, code: int = 0) -> str:
+        """Run a program of this environment (``python``, ``attn-select``); return its stdout.
+
+        Fails with its stderr where it does not end with ``code``.
+        """
         program = self.path / "bin" / command[0]
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         result = subprocess.run(
             [program, *command[1:]], cwd=cwd or self.path, env=variables, capture_output=True, text=True
         )
-        if result.returncode:
+        if result.returncode != code:
             pytest.fail(f"{' '.join(map(str, command))} returned {result.returncode}\n{result.stdout}\n{result.stderr}")
         return result.stdout
 

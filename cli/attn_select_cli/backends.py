@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +12,7 @@ from attn_select_cli import complete
 if TYPE_CHECKING:
     from attn_select.environment import Environment
     from attn_select.registry import Registry
-    from attn_select.spec import BackendSpec
+    from attn_select.spec import BackendSpec, Library
 
 EPILOG = """\b
 Examples:
@@ -62,7 +63,7 @@ def backend_dict(name: str, registry: Registry, environment: Environment, *, fac
         distributions = list(owners) if owners else [catalog.DISTRIBUTIONS[name]]
         remedy = f"pip uninstall {distributions[-1]}" if owners else catalog.install_command(distributions[0])
         return {"name": name, "state": state, "distributions": distributions, "missing": [], "remedy": remedy}
-    missing = [group for group in spec.libraries if not any(environment.has(library) for library in group)]
+    missing = _missing(name, registry, environment)
     result: dict[str, Any] = {
         "name": name,
         "state": "libraries-missing" if missing else "ready",
@@ -89,6 +90,21 @@ def backend_dict(name: str, registry: Registry, environment: Environment, *, fac
     return result
 
 
+def _missing(name: str, registry: Registry, environment: Environment) -> list[Sequence[Library]]:
+    """Return the groups of alternative libraries of which a backend has none; nothing for one not registered."""
+    spec = registry.specs.get(name)
+    return [] if spec is None else [group for group in spec.libraries if environment.first(group) is None]
+
+
+def gpu_libraries(registry: Registry) -> set[str]:
+    """Return the distributions that no backend for CPUs asks for: they are of use on a machine with a GPU alone."""
+    by_use: dict[bool, set[str]] = {True: set(), False: set()}
+    for spec in registry.specs.values():
+        on_cpu = any(c.compute_capabilities.value.accepts(None) for c in spec.capabilities.values())
+        by_use[on_cpu] |= {library.distribution for group in spec.libraries for library in group}
+    return by_use[False] - by_use[True]
+
+
 def _capabilities(spec: BackendSpec, phase: Any) -> dict[str, Any]:
     from dataclasses import fields
 
@@ -111,8 +127,11 @@ def _fact_text(value: Any) -> Any:
 
 
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
-    from attn_select_cli.output import plugin_lines, table_lines
+    from attn_select import catalog
+    from attn_select.render import HANG
+    from attn_select_cli.output import Table, plugin_table
 
+    gpu_only = gpu_libraries(registry)
     rows = []
     for name in names:
         entry = backend_dict(name, registry, environment, facts=False)
@@ -123,14 +142,25 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
             if library["state"] == "installed"
         ]
         phases = ", ".join(entry.get("phases", [])) or "-"
-        rows.append([name, entry["state"], phases, ", ".join(installed) or "-", entry["remedy"] or ""])
-    lines = table_lines(["backend", "on this machine", "phases", "libraries found", "to get what is missing"], rows)
-    lines += [[], *plugin_lines([plugin.to_dict() for plugin in registry.plugins])]
-    return [*lines, [], [("`attn-select backends NAME` shows one backend's capabilities with their sources.", "dim")]]
+        remedy = entry["remedy"] or ""
+        if any(
+            library.distribution in gpu_only for group in _missing(name, registry, environment) for library in group
+        ):
+            remedy += f" ({catalog.NEEDS_GPU})"
+        rows.append([name, entry["state"], phases, ", ".join(installed) or "-", remedy])
+    lines: list[Any] = [
+        Table(["backend", "on this machine", "phases", "libraries found", "to get what is missing"], rows)
+    ]
+    lines += [[], plugin_table([plugin.to_dict() for plugin in registry.plugins])]
+    lines += [[], [("`attn-select backends NAME` shows one backend's capabilities with their sources.", "dim")]]
+    absent = [catalog.DISTRIBUTIONS[name] for name in names if name not in registry.specs | registry.conflicts]
+    if not all(catalog.folder_in_clone(distribution) for distribution in absent):
+        lines.append([("note: ", "warning"), HANG, (catalog.NOT_ON_AN_INDEX, "")])
+    return lines
 
 
 def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> list[Any]:
-    from attn_select_cli.output import table_lines
+    from attn_select_cli.output import Table
 
     lines: list[Any] = [[(spec.name, "title"), (f"  {spec.summary}", "")], [(f"registered by {owner}", "dim")]]
     for group in spec.libraries:
@@ -149,13 +179,13 @@ def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> lis
             if isinstance(value, bool):
                 text = "yes" if value else "no"
             rows.append([field, text or "none", fact["source"] or ""])
-        lines += [[], [(f"Capabilities in {title}", "title")], *table_lines(["fact", "value", "source"], rows)]
+        lines += [[], [(f"Capabilities in {title}", "title")], Table(["fact", "value", "source"], rows)]
     options = spec.options.model_json_schema().get("properties", {})
     if options:
         rows = [[name, str(o.get("default")), o.get("description", "")] for name, o in options.items()]
         lines += [
             [],
             [(f"Options in [backends.{spec.name}]", "title")],
-            *table_lines(["option", "default", "meaning"], rows),
+            Table(["option", "default", "meaning"], rows),
         ]
     return lines

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from attn_select_cli.layer_options import report_options
+from attn_select_cli.layer_options import diff_options
 
 if TYPE_CHECKING:
     from attn_select.render import Line
@@ -27,7 +26,7 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 
 
 @click.command("diff", epilog=EPILOG)
-@report_options
+@diff_options
 @click.option("--to", "to", metavar="OPTIONS", help="The other side: options of explain that replace those given here.")
 @click.option(
     "--golden", type=click.Path(dir_okay=False), help="The first side: a file that `explain --json` wrote earlier."
@@ -36,16 +35,17 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 @click.pass_context
 def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
     """Compare two decisions: another GPU, other rules, another config, or a golden file."""
-    from attn_select_cli.layer_options import build_report
+    from attn_select_cli.explanation import build_explanation
+    from attn_select_cli.golden import read_golden
     from attn_select_cli.output import print_json, print_lines
 
     if (to is None) == (golden is None):
         raise click.UsageError("give exactly one of --to OPTIONS and --golden FILE", ctx)
-    report = build_report(options).to_dict()
+    explained = build_explanation(options).to_dict()
     if golden is not None:
-        before, after = _read_golden(golden), report
+        before, after = read_golden(golden), explained
     else:
-        before, after = report, build_report({**options, **_other_side(to or "")}).to_dict()
+        before, after = explained, build_explanation({**options, **_other_side(to or "")}).to_dict()
     changes = compare(before, after)
     if as_json:
         print_json({"schema_version": 1, "changes": changes})
@@ -75,33 +75,13 @@ def _other_side(text: str) -> dict[str, Any]:
         raise click.BadParameter(f"{text!r}: {error}", param_hint="--to") from None
 
     @click.command("--to", add_help_option=False)
-    @report_options
+    @diff_options
     def other_side(**options: Any) -> None:
         """Never run; only its parameters are used."""
 
     context = other_side.make_context("attn-select diff --to", arguments)
     given = click.core.ParameterSource.COMMANDLINE
     return {name: value for name, value in context.params.items() if context.get_parameter_source(name) is given}
-
-
-def _read_golden(path: str) -> dict[str, Any]:
-    from attn_select.errors import ConfigError, shorten
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
-        if document["schema_version"] != 1:
-            raise ValueError(f"schema_version {document['schema_version']!r}, supported: 1")
-        for layer in document["layers"]:
-            if not isinstance(layer["selected"], dict) or not isinstance(layer["kind"], str):
-                raise TypeError("layers are malformed")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"golden = {shorten(path)!r}: not a file that `attn-select explain --json` wrote "
-            f"({type(error).__name__}: {shorten(error)})",
-            fields=["golden"],
-        ) from None
-    return dict(document)
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -175,10 +155,12 @@ def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
 
 
 def _change_lines(change: Mapping[str, Any]) -> list[Line]:
+    from attn_select.render import HANG
+
     where = f"{change['kind']}{', ' + change['phase'] if change['phase'] else ''}: {change['what']}"
     before, after = (_value(change[side]) for side in ("from", "to"))
     lines: list[Line] = [[(where, "title"), (f"  {before} -> {after}", "")]]
-    return lines + [[(f"  {reason}", "dim")] for reason in change["why"]]
+    return lines + [[("  ", ""), HANG, (reason, "dim")] for reason in change["why"]]
 
 
 def _value(value: Any) -> str:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from attn_select.device import Device
+    from attn_select.environment import Environment
+    from attn_select.registry import Registry
+    from attn_select.spec import BackendSpec
+    from attn_select_cli.output import Block
 
 EPILOG = """\b
 Examples:
@@ -15,12 +22,10 @@ Examples:
   attn-select doctor --no-import
   attn-select doctor --json
 
-Exit code: 0 nothing is broken, 1 a plugin, a rules file or an installed library is.
+Exit code: 0 no problems, 1 a plugin, a rules file or an installed library is broken, or no backend can run here.
 """
-# Variables that change what attn-select does; those that plans read are declared by their specs.
+# Variables beside ATTN_SELECT_* that change what attn-select does; those that plans read are declared by their specs.
 EFFECTIVE = {
-    "ATTN_SELECT_RULES": "rules files above the user's, below --rules",
-    "ATTN_SELECT_TRACEBACK": "internal errors end in a traceback",
     "CUDA_VISIBLE_DEVICES": "which GPU is this machine's",
     "CUDA_DEVICE_ORDER": "how CUDA_VISIBLE_DEVICES counts",
     "NO_COLOR": "no colours",
@@ -65,16 +70,19 @@ def examine(do_import: bool) -> dict[str, Any]:
     from attn_select.environment import Environment, installed_version
     from attn_select.registry import load_plugins
     from attn_select.rules.layers import inspect_layers
+    from attn_select_cli.backends import gpu_libraries
     from attn_select_cli.rules import rules_errors
 
     found = detection.detect_device()
     registry, environment = load_plugins(), Environment()
+    gpu_only = gpu_libraries(registry)
     libraries: dict[str, dict[str, Any]] = {}
     unserved: dict[str, list[str]] = {}  # by distribution, backends that need another version of it
     for spec in registry.specs.values():
         for group in spec.libraries:
             for library in group:
                 entry = libraries.setdefault(library.distribution, {"module": library.module, "needed_by": []})
+                entry["needs_gpu"] = library.distribution in gpu_only
                 entry["version"] = environment.version(library.distribution)
                 if spec.name not in entry["needed_by"]:
                     entry["needed_by"].append(spec.name)
@@ -86,8 +94,9 @@ def examine(do_import: bool) -> dict[str, Any]:
                 if state == "wrong-version" and environment.first(group) is None:
                     unserved.setdefault(library.distribution, []).append(f"{spec.name} ({library.version})")
     problems = list(registry.warnings)
-    if not registry.specs:
-        problems.append("no plugin is installed, so nothing can be selected: pip install ./plugins/torch in a clone")
+    runnable = [name for name, spec in registry.specs.items() if can_run(spec, found.device, environment)]
+    if not runnable:
+        problems.append(f"no backend can run on this machine: {_way_out(registry, found.device, environment)}")
     for name, entry in sorted(libraries.items()):
         entry["import_error"] = None
         if entry["state"] == "installed" and do_import:
@@ -100,7 +109,6 @@ def examine(do_import: bool) -> dict[str, Any]:
         if entry["state"] not in ("installed", "missing"):
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
-    effective = EFFECTIVE | {name: f"read by {', '.join(users)}" for name, users in registry.variables.items()}
     layers = inspect_layers()
     problems += [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in rules_errors()[1]]
     return {
@@ -113,18 +121,66 @@ def examine(do_import: bool) -> dict[str, Any]:
         "device": found.device.to_dict(),
         "device_notes": [*([found.note] if found.note else []), *found.warnings],
         "plugins": [plugin.to_dict() for plugin in registry.plugins],
+        "runnable_backends": runnable,
         "libraries": dict(sorted(libraries.items())),
         "rules_files": [layer.to_dict() for layer in layers],
         "variables": {
-            name: {"value": os.environ[name], "effect": text} for name, text in effective.items() if name in os.environ
+            name: {"value": os.environ.get(name), "effect": text} for name, text in _effective(registry).items()
         },
         "variables_without_effect": {
-            name: {"value": os.environ[name], "instead": text}
-            for name, text in WITHOUT_EFFECT.items()
-            if name in os.environ
+            name: {"value": os.environ[name], "instead": text} for name, text in _without_effect().items()
         },
         "problems": problems,
     }
+
+
+def can_run(spec: BackendSpec, device: Device, environment: Environment) -> bool:
+    """Whether a backend supports the device in some phase and has every library that it needs."""
+    return supports(spec, device) and all(environment.first(group) is not None for group in spec.libraries)
+
+
+def supports(spec: BackendSpec, device: Device) -> bool:
+    """Whether a backend supports the device in some phase, whatever is installed."""
+    return any(
+        capabilities.compute_capabilities.value.accepts(device.compute_capability)
+        for capabilities in spec.capabilities.values()
+    )
+
+
+def _way_out(registry: Registry, device: Device, environment: Environment) -> str:
+    """Say what to install where no backend can run."""
+    from attn_select import catalog
+
+    wanted: dict[str, list[str]] = {}
+    for name, spec in registry.specs.items():
+        if supports(spec, device):
+            missing = [group[0].install for group in spec.libraries if environment.first(group) is None]
+            wanted.setdefault(" && ".join(missing), []).append(name)
+    if wanted:
+        return "; ".join(f"{', '.join(names)}: {command}" for command, names in wanted.items())
+    plugin = catalog.DISTRIBUTIONS["TORCH_SDPA"]
+    if plugin not in registry.owners.values():
+        note = "" if catalog.folder_in_clone(plugin) else f". {catalog.NOT_ON_AN_INDEX}"
+        return f"{plugin} serves CPUs and GPUs: {catalog.install_command(plugin)}{note}"
+    return f"no installed plugin supports {device.full_name or device.name} ({device.capability_text})"
+
+
+def _effective(registry: Registry) -> dict[str, str]:
+    """Return what has an effect, by variable: all of attn-select's own, of the others those that are set."""
+    from attn_select import variables
+
+    others = EFFECTIVE | {name: f"read by {', '.join(users)}" for name, users in registry.variables.items()}
+    return variables.EFFECTS | {name: text for name, text in others.items() if name in os.environ}
+
+
+def _without_effect() -> dict[str, str]:
+    """Return what to use instead of each variable that is set and has no effect here."""
+    from attn_select import variables
+    from attn_select.errors import UnknownNameError
+
+    unknown = [name for name in os.environ if name.startswith("ATTN_SELECT_") and name not in variables.EFFECTS]
+    hints = {name: UnknownNameError("variable", name, variables.EFFECTS).hint or "" for name in sorted(unknown)}
+    return hints | {name: text for name, text in WITHOUT_EFFECT.items() if name in os.environ}
 
 
 def import_error(module: str, timeout: float = 120.0) -> str | None:
@@ -144,9 +200,11 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
     return lines[-1] if lines else f"the process ended with code {done.returncode}"
 
 
-def _lines(findings: dict[str, Any]) -> list[Any]:
+def _lines(findings: dict[str, Any]) -> list[Block]:
+    from attn_select import catalog
     from attn_select.errors import shorten
-    from attn_select_cli.output import plugin_lines, table_lines
+    from attn_select.render import HANG
+    from attn_select_cli.output import Table, plugin_table
 
     device = findings["device"]
     rows = [
@@ -158,24 +216,31 @@ def _lines(findings: dict[str, Any]) -> list[Any]:
         ["CUDA of the driver", findings["cuda_driver"] or "none"],
         ["device", f"{device['full_name']} ({device['compute_capability']})"],
     ]
-    lines: list[Any] = [[(label.ljust(20), "dim"), (text, "")] for label, text in rows]
-    lines += [[(" " * 20, ""), (note, "warning")] for note in findings["device_notes"]]
-    lines += [[], *plugin_lines(findings["plugins"])]
+    blocks: list[Block] = [[(label.ljust(20), "dim"), HANG, (text, "")] for label, text in rows]
+    blocks += [[(" " * 20, ""), HANG, (note, "warning")] for note in findings["device_notes"]]
+    runnable = ", ".join(findings["runnable_backends"]) or "none"
+    blocks.append([("can run here".ljust(20), "dim"), HANG, (runnable, "")])
+    blocks += [[], plugin_table(findings["plugins"])]
     libraries = []
     for name, x in findings["libraries"].items():
         state = f"does not import: {x['import_error']}" if x["import_error"] else x["state"]
         wanted = "" if x["state"] == "installed" else x["install"]
+        if wanted and x["needs_gpu"]:
+            wanted += f" ({catalog.NEEDS_GPU})"
         libraries.append([name, x["version"] or "-", state, wanted, ", ".join(x["needed_by"])])
     if libraries:
-        lines += [[], *table_lines(["library", "version", "state", "to get it", "used by"], libraries)]
+        blocks += [[], Table(["library", "version", "state", "to get it", "used by"], libraries)]
     files = [[x["kind"], x["state"], x["path"]] for x in findings["rules_files"]]
-    lines += [[], *table_lines(["rules", "state", "path"], files)]
+    blocks += [[], Table(["rules", "state", "path"], files)]
     for title, key, column in (
         ("variable", "variables", "effect"),
         ("variable without effect here", "variables_without_effect", "instead"),
     ):
         if findings[key]:
-            found = [[n, shorten(v["value"], 40), v[column]] for n, v in findings[key].items()]
-            lines += [[], *table_lines([title, "value", column], found)]
-    problems = [[("problem: ", "rejected"), (text, "")] for text in findings["problems"]]
-    return [*lines, [], *(problems or [[("no problems found", "selected")]])]
+            values = [[name, shorten(x["value"] or "not set", 40), x[column]] for name, x in findings[key].items()]
+            blocks += [[], Table([title, "value", column], values)]
+    blocks.append([])
+    blocks += [[("problem: ", "rejected"), HANG, (text, "")] for text in findings["problems"]]
+    if not findings["problems"]:
+        blocks.append([("no problems found", "selected")])
+    return blocks

@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
-from attn_select_cli.layer_options import build_report, report_options
+from attn_select_cli.layer_options import explain_options
 
 EPILOG = """\b
 Examples:
   attn-select explain --model llama-3-8b --gpu h100
   attn-select explain --model deepseek-v3 --gpu h100 --kv-cache-dtype fp8
+  attn-select explain --model llama-3-8b --model gemma-3-27b --gpu l40s --brief
   attn-select explain --model ./config.json --gpu b200 --tensor-parallel 8
   attn-select explain --num-heads 32 --num-kv-heads 8 --head-size 128 --gpu a100
   attn-select explain --model deepseek-v3 --gpu h100 --backend decode=FLASHMLA
@@ -22,15 +23,20 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none, 2 wrong i
 
 
 @click.command("explain", epilog=EPILOG)
-@report_options
+@explain_options
+@click.option("--brief", is_flag=True, help="Only the plan and one line for each rejected backend.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
-def command(as_json: bool, **options: Any) -> int:
+def command(model: tuple[str, ...], gpu: tuple[str, ...], brief: bool, as_json: bool, **options: Any) -> int:
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""
+    from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations
     from attn_select_cli.output import print_json, print_lines
 
-    report = build_report(options)
+    explanations = build_explanations(options, model or (None,), gpu or ("auto",))
     if as_json:
-        print_json(report.to_dict())
+        documents = [explanation.to_dict() for explanation in explanations]
+        several = {"schema_version": SCHEMA_VERSION, "explanations": documents}
+        print_json(documents[0] if len(documents) == 1 else several)
     else:
-        print_lines(report.lines())
-    return 0 if report.ok else 1
+        for index, explanation in enumerate(explanations):
+            print_lines([*([[]] if index else []), *explanation.lines(brief)])
+    return 0 if all(explanation.ok for explanation in explanations) else 1

@@ -23,7 +23,7 @@ A GPU that is not listed can be asked about by its compute capability: --gpu sm9
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     """List the GPUs known by name, those that contain every WORD if any is given."""
     from attn_select.device import known_gpus
-    from attn_select_cli.output import print_json, print_lines, table_lines
+    from attn_select_cli.output import Table, print_json, print_lines
 
     devices = [
         d
@@ -50,7 +50,7 @@ def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
             + ([d.source] if sources else [])
             for d in devices
         ]
-        print_lines(table_lines(header, rows))
+        print_lines([Table(header, rows)])
     return 0 if devices else 1
 
 

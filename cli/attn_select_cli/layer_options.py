@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from attn_select_cli import complete
-
-if TYPE_CHECKING:
-    from attn_select.decide import Decider
-    from attn_select_cli.report import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,7 +45,6 @@ _DEEPSEEK_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_di
 
 _KV_CACHE_DTYPES = complete.choices("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e5m2", "fp8_ds_mla", "nvfp4")
 _ATTN_TYPES = complete.choices("decoder", "encoder", "encoder_only", "encoder_decoder")
-_RULES_HELP = "One more rules file, above all others (repeatable)."
 
 
 def _flag(name: str, text: str) -> Callable[[F], F]:
@@ -129,25 +124,51 @@ _CONTEXT: tuple[Callable[[Any], Any], ...] = (
         multiple=True,
         type=click.Path(),
         metavar="FILE",
-        help=_RULES_HELP,
+        help="One more rules file, above all others (repeatable).",
     ),
 )
-_MODEL = click.option(
-    "--model",
-    "-m",
-    shell_complete=complete.models,
-    metavar="NAME|PATH",
-    help="A preset (`attn-select models`), a config.json or a folder holding one.",
-)
-_GPU = click.option(
-    "--gpu",
-    "-g",
-    shell_complete=complete.gpus,
-    default="auto",
-    show_default=True,
-    metavar="NAME|smNN|N.M|cpu|auto",
-    help="The device; auto is this machine's.",
-)
+
+
+def _only_one(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """Return the one value of an option; click would take the last of several without a word."""
+    if len(values) > 1:
+        raise click.UsageError(
+            f"--{parameter.name} is given {len(values)} times ({', '.join(values)}): `{ctx.command_path}` takes one. "
+            "`attn-select explain` and `attn-select matrix` take several",
+            ctx,
+        )
+    return values[0] if values else None
+
+
+def model_option(text: str, *, several: bool) -> Callable[[Any], Any]:
+    """Return ``--model`` with this help; its value is a tuple where ``several`` are accepted, else a name or None."""
+    return click.option(
+        "--model",
+        "-m",
+        shell_complete=complete.models,
+        multiple=True,
+        callback=None if several else _only_one,
+        metavar="NAME|PATH",
+        help=text,
+    )
+
+
+def gpu_option(text: str, *, several: bool) -> Callable[[Any], Any]:
+    """Return ``--gpu`` with this help; its value is a tuple where ``several`` are accepted, else a name or None."""
+    return click.option(
+        "--gpu",
+        "-g",
+        shell_complete=complete.gpus,
+        multiple=True,
+        callback=None if several else _only_one,
+        metavar="NAME|smNN|N.M|cpu|auto",
+        help=text,
+    )
+
+
+_MODEL_HELP = "A preset (`attn-select models`), a config.json or a folder holding one"
+_GPU_HELP = "The device [default: auto, which is this machine's]"
+_ONE_MODEL = model_option(f"{_MODEL_HELP}.", several=False)
 _BACKEND = click.option(
     "--backend",
     "-b",
@@ -158,30 +179,27 @@ _BACKEND = click.option(
 )
 
 
-def _apply(function: F, options: tuple[Callable[[Any], Any], ...]) -> F:
-    for option in reversed(options):
+def decision_options(function: F, *first: Callable[[Any], Any]) -> F:
+    """Add the options ``first``, then what every decision takes: ``--backend``, the layer, libraries and rules."""
+    for option in reversed((*first, _BACKEND, *_LAYER, *_CONTEXT)):
         function = option(function)
     return function
 
 
-def layer_options(function: F) -> F:
-    """Add the options that describe the layer itself."""
-    return _apply(function, _LAYER)
+def explain_options(function: F) -> F:
+    """Add the options of decisions for any number of models and GPUs."""
+    model = model_option(f"{_MODEL_HELP} (repeatable).", several=True)
+    return decision_options(function, model, gpu_option(f"{_GPU_HELP} (repeatable).", several=True))
 
 
-def context_options(function: F) -> F:
-    """Add ``--with`` and ``--rules``."""
-    return _apply(function, _CONTEXT)
-
-
-def report_options(function: F) -> F:
-    """Add everything that one report needs: model, GPU, backend, layer, libraries, rules."""
-    return _apply(function, (_MODEL, _GPU, _BACKEND, *_LAYER, *_CONTEXT))
+def diff_options(function: F) -> F:
+    """Add the options of one decision: one model, one GPU."""
+    return decision_options(function, _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
 
 
 def run_options(function: F) -> F:
-    """Add what a run on this machine needs: all of ``report_options`` but the GPU."""
-    return _apply(function, (_MODEL, _BACKEND, *_LAYER, *_CONTEXT))
+    """Add the options of one decision for this machine."""
+    return decision_options(function, _ONE_MODEL)
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,61 +210,3 @@ def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("mla"):
         overrides = {**_DEEPSEEK_DIMS, **overrides}
     return overrides
-
-
-def build_report(options: Mapping[str, Any]) -> Report:
-    """Decide for the model (or the one layer that flags describe) and return the report.
-
-    Raises:
-        AttnSelectError: any documented error of input.
-    """
-    from attn_select import detection
-    from attn_select.device import Device, lookup
-    from attn_select.environment import parse_pins
-    from attn_select.selector import decider_for, environment_for, select_model
-    from attn_select_cli import model_configs
-    from attn_select_cli.report import LayerReport, Report
-
-    overrides = overrides_from(options)
-    if options["model"] is None and "num_heads" not in overrides:
-        raise click.UsageError(
-            "which layer? Give --model, or --num-heads with --head-size (or --mla)",
-            click.get_current_context(silent=True),
-        )
-    warnings: list[str] = []
-    if options["gpu"].strip().lower() == "auto":
-        found = detection.detect_device()
-        device: Device = found.device
-        warnings += [*([found.note] if found.note else []), *found.warnings]
-    else:
-        device = lookup(options["gpu"])
-    environment = environment_for(device, parse_pins(options["pins"]))
-    source = model_configs.load(options["model"]) if options["model"] is not None else None
-    kinds = model_configs.layer_kinds(
-        source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides
-    )
-    decider = decider_for(device, tuple(options["rules"]) or None, environment)
-    warnings += unknown_pins(environment.pins, decider)
-    rules = tuple(options["rules"]) or None
-    backend = tuple(options["backend"]) or None
-    configs = [kind.config for kind in kinds.kinds]
-    selections = select_model(configs, device, rules, backend, environment=environment)
-    described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
-    layers = [LayerReport(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
-    return Report(described, layers, [*warnings, *kinds.warnings], decider)
-
-
-def unknown_pins(pins: Mapping[str, str], decider: Decider) -> list[str]:
-    """Return a warning for every ``--with`` library that neither a backend nor a rule asks about."""
-    from attn_select.environment import canonical_distribution
-    from attn_select.errors import UnknownNameError
-
-    specs = decider.registry.specs.values()
-    known = {"cuda", *(x.distribution for spec in specs for group in spec.libraries for x in group)}
-    conditions = [condition.field for rule in decider.rules.rules for condition in rule.when]
-    known |= {canonical_distribution(f.removeprefix("library.")) for f in conditions if f.startswith("library.")}
-    return [
-        f"--with {name}: no backend and no rule asks about it; {UnknownNameError('library', name, sorted(known)).hint}"
-        for name in pins
-        if name not in known
-    ]

@@ -119,9 +119,11 @@ def run(arguments: list[str]) -> int:
             click.echo(f"error: the output cannot be written: {error.strerror or error}", err=True)
         return 2
     except Exception as error:
-        if os.environ.get("ATTN_SELECT_TRACEBACK"):
+        from attn_select import variables
+
+        if os.environ.get(variables.TRACEBACK):
             raise
-        hint = "this is a bug: run it again with ATTN_SELECT_TRACEBACK=1 and report what it prints"
+        hint = f"this is a bug: run it again with {variables.TRACEBACK}=1 and report what it prints"
         return _fail(as_json, "internal-error", f"{type(error).__name__}: {error}", hint, 3)
 
 

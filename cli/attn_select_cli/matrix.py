@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import click
 
-from attn_select_cli import complete
-from attn_select_cli.layer_options import context_options, layer_options
+from attn_select_cli.layer_options import decision_options, gpu_option, model_option
 
 EPILOG = """\b
 Examples:
@@ -24,36 +24,11 @@ DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 
 
 @click.command("matrix", epilog=EPILOG)
-@click.option(
-    "--model",
-    "-m",
-    "model",
-    shell_complete=complete.models,
-    multiple=True,
-    metavar="NAME|PATH",
-    help=f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].",
-)
-@click.option(
-    "--gpu",
-    "-g",
-    "gpu",
-    shell_complete=complete.gpus,
-    multiple=True,
-    metavar="NAME|smNN|N.M|cpu|auto",
-    help=f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].",
-)
+@model_option(f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].", several=True)
+@gpu_option(f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].", several=True)
 @click.option("--all-models", is_flag=True, help="Every preset.")
 @click.option("--all-gpus", is_flag=True, help="Every known GPU.")
-@click.option(
-    "--backend",
-    "-b",
-    shell_complete=complete.backends,
-    multiple=True,
-    metavar="[PHASE=]NAME",
-    help="Choose explicitly, against every rule (repeatable).",
-)
-@layer_options
-@context_options
+@decision_options
 @click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(
@@ -67,34 +42,27 @@ def command(
 ) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
     from attn_select.device import known_gpus
-    from attn_select.errors import ConfigError, ModelError
     from attn_select_cli import model_configs
-    from attn_select_cli.layer_options import build_report
-    from attn_select_cli.output import markdown_table, print_json, print_lines, table_lines
+    from attn_select_cli.explanation import build_explanations
+    from attn_select_cli.output import Table, markdown_table, print_json, print_lines
 
     described = options["num_heads"] is not None and not model and not all_models
     names: tuple[str | None, ...] = tuple(model_configs.presets()) if all_models else model or DEFAULT_MODELS
     if described:
         names = (None,)  # flags alone describe one layer
     gpus = tuple(known_gpus()) if all_gpus else gpu or DEFAULT_GPUS
-    cells: list[dict[str, Any]] = []
-    for name in names:
-        for device in gpus:
-            try:
-                report = build_report({**options, "model": name, "gpu": device})
-            except (ModelError, ConfigError) as error:
-                error.message = f"{name or 'the layer'} on {device}: {error.message}"
-                raise
-            for layer in report.layers:
-                cells.append(
-                    {
-                        "model": name,
-                        "gpu": device,
-                        "kind": layer.kind,
-                        "count": layer.count,
-                        "selected": layer.selection.selected,
-                    }
-                )
+    explained = zip(product(names, gpus), build_explanations(options, names, gpus), strict=True)
+    cells: list[dict[str, Any]] = [
+        {
+            "model": name,
+            "gpu": device,
+            "kind": layer.kind,
+            "count": layer.count,
+            "selected": layer.selection.selected,
+        }
+        for (name, device), explanation in explained
+        for layer in explanation.layers
+    ]
     ok = all(None not in cell["selected"].values() for cell in cells)
     if as_json or form == "json":
         print_json({"schema_version": 1, "models": list(names), "gpus": list(gpus), "cells": cells})
@@ -109,7 +77,7 @@ def command(
     if form == "markdown":
         click.echo(markdown_table(header, table))
     else:
-        print_lines(table_lines(header, table))
+        print_lines([Table(header, table)])
     return 0 if ok else 1
 
 

@@ -23,7 +23,7 @@ Any other model: give --model the path of its config.json, or of the folder that
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     """List the model presets, those that contain every WORD if any is given."""
     from attn_select_cli import model_configs as models
-    from attn_select_cli.output import print_json, print_lines, table_lines
+    from attn_select_cli.output import Table, print_json, print_lines
 
     presets = [
         p
@@ -37,5 +37,6 @@ def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
         click.echo(f"no preset contains {' and '.join(words)}; --model also takes the path of a config.json")
     else:
         header = ["name", "attention", *(["source"] if sources else [])]
-        print_lines(table_lines(header, [[p.name, p.description, *([p.source] if sources else [])] for p in presets]))
+        rows = [[p.name, p.description, *([p.source] if sources else [])] for p in presets]
+        print_lines([Table(header, rows)])
     return 0 if presets else 1

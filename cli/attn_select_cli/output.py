@@ -1,4 +1,4 @@
-"""How commands print: plain text into pipes and files, colours on a terminal, JSON on request."""
+"""How commands print: plain text into pipes and files, colours and wrapped lines on a terminal, JSON on request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -13,24 +14,51 @@ import click
 from attn_select.render import STYLES, Line, plain
 
 Row = Sequence[str]
+GAP = "  "
+"""Between two columns of a table."""
 
 
-def is_terminal() -> bool:
-    """Whether stdout is a terminal on which colours are welcome (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+@dataclass(slots=True)
+class Table:
+    """Rows of text under a header, aligned in columns; a terminal that is too narrow changes its form."""
+
+    header: Row
+    rows: Sequence[Row]
+
+    def lines(self, widths: Sequence[int] | None = None) -> list[Line]:
+        """Return the aligned rows. The last column is not padded; ``widths`` are those of the widest cells."""
+        columns = widths or self.widths()
+        return [
+            [(GAP.join([*(cell.ljust(width) for cell, width in zip(row[:-1], columns, strict=False)), row[-1]]), style)]
+            for row, style in [(self.header, "title"), *((row, "") for row in self.rows)]
+        ]
+
+    def widths(self) -> list[int]:
+        """Return the width of each column's widest cell."""
+        return [max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))]
 
 
-def print_lines(lines: Sequence[Line]) -> None:
-    """Print styled lines: with colours through rich on a terminal, else as plain text."""
-    if not is_terminal():
-        click.echo(plain(lines))
+Block = Line | Table
+
+
+def print_lines(blocks: Sequence[Block]) -> None:
+    """Print styled lines and tables: as plain text, or on a terminal wrapped to its width and coloured through rich.
+
+    ``NO_COLOR`` (https://no-color.org) and ``TERM=dumb`` leave the colours out.
+    """
+    if not sys.stdout.isatty():
+        click.echo(plain(line for block in blocks for line in (block.lines() if isinstance(block, Table) else [block])))
         return
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(Text.assemble(*((text, STYLES.get(style, "")) for text, style in line)), soft_wrap=True)
+    from attn_select_cli.terminal import fitted
+
+    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    console = Console(highlight=False, color_system="auto" if colours else None)
+    for line in fitted(blocks, console.width):
+        pieces = ((text, STYLES.get(style, "") if colours else "") for text, style in line)
+        console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
@@ -38,23 +66,12 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def table_lines(header: Row, rows: Sequence[Row]) -> list[Line]:
-    """Return an aligned table. The last column is not padded."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row: Row, style: str) -> Line:
-        padded = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-        return [("  ".join([*padded, row[-1]]), style)]
-
-    return [line(header, "title"), *(line(row, "") for row in rows)]
-
-
-def plugin_lines(plugins: Sequence[Mapping[str, Any]]) -> list[Line]:
+def plugin_table(plugins: Sequence[Mapping[str, Any]]) -> Block:
     """Return the table of plugins (``Plugin.to_dict``), or the line that says that there is none."""
     if not plugins:
-        return [[("no plugin is installed", "warning")]]
+        return [("no plugin is installed", "warning")]
     rows = [[p["name"], f"{p['distribution']} {p['version']}", p["error"] or ", ".join(p["backends"])] for p in plugins]
-    return table_lines(["plugin", "distribution", "backends, or why it failed"], rows)
+    return Table(["plugin", "distribution", "backends, or why it failed"], rows)
 
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> str:

@@ -36,13 +36,7 @@ def command() -> None:
 
 
 @command.command("show", epilog="\b\nExample:\n  attn-select rules show --rules my_rules.toml --json\n")
-@click.option(
-    "--rules",
-    multiple=True,
-    type=click.Path(),
-    metavar="FILE",
-    help="One more rules file, above all others (repeatable).",
-)
+@_extra_rules
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(rules: tuple[str, ...], as_json: bool) -> int:
     """Show the effective rules and backend options with their origin."""
@@ -162,7 +156,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-@command.command("schema")
+@command.command("schema", epilog="\b\nExample:\n  attn-select rules schema > selector_rules.schema.json\n")
 def schema() -> int:
     """Print a JSON Schema of rules files, for editors (Taplo, Even Better TOML)."""
     from attn_select.registry import load_plugins
@@ -173,23 +167,17 @@ def schema() -> int:
     return 0
 
 
-@command.command("path")
-@click.option(
-    "--rules",
-    multiple=True,
-    type=click.Path(),
-    metavar="FILE",
-    help="One more rules file, above all others (repeatable).",
-)
+@command.command("path", epilog="\b\nExample:\n  attn-select rules path --rules my_rules.toml\n")
+@_extra_rules
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def path(rules: tuple[str, ...], as_json: bool) -> int:
     """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""
     from attn_select.rules.layers import inspect_layers
-    from attn_select_cli.output import print_json, print_lines, table_lines
+    from attn_select_cli.output import Table, print_json, print_lines
 
     layers = inspect_layers(rules)
     if as_json:
         print_json({"schema_version": 1, "files": [layer.to_dict() for layer in layers]})
     else:
-        print_lines(table_lines(["layer", "state", "path"], [[x.kind, x.state, str(x.path)] for x in layers]))
+        print_lines([Table(["layer", "state", "path"], [[x.kind, x.state, str(x.path)] for x in layers])])
     return 0

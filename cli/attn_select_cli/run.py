@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attn_select_cli.layer_options import build_report, run_options
+from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
-    from attn_select.render import Line
-    from attn_select_cli.report import LayerReport
+    from attn_select_cli.explanation import LayerExplanation
+    from attn_select_cli.output import Block
     from attn_select_cli.serving import Served, Workload
 
 EPILOG = """\b
@@ -28,33 +28,33 @@ Exit code: 0 every error is within its bound, 1 one is not or a layer has no bac
 """
 
 
-def _count(name: str, default: int, text: str, least: int | None = None) -> Callable[[Any], Any]:
-    kind = click.IntRange(min=least)
-    return click.option(name, type=kind, default=default, show_default=True, metavar="N", help=text)
+def _count(name: str, least: int, default: int, text: str) -> Callable[[Any], Any]:
+    return click.option(name, type=click.IntRange(least), default=default, show_default=True, metavar="N", help=text)
 
 
 @click.command("run", epilog=EPILOG)
 @run_options
 @click.option("--layer", "layer", metavar="KIND", help="Run only this kind of the model's layers [default: each].")
-@_count("--requests", 4, "Requests in the batch.", least=1)
-@_count("--prompt-tokens", 256, "Length of the longest prompt; the others have half of it or more.")
-@_count("--decode-steps", 16, "Tokens generated per request.")
-@_count("--max-num-batched-tokens", 192, "Tokens of one step: longer prompts are prefilled in chunks.")
-@_count("--seed", 0, "Of everything that is random.")
+@_count("--requests", 1, 4, "Requests in the batch.")
+@_count("--prompt-tokens", 1, 256, "Length of the longest prompt; the others have half of it or more.")
+@_count("--decode-steps", 0, 16, "Tokens generated per request.")
+@_count("--max-num-batched-tokens", 1, 192, "Most tokens of one step: longer prompts are prefilled in chunks.")
+@_count("--seed", 0, 0, "Seed of everything that is random.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(layer: str | None, as_json: bool, **options: Any) -> int:
     """Run one attention layer of a model here, chunked prefill and decode on a paged cache, checked against float64."""
     from dataclasses import asdict
 
     from attn_select.render import warning_lines
+    from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines
 
-    report = build_report({**options, "gpu": "auto"})
-    chosen = _chosen(report.layers, layer)
+    explanation = build_explanation({**options, "gpu": "auto"})
+    chosen = _chosen(explanation.layers, layer)
     for one in chosen:
         one.selection.require()
     serve, unserved, workload = _serving(options)
-    served: list[tuple[LayerReport, Served | str]] = []
+    served: list[tuple[LayerExplanation, Served | str]] = []
     for one in chosen:
         reason = None if layer is not None else unserved(one.selection.config)
         if reason is not None:
@@ -65,18 +65,18 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
             served.append((one, serve(one.selection, workload, advance)))
     ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
     if as_json:
-        document = report.to_dict()
+        document = explanation.to_dict()
         document["layers"] = [_to_dict(one, outcome) for one, outcome in served]
         print_json({**document, "ok": ok, "workload": asdict(workload)})
     else:
-        lines = report.head_lines()
+        lines: list[Block] = [*explanation.head_lines()]
         for one, outcome in served:
             lines += [[], *_lines(one, outcome, workload)]
-        print_lines(lines + warning_lines(report.all_warnings))
+        print_lines([*lines, *warning_lines(explanation.all_warnings)])
     return 0 if ok else 1
 
 
-def _chosen(layers: Any, kind: str | None) -> list[LayerReport]:
+def _chosen(layers: Any, kind: str | None) -> list[LayerExplanation]:
     from attn_select.errors import UnknownNameError
 
     if kind is not None and kind not in [one.kind for one in layers]:
@@ -120,9 +120,9 @@ def _progress(kind: str, tokens: int) -> Any:
     return bar()
 
 
-def _lines(one: LayerReport, served: Served | str, workload: Workload) -> list[Line]:
+def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:
     from attn_select.render import byte_text, plan_lines
-    from attn_select_cli.output import table_lines
+    from attn_select_cli.output import Table
 
     lines = plan_lines(one.selection, one.kind, one.count)
     if isinstance(served, str):
@@ -140,7 +140,6 @@ def _lines(one: LayerReport, served: Served | str, workload: Workload) -> list[L
     header = ["  steps", "number", "tokens", "ms a step", "us a token", "error", "worst row", "verdict"]
     rows = []
     for kind in served.kinds:
-        good = kind.error.norm <= served.bound.norm and kind.error.row <= served.bound.row
         rows.append(
             [
                 f"  {kind.name}",
@@ -150,14 +149,14 @@ def _lines(one: LayerReport, served: Served | str, workload: Workload) -> list[L
                 f"{kind.seconds / kind.tokens * 1e6:.1f}",
                 f"{kind.error.norm:.1e}",
                 f"{kind.error.row:.1e}",
-                "within" if good else "ABOVE",
+                "within" if served.within(kind) else "ABOVE",
             ]
         )
     bound = ["  bound", "", "", "", "", f"{served.bound.norm:.1e}", f"{served.bound.row:.1e}", served.bound.because]
-    return lines + table_lines(header, [*rows, bound])
+    return [*lines, Table(header, [*rows, bound])]
 
 
-def _to_dict(one: LayerReport, served: Served | str) -> dict[str, Any]:
+def _to_dict(one: LayerExplanation, served: Served | str) -> dict[str, Any]:
     told = {"kind": one.kind, "count": one.count, **one.selection.to_dict()}
     if isinstance(served, str):
         return {**told, "run": None, "not_run": served}

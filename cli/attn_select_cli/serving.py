@@ -129,7 +129,11 @@ class Served:
     @property
     def ok(self) -> bool:
         """Whether every error is within the bound."""
-        return all(kind.error.norm <= self.bound.norm and kind.error.row <= self.bound.row for kind in self.kinds)
+        return all(map(self.within, self.kinds))
+
+    def within(self, kind: StepKind) -> bool:
+        """Whether both errors of one kind of step are within the bound: of the norm, and of the worst row."""
+        return kind.error.norm <= self.bound.norm and kind.error.row <= self.bound.row
 
 
 def unserved(config: AttentionConfig) -> str | None:

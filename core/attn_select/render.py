@@ -1,18 +1,21 @@
 """Text for people: a selection, or a whole report of layer kinds, as lines of styled pieces.
 
-A line is a list of ``(text, style)``; style is "", or one of ``STYLES``. ``plain`` joins them; the command line
-colours them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so both always agree.
+A line is a list of ``(text, style)``; style is "", or one of ``STYLES``. The piece ``HANG`` marks the column where
+continuation lines begin when a terminal wraps the line. ``plain`` joins the pieces; the command line colours and wraps
+them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so both always agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from attn_select import catalog
 from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
 from attn_select.rules.layers import FILE_NAME
 from attn_select.rules.rule import Rule
 from attn_select.selection import Candidate, Selection, Verdict
-from attn_select.spec import BackendPlan
+from attn_select.spec import BackendPlan, Reason
 
 Line = list[tuple[str, str]]
 STYLES = {
@@ -24,8 +27,13 @@ STYLES = {
     "remedy": "cyan",
     "warning": "yellow",
 }
+HANG = ("", "hang")
+_MARGIN = 19
+"""Column of what stands beside ``prefill``, ``decode`` and ``KV cache``."""
 
 
+_WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported", "phase-not-served")
+"""Codes of reasons that hold for every layer of this kind, whatever else it asks for."""
 _NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
 
 
@@ -36,7 +44,8 @@ def plain(lines: Iterable[Line]) -> str:
 
 def selection_text(selection: Selection) -> str:
     """Return ``Selection.explain()``."""
-    return plain([*device_lines(selection), [], *layer_lines(selection), *warning_lines(selection.warnings)])
+    lines = [*device_lines(selection), [], *layer_lines(selection), *note_lines([selection])]
+    return plain([*lines, *warning_lines(selection.warnings)])
 
 
 def device_lines(selection: Selection) -> list[Line]:
@@ -50,23 +59,19 @@ def device_lines(selection: Selection) -> list[Line]:
     if device.bandwidth_gbps:
         facts.append(f"{device.bandwidth_gbps:g} GB/s")
     name = device.full_name or device.name
-    lines: list[Line] = [[("Device     ", "dim"), (name, "title"), (f" ({', '.join(facts)})" if facts else "", "")]]
+    details = f" ({', '.join(facts)})" if facts else ""
+    pins = ", ".join(f"{library} {version}" for library, version in environment.pins.items())
     if environment.assume_installed:
-        text = "not this machine's: every kernel library counts as installed"
-        pins = ", ".join(f"{library} {version}" for library, version in environment.pins.items())
-        lines.append(
-            [
-                ("Libraries  ", "dim"),
-                (f"{text}; given: {pins}" if pins else f"{text} (--with NAME==VERSION says which)", ""),
-            ]
-        )
+        libraries = "not this machine's: every kernel library counts as installed"
+        libraries += f"; given: {pins}" if pins else " (--with NAME==VERSION says which)"
+    elif pins:
+        libraries = f"as installed on this machine; given: {pins}"
     else:
-        pins = ", ".join(f"{library} {version}" for library, version in environment.pins.items())
-        text = (
-            f"as installed on this machine; given: {pins}" if pins else "as installed here (`attn-select doctor` lists)"
-        )
-        lines.append([("Libraries  ", "dim"), (text, "")])
-    return lines
+        libraries = "as installed here (`attn-select doctor` lists)"
+    return [
+        [("Device     ", "dim"), HANG, (name, "title"), (details, "")],
+        [("Libraries  ", "dim"), HANG, (libraries, "")],
+    ]
 
 
 def config_text(config: AttentionConfig) -> str:
@@ -116,17 +121,54 @@ def layer_lines(selection: Selection, kind: str | None = None, count: int | None
     return lines
 
 
+def brief_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
+    """Render one layer kind: the plan, and one line for each rejected backend with the first reason against it."""
+    lines: dict[str, Line] = {}
+    folded: dict[str, list[str]] = {}
+    for candidate in selection.candidates:
+        rejected = {phase: v for phase, v in candidate.phases.items() if v.verdict == "rejected"}
+        # What speaks against a phase that the backend does serve says more than that it does not serve the other.
+        served = {p: v for p, v in rejected.items() if [r.code for r in v.reasons] != ["phase-not-served"]}
+        told = served or rejected
+        if not told:
+            continue
+        everywhere = len(rejected) == len(candidate.phases)
+        standing = {_standing(verdict, selection.device) for verdict in told.values()}
+        if everywhere and len(standing) == 1 and candidate.backend not in selection.explicit.values():
+            folded.setdefault(standing.pop() or "", []).append(candidate.backend)
+        lines[candidate.backend] = _brief_line(candidate.backend, told, everywhere, selection.device)
+    for why, names in folded.items():
+        if why and len(names) > 1:
+            lines = {backend: line for backend, line in lines.items() if backend not in names}
+            lines[why] = [(f"{len(names)} others {why}: {', '.join(names)}", "")]
+    margins = [("  rejected".ljust(_MARGIN), "rejected"), *[(" " * _MARGIN, "")] * len(lines)]
+    rejected_lines = [[margin, HANG, *line] for margin, line in zip(margins, lines.values(), strict=False)]
+    return plan_lines(selection, kind, count) + rejected_lines
+
+
+def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, device: Device) -> Line:
+    reasons: list[Reason] = []
+    for verdict in told.values():
+        reasons += [reason for reason in verdict.reasons if reason not in reasons]
+    where = "" if always else f" for {' and '.join(told)}"
+    line: Line = [(backend, ""), (f"{where}: {reasons[0].message}", "")]
+    if len(reasons) > 1:
+        more = len(reasons) - 1
+        line.append((f" (and {more} more reason{'s' if more > 1 else ''})", "dim"))
+    return line + (_try(reasons[0], device) if len(reasons) == 1 else [])
+
+
 def plan_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
     """Render what one layer kind asks for and the plan of each phase."""
     title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
-    lines: list[Line] = [[(title, "title"), (f"  {config_text(selection.config)}", "")]]
+    lines: list[Line] = [[(f"{title}  ", "title"), HANG, (config_text(selection.config), "")]]
     for phase, name, plan in _merged_plans(selection):
         if name is None or plan is None:
-            lines.append([(f"  {phase:<17}", ""), ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
+            lines.append([(f"  {phase:<17}", ""), HANG, ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
             continue
         explicit = any(chosen == name and p in phase for p, chosen in selection.explicit.items())
         asked = ", asked for by name" if explicit else ""
-        lines.append([(f"  {phase:<17}", ""), (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
+        lines.append([(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
         facts = [
             f"query {plan.query_dtype}",
             "returns LSE" if plan.returns_lse else "no LSE",
@@ -138,16 +180,16 @@ def plan_lines(selection: Selection, kind: str | None = None, count: int | None 
             facts.append(f"block table width a multiple of {plan.block_table_width_multiple}")
         if plan.provider:
             facts.append(f"kernel from {plan.provider}")
-        lines.append([(" " * 19, ""), (", ".join(facts), "dim")])
-        lines += [[(" " * 19, ""), (note, "dim")] for note in plan.notes]
-        lines += [[(" " * 19, ""), ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
+        lines.append([(" " * _MARGIN, ""), HANG, (", ".join(facts), "dim")])
+        lines += [[(" " * _MARGIN, ""), HANG, (note, "dim")] for note in plan.notes]
+        lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
     if selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
         text += f"{selection.bytes_per_token} bytes per token and layer"
         if count is not None and count > 1:
             text += f", {byte_text(selection.bytes_per_token * count)} per token for all {count}"
-        lines.append([("  KV cache         ", ""), (text, "")])
+        lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
     return lines
 
 
@@ -175,10 +217,33 @@ def _candidate_lines(selection: Selection) -> list[Line]:
     same = len(phases) == 2 and all(_same(c.phases["prefill"], c.phases["decode"]) for c in selection.candidates)
     for title, phase in [("prefill and decode", phases[0])] if same else [(p, p) for p in phases]:
         lines += [[], [(f"  Candidates for {title}", "title")]]
-        ranked = sorted(selection.candidates, key=lambda c: _order(c, phase))
-        for candidate in ranked:
-            lines += _verdict_lines(candidate, phase)
+        folded = _folded(selection, phase)
+        for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
+            if not any(candidate.backend in names for names in folded.values()):
+                lines += _verdict_lines(candidate, phase, selection.device)
+        for why, names in folded.items():
+            lines.append([("     -  ", ""), HANG, (f"{len(names)} others {why}: {', '.join(names)}", "")])
     return lines
+
+
+def _folded(selection: Selection, phase: Phase) -> dict[str, list[str]]:
+    """Return the backends that can never serve this layer, by why; only where two or more share it."""
+    found: dict[str, list[str]] = {}
+    for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
+        why = _standing(candidate.phases[phase], selection.device)
+        if why is not None and selection.explicit.get(phase) != candidate.backend:
+            found.setdefault(why, []).append(candidate.backend)
+    return {why: names for why, names in found.items() if len(names) > 1}
+
+
+def _standing(verdict: Verdict, device: Device) -> str | None:
+    """Return why nothing could make a backend serve this layer, to follow "3 others"; None where something could."""
+    for reason in verdict.reasons:
+        if reason.code in _WRONG_KIND:
+            return reason.message.replace("serves", "serve", 1)
+    if device.is_cpu and any(reason.code == "compute-capability" for reason in verdict.reasons):
+        return "need a GPU"
+    return None
 
 
 def _same(a: Verdict, b: Verdict) -> bool:
@@ -192,24 +257,34 @@ def _order(candidate: Candidate, phase: Phase) -> int:
     return 1 << 30 if rank is None else rank
 
 
-def _verdict_lines(candidate: Candidate, phase: Phase) -> list[Line]:
+def _verdict_lines(candidate: Candidate, phase: Phase, device: Device) -> list[Line]:
     verdict = candidate.phases[phase]
     rank = "-" if verdict.rank is None else str(verdict.rank)
     head: Line = [(f"  {rank:>4}  {candidate.backend:<22}", ""), (f"{verdict.verdict:<9} ", verdict.verdict)]
     if verdict.plan is not None:
         note = "" if verdict.rank is not None else " (no rule ranks it, so it is never chosen by itself)"
         marks: list[Line] = [
-            [(" " * 40, ""), ("unverified: ", "warning"), (clause, "")] for clause in verdict.plan.unverified
+            [(" " * 40, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in verdict.plan.unverified
         ]
-        return [[*head, (f"{verdict.plan.path}: {verdict.plan.because}{note}", "")], *marks]
+        return [[*head, HANG, (f"{verdict.plan.path}: {verdict.plan.because}{note}", "")], *marks]
     lines: list[Line] = []
     # A remedy is worth a try only where no reason is left that nothing removes.
     removable = all(reason.remedy for reason in verdict.reasons)
     for index, reason in enumerate(verdict.reasons):
         start: Line = head if index == 0 else [(" " * 40, "")]
-        tail: Line = [("; try ", "dim"), (reason.remedy, "remedy")] if removable and reason.remedy else []
-        lines.append([*start, (reason.message, ""), *tail])
+        lines.append([*start, HANG, (reason.message, ""), *(_try(reason, device) if removable else [])])
     return lines
+
+
+def _try(reason: Reason, device: Device) -> Line:
+    """Render the remedy of a reason, which removes it."""
+    return [("; try ", "dim"), *_remedy(reason, device)] if reason.remedy else []
+
+
+def _remedy(reason: Reason, device: Device) -> Line:
+    remedy = reason.remedy or ""
+    elsewhere = not device.local and reason.code != "plugin-not-installed" and remedy.startswith("pip install ")
+    return [(remedy, "remedy"), (f" ({catalog.NEEDS_GPU})" if elsewhere else "", "dim")]
 
 
 def _rule_lines(selection: Selection) -> list[Line]:
@@ -219,7 +294,9 @@ def _rule_lines(selection: Selection) -> list[Line]:
     for rule in selection.rules:
         phase = f" for {rule.phase}" if rule.phase else ""
         because = f": {rule.because}" if rule.because else ""
-        lines.append([(f"    {rule.name} ({rule.effect}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")])
+        lines.append(
+            [("    ", ""), HANG, (f"{rule.name} ({rule.effect}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")]
+        )
     return lines
 
 
@@ -230,7 +307,7 @@ def _origin(rule: Rule) -> str:
 
 def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
     """Name the near misses: backends above the chosen one (or any, where none is) that a single remedy would admit."""
-    admitted: dict[tuple[str, str], list[str]] = {}
+    admitted: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
     for phase in selection.backends:
         ranked = [c for c in selection.candidates if c.phases[phase].rank is not None or not selection.backends[phase]]
         for candidate in sorted(ranked, key=lambda c: _order(c, phase)):
@@ -240,17 +317,31 @@ def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
             # A plugin that is not installed has not been asked, so nothing is known of what it would admit.
             alone = verdict.reasons[0] if len(verdict.reasons) == 1 else None
             if alone is not None and alone.remedy and alone.code not in _NOT_JUDGED:
-                admitted.setdefault((alone.remedy, candidate.backend), []).append(phase)
+                admitted.setdefault((alone.remedy, candidate.backend), (alone, []))[1].append(phase)
     lines: list[Line] = [
-        [("    ", ""), (remedy, "remedy"), (f"  would admit {backend} for {' and '.join(phases)}", "")]
-        for (remedy, backend), phases in list(admitted.items())[:most]
+        [
+            ("    ", ""),
+            HANG,
+            *_remedy(reason, selection.device),
+            (f"  would admit {backend} for {' and '.join(phases)}", ""),
+        ]
+        for (_, backend), (reason, phases) in list(admitted.items())[:most]
     ]
     return [[], [("  Nearest misses", "title")], *lines] if lines else []
 
 
+def note_lines(selections: Iterable[Selection]) -> list[Line]:
+    """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
+    reasons = (r for s in selections for c in s.candidates for v in c.phases.values() for r in v.reasons)
+    distributions = {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}
+    if all(catalog.folder_in_clone(distribution) for distribution in distributions):
+        return []
+    return [[], [("note: ", "warning"), HANG, (catalog.NOT_ON_AN_INDEX, "")]]
+
+
 def warning_lines(warnings: Sequence[str]) -> list[Line]:
     """Render warnings, one line each."""
-    return [[], *([("warning: ", "warning"), (w, "")] for w in warnings)] if warnings else []
+    return [[], *([("warning: ", "warning"), HANG, (w, "")] for w in warnings)] if warnings else []
 
 
 def byte_text(count: int) -> str:

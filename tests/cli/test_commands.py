@@ -6,17 +6,21 @@ import json
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attn_select import __version__
+from attn_select import __version__, variables
+from attn_select.detection import Detection
+from attn_select.device import lookup
+from attn_select.registry import Registry, load_plugins
 from attn_select.rules.layers import packaged_rules_path
 
 jsonschema = pytest.importorskip("jsonschema")
 
-COMMANDS = ("explain", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
+COMMANDS = ("explain", "run", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
 
 
 def test_version_and_help(run: Any) -> None:
@@ -27,6 +31,9 @@ def test_version_and_help(run: Any) -> None:
         text = run(command, "--help")
         assert text.code == 0
         assert "Example" in text.out
+        assert "None" not in text.out
+    for command in ("show", "check", "schema", "path"):
+        assert "Example" in run("rules", command, "--help").out
     assert "did you mean explain?" in run("explian").err
 
 
@@ -168,6 +175,48 @@ def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--backend NAME" in text
 
 
+def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("doctor", "--no-import", "--json").json["runnable_backends"] != []
+    everything = load_plugins()
+    torch_alone = [spec for spec in everything.specs.values() if everything.owners[spec.name] == "attn-select-torch"]
+    kernels_alone = [spec for spec in everything.specs.values() if spec.name == "FLASHMLA"]
+
+    def registered(specs: list[Any]) -> None:
+        registry = Registry({s.name: s for s in specs}, {s.name: everything.owners[s.name] for s in specs})
+        monkeypatch.setattr("attn_select.registry.load_plugins", cache(lambda: registry))
+
+    monkeypatch.setattr("attn_select.detection.detect_device", cache(lambda: Detection(lookup("cpu"))))
+    registered(kernels_alone)
+    result = run("doctor", "--no-import")
+    assert result.code == 1
+    assert "can run here        none" in result.out
+    plugin = "attn-select-torch serves CPUs and GPUs: pip install "
+    assert f"problem: no backend can run on this machine: {plugin}" in result.out
+    registered(torch_alone)
+    monkeypatch.setattr("attn_select.environment.installed_version", lambda name: None)
+    monkeypatch.setattr("attn_select.environment.has_module", lambda name: False)
+    result = run("doctor", "--no-import")
+    assert result.code == 1
+    assert "no backend can run on this machine: TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA: pip install torch" in result.out
+
+
+def test_doctor_lists_the_variables_that_attn_select_reads(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_SELECT_CHEK", "1")
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "0")
+    found = run("doctor", "--no-import", "--json").json
+    values = {name: entry["value"] for name, entry in found["variables"].items() if name in variables.EFFECTS}
+    assert values == {"ATTN_SELECT_RULES": None, "ATTN_SELECT_CHECK": "0", "ATTN_SELECT_TRACEBACK": None}
+    assert found["variables_without_effect"]["ATTN_SELECT_CHEK"]["instead"].startswith("did you mean ATTN_SELECT_CHECK")
+
+
+def test_doctor_says_which_libraries_need_a_gpu(run: Any) -> None:
+    libraries = run("doctor", "--no-import", "--json").json["libraries"]
+    assert {name for name, entry in libraries.items() if not entry["needs_gpu"]} == {"torch"}
+    for command in ("doctor", "--no-import"), ("backends",):
+        lines = [line for line in run(*command).out.splitlines() if "pip install " in line]
+        assert all("(needs a GPU machine)" in line for line in lines if "pip install torch" not in line)
+
+
 def test_doctor_names_backends_that_need_another_version(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,3 +308,19 @@ def test_output_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("diff", "--model", "llama-3-8b", "--model", "bert-base", "--to", "--gpu h100"),
+        ("run", "--model", "llama-3-8b", "--model", "bert-base"),
+    ],
+)
+def test_one_model_too_many_is_told(run: Any, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.code == 2
+    assert "--model is given 2 times (llama-3-8b, bert-base)" in result.err
+    result = run("diff", "--model", "llama-3-8b", "--to", "--gpu h100 --gpu b200")
+    assert result.code == 2
+    assert "--gpu is given 2 times (h100, b200)" in result.err

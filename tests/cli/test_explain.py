@@ -58,7 +58,12 @@ def test_text_and_json_say_the_same(run: Any) -> None:
         for candidate in layer["candidates"]:
             assert candidate["backend"] in text.out
             for phase in candidate["phases"].values():
-                assert all(reason["message"] in text.out for reason in phase["reasons"])
+                # What never serves such a layer is folded: "8 others serve MLA layers only: ...".
+                folded = any(reason["code"] in ("mla-only", "phase-not-served") for reason in phase["reasons"])
+                said = [reason["message"].replace("serves", "serve") for reason in phase["reasons"]][
+                    : 1 if folded else None
+                ]
+                assert all(message in text.out.replace("serves", "serve") for message in said)
         assert all(f":{rule['line']}" in text.out and (rule["because"] or "") in text.out for rule in layer["rules"])
 
 
@@ -132,6 +137,52 @@ def test_a_rules_file_changes_the_decision_and_is_named(run: Any, tmp_path: Path
     assert re.search(r"1  TRITON_ATTN +selected", result.out)
     assert "mine.toml:3" in result.out
     assert "we like it" in result.out
+
+
+def test_several_models_and_gpus(run: Any) -> None:
+    arguments = ("explain", "--model", "llama-3-8b", "--model", "bert-base", "--gpu", "h100", "--gpu", "t4")
+    result = run(*arguments, "--json")
+    jsonschema.validate(result.json, SCHEMA)
+    found = [(e["model"]["name"], e["device"]["name"]) for e in result.json["explanations"]]
+    assert found == [("llama-3-8b", "h100"), ("llama-3-8b", "t4"), ("bert-base", "h100"), ("bert-base", "t4")]
+    text = run(*arguments).out
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("Model ")] == [name for name, _ in found]
+    wrong = run("explain", "--model", "llama-3-8b", "--model", "./nowhere.json", "--gpu", "h100")
+    assert wrong.code == 2
+    assert "./nowhere.json on h100: " in wrong.err
+
+
+def test_what_never_serves_such_a_layer_is_one_line(run: Any) -> None:
+    out = run("explain", "--model", "deepseek-v3", "--gpu", "h100").out
+    names = "FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
+    assert out.count(f"     -  6 others serve no MLA layers: {names}\n") == 2
+    assert "serves no MLA layers" not in out
+    cpu = run("explain", "--model", "llama-3-8b", "--gpu", "cpu").out
+    assert "others need a GPU: FLASH_ATTN, FLASHINFER, TRITON_ATTN, PAGED_ATTENTION" in cpu
+    # Asked for by name, a backend is never folded: all that speaks against it is shown.
+    asked = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "FLASH_ATTN").out
+    assert re.search(r"FLASH_ATTN +rejected +serves no MLA layers", asked)
+    assert "5 others serve no MLA layers" in asked
+
+
+def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> None:
+    arguments = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dtype", "fp8")
+    no_mla = "FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
+    brief, layer = run(*arguments, "--brief").out, run(*arguments, "--json").json["layers"][0]
+    assert "Candidates" not in brief
+    lines = brief[brief.index("  rejected  ") :].splitlines()
+    assert [line[19:] for line in lines] == [
+        "FLASH_ATTN_MLA for decode: KV-cache dtype fp8_e4m3 (supported: auto, bfloat16); try --kv-cache-dtype auto",
+        "FLASHMLA for prefill: serves decode only",
+        "CUTLASS_MLA: compute capability 9.0 (supported: 10.0, 10.3)",
+        "2 others serve sparse MLA only: FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE",
+        f"6 others serve no MLA layers: {no_mla}",
+    ]
+    for candidate in layer["candidates"]:
+        rejected = any(phase["verdict"] == "rejected" for phase in candidate["phases"].values())
+        assert sum(candidate["backend"] in re.findall(r"\w+", line) for line in lines) == rejected
+    asked = ("explain", "--model", "deepseek-v3", "--gpu", "t4", "--backend", "FLASH_ATTN", "--brief")
+    assert re.search(r"FLASH_ATTN: serves no MLA layers \(and \d more reasons?\)", run(*asked).out)
 
 
 BAD = [

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from attn_select import variables
+
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("console_blocks", Path(__file__).with_name("console_blocks.py"))
 assert _spec is not None
@@ -20,6 +22,17 @@ _spec.loader.exec_module(console_blocks)
 def test_shown_output_is_what_the_commands_print(path: Path) -> None:
     text = path.read_text("utf-8")
     assert console_blocks.rewritten(text) == text, "run `make docs` to write the present output into the documents"
+
+
+def test_readme_lists_the_environment_variables() -> None:
+    rows = re.findall(r"(?m)^\| `(ATTN_SELECT_\w+)` \| (.*) \|$", (ROOT / "README.md").read_text("utf-8"))
+    assert dict(rows) == variables.EFFECTS
+
+
+def test_every_variable_that_is_read_is_listed() -> None:
+    sources = [file for folder in ("core", "cli", "plugins") for file in (ROOT / folder).rglob("*.py")]
+    named = {name for file in sources for name in re.findall(r'"(ATTN_SELECT_\w+)"', file.read_text("utf-8"))}
+    assert named == set(variables.EFFECTS)
 
 
 def test_readme_shows_real_output() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 
 import pytest
 
@@ -10,6 +12,7 @@ import attn_select
 from attn_select import catalog
 
 pytestmark = pytest.mark.slow
+PLUGIN_NAMES = sorted(set(catalog.DISTRIBUTIONS.values()))
 
 LIST = """
 import importlib.metadata, importlib.resources, json, sys
@@ -95,13 +98,60 @@ def test_catalog_names_every_backend(dist):
     assert backends == catalog.DISTRIBUTIONS
 
 
-def test_commands_that_remedies_print_install_the_plugins(tree, make_environment):
+def run_remedy(environment, command: str, **options) -> None:
+    program, *arguments = shlex.split(command)
+    assert program == "pip"
+    environment.pip(*arguments, **options)
+
+
+def test_remedies_in_a_clone_install_the_plugins(tree, make_environment):
     """`explain` prints them, so core is there already."""
     environment = make_environment()
-    environment.pip("install", ".", cwd=tree)
-    distributions = sorted(set(catalog.DISTRIBUTIONS.values()))
-    for distribution in distributions:
-        program, *arguments = catalog.install_command(distribution).split()
-        assert program == "pip"
-        environment.pip(*arguments, cwd=tree)
-    assert sorted(listing(environment)["plugins"]) == distributions
+    environment.pip("install", "-e", ".", cwd=tree)
+    for cwd in (tree, environment.path):  # by the folder relative to the clone, and from elsewhere by its path
+        shown = environment.run("attn-select", "explain", "--model", "llama-3-8b", "--gpu", "h100", code=1, cwd=cwd)
+        assert catalog.NOT_ON_AN_INDEX not in shown
+        remedies = sorted(set(re.findall(r"; try (pip install .*)", shown)))
+        clone = "." if cwd == tree else tree
+        folders = [name.removeprefix("attn-select-").replace("-", "_") for name in PLUGIN_NAMES]
+        assert remedies == [f"pip install {clone}/plugins/{folder}" for folder in folders]
+        for remedy in remedies:
+            run_remedy(environment, remedy, cwd=cwd)
+        assert sorted(listing(environment)["plugins"]) == PLUGIN_NAMES
+        environment.pip("uninstall", "--yes", *PLUGIN_NAMES)
+
+
+def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make_environment, monkeypatch):
+    """Core from its wheel and no plugin: what explain, backends and doctor print works with PIP_FIND_LINKS."""
+    environment = make_environment()
+    environment.pip("install", "--find-links", dist.folder, "attn-select")
+    explained = environment.run("attn-select", "explain", "--model", "llama-3-8b", "--gpu", "h100", code=1)
+    remedies = sorted(set(re.findall(r"; try (pip install .*)", explained)))
+    assert remedies == [f"pip install {name}" for name in PLUGIN_NAMES]
+    listed = environment.run("attn-select", "backends")
+    assert set(re.findall(r"pip install attn-select-[-a-z]+", listed)) == set(remedies)
+    examined = environment.run("attn-select", "doctor", code=1)
+    (remedy,) = re.findall(r"problem: no backend can run on this machine: .*: (pip install \S+)\. ", examined)
+    assert remedy in remedies
+    for shown in (explained, listed, examined):
+        assert shown.count(catalog.NOT_ON_AN_INDEX) == 1
+    monkeypatch.setenv("PIP_FIND_LINKS", str(dist.folder))
+    for remedy in remedies:
+        run_remedy(environment, remedy)
+    assert sorted(listing(environment)["plugins"]) == PLUGIN_NAMES
+    explained = environment.run("attn-select", "explain", "--model", "llama-3-8b", "--gpu", "h100")
+    assert "pip install" not in explained
+    examined = environment.run("attn-select", "doctor", "--no-import", code=1)
+    assert catalog.NOT_ON_AN_INDEX not in examined
+
+
+def test_remedies_for_libraries_say_what_needs_a_gpu(dist, make_environment):
+    """Without torch and kernels: torch helps on every machine, kernels on one with a GPU."""
+    environment = make_environment()
+    environment.pip("install", "--find-links", dist.folder, "attn-select[all]")
+    for command, code in ((["backends"], 0), (["doctor", "--no-import"], 1)):
+        shown = environment.run("attn-select", *command, code=code)
+        for line in shown.splitlines():
+            for remedy in re.findall(r"pip install (?!torch)\S+", line):
+                assert f"({catalog.NEEDS_GPU})" in line, remedy
+    assert re.search(r"TORCH_SDPA.* pip install torch *$", environment.run("attn-select", "backends"), re.MULTILINE)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attn_select import variables
 from attn_select.errors import RulesError
 from attn_select.rules.document import MAX_BYTES, MOST_PROBLEMS, Problem, read_document
 from attn_select.rules.rule import Rule
 
 FILE_NAME = "selector_rules.toml"
-VARIABLE = "ATTN_SELECT_RULES"
 
 
 @dataclass(slots=True)
@@ -82,7 +82,9 @@ def candidate_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer
     if user := _user_path():
         layers.append(Layer("user", user))
     layers.append(Layer("working directory", Path(FILE_NAME)))
-    layers += (Layer(VARIABLE, Path(path)) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path)
+    layers += (
+        Layer(variables.RULES, Path(path)) for path in os.environ.get(variables.RULES, "").split(os.pathsep) if path
+    )
     layers += (Layer("--rules", Path(path)) for path in extra)
     return layers
 
@@ -150,7 +152,7 @@ def _read_all(layers: list[Layer], problems: list[Problem]) -> list[bytes | None
             content = _read(layer)
         except (OSError, ValueError) as error:
             content, layer.state = None, str(getattr(error, "strerror", None) or error)
-            origin = f" (given by {layer.kind})" if layer.kind in (VARIABLE, "--rules") else ""
+            origin = f" (given by {layer.kind})" if layer.kind in (variables.RULES, "--rules") else ""
             problems.append((str(layer.path), None, f"cannot be read: {layer.state}{origin}"))
         contents.append(content)
     for index, layer in enumerate(layers[1:], 1):

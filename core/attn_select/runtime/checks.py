@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attn_select import variables
 from attn_select.config import AttentionConfig
 from attn_select.runtime.kv_cache import cache_dtype, check_cache_shape
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 from attn_select.runtime.scales import Scales
-
-VARIABLE = "ATTN_SELECT_CHECK"
 
 
 def checks_enabled() -> bool:
@@ -27,9 +26,9 @@ def checks_enabled() -> bool:
     Raises:
         BatchError: it holds something other than 0 or 1.
     """
-    value = os.environ.get(VARIABLE, "")
+    value = os.environ.get(variables.CHECK, "")
     if value not in ("", "0", "1"):
-        raise BatchError(f"{VARIABLE} = {value!r}: accepted are 1 (check everything), 0 and nothing")
+        raise BatchError(f"{variables.CHECK} = {value!r}: accepted are 1 (check everything), 0 and nothing")
     return value == "1"
 
 

@@ -1,0 +1,192 @@
+"""The explanation of a decision: the selections of all layer kinds of a model on one device, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from attn_select.decide import Decider
+from attn_select.detection import detect_device
+from attn_select.device import Device, lookup
+from attn_select.environment import Environment, canonical_distribution, parse_pins
+from attn_select.errors import ConfigError, ModelError, UnknownNameError
+from attn_select.registry import Registry
+from attn_select.render import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, warning_lines
+from attn_select.selection import Selection
+from attn_select.selector import decider_for, environment_for, select_model
+from attn_select_cli import model_configs
+from attn_select_cli.layer_options import overrides_from
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(slots=True)
+class LayerExplanation:
+    """One layer kind: its name, how many layers are of it, and the decision."""
+
+    kind: str
+    count: int
+    selection: Selection
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Everything that ``attn-select explain`` says.
+
+    Attributes:
+        model: ``{"name", "architecture", "source"}`` or None where the layer was given by flags.
+        layers: one entry per layer kind.
+        warnings: about the model and the device; those of the selections are added by ``all_warnings``.
+        decider: what decided, for the environment's facts.
+    """
+
+    model: dict[str, Any] | None
+    layers: Sequence[LayerExplanation]
+    warnings: Sequence[str]
+    decider: Decider
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layer has a backend in every phase."""
+        return all(layer.selection.ok for layer in self.layers)
+
+    @property
+    def device(self) -> Device:
+        """The device that was asked about."""
+        return self.decider.device
+
+    @property
+    def all_warnings(self) -> list[str]:
+        """All warnings, each once; those of one layer kind among several name it."""
+        seen = dict.fromkeys(self.warnings)
+        for layer in self.layers:
+            for warning in layer.selection.warnings:
+                everywhere = all(warning in other.selection.warnings for other in self.layers)
+                seen[warning if everywhere else f"{layer.kind}: {warning}"] = None
+        return list(seen)
+
+    def head_lines(self) -> list[Line]:
+        """Return the lines that say which model and device the explanation is about."""
+        lines: list[Line] = []
+        if self.model is not None:
+            architecture = f" ({self.model['architecture']})" if self.model["architecture"] else ""
+            lines.append([("Model      ", "dim"), HANG, (self.model["name"], "title"), (architecture, "")])
+        return lines + device_lines(self.layers[0].selection)
+
+    def lines(self, brief: bool = False) -> list[Line]:
+        """Return the whole explanation as styled lines; ``brief`` keeps the plan and one line per rejected backend."""
+        lines = self.head_lines()
+        render = brief_lines if brief else layer_lines
+        for layer in self.layers:
+            lines += [[], *render(layer.selection, layer.kind, layer.count)]
+        lines += note_lines(layer.selection for layer in self.layers)
+        return lines + warning_lines(self.all_warnings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document; ``docs/json.md`` documents it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "device": self.device.to_dict(),
+            "environment": environment_dict(self.decider),
+            "warnings": self.all_warnings,
+            "layers": [
+                {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
+            ],
+        }
+
+
+def environment_dict(decider: Decider) -> dict[str, Any]:
+    """Return what a decision rests on: libraries, plugins and rules files."""
+    environment = decider.environment
+    return {
+        "assumed": environment.assume_installed,
+        "cuda": environment.cuda,
+        "libraries": library_states(decider.registry, environment),
+        "plugins": [plugin.to_dict() for plugin in decider.registry.plugins],
+        "rules_files": [layer.to_dict() for layer in decider.rules.layers],
+    }
+
+
+def library_states(registry: Registry, environment: Environment) -> dict[str, dict[str, str | None]]:
+    """Return state and version of every library that a registered backend names, by distribution."""
+    libraries = {library for spec in registry.specs.values() for group in spec.libraries for library in group}
+    return {
+        library.distribution: {
+            "state": environment.state(library),
+            "version": environment.version(library.distribution),
+        }
+        for library in sorted(libraries, key=lambda library: library.distribution)
+    }
+
+
+def build_explanations(
+    options: Mapping[str, Any], models: Sequence[str | None], gpus: Sequence[str]
+) -> list[Explanation]:
+    """Decide for every model on every GPU; return the explanations model by model.
+
+    Raises:
+        AttnSelectError: any documented error of input. Where there are several, it names the model and the GPU.
+    """
+    found = []
+    for model in models:
+        for gpu in gpus:
+            try:
+                found.append(build_explanation({**options, "model": model, "gpu": gpu}))
+            except (ModelError, ConfigError) as error:
+                if len(models) * len(gpus) > 1:
+                    error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
+                raise
+    return found
+
+
+def build_explanation(options: Mapping[str, Any]) -> Explanation:
+    """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation.
+
+    Raises:
+        AttnSelectError: any documented error of input.
+    """
+    overrides = overrides_from(options)
+    if options["model"] is None and "num_heads" not in overrides:
+        raise click.UsageError(
+            "which layer? Give --model, or --num-heads with --head-size (or --mla)",
+            click.get_current_context(silent=True),
+        )
+    warnings: list[str] = []
+    gpu = options["gpu"] or "auto"
+    if gpu.strip().lower() == "auto":
+        found = detect_device()
+        device: Device = found.device
+        warnings += [*([found.note] if found.note else []), *found.warnings]
+    else:
+        device = lookup(gpu)
+    environment = environment_for(device, parse_pins(options["pins"]))
+    source = model_configs.load(options["model"]) if options["model"] is not None else None
+    kinds = model_configs.layer_kinds(
+        source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides
+    )
+    rules = tuple(options["rules"]) or None
+    decider = decider_for(device, rules, environment)
+    warnings += unknown_pins(environment.pins, decider)
+    backend = tuple(options["backend"]) or None
+    configs = [kind.config for kind in kinds.kinds]
+    selections = select_model(configs, device, rules, backend, environment=environment)
+    described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
+    layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
+    return Explanation(described, layers, [*warnings, *kinds.warnings], decider)
+
+
+def unknown_pins(pins: Mapping[str, str], decider: Decider) -> list[str]:
+    """Return a warning for every ``--with`` library that neither a backend nor a rule asks about."""
+    specs = decider.registry.specs.values()
+    known = {"cuda", *(x.distribution for spec in specs for group in spec.libraries for x in group)}
+    conditions = [condition.field for rule in decider.rules.rules for condition in rule.when]
+    known |= {canonical_distribution(f.removeprefix("library.")) for f in conditions if f.startswith("library.")}
+    return [
+        f"--with {name}: no backend and no rule asks about it; {UnknownNameError('library', name, sorted(known)).hint}"
+        for name in pins
+        if name not in known
+    ]

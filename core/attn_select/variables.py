@@ -1,0 +1,13 @@
+"""The environment variables that attn-select itself reads; ``doctor`` and the README list them."""
+
+from __future__ import annotations
+
+RULES = "ATTN_SELECT_RULES"
+CHECK = "ATTN_SELECT_CHECK"
+TRACEBACK = "ATTN_SELECT_TRACEBACK"
+EFFECTS = {
+    RULES: "rules files, separated like PATH: above the user's and the working directory's, below --rules",
+    CHECK: "1: the runtime checks every batch before a kernel starts; it synchronises with the GPU, so it is slow",
+    TRACEBACK: "1: the command line ends an internal error with its traceback",
+}
+"""What each variable does."""

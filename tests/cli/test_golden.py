@@ -1,0 +1,98 @@
+"""``attn-select diff --golden`` with files of another shape: always a usage error that names the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+MODEL = ("--model", "deepseek-v3", "--gpu", "h100")
+
+
+def document(run: Any) -> dict[str, Any]:
+    return run("explain", *MODEL, "--json").json
+
+
+def diff(run: Any, folder: Path, golden: Any) -> Any:
+    file = folder / "golden.json"
+    file.write_text(json.dumps(golden))
+    return run("diff", *MODEL, "--golden", str(file))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("schema_version",), 2, "schema_version: expected 1, got 2"),
+        (("layers",), [], "layers: expected at least one layer, got []"),
+        (("layers", 0), None, "layers[0]: expected an object, got None"),
+        (("layers", 0, "selected"), ["FLASH_ATTN"], "layers[0].selected: expected an object, got ['FLASH_ATTN']"),
+        (("layers", 0, "selected", "decode"), 5, "layers[0].selected.decode: expected a string, got 5"),
+        (("layers", 0, "count"), "61", "layers[0].count: expected an integer, got '61'"),
+        (("layers", 0, "candidates", 2, "backend"), {}, "layers[0].candidates[2].backend: expected a string, got {}"),
+        (("layers", 0, "plan", "phases"), {}, "selected.prefill is 'FLASH_ATTN_MLA', and plan.phases has no 'prefill'"),
+        (("layers", 0, "rules", 0, "line"), None, "layers[0].rules[0].line: expected an integer, got None"),
+    ],
+)
+def test_a_wrong_field_is_named(run: Any, tmp_path: Path, place: tuple[Any, ...], value: Any, said: str) -> None:
+    golden = document(run)
+    *parents, last = place
+    part: Any = golden
+    for key in parents:
+        part = part[key]
+    part[last] = value
+    result = diff(run, tmp_path, golden)
+    assert result.code == 2
+    assert said in result.err
+    assert "golden.json" in result.err
+
+
+def test_a_missing_field_is_named(run: Any, tmp_path: Path) -> None:
+    golden = document(run)
+    del golden["layers"][0]["plan"]
+    result = diff(run, tmp_path, golden)
+    assert (result.code, result.out) == (2, "")
+    assert "layers[0].plan: missing" in result.err
+
+
+def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "golden.json"
+    for content, said in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"[" * 100_000, "nested too deeply")):
+        file.write_bytes(content)
+        result = run("diff", *MODEL, "--golden", str(file))
+        assert result.code == 2
+        assert said in result.err
+    assert "No such file" in run("diff", *MODEL, "--golden", str(tmp_path / "nowhere.json")).err
+
+
+def places(part: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value in a JSON document."""
+    keys = part if isinstance(part, dict) else range(len(part)) if isinstance(part, list) else ()
+    return [path for key in keys for path in ((*here, key), *places(part[key], (*here, key)))]
+
+
+def test_no_mutated_file_is_an_internal_error(run: Any, tmp_path: Path) -> None:
+    original = json.dumps(document(run))
+    value = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.sampled_from([[], {}, [{}], [[]]])
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        golden = json.loads(original)
+        for _ in range(data.draw(st.integers(1, 2))):
+            *parents, last = data.draw(st.sampled_from(places(golden)))
+            part: Any = golden
+            for key in parents:
+                part = part[key]
+            if data.draw(st.booleans()):
+                del part[last]
+            else:
+                part[last] = data.draw(value)
+        result = diff(run, tmp_path, golden)
+        assert result.code in (0, 1, 2), result.err
+        assert result.code != 2 or "golden.json" in result.err
+
+    check()
