@@ -42,7 +42,7 @@ class Choice:
         return self.prefill if phase == "prefill" else self.decode
 
     def __bool__(self) -> bool:
-        return self != Choice()
+        return not (self.default is self.prefill is self.decode is None)
 
 
 def parse_choice(
@@ -105,7 +105,7 @@ class _Judged:
             if id(capabilities) not in made:
                 made[id(capabilities)] = gate.CapabilityGate(capabilities, device, missing)
             self.gates[phase] = made[id(capabilities)]
-        self.not_served = {phase: gate.phase_not_served(spec, phase) for phase in PHASES if phase not in self.gates}
+        self.not_served = {phase: [gate.phase_not_served(spec, phase)] for phase in PHASES if phase not in self.gates}
 
 
 class Decider:
@@ -196,24 +196,23 @@ class Decider:
                 outcome: BackendPlan | list[Reason]
                 capability_gate = gates.get(phase)
                 if capability_gate is None:
-                    outcome = [judged.not_served[phase]]
+                    outcome = judged.not_served[phase]
                 else:
                     if capability_gate is not last:
                         last, static = capability_gate, capability_gate.reasons(config, demands)
-                        fits = capability_gate.serves_kind(demands)
-                        marks = capability_gate.unverified(config, demands)
-                    outcome = (
-                        judge(spec, config, device, environment, options, phase, static, marks) if fits else static
-                    )
+                        fits = capability_gate.kind == demands.kind
+                    outcome = judge(spec, config, device, environment, options, phase, static) if fits else static
+                    if type(outcome) is BackendPlan:
+                        outcome = capability_gate.marked(outcome, config, demands)
                 if kv_layout is not None:
                     outcome = _restricted(outcome, kv_layout)
                 if denials and spec.name in rankings[phase].denied and forced.get(phase) != spec.name:
                     more = outcome if isinstance(outcome, list) else ()
                     outcome = [_denied(spec.name, rankings[phase].denied[spec.name]), *more]
-                if isinstance(outcome, list):
-                    by_phase[phase] = Verdict(None, "rejected", outcome, None)
-                else:
+                if type(outcome) is BackendPlan:
                     by_phase[phase] = Verdict(None, "valid", _NO_REASONS, outcome)
+                else:
+                    by_phase[phase] = Verdict(None, "rejected", outcome, None)
         return verdicts
 
     def _forced(

@@ -27,6 +27,7 @@ _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
 
 _PLACE = ("compute-capability", "library-missing", "library-version")
 """Codes of the reasons that speak of the device and its libraries, and not of the layer."""
+_MOST_SHAPES = 1024
 
 _Maker = Callable[[AttentionConfig], "Reason | None"]
 
@@ -48,9 +49,10 @@ def check(
         return [phase_not_served(spec, phase)]
     gate, demands = CapabilityGate(capabilities, device, library_reasons(spec, environment)), Demands(config)
     static = gate.reasons(config, demands)
-    if not gate.serves_kind(demands):
+    if gate.kind != demands.kind:
         return static
-    return judge(spec, config, device, environment, options, phase, static, gate.unverified(config, demands))
+    outcome = judge(spec, config, device, environment, options, phase, static)
+    return gate.marked(outcome, config, demands) if type(outcome) is BackendPlan else outcome
 
 
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
@@ -107,12 +109,8 @@ def judge(
     options: BackendOptions,
     phase: Phase,
     static: list[Reason],
-    unverified: tuple[str, ...] = (),
 ) -> BackendPlan | list[Reason]:
-    """Add what ``spec.plan`` says to the ``static`` reasons of a phase and kind of attention that the spec serves.
-
-    ``unverified`` are the marks of ``CapabilityGate.unverified``; an accepted plan carries them behind its own.
-    """
+    """Add what ``spec.plan`` says to the ``static`` reasons of a phase and kind of attention that the spec serves."""
     try:
         outcome = spec.plan(config, device, environment, options, phase)
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
@@ -124,12 +122,13 @@ def judge(
             return [*static, _graph_reason(outcome, config)]
         if static:
             return static
-        if problem := _plan_problem(outcome):
-            return [_plugin_error(spec, problem)]
-        return replace(outcome, unverified=(*outcome.unverified, *unverified)) if unverified else outcome
-    if type(outcome) is not list or not outcome or not all(type(r) is Reason for r in outcome):
+        problem = _plan_problem(outcome)
+        return [_plugin_error(spec, problem)] if problem else outcome
+    if type(outcome) is not list or set(map(type, outcome)) != {Reason}:
         text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
         return [*static, _plugin_error(spec, text)]
+    if not static:
+        return outcome
     # Capabilities hold for every device. The plan knows this one, so its answer about the layer is more exact.
     answers = {reason.code: reason for reason in outcome}
     exact = [reason if reason.code in _PLACE else answers.get(reason.code, reason) for reason in static]
@@ -230,15 +229,26 @@ class Demands:
     """What one config asks of every backend alike: one bit per feature, with the reason against who lacks it.
 
     Attributes:
+        kind: the kind of attention, MLA and sparse or not; ``spec.plan`` is asked only where a gate has the same.
+        shape: all that the most common reasons depend on.
         always: the reason that holds against every backend, or None.
         unverified: the marks that every plan for this config gets.
     """
 
-    __slots__ = ("always", "bits", "cache", "has_cache", "mla", "reasons", "sparse", "unverified")
+    __slots__ = ("always", "bits", "cache", "has_cache", "kind", "reasons", "shape", "unverified")
 
     def __init__(self, config: AttentionConfig) -> None:
-        self.mla, self.sparse, self.has_cache = config.mla, config.sparse, config.has_cache
+        self.kind, self.has_cache = (config.mla, config.sparse), config.has_cache
         self.cache = (config.cache_dtype, config.dtype)
+        self.shape = (
+            self.kind,
+            self.cache,
+            self.has_cache,
+            config.head_size,
+            config.block_size,
+            config.attn_type,
+            config.sparse_top_k,
+        )
         self.always = _distance_across_ranks(config) if config.decode_context_parallel_size > 1 else None
         self.unverified = tuple([clause for asks, clause in _NEVER_EXECUTED if asks(config)])
         self.bits = 0
@@ -265,19 +275,20 @@ class CapabilityGate:
         "_against_cache_dtype",
         "_against_dtype",
         "_block_sizes",
+        "_by_shape",
         "_doubtful",
         "_every",
         "_head_sizes_text",
         "_lacks",
-        "_mla",
         "_most_speculative",
         "_output_quantizations",
         "_reads_cache",
-        "_sparse",
+        "kind",
     )
 
     def __init__(self, capabilities: Capabilities, device: Device, missing: Sequence[Reason]) -> None:
-        self._mla, self._sparse = capabilities.mla, capabilities.sparse
+        self.kind = (capabilities.mla, capabilities.sparse)
+        self._by_shape: dict[tuple[object, ...], list[Reason]] = {}
         self._accepts_head_size = capabilities.head_sizes.value.accepts
         self._head_sizes_text = str(capabilities.head_sizes.value)
         self._reads_cache = capabilities.reads_cache
@@ -315,19 +326,51 @@ class CapabilityGate:
             if (reason := _against_cache_dtype(capabilities, asked, dtype)) is not None
         }
 
-    def serves_kind(self, demands: Demands) -> bool:
-        """Whether the backend serves this kind of attention (MLA, sparse); ``spec.plan`` is asked only then."""
-        return demands.mla is self._mla and demands.sparse is self._sparse
-
     def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
-        """Return what plain capabilities and missing libraries say against a config; kind reasons come first."""
+        """Return what plain capabilities and missing libraries say against a config; kind reasons come first.
+
+        The list may be shared with other configs.
+        """
+        reasons = self._by_shape.get(demands.shape)
+        if reasons is None:
+            if len(self._by_shape) >= _MOST_SHAPES:
+                self._by_shape.clear()
+            reasons = self._by_shape[demands.shape] = self._reasons_of_shape(config, demands)
+        missing, tokens, output = (
+            demands.bits & self._lacks,
+            config.num_speculative_tokens,
+            config.output_quantization,
+        )
+        if (
+            not missing
+            and demands.always is None
+            and tokens <= self._most_speculative
+            and output in self._output_quantizations
+        ):
+            return reasons
+        reasons = list(reasons)
+        if demands.always is not None:
+            reasons.append(demands.always)
+        if missing:
+            reasons += [reason for bit, reason in demands.reasons if bit & missing]
+        if output not in self._output_quantizations:
+            remedy, supported = "--output-quantization none", list(self._output_quantizations)
+            reasons.append(_reason("output-quantization", "output quantisation", output, supported, remedy))
+        if tokens > self._most_speculative:
+            most = self._most_speculative
+            fewer = f"--speculative-tokens {most}"
+            reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", fewer))
+        return reasons
+
+    def _reasons_of_shape(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
         reasons: list[Reason] = []
-        if demands.mla is not self._mla:
-            reasons.append(_MLA_ONLY if self._mla else _MLA_UNSUPPORTED)
-        elif demands.sparse is not self._sparse:
+        (mla, sparse), (asked_mla, asked_sparse) = self.kind, demands.kind
+        if asked_mla is not mla:
+            reasons.append(_MLA_ONLY if mla else _MLA_UNSUPPORTED)
+        elif asked_sparse is not sparse:
             top_k = f"sparse_top_k {config.sparse_top_k}"
             unsupported = Reason("sparse-unsupported", "serves no sparse MLA", top_k, "dense MLA")
-            reasons.append(_SPARSE_ONLY if self._sparse else unsupported)
+            reasons.append(_SPARSE_ONLY if sparse else unsupported)
         elif not self._accepts_head_size(config.head_size):
             reasons.append(_reason("head-size", "head size", config.head_size, self._head_sizes_text))
         if self._every:
@@ -342,19 +385,12 @@ class CapabilityGate:
             size = config.block_size
             if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
                 reasons.append(block_size_reason(size, self._block_sizes))
-        if demands.always is not None:
-            reasons.append(demands.always)
-        if missing := demands.bits & self._lacks:
-            reasons += [reason for bit, reason in demands.reasons if bit & missing]
-        if config.output_quantization not in self._output_quantizations:
-            asked, supported = config.output_quantization, list(self._output_quantizations)
-            remedy = "--output-quantization none"
-            reasons.append(_reason("output-quantization", "output quantisation", asked, supported, remedy))
-        if config.num_speculative_tokens > self._most_speculative:
-            tokens, most = config.num_speculative_tokens, self._most_speculative
-            fewer = f"--speculative-tokens {most}"
-            reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", fewer))
         return reasons
+
+    def marked(self, plan: BackendPlan, config: AttentionConfig, demands: Demands) -> BackendPlan:
+        """Return an accepted plan with the marks of ``unverified`` behind its own."""
+        marks = self.unverified(config, demands)
+        return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
 
     def unverified(self, config: AttentionConfig, demands: Demands) -> tuple[str, ...]:
         """Return a clause for everything that ``config`` uses and that no source proves, or that never ran anywhere."""

@@ -165,6 +165,9 @@ class Library:
     install: str
     version: str = ""
 
+    def __hash__(self) -> int:
+        return hash(self.distribution)  # plans ask for states by the million; the string keeps its hash
+
 
 @dataclass(slots=True, kw_only=True)
 class BackendPlan:
