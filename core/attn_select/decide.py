@@ -209,7 +209,7 @@ class Decider:
                 if denials and spec.name in rankings[phase].denied and forced.get(phase) != spec.name:
                     more = outcome if isinstance(outcome, list) else ()
                     outcome = [_denied(spec.name, rankings[phase].denied[spec.name]), *more]
-                if type(outcome) is BackendPlan:
+                if isinstance(outcome, BackendPlan):
                     by_phase[phase] = Verdict(None, "valid", _NO_REASONS, outcome)
                 else:
                     by_phase[phase] = Verdict(None, "rejected", outcome, None)
