@@ -165,10 +165,10 @@ def test_a_group_of_one_phase_refuses_the_other(make_toy: Factory, make_group: F
     assert list(group.served) == ["decode"]
     assert list(group.backends[0].context.plans) == ["decode"]
     group.build(make_batch([(1, 17), (1, 9)]))
-    with pytest.raises(BatchError, match="the batch has requests in prefill, but this group was made for decode alone"):
+    with pytest.raises(BatchError, match="the batch has requests in prefill, but this group was made for decode only"):
         group.build(make_batch([(1, 17), (4, 9)]))
     other = make_group(CONFIG, toy, phases=["prefill"])
-    with pytest.raises(BatchError, match="the batch has requests in decode, but this group was made for prefill alone"):
+    with pytest.raises(BatchError, match="the batch has requests in decode, but this group was made for prefill only"):
         other.build(make_batch([(1, 17), (4, 9)]))
 
 

@@ -185,7 +185,7 @@ def test_views_of_every_other_block_of_a_larger_tensor(layout: str) -> None:
 
 def test_views_that_do_not_exist() -> None:
     classic = allocate_kv_cache(CLASSIC, headed(), 2, 16, "cpu")
-    with pytest.raises(ConfigError, match=r"layout PAGED_ATTENTION: K and V are no strided"):
+    with pytest.raises(ConfigError, match="layout PAGED_ATTENTION has no strided views of K and V"):
         key_value_views(classic, CLASSIC, headed())
     with pytest.raises(ConfigError, match="layout 'NHD' is unknown; known are FLASH_ATTN_NHD, FLASHINFER_NHD"):
         key_value_views(classic, "NHD", headed())

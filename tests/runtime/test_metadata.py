@@ -54,7 +54,7 @@ def test_a_decode_behind_a_prefill_is_named_with_it(make_batch: MakeBatch) -> No
     common = make_batch([(1, 9), (6, 9), (8, 9), (2, 9), (1, 9)])
     text = (
         r"request 3 \(query of 2 tokens\) is a decode behind request 1 \(query of 6 tokens\), a prefill: decodes of up "
-        r"to 4 tokens come first"
+        r"to 4 tokens must come first"
     )
     with pytest.raises(BatchError, match=text) as caught:
         split_decodes_and_prefills(common, 4)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_select import AttentionConfig, select
+from attn_select.config import Phase
 from attn_select.errors import ConfigError
 from attn_select.layouts import FP8_DS_MLA, MLA
 from attn_select.runtime import (
@@ -310,7 +311,7 @@ def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None) -> None:
     if missing is None:
         assert [part.phase for part in group.build(common_of(problem)).parts] == ["prefill"]
         return
-    with pytest.raises(BatchError, match=rf"requests in {missing}, but this group was made for decode alone"):
+    with pytest.raises(BatchError, match=rf"requests in {missing}, but this group was made for decode only"):
         group.build(common_of(problem))
 
 
@@ -556,7 +557,7 @@ def test_a_compiled_layer_takes_no_metadata() -> None:
         output: Tensor = layer(query, step.key, step.value, step.kv_cache, output_lse=torch.empty(1, 4))
         return output
 
-    with pytest.raises(Exception, match="no LSE is returned"):
+    with pytest.raises(Exception, match="attn_metadata and output_lse must be None"):
         torch.compile(model, backend="eager")(problem.query)
     torch._dynamo.reset()
 
@@ -601,3 +602,16 @@ def test_names_of_living_layers_are_unique() -> None:
     layer = run(problem, common_of(problem)).layer
     with pytest.raises(ConfigError, match=f"layer_name = '{layer.layer_name}': a layer of that name exists"):
         MLAAttention(layer.group, problem.kv_b_proj, layer_name=layer.layer_name)
+
+
+@pytest.mark.parametrize("silent", ["prefill", "decode"])
+def test_a_phase_without_lse(silent: Phase) -> None:
+    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
+    ran = run(problem, common_of(problem))
+    context = ran.group.backends[0].context
+    context.plans = {**context.plans, silent: dataclasses.replace(context.plans[silent], returns_lse=False)}
+    layer = layer_of(ran.group, problem)
+    given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache, ran.metadata)
+    layer(*given)
+    with pytest.raises(BatchError, match="output_lse given, but TORCH_MLA returns no LSE"):
+        layer(*given, output_lse=torch.zeros(len(problem.query), 4))

@@ -19,19 +19,19 @@ from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 OUTPUT_DTYPES = {"fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
-"""By ``output_quantization``; a byte holds two FP4 numbers."""
+"""The output's dtype per ``output_quantization``; one byte holds two FP4 numbers."""
 
 
 class Attention(nn.Module):
     """One attention layer of a group, for inference: no gradient flows through it.
 
     Args:
-        group: its kind.
+        group: the group of layers that it belongs to.
         scale: factor on ``q . k``; None: ``head_size ** -0.5``.
-        alibi_slopes: ``(num_heads,)``, with ``config.alibi`` and only then.
-        sinks: ``(num_heads,)`` logits, with ``config.sinks`` and only then.
-        scales: of an FP8 cache or query; None: all 1.
-        layer_name: unique; None gives one.
+        alibi_slopes: ``(num_heads,)``; required with ``config.alibi``, refused without.
+        sinks: ``(num_heads,)`` logits; required with ``config.sinks``, refused without.
+        scales: scales of an FP8 cache or of FP8 queries; None: all are 1.
+        layer_name: unique among the layers that exist; empty: a new name is made.
 
     Raises:
         ConfigError: the group is of MLA layers, or slopes, sinks or scales are missing, unwanted or of the wrong shape.
@@ -101,31 +101,31 @@ class Attention(nn.Module):
                 cache, cross-attention after its first step).
             value: ``(T', num_kv_heads, value_head_size)``, None with ``key``.
             kv_cache: one layer's cache (``group.allocate_kv_cache``); None for encoders.
-            attn_metadata: what ``group.build`` returned; None takes the forward context's. Under ``torch.compile`` it
-                must be the forward context's.
+            attn_metadata: what ``group.build`` returned; None: the metadata of the forward context. Must be None under
+                ``torch.compile``.
             output: ``(T', num_heads, value_head_size)`` in the layer's dtype, written; None makes one. With
                 ``output_quantization`` float8_e4m3fn, or uint8 of half the size. Rows behind ``num_actual_tokens`` are
                 left alone.
-            output_lse: float32 ``(T', num_heads)``, written where given; for plans that return the LSE.
-            output_scale: float32 ``()`` on the device, with ``output_quantization`` and only then.
-            output_block_scale: where the kernel writes the scales of FP4 blocks, with fp4 and only then.
+            output_lse: float32 ``(T', num_heads)``, written if given; only for plans that return the LSE.
+            output_scale: float32 ``()`` on the device; required with ``output_quantization``, refused without.
+            output_block_scale: where the kernel writes the scales of FP4 blocks; required with fp4, refused without.
 
         Raises:
-            BatchError: an argument's shape or dtype (in checked mode also device, strides, block ids, scales) does not
-                fit; named with what is accepted, before a kernel starts.
+            BatchError: before a kernel starts: another group built the metadata, or an argument has a shape or dtype
+                (in checked mode also device, strides, block ids, scales) that is not accepted.
         """
         if output is None:
             output = query.new_empty((query.shape[0], *self._output_shape), dtype=self._output_dtype)
         if torch.compiler.is_compiling():
             if attn_metadata is not None or output_lse is not None or self._quantizes:
                 raise BatchError(
-                    "under torch.compile the metadata comes from forward_context, no LSE is returned and no output "
-                    "quantised"
+                    "under torch.compile attn_metadata and output_lse must be None and output_quantization 'none'",
+                    hint="run the compiled model inside `with forward_context({group: group.build(common)})`",
                 )
             torch.ops.attn_select.attention(query, key, value, kv_cache, output, self.layer_name)
             return output
         if torch.is_grad_enabled():
-            # A key that wants a gradient would chain the cache, and with it every step, to the first.
+            # With gradients, a write to the cache would link every later step to the graph of the first one.
             with torch.no_grad():
                 extras = (output_lse, output_scale, output_block_scale)
                 return self.forward(query, key, value, kv_cache, attn_metadata, output, *extras)
@@ -229,7 +229,7 @@ class Attention(nn.Module):
         output_scale: Tensor | None,
         output_block_scale: Tensor | None,
     ) -> None:
-        """Check what few calls bring."""
+        """Check the arguments that few calls have: the LSE and the scales of quantised outputs."""
         quantization = self.group.config.output_quantization
         if output_lse is not None:
             heads = self._output_shape[:1]
@@ -244,7 +244,9 @@ class Attention(nn.Module):
                 seen = "missing" if tensor is None else "given"
                 raise BatchError(f"{name} {seen}, but output_quantization = {quantization!r}")
         if output_block_scale is not None and len(metadata.parts) > 1:
-            raise BatchError("output_block_scale given, but two backends share the batch: its rows cannot be parted")
+            raise BatchError(
+                "output_block_scale given, but two backends share the batch: its rows cannot be split between them"
+            )
 
 
 def foreign_metadata(layer_name: str) -> BatchError:

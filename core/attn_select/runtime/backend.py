@@ -12,8 +12,8 @@ layer one impl; per step it calls ``builder.build`` once, and per layer ``impl.d
 - *Scales* come with the layer, as device tensors and host floats. A path whose plan has an FP8 ``query_dtype``
   quantises the query itself, with ``layer.scales.q``.
 - *No synchronisation*: ``build`` reads ``_cpu`` tensors, never a device tensor. A host buffer that is copied from
-  asynchronously is not written again before the copy is through; ``batch.to_device`` takes fresh pinned memory from
-  torch, which keeps track.
+  asynchronously is not written again before the copy has finished. ``batch.to_device`` takes fresh pinned memory from
+  torch, which waits for the copy before it reuses that memory.
 - *Persistence*: with CUDA graphs (``context.cuda_graphs``) every tensor that a kernel reads keeps its address from
   build to build.
 """
@@ -180,9 +180,8 @@ class AttentionImpl(ABC, Generic[M]):
         """
         assert self.context.kv_layout is not None
         tokens = slot_mapping.shape[0]
-        if (
-            key.shape[0] != tokens or value.shape[0] != tokens
-        ):  # a view costs a microsecond, and most batches have no padding
+        # Only where there is padding, which few batches have: a view costs a microsecond.
+        if key.shape[0] != tokens or value.shape[0] != tokens:
             key, value = key[:tokens], value[:tokens]
         ops.reshape_and_cache(
             key,

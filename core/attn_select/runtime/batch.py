@@ -1,7 +1,7 @@
 """From a scheduler's host-side lists to a step's ``CommonAttentionMetadata``, with one copy to the device.
 
-Staging memory is taken fresh from torch's caching pinned allocator at every step, which does not hand out a block again
-before the copy that reads it is through: nothing is overwritten too early, and nobody waits.
+Every step takes fresh staging memory from torch's caching pinned allocator, which does not hand out a block again
+before the copy that reads it has finished. So nothing is overwritten too early, and the host never waits.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ def prepare_batch(
         query_lens: tokens of each request in this step.
         seq_lens: keys of each request, this step's included.
         block_table: its first ``len(query_lens)`` rows are committed; None for layers without a cache.
-        new_lens: how many of each request's keys, its last ones, this step writes; None: as many as it has queries. In
-            cross-attention all of the encoder's in the step that brings them, then 0.
-        device: None: the block table's, else the CPU.
+        new_lens: keys of each request that this step writes, its last ones; None: as many as it has queries. In
+            cross-attention the encoder's whole length in the step that brings it, and 0 afterwards.
+        device: where the tensors go; None: the block table's device, without a table the CPU.
         causal, mm_prefix_ranges: see ``CommonAttentionMetadata``.
 
     Raises:

@@ -128,7 +128,7 @@ class BlockPool:
         return tuple(shared)
 
     def free(self, request: RequestId) -> tuple[int, ...]:
-        """Let go of all blocks of a request. Returns the ids that nobody holds any more.
+        """Let go of all blocks of a request. Returns the block ids that are free now.
 
         Raises:
             PoolError: the request holds nothing (a double free).

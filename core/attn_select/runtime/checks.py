@@ -150,7 +150,7 @@ def check_blocks(
 
 
 def check_scales(scales: Scales) -> None:
-    """Check that the scales on the device are positive, finite and the host's. Synchronises.
+    """Check that the scales on the device are positive, finite and equal to those on the host. Synchronises.
 
     Raises:
         BatchError: names the scale and its value.

@@ -2,8 +2,9 @@
 
 A captured kernel reads the addresses it was captured with, so every step's batch is copied into buffers that stay where
 they are (``StaticBatch``) and padded to a captured size. A uniform batch (decode) is padded with requests of the same
-query length and no keys, a mixed one with tokens of no request. Builders write into buffers of their own that stay too
-(``BackendContext.cuda_graphs``); their level says which batches they can do that for, and the runner refuses the rest.
+query length and no keys, a mixed one with tokens that belong to no request. Builders have buffers of their own, which
+stay where they are too (``BackendContext.cuda_graphs``). A backend's CUDA-graph level says for which batches its
+builder can do that; the runner refuses all others.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class StaticBatch:
         return self._common(bounds_cpu, seq_lens_cpu, requests, tokens, *same)
 
     def dummy(self, size: int) -> CommonAttentionMetadata:
-        """Return a batch to capture with: short requests in block 0 that write nothing, bounds as long as they get."""
+        """Return a batch to capture with: short requests in block 0 that write nothing, and the largest bounds."""
         requests, tokens = self.padded_requests(size), self.padded_tokens(size)
         each = self.query_len
         lens = torch.full((requests,), each or 0, dtype=torch.int32)
@@ -177,7 +178,10 @@ class CudaGraphRunner(Generic[G]):
         for group in self.groups:
             check_level(group, query_len, mixed)
             if not group.cuda_graphs:
-                raise ConfigError("a group was made without cuda_graphs=True: its tensors move", fields=["cuda_graphs"])
+                raise ConfigError(
+                    "a group was made without cuda_graphs=True, so its tensors change their addresses",
+                    fields=["cuda_graphs"],
+                )
         self.batches = {group: StaticBatch(group, self.query_len) for group in self.groups}
         self._check_sizes()
         if any(group.device.type != "cuda" for group in self.groups):

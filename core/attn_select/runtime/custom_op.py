@@ -80,7 +80,7 @@ def register_layer(layer: Runnable, name: str) -> str:
 def _run(layer_name: str, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
     layer = _layers.get(layer_name)
     if layer is None:
-        raise BatchError(f"layer_name = {layer_name!r}: the layer that a compiled graph calls exists no more")
+        raise BatchError(f"layer_name = {layer_name!r}: the layer that a compiled graph calls no longer exists")
     layer.run(arguments, kv_cache, output)
 
 

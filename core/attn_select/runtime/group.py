@@ -87,15 +87,15 @@ class AttentionMetadata:
 
 
 class AttentionGroup:
-    """Loads what a ``Selection`` chose and builds its metadata: once per step for all layers of the kind.
+    """Loads the backends of a ``Selection`` and builds their metadata, once per step for all layers of the kind.
 
     Args:
         selection: from ``select``; every phase must have a backend.
         device: where the layers run; None: the CPU or the current CUDA device, whichever the selection was made for.
         capacity: bounds of a batch.
         cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
-        phases: only these phases' backends are loaded; None: all that the layer has. A batch that needs another is
-            refused.
+        phases: the phases whose backends are loaded; None: all that the layers have. A batch that needs another phase
+            is refused.
 
     Attributes:
         config: the layers.
@@ -196,13 +196,13 @@ class AttentionGroup:
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
-        """What can be captured: uniform batches are decodes, mixed ones need one backend for both phases."""
+        """Which batches can be captured; mixed batches only where one backend serves both phases."""
         level = (self.served.get("decode") or self.backends[0]).builder.cudagraph_support
         return level if level != "ALWAYS" or self.unified else "UNIFORM_BATCH"
 
     @property
     def reorder_batch_threshold(self) -> int | None:
-        """Queries up to this many tokens count as decodes and must come first; None: any order will do."""
+        """Queries up to this many tokens count as decodes and must come first; None: any order is accepted."""
         wanted = [served.builder.reorder_batch_threshold for served in self.backends]
         if len(self.backends) > 1:
             wanted.append(1 + self.config.num_speculative_tokens)
@@ -233,7 +233,7 @@ class AttentionGroup:
         Args:
             common_attn_metadata: the batch; tables in the allocator's blocks.
             common_prefix_len: tokens that all requests share (``cascade.common_prefix_len``); used where the backend's
-                rule finds it worthwhile.
+                ``use_cascade_attention`` says so.
             fast_build: prefer a quick build over a quick kernel.
 
         Returns:
@@ -289,7 +289,7 @@ class AttentionGroup:
     def _server(self, phase: Phase) -> Served:
         if phase not in self.served:
             here = " and ".join(self.served)
-            raise BatchError(f"the batch has requests in {phase}, but this group was made for {here} alone")
+            raise BatchError(f"the batch has requests in {phase}, but this group was made for {here} only")
         return self.served[phase]
 
     def _prefix(self, served: Served, prefix: int, common: CommonAttentionMetadata) -> int:

@@ -69,7 +69,7 @@ def allocate_kv_cache(
 
 
 def cache_dtype(layout: str, config: AttentionConfig) -> torch.dtype:
-    """Return the dtype of a cache: the config's, but bytes in ``FP8_DS_MLA``, as which fp8_e4m3 may be stored too."""
+    """Return the dtype of a cache: the config's, but uint8 in ``FP8_DS_MLA``, also where the config says fp8_e4m3."""
     return torch.uint8 if layout == layouts.FP8_DS_MLA else storage_dtype(config.cache_dtype)
 
 
@@ -84,7 +84,8 @@ def in_blocks_of(block_size: int, kv_cache: Tensor, layout: str, config: Attenti
         return kv_cache
     if layout not in SPLIT_IN_PLACE or num_blocks * held % block_size:
         text = (
-            f"block_size = {block_size}: a cache of {num_blocks} blocks of {held} tokens in {layout} is none in these"
+            f"block_size = {block_size}: a cache of {num_blocks} blocks of {held} tokens in {layout} cannot be viewed "
+            "in blocks of that size"
         )
         raise ConfigError(text, fields=["block_size"])
     return kv_cache.view(kv_cache_shape(layout, config, num_blocks * held // block_size, block_size))
@@ -115,7 +116,7 @@ def key_value_unchecked(kv_cache: Tensor, layout: str, config: AttentionConfig) 
         key = kv_cache.unsqueeze(2)
         return key, key[..., : config.kv_lora_rank]
     else:
-        text = f"layout {layout}: K and V are no strided (num_blocks, block_size, heads, size) views in it"
+        text = f"layout {layout} has no strided views of K and V of shape (num_blocks, block_size, heads, size)"
         raise ConfigError(text, fields=["layout"])
     if config.v_head_size is None:  # both fill their half: two views fewer to make per call
         return key, value
@@ -140,7 +141,7 @@ class CacheView(Generic[T]):
         view = self._view
         if view is not None and self._seen() is kv_cache and self._address == kv_cache.data_ptr():
             return view
-        # Of an alias: a view's base would stay alive with it, and this cache is the engine's to free.
+        # Made of an alias: a view keeps its base alive, and the engine must be able to free its cache.
         view = self._view = self._make(kv_cache.data)
         self._seen, self._address = weakref.ref(kv_cache, self._forget), kv_cache.data_ptr()
         return view

@@ -39,12 +39,12 @@ class CommonAttentionMetadata:
         seq_lens_cpu: the same on the host.
         num_reqs: B.
         num_actual_tokens: T; query tensors may be longer (padding), and what lies behind is neither read nor written.
-            In a padded batch of a CUDA graph ``query_start_loc`` may end before T: those tokens are nobody's, and what
-            is written to their outputs does not matter.
+            In a padded batch of a CUDA graph ``query_start_loc`` may end before T: the tokens behind it belong to no
+            request, and their outputs may hold anything.
         max_query_len: the longest query, tokens.
         max_seq_len: the most keys of a request, or any bound above it (the model's length, for CUDA graphs).
-        block_table_tensor: int32 ``(B, W)`` on the device, block ids of each request in order, stale behind its last
-            block; None without a cache.
+        block_table_tensor: int32 ``(B, W)`` on the device, block ids of each request in order, any value behind its
+            last block; None without a cache.
         slot_mapping: int64 ``(T,)`` on the device, where each token's key and value go
             (``block * block_size + offset``), -1 for nowhere; None without a cache. In cross-attention ``(S,)`` for the
             encoder's S tokens in the step that writes them, else ``(0,)``.
@@ -84,8 +84,8 @@ class CommonAttentionMetadata:
     def requests(self, first: int, last: int) -> CommonAttentionMetadata:
         """Return the batch of requests ``first .. last - 1`` alone, as views. No device synchronisation.
 
-        Its tokens are those from ``query_start_loc_cpu[first]`` on, and its ``slot_mapping`` is cut likewise (so that
-        of cross-attention, which belongs to the encoder's tokens, is to be taken from the whole batch).
+        Its tokens are those from ``query_start_loc_cpu[first]`` on, and its ``slot_mapping`` is cut likewise. In
+        cross-attention the slots belong to the encoder's tokens: take them from the whole batch there.
         """
         if first == 0 and last == self.num_reqs:
             return self
@@ -143,7 +143,7 @@ class VarlenMetadata:
 
 @dataclass(slots=True)
 class Split:
-    """A batch whose decodes come first, counted."""
+    """How many requests and tokens of a batch are decodes, which come first, and how many are prefills."""
 
     num_decodes: int
     num_prefills: int
@@ -177,7 +177,7 @@ def split_decodes_and_prefills(
             request = first + int((~is_prefill[first:]).int().argmax())
             raise BatchError(
                 f"request {request} (query of {int(lens[request])} tokens) is a decode behind request {first} (query "
-                f"of {int(lens[first])} tokens), a prefill: decodes of up to {decode_threshold} tokens come first",
+                f"of {int(lens[first])} tokens), a prefill: decodes of up to {decode_threshold} tokens must come first",
                 hint="order the batch with attn_select.runtime.decodes_first(query_lens, threshold)",
             )
     decode_tokens = int(common.query_start_loc_cpu[first])

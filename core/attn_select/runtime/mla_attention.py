@@ -29,16 +29,17 @@ class MLAAttention(nn.Module):
     """One MLA layer of a group, for inference: no gradient flows through it.
 
     Args:
-        group: its kind.
+        group: the group of layers that it belongs to.
         kv_b_proj: ``(num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank)``, the checkpoint's weight that
             decompresses a latent (``kv_b_proj.weight``); head by head the rows of ``W_UK``, then of ``W_UV``.
         scale: factor on ``q . k``; None: ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
-        alibi_slopes, sinks: ``(num_heads,)``, with ``config.alibi`` and ``config.sinks`` and only then.
-        scales: of an FP8 cache or query; the latent's is ``k``; None: all 1.
-        layer_name: unique; None gives one.
+        alibi_slopes, sinks: ``(num_heads,)``; required with ``config.alibi`` and ``config.sinks``, refused without.
+        scales: scales of an FP8 cache or of FP8 queries, ``k`` for the latent; None: all are 1.
+        layer_name: unique among the layers that exist; empty: a new name is made.
 
     Raises:
-        ConfigError: a weight, slopes, sinks or scales have the wrong shape, or are missing or unwanted.
+        ConfigError: the group is not of MLA layers, or a weight, slopes, sinks or scales have the wrong shape, or are
+            missing or unwanted.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class MLAAttention(nn.Module):
         self.register_buffer("kv_b_proj", weight, persistent=False)
         w_uv = by_head[:, self.nope :].transpose(1, 2)
         if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            w_uv = w_uv.contiguous()  # oneDNN would turn it around at every call, which takes ten times the product
+            w_uv = w_uv.contiguous()  # oneDNN would copy it in every call, which takes ten times as long as the product
         self.register_buffer("w_uk_t", by_head[:, : self.nope], persistent=False)
         self.register_buffer("w_uv", w_uv, persistent=False)
 
@@ -124,27 +125,30 @@ class MLAAttention(nn.Module):
             kv_c_normed: ``(T', kv_lora_rank)``, normalised latents.
             k_pe: ``(T', qk_rope_head_dim)``, rope applied.
             kv_cache: one layer's cache (``group.allocate_kv_cache``).
-            attn_metadata: what ``group.build`` returned; None takes the forward context's. Under ``torch.compile`` it
-                must be the forward context's.
+            attn_metadata: what ``group.build`` returned; None: the metadata of the forward context. Must be None under
+                ``torch.compile``.
             output: ``(T', num_heads, v_head_dim)``, written; None makes one. Rows behind ``num_actual_tokens`` are left
                 alone.
             topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding.
-            output_lse: float32 ``(T', num_heads)``, written where given; for plans that return the LSE.
+            output_lse: float32 ``(T', num_heads)``, written if given; only for plans that return the LSE.
 
         Raises:
-            BatchError: an argument's shape or dtype (in checked mode also device, strides, block ids, scales) does not
-                fit; named with what is accepted, before a kernel starts.
+            BatchError: before a kernel starts: another group built the metadata, or an argument has a shape or dtype
+                (in checked mode also device, strides, block ids, scales) that is not accepted.
         """
         if output is None:
             output = query.new_empty(query.shape[0], self.heads, self.value_size)
         if torch.compiler.is_compiling():
             if attn_metadata is not None or output_lse is not None:
-                raise BatchError("under torch.compile the metadata comes from forward_context, and no LSE is returned")
+                raise BatchError(
+                    "under torch.compile attn_metadata and output_lse must be None",
+                    hint="run the compiled model inside `with forward_context({group: group.build(common)})`",
+                )
             torch.ops.attn_select.mla_attention(
                 query, kv_c_normed, k_pe, topk_indices, kv_cache, output, self.layer_name
             )
             return output
-        if torch.is_grad_enabled():  # matmuls that write where they are told to have no gradient
+        if torch.is_grad_enabled():  # matmuls with ``out=`` have no gradient
             with torch.no_grad():
                 extras = (output, topk_indices, output_lse)
                 return self.forward(query, kv_c_normed, k_pe, kv_cache, attn_metadata, *extras)
@@ -176,7 +180,7 @@ class MLAAttention(nn.Module):
         self.forward(query, kv_c_normed, k_pe, kv_cache, None, output, topk_indices)
 
     def _write(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write the step's latents by the backend that reads them; a group for dense prefill alone has none."""
+        """Write the step's latents, by the backend that reads them or, if there is none, by the shared operation."""
         group, tokens = self.group, len(slot_mapping)
         for phase, impl in self.impls.items():
             if group.served[phase].context.kv_layout is not None:
@@ -219,7 +223,7 @@ class MLAAttention(nn.Module):
             some, some_lse = torch.empty_like(merged), torch.empty_like(merged_lse)
             keys_values = self._decompressed(kv_c, k_pe, chunk.spans)
             impl.forward_mha(self, query[chunk.rows], *keys_values, chunk.metadata, some, some_lse)
-            del keys_values  # its memory can serve the next chunk
+            del keys_values  # frees their memory for the next chunk
             ops.merge_attn_states(merged, some, some_lse, merged, merged_lse, merged_lse)
 
     def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,8 @@ def context_parts(
 
     Returns:
         Per chunk every request's first position and number of tokens in it, int32 ``(B,)`` on the host. With
-        ``batch_invariant`` a chunk holds tokens of one request alone, so that its own length says where it is cut.
+        ``batch_invariant`` a chunk holds tokens of one request only, so that where a request is cut depends on its own
+        length and on nothing else.
     """
     context = common.num_computed_tokens_cpu.clamp_min(0)
     origins = _first_needed(common, config, context)

@@ -162,7 +162,7 @@ class MLAAttentionGroup(AttentionGroup):
 
     @property
     def reorder_batch_threshold(self) -> int | None:
-        """Queries up to this many tokens count as decodes and must come first; None: any order will do."""
+        """Queries up to this many tokens count as decodes and must come first; None: any order is accepted."""
         served = self.served.get("decode")
         if served is None:  # prefill alone computes queries of any length
             return None

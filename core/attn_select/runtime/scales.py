@@ -45,7 +45,7 @@ class Scales:
         """
         made: list[tuple[Tensor, float]] = []
         for name, value in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
-            # Cloned: a caller that writes to its tensor later would part the device's scale from the host's.
+            # Cloned, so that a later write to the caller's tensor cannot make device and host differ.
             host = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
             shapes: list[tuple[int, ...]] = [(), (1,)]
             per_head = num_kv_heads > 0 and name != "q_scale"

@@ -44,7 +44,7 @@ def _kept(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Ten
 
 
 def _repeated(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """Let a row without a slot repeat the write of the first that has one; where none has, write back slot 0."""
+    """Make rows without a slot repeat the write of the first row that has one; if none has, write slot 0 back."""
     keep = slot_mapping >= 0
     first = keep.int().argmax().reshape(1)
     target = slot_mapping.index_select(0, first).clamp_min(0)
@@ -60,7 +60,7 @@ def _places(view: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bytes(view: Tensor) -> Tensor:
-    """Return an FP8 view as bytes: torch's index operations know no FP8."""
+    """Return an FP8 view as bytes: torch's index operations do not support FP8."""
     return view.view(torch.uint8) if view.dtype in FP8_DTYPES.values() else view
 
 
