@@ -22,7 +22,7 @@ Examples:
 """
 
 
-@click.command("backends", epilog=EPILOG)
+@click.command("backends", epilog=EPILOG, short_help="All backends, or one with the source of each fact.")
 @click.argument("name", required=False, shell_complete=complete.backends)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> int:

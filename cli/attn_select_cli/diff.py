@@ -25,7 +25,7 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 """
 
 
-@click.command("diff", epilog=EPILOG)
+@click.command("diff", epilog=EPILOG, short_help="What changes between two decisions, and why.")
 @diff_options
 @click.option("--to", "to", metavar="OPTIONS", help="The other side: options of explain that replace those given here.")
 @click.option(

@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
 }
 
 
-@click.command("doctor", epilog=EPILOG)
+@click.command("doctor", epilog=EPILOG, short_help="What this machine has, what works, what to do.")
 @click.option(
     "--import/--no-import",
     "do_import",

@@ -22,7 +22,7 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none, 2 wrong i
 """
 
 
-@click.command("explain", epilog=EPILOG)
+@click.command("explain", epilog=EPILOG, short_help="Which backend serves each layer, and why each other does not.")
 @explain_options
 @click.option("--brief", is_flag=True, help="Only the plan and one line for each rejected backend.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")

@@ -16,7 +16,7 @@ A GPU that is not listed can be asked about by its compute capability: --gpu sm9
 """
 
 
-@click.command("gpus", epilog=EPILOG)
+@click.command("gpus", epilog=EPILOG, short_help="The GPUs known by name.")
 @click.argument("words", nargs=-1, metavar="[WORD]...", shell_complete=complete.gpus)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each row's figures come from.")

@@ -49,6 +49,10 @@ Examples:
   attn-select matrix --model deepseek-v3 --gpu h100 --gpu b200
   attn-select doctor
 
+`attn-select COMMAND --help` shows the options and more examples.
+
+Exit code: 0 done, 1 the answer is no (no backend, a difference, a problem), 2 wrong usage or input, 3 a bug.
+
 Shell completion: eval "$(_ATTN_SELECT_COMPLETE=bash_source attn-select)" (or zsh_source, fish_source).
 """
 

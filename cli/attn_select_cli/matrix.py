@@ -17,13 +17,14 @@ Examples:
   attn-select matrix --json
 
 A cell names the backend, or prefill / decode where they differ; `none` where no backend is valid.
+
 Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 """
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-32b", "gemma-3-27b", "gpt-oss-120b", "deepseek-v3", "deepseek-v3.2", "bert-base")
 DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 
 
-@click.command("matrix", epilog=EPILOG)
+@click.command("matrix", epilog=EPILOG, short_help="The chosen backends of several models on several GPUs.")
 @model_option(f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].", several=True)
 @gpu_option(f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].", several=True)
 @click.option("--all-models", is_flag=True, help="Every preset.")

@@ -16,7 +16,7 @@ Any other model: give --model the path of its config.json, or of the folder that
 """
 
 
-@click.command("models", epilog=EPILOG)
+@click.command("models", epilog=EPILOG, short_help="The model presets.")
 @click.argument("words", nargs=-1, metavar="[WORD]...", shell_complete=complete.models)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each preset's values come from.")

@@ -30,12 +30,16 @@ _extra_rules = click.option(
 )
 
 
-@click.group("rules", epilog=EPILOG)
+@click.group("rules", epilog=EPILOG, short_help="Show, check and find the rules that rank backends.")
 def command() -> None:
     """Show, check and find the rules that rank backends."""
 
 
-@command.command("show", epilog="\b\nExample:\n  attn-select rules show --rules my_rules.toml --json\n")
+@command.command(
+    "show",
+    short_help="Show the effective rules and their origin.",
+    epilog="\b\nExample:\n  attn-select rules show --rules my_rules.toml --json\n",
+)
 @_extra_rules
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(rules: tuple[str, ...], as_json: bool) -> int:
@@ -117,6 +121,7 @@ def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet | None, list[Proble
 
 @command.command(
     "check",
+    short_help="Check the rules and more files for errors.",
     epilog="\b\nExample:\n  attn-select rules check my_rules.toml\n\n"
     "Exit code: 0 no errors (warnings may be), 1 errors.\n",
 )
@@ -156,7 +161,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-@command.command("schema", epilog="\b\nExample:\n  attn-select rules schema > selector_rules.schema.json\n")
+@command.command(
+    "schema",
+    short_help="Print a JSON Schema of rules files.",
+    epilog="\b\nExample:\n  attn-select rules schema > selector_rules.schema.json\n",
+)
 def schema() -> int:
     """Print a JSON Schema of rules files, for editors (Taplo, Even Better TOML)."""
     from attn_select.registry import load_plugins
@@ -167,7 +176,11 @@ def schema() -> int:
     return 0
 
 
-@command.command("path", epilog="\b\nExample:\n  attn-select rules path --rules my_rules.toml\n")
+@command.command(
+    "path",
+    short_help="List the files that are looked for.",
+    epilog="\b\nExample:\n  attn-select rules path --rules my_rules.toml\n",
+)
 @_extra_rules
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def path(rules: tuple[str, ...], as_json: bool) -> int:

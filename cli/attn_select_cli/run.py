@@ -24,6 +24,7 @@ Examples:
 
 Queries, keys and values are random. The reference is float64; an error is relative, in the Euclidean norm: of all
 outputs of a step together, and of the worst row (one head of one token).
+
 Exit code: 0 every error is within its bound, 1 one is not or a layer has no backend, 2 wrong input, 3 a bug.
 """
 
@@ -32,7 +33,7 @@ def _count(name: str, least: int, default: int, text: str) -> Callable[[Any], An
     return click.option(name, type=click.IntRange(least), default=default, show_default=True, metavar="N", help=text)
 
 
-@click.command("run", epilog=EPILOG)
+@click.command("run", epilog=EPILOG, short_help="Run one layer of a model here and check every output.")
 @run_options
 @click.option("--layer", "layer", metavar="KIND", help="Run only this kind of the model's layers [default: each].")
 @_count("--requests", 1, 4, "Requests in the batch.")

@@ -59,7 +59,10 @@ class Workload:
         least = {"num_requests": 1, "prompt_tokens": 1, "decode_steps": 0, "max_num_batched_tokens": self.num_requests}
         for name, bound in least.items():
             if getattr(self, name) < bound:
-                raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from {bound}", fields=[name])
+                why = ", one token for each request" if name == "max_num_batched_tokens" else ""
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)}: accepted are integers from {bound}{why}", fields=[name]
+                )
 
     def prompts(self) -> list[int]:
         """Return the prompt lengths."""

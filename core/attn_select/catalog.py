@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 
 DISTRIBUTIONS = {
@@ -38,6 +37,8 @@ def install_command(distribution: str) -> str:
 
     Outside a clone it needs what ``NOT_ON_AN_INDEX`` says.
     """
+    import shlex  # only needed where a plugin is missing
+
     folder = folder_in_clone(distribution)
     return f"pip install {distribution if folder is None else shlex.quote(folder)}"
 

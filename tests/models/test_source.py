@@ -74,7 +74,12 @@ def test_paths_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load("my.json").layer_kinds().kinds[0].count == 2
 
 
-def test_folder_without_a_config(tmp_path: Path) -> None:
+def test_folder_without_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoint").mkdir()
+    for name in (".", "checkpoint", "./checkpoint"):
+        with pytest.raises(ModelError, match=r"this folder holds no config\.json"):
+            load(name)
     with pytest.raises(ModelError, match=r"this folder holds no config\.json"):
         load(str(tmp_path))
 

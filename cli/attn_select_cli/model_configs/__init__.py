@@ -108,7 +108,7 @@ def load(name_or_path: str) -> ModelSource:
 
     Raises:
         UnknownNameError: neither; lists the nearest presets.
-        ModelError: the file cannot be read or holds no JSON object.
+        ModelError: the file cannot be read or holds no JSON object, or a folder holds no ``config.json``.
     """
     from copy import deepcopy
 

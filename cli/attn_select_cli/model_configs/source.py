@@ -56,10 +56,14 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or shorten(error)
 
 
-def unknown(name: str) -> UnknownNameError:
-    """Return the error for a name that is neither a path nor a preset."""
+def unknown(name: str) -> UnknownNameError | ModelError:
+    """Return the error for a name that is no preset, and no path or a folder without a config.json."""
     from attn_select_cli.model_configs.presets import preset_rows
 
+    if os.path.isdir(name):
+        return ModelError(
+            f"{shorten(name)}: this folder holds no config.json, and no preset has its name", hint=_hint(name)
+        )
     names = [*preset_rows()]
     near = nearest(name, names)
     listing = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
