@@ -44,10 +44,11 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(rules: tuple[str, ...], as_json: bool) -> int:
     """Show the effective rules and backend options with their origin."""
+    from attn_select.registry import load_plugins
     from attn_select.rules import load_rules
     from attn_select_cli.output import print_json, print_lines
 
-    rule_set = load_rules(rules)
+    rule_set = load_rules(rules, load_plugins().fragments)
     if as_json:
         print_json(
             {
@@ -88,6 +89,7 @@ def _rule_dict(rule: Rule) -> dict[str, Any]:
         "because": rule.because,
         "file": rule.file,
         "line": rule.line,
+        "plugin": rule.plugin,
     }
 
 
@@ -101,21 +103,21 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
     }
 
 
-def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet | None, list[Problem]]:
-    """Return the effective rules (None where a file is broken) and every error in them, options and names included."""
+def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet, list[Problem]]:
+    """Return the effective rules as far as they can be read, and every error in them, options and names included."""
     from attn_select.errors import RulesError
     from attn_select.registry import load_plugins
-    from attn_select.rules import load_rules
+    from attn_select.rules.layers import read_rules
     from attn_select.rules.lint import known_names, unknown_names
     from attn_select.rules.options import read_options
 
-    rule_set, problems = None, []
+    registry = load_plugins()
+    rule_set, problems = read_rules(files, registry.fragments)
+    problems += unknown_names(rule_set, known_names(registry))
     try:
-        rule_set = load_rules(files)
-        problems = unknown_names(rule_set, known_names(load_plugins()))
-        read_options(rule_set, load_plugins().specs)
+        read_options(rule_set, registry.specs)
     except RulesError as error:
-        problems = [*error.problems, *problems]
+        problems += error.problems
     return rule_set, problems
 
 
@@ -128,19 +130,18 @@ def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet | None, list[Proble
 @click.argument("files", nargs=-1, type=click.Path(), metavar="[FILE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(files: tuple[str, ...], as_json: bool) -> int:
-    """Lint the effective rules together with the given FILEs: errors, unknown names, unreachable rules."""
-    from attn_select.rules.lint import unreachable
+    """Check the effective rules together with the given FILEs.
+
+    Errors: what breaks the format, unknown backends, wrong options. Warnings: rules that never take effect, unknown
+    libraries and GPUs.
+    """
+    from attn_select.registry import load_plugins
+    from attn_select.rules.lint import doubts
     from attn_select_cli.output import print_json, print_lines
 
     rule_set, broken = rules_errors(files)
     found: list[tuple[str, str, int | None, str]] = [("error", *problem) for problem in broken]
-    if rule_set is not None:
-        found += [
-            ("warning", rule.file, rule.line, f"rule {rule.name!r}: {text}")
-            for rule in rule_set.rules
-            for text in rule.warnings
-        ]
-        found += [("warning", *problem) for problem in unreachable(rule_set)]
+    found += [("warning", *problem) for problem in doubts(rule_set, load_plugins())]
     errors = sum(severity == "error" for severity, *_ in found)
     if as_json:
         problems = [{"severity": s, "file": file, "line": line, "message": text} for s, file, line, text in found]
@@ -151,9 +152,9 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
             print_lines(
                 [[(f"{file}:{line}: " if line else f"{file}: ", ""), (f"{severity}: ", styles[severity]), (text, "")]]
             )
-        read = sum(layer.state == "read" for layer in rule_set.layers) if rule_set else 0
-        checked = f"; {_count(len(rule_set.rules), 'rule')} in {_count(read, 'file')}" if rule_set else ""
-        click.echo(f"{_count(errors, 'error')}, {_count(len(found) - errors, 'warning')}{checked}")
+        read = sum(layer.state == "read" for layer in rule_set.layers)
+        checked = f"{_count(len(rule_set.rules), 'rule')} in {_count(read, 'file')}"
+        click.echo(f"{_count(errors, 'error')}, {_count(len(found) - errors, 'warning')}; {checked}")
     return 1 if errors else 0
 
 
@@ -185,10 +186,11 @@ def schema() -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def path(rules: tuple[str, ...], as_json: bool) -> int:
     """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""
+    from attn_select.registry import load_plugins
     from attn_select.rules.layers import inspect_layers
     from attn_select_cli.output import Table, print_json, print_lines
 
-    layers = inspect_layers(rules)
+    layers = inspect_layers(rules, load_plugins().fragments)
     if as_json:
         print_json({"schema_version": 1, "files": [layer.to_dict() for layer in layers]})
     else:

@@ -14,6 +14,7 @@ from attn_select.environment import Environment
 from attn_select.errors import ConfigError, UnknownNameError, shorten, show
 from attn_select.registry import Plugin, Registry
 from attn_select.rules.layers import RuleSet
+from attn_select.rules.libraries import import_names
 from attn_select.rules.lint import known_names, rule_warnings
 from attn_select.rules.options import read_options
 from attn_select.rules.ranking import Ranker, Ranking
@@ -122,7 +123,7 @@ class Decider:
         self.names = known_names(registry)
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
-        self._ranker = Ranker(rules.rules, device, environment, list(self._specs))
+        self._ranker = Ranker(rules.rules, device, environment, list(self._specs), import_names(self._specs))
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
     def decide(self, config: AttentionConfig, choice: Choice, kv_layout: str | None = None) -> Selection:

@@ -140,13 +140,17 @@ _SOUND: set[tuple[object, ...]] = set()
 """The combinations that were checked before: nearly all plans share a few."""
 
 
+def _are_clauses(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(clause, str) for clause in value)
+
+
 def _plan_problem(plan: BackendPlan) -> str | None:
     """Return what is wrong with a plan that the decision would stumble over."""
-    key = (plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes, plan.unverified)
+    if plan.unverified != () and not _are_clauses(plan.unverified):
+        return f"plan().unverified = {show(plan.unverified)} (accepted: a tuple of strings)"
+    key = (plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes)
     if key in _SOUND:
         return None
-    if type(plan.unverified) is not tuple or not all(isinstance(clause, str) for clause in plan.unverified):
-        return f"plan().unverified = {show(plan.unverified)} (accepted: a tuple of strings)"
     if plan.cuda_graph not in _LEVEL_RANK:
         return f"plan().cuda_graph = {show(plan.cuda_graph)} (accepted: {', '.join(_LEVEL_RANK)})"
     if unknown := [name for name in plan.kv_layouts if name not in LAYOUTS]:

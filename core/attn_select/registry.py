@@ -22,6 +22,7 @@ from attn_select import hookspecs
 from attn_select.catalog import DISTRIBUTIONS
 from attn_select.environment import canonical_distribution, name_and_version
 from attn_select.errors import PluginError, shorten, show
+from attn_select.rules.fragments import Fragment, read_fragment
 from attn_select.spec import BackendSpec
 from attn_select.spec_check import problems_of
 
@@ -36,6 +37,7 @@ class Plugin:
         version: that distribution's version.
         backends: names of the backends it registered.
         error: why it could not be used, one line; None when it loaded.
+        rules: the rules that it ships, or None.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Plugin:
     version: str
     backends: tuple[str, ...] = ()
     error: str | None = None
+    rules: Fragment | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"plugin {self.name} ({self.distribution} {self.version})"
@@ -55,6 +58,7 @@ class Plugin:
             "version": self.version,
             "backends": list(self.backends),
             "error": self.error,
+            "rules": None if self.rules is None else str(self.rules.path),
         }
 
 
@@ -81,6 +85,11 @@ class Registry:
     def failed(self) -> list[Plugin]:
         """The plugins that could not be used."""
         return [plugin for plugin in self.plugins if plugin.error]
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """The rules that plugins ship, in order of plugin name."""
+        return [plugin.rules for plugin in self.plugins if plugin.rules is not None]
 
     @property
     def variables(self) -> dict[str, list[str]]:
@@ -165,7 +174,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
         taken[name] = distribution
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                specs = _register(entry_point)
+                specs, plugin.rules = _register(entry_point, distribution if distribution != "?" else name)
         except KeyboardInterrupt:
             raise
         except PluginError as error:
@@ -198,7 +207,8 @@ def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]
     return canonical_distribution(name) if name else "?", version or "?"
 
 
-def _register(entry_point: importlib.metadata.EntryPoint) -> list[BackendSpec]:
+def _register(entry_point: importlib.metadata.EntryPoint, owner: str) -> tuple[list[BackendSpec], Fragment | None]:
+    """Return what a plugin registers: its backends, and the rules that it ships."""
     manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(entry_point.load(), name=entry_point.name)
@@ -216,4 +226,7 @@ def _register(entry_point: importlib.metadata.EntryPoint) -> list[BackendSpec]:
             if spec.name in specs:
                 raise PluginError(f"backend {spec.name} is registered twice by the same plugin")
             specs[spec.name] = spec
-    return list(specs.values())
+    paths: list[Any] = manager.hook.attn_select_register_rules()
+    if len(paths) > 1:
+        raise PluginError(f"{entry_point.value} has {len(paths)} hooks attn_select_register_rules (accepted: one)")
+    return list(specs.values()), read_fragment(paths[0], owner, specs) if paths else None

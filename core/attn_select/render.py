@@ -13,7 +13,7 @@ from attn_select import catalog
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.rules.layers import FILE_NAME
-from attn_select.rules.rule import Rule
+from attn_select.rules.rule import PACKAGED, Rule
 from attn_select.selection import Candidate, Selection, Verdict
 from attn_select.spec import BackendPlan, Reason
 
@@ -302,7 +302,7 @@ def _rule_lines(selection: Selection) -> list[Line]:
 
 def _origin(rule: Rule) -> str:
     """Return ``file:line``, short for the packaged file; ``attn-select rules path`` says where that one is."""
-    return f"packaged {FILE_NAME}:{rule.line}" if rule.layer == 0 else rule.origin
+    return f"packaged {FILE_NAME}:{rule.line}" if rule.layer == PACKAGED else rule.origin
 
 
 def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:

@@ -159,6 +159,7 @@ class Selection:
                     "file": rule.file,
                     "line": rule.line,
                     "because": rule.because,
+                    "plugin": rule.plugin,
                 }
                 for rule in self.rules
             ],

@@ -155,7 +155,9 @@ def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environme
     return Environment(assume_installed=not device.local, pins=given, variables=variables, cuda=cuda)
 
 
-_rules = functools.lru_cache(maxsize=16)(load_rules)
+@functools.lru_cache(maxsize=16)
+def _rules(paths: tuple[str, ...]) -> RuleSet:
+    return load_rules(paths, registry.load_plugins().fragments)
 
 
 def _is_immutable(argument: RulesArgument | BackendArgument) -> bool:

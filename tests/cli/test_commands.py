@@ -252,7 +252,7 @@ def test_doctor_finds_a_broken_rules_file(run: Any, tmp_path: Path) -> None:
     (tmp_path / "selector_rules.toml").write_text('version = 1\n[[rules]]\nname = "a"\ndenny = ["FLASH_ATTN"]\n')
     result = run("doctor", "--no-import")
     assert result.code == 1
-    assert "problem: selector_rules.toml:2: rule 'a': unknown key 'denny'; did you mean deny?" in result.out
+    assert "problem: selector_rules.toml:4: rule 'a': unknown key 'denny'; did you mean deny?" in result.out
 
 
 def test_diff_shows_how_a_backend_runs_otherwise_and_the_size_of_the_model(run: Any) -> None:

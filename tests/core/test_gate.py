@@ -469,6 +469,7 @@ def test_a_bug_in_plan_is_shown_and_not_hidden(spec: MakeSpec, function: Any, na
         {"kernel_block_sizes": (16, 0)},
         {"kv_layouts": ("FLASH_ATTN_NHD", "NO_SUCH_LAYOUT")},
         {"unverified": "a string"},
+        {"unverified": ["a list"]},
         {"unverified": (3,)},
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import typing
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from attn_select.config import AttentionConfig
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment
-from attn_select.rules.conditions import FIELDS, compile_when
+from attn_select.rules.conditions import FIELDS, compile_when, is_number, limits
 from attn_select.rules.predicates import ConditionError
 from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import parse_rule
@@ -224,6 +225,8 @@ def test_all_libraries_must_match() -> None:
         ({"num_heads": [[16]]}, ["num_heads = [16]"]),
         ({"num_heads": {"min": 1}}, ["num_heads"]),
         ({"num_heads": " " * 100_000}, ["num_heads", "200 characters"]),
+        ({"num_heads": " " * 199 + "16"}, ["num_heads", "200 characters"]),
+        ({"mla": 1, "num_head": 3, "library": {"a": 1, "b c": "1"}}, ["mla = 1", "num_head", "library.a", "'b c'"]),
         ({"compute_capability": 9.0}, ["compute_capability = 9.0", '"9.x"']),
         ({"compute_capability": "9"}, ["compute_capability = '9'", '"9.x"']),
         ({"compute_capability": "sm90"}, ["compute_capability = 'sm90'"]),
@@ -253,6 +256,53 @@ def test_what_is_refused_says_what_was_seen_and_what_is_accepted(when: Any, name
     assert all(text in str(caught.value) for text in named), str(caught.value)
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()
+
+
+def test_a_value_may_have_200_characters() -> None:
+    assert matches({"num_heads": " " * 198 + "32"})
+
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if is_number(name) and name in AttentionConfig.model_fields])
+def test_the_limits_of_numbers_are_those_of_the_config(field: str) -> None:
+    least, most = limits(field)
+    metadata = [item for item in _constraints(AttentionConfig.model_fields[field]) if item is not None]
+    found = {type(item).__name__: item for item in metadata}
+    if field == "logits_soft_cap":
+        assert found["Gt"].gt == 0 < least
+    else:
+        assert (found["Ge"].ge, found["Le"].le) == (least, most)
+
+
+def _constraints(field: Any) -> list[Any]:
+    """The constraints of a pydantic field, those of ``X | None`` included."""
+    found = list(field.metadata)
+    for inner in typing.get_args(field.annotation):
+        for item in getattr(inner, "__metadata__", ()):
+            found += getattr(item, "metadata", [item])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("written", "doubted"),
+    [
+        ([16, -4], ["num_heads = -4 matches nothing"]),
+        ([16, "<1"], ["num_heads = '<1' matches nothing"]),
+        ([16, 2.5], ["num_heads = 2.5 matches nothing"]),
+        ([16, ">=1"], []),
+        (-4, []),  # the whole rule is never reached, which `rules check` says
+    ],
+)
+def test_one_of_several_values_that_matches_nothing_is_a_warning(written: Any, doubted: list[str]) -> None:
+    assert compile_when({"num_heads": written})[1] == doubted
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "FlashInfer", "flashinfer-python", "flashinfer_python"])
+@pytest.mark.parametrize(("version", "expected"), [("0.6.14", True), ("0.7.0", False), (None, False)])
+def test_an_import_name_stands_for_its_distribution(name: str, version: str | None, expected: bool) -> None:
+    rule = parse_rule({"name": "r", "deny": ["A"], "when": {"library": {name: "<0.6.99"}}}, file="f", line=1, layer=0)
+    environment = Environment(assume_installed=True, pins={} if version is None else {"flashinfer-python": version})
+    ranker = Ranker([rule], H100, environment, ["A"], {"flashinfer": ("other-build", "flashinfer-python")})
+    assert bool(ranker.rank(PLAIN, ["decode"])["decode"].denied) is expected
 
 
 SCALARS = st.one_of(

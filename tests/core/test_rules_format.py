@@ -111,12 +111,68 @@ def test_every_broken_rule_is_reported_with_its_line(rules_file: WriteRules) -> 
     path = rules_file(
         '[[rules]]\nname = "one"\nprefer = "A"\n\n[[rules]]\nname = "two"\ndeny = ["A"]\n\n[[rules]]\ndeny = ["A"]\n'
     )
-    assert [line for line, _ in problems(path)] == [2, 10]
+    assert [line for line, _ in problems(path)] == [4, 10]
+
+
+BROKEN_EVERYWHERE = """
+[[rules]]
+nam = "first"
+prefer = ["A"]
+phase = "both"
+deny = [
+  "B",
+  3,
+]
+
+[[rules]]
+name = "second"
+enabled = 1
+prefer = ["A"]
+when = { num_head = 3, mla = "yes", gpu = ["h100",
+  ""] }
+
+[[rules]]
+name = "third"
+deny = ["A"]
+because = 3
+[rules.when]
+"num_heads" = "many"
+library.torch = "new"
+library."a b" = "1"
+
+[backends.FLASHINFER]
+use_trtllm = 1979-05-27
+workspace.bytes = nan
+"""
+
+
+def test_all_errors_of_a_file_come_at_once_each_with_the_line_of_its_key(rules_file: WriteRules) -> None:
+    path = rules_file(BROKEN_EVERYWHERE)
+    found = problems(path)
+    lines = path.read_text().splitlines()
+    keys = [None if line is None else lines[line - 1].split("=")[0].strip() for line, _ in found]
+    assert [(key, text.split(":")[0]) for key, (_, text) in zip(keys, found, strict=True)] == [
+        ("[[rules]]", "a rule needs a name, so that later files can replace or disable it"),
+        ("nam", "unknown key 'nam'; did you mean name?"),
+        ("phase", "phase = 'both'"),
+        ("deny", "expected exactly one of priority, prefer, avoid, deny; found prefer and deny"),
+        ("deny", "deny = ['B', 3]"),
+        ("enabled", "rule 'second'"),
+        ("when", "rule 'second'"),
+        ("when", "rule 'second'"),
+        ("when", "rule 'second'"),
+        ("because", "rule 'third'"),
+        ('"num_heads"', "rule 'third'"),
+        ("library.torch", "rule 'third'"),
+        ('library."a b"', "rule 'third'"),
+        ("use_trtllm", "backends.FLASHINFER.use_trtllm = datetime.date(1979, 5, 27)"),
+        ("workspace.bytes", "backends.FLASHINFER.workspace = {'bytes'"),
+    ]
 
 
 def test_duplicates_within_a_file_are_errors(rules_file: WriteRules) -> None:
     path = rules_file('[[rules]]\nname = "r"\ndeny = ["A"]\n[[rules]]\nname = "r "\navoid = ["B"]\n')
-    assert problems(path) == [(5, "rule 'r' is already defined at line 2 of this file")]
+    assert problems(path) == [(6, "rule 'r' is already defined at line 2 of this file")]
 
 
 @pytest.mark.parametrize(
@@ -129,19 +185,19 @@ def test_duplicates_within_a_file_are_errors(rules_file: WriteRules) -> None:
         ("version = 1.0\n", None, ["version = 1.0"]),
         ("version = 0x" + "f" * 6000, None, ["version = <int that cannot be shown>"]),
         ("version = " + "1" * 5000, None, ["not valid TOML"]),
-        ("version = 1\nrules = 3\n", None, ["[[rules]] tables"]),
-        ("version = 1\nrules = [{ name = 'r' }]\n", None, ["[[rules]] tables"]),
+        ("version = 1\nrules = 3\n", 2, ["[[rules]] tables"]),
+        ("version = 1\nrules = [{ name = 'r' }]\n", 2, ["[[rules]] tables"]),
         ("version = 1\n\n[rules]\nname = 'r'\n", 3, ["[[rules]] tables"]),
         ("version = 1\n[[rules.when]]\n", 2, ["[[rules]] tables"]),
-        ("version = 1\nbackends = 3\n", None, ["[backends.NAME] tables"]),
+        ("version = 1\nbackends = 3\n", 2, ["[backends.NAME] tables"]),
         ("version = 1\n[[backends]]\nx = 1\n", 2, ["[backends.NAME] tables"]),
-        ("version = 1\n[backends]\nFLASHINFER = 3\n", 2, ["backends.FLASHINFER = 3", "table"]),
-        ("version = 1\n[backends.A]\nx = 1979-05-27\n", 2, ["backends.A.x = datetime.date", "strings, numbers"]),
-        ("version = 1\n[backends.A]\nx = [inf]\n", 2, ["backends.A.x = [inf]"]),
-        ("version = 1\n[backends.A]\nx = nan\n", 2, ["backends.A.x = nan"]),
-        ("version = 1\n[backends.A]\nx = 0xfffffffffffffffff\n", 2, ["backends.A.x = "]),
-        ("version = 1\n[backends.A]\nx = [[[[[[[[[[1]]]]]]]]]]\n", 2, ["backends.A.x = [[", "8 deep"]),
-        ("version = 1\nrule = 1\n", None, ["unknown key 'rule'", "rules"]),
+        ("version = 1\n[backends]\nFLASHINFER = 3\n", 3, ["backends.FLASHINFER = 3", "table"]),
+        ("version = 1\n[backends.A]\nx = 1979-05-27\n", 3, ["backends.A.x = datetime.date", "strings, numbers"]),
+        ("version = 1\n[backends.A]\nx = [inf]\n", 3, ["backends.A.x = [inf]"]),
+        ("version = 1\n[backends.A]\nx = nan\n", 3, ["backends.A.x = nan"]),
+        ("version = 1\n[backends.A]\nx = 0xfffffffffffffffff\n", 3, ["backends.A.x = "]),
+        ("version = 1\n[backends.A]\nx = [[[[[[[[[[1]]]]]]]]]]\n", 3, ["backends.A.x = [[", "8 deep"]),
+        ("version = 1\nrule = 1\n", 2, ["unknown key 'rule'", "rules"]),
         ("version = 1\n[[rule]]\n", 2, ["unknown key 'rule'", "rules"]),
         ("version = 1\n[backend.FLASHINFER]\n", 2, ["unknown key 'backend'", "backends"]),
         ("version = 1\nx = \n", 2, ["not valid TOML"]),
@@ -200,7 +256,7 @@ def test_size_is_capped(tmp_path: Path) -> None:
     assert mine(path) == []
     path.write_bytes(body + b"x" * ((1 << 18) - len(body) + 1))
     assert problems(path) == [
-        (None, "cannot be read: larger than 262144 bytes, the most that a rules file may have (given by --rules)")
+        (None, "cannot be read: is larger than 262144 bytes, the most that a rules file may have (given by --rules)")
     ]
 
 
@@ -248,7 +304,7 @@ def test_an_unreadable_file(rules_file: WriteRules, monkeypatch: pytest.MonkeyPa
     def refuse(file: object, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(file))
 
-    monkeypatch.setattr("attn_select.rules.layers.open", refuse, raising=False)
+    monkeypatch.setattr("attn_select.rules.document.open", refuse, raising=False)
     with pytest.raises(RulesError) as caught:
         load_rules([path])
     assert (str(path), None, "cannot be read: Permission denied (given by --rules)") in caught.value.problems

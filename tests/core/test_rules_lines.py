@@ -1,14 +1,16 @@
-"""Lines of headers: as many as tomllib finds tables, whatever stands between them."""
+"""Lines of headers and keys: as many as tomllib finds, whatever stands between them."""
 
 from __future__ import annotations
 
+import json
 import tomllib
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_select.rules.lines import header_lines
+from attn_select.rules.lines import header_lines, key_lines
 
 RULES = ("rules",)
 
@@ -210,3 +212,91 @@ def test_whatever_tomllib_accepts_has_as_many_headers_as_tables(text: str) -> No
 def test_a_long_string_costs_no_more_than_its_length() -> None:
     text = 'a = """' + '\\\\ "" \'' * 60_000 + '"""\nb = [' + "[],\n" * 60_000 + "]\n[[rules]]\n"
     assert rule_lines(text) == [60_003]
+
+
+# --- Keys ---
+
+
+def paths_of(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Every key of a document, below its tables; members of arrays that are no tables have none."""
+    found: list[tuple[str | int, ...]] = []
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found += [(*path, key), *paths_of(inner, (*path, key))]
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            found += paths_of(inner, (*path, index))
+    return found
+
+
+KEYS = """version = 1  # [not.a.table]
+
+[[rules]]
+name = "a = 1"
+when = { mla = true, "num heads" = 3, gpu = [
+  "h100", # = no key
+  { deep = [[{ er = 1 }]] },
+] }
+
+[[rules]]
+name = '''
+when = 3
+[no.header]
+'''
+"when".'sliding_window' = 1
+[rules.when.library]
+torch = "1"
+[[rules.list]]
+one = 1
+[[rules.list]]
+two.three = 2
+
+[ backends . "X" ]
+a = {}
+b . c = "="
+"""
+
+
+def test_the_line_of_every_key() -> None:
+    found = key_lines(KEYS)
+    lines = KEYS.splitlines()
+    for path in paths_of(tomllib.loads(KEYS)):
+        last = next(part for part in reversed(path) if isinstance(part, str))
+        assert last in lines[found[path] - 1], path
+    assert found["rules", 0] == 3
+    assert found["rules", 0, "when", "gpu", 1, "deep", 0, 0, "er"] == 7
+    assert found["rules", 1, "when", "sliding_window"] == 15
+    assert found["rules", 1, "list", 1, "two", "three"] == 21
+
+
+NESTED = st.recursive(
+    st.one_of(st.integers(), st.booleans(), st.text("ab=[]{}#,\n .", max_size=6)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text("ab =.[#", max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def as_toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {as_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(map(as_toml, value)) + "\n]"
+    return json.dumps(value)
+
+
+@given(st.lists(st.dictionaries(st.text("ab =.[#", max_size=3), NESTED, max_size=4), max_size=4))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_no_key_is_missed_and_none_invented(tables: list[dict[str, Any]]) -> None:
+    text = "".join(
+        "[[t]]\n" + "".join(f"{json.dumps(key)} = {as_toml(value)}\n" for key, value in table.items())
+        for table in tables
+    )
+    document = tomllib.loads(text)
+    found = key_lines(text)
+    keys = {path for path in found if isinstance(path[-1], str)}
+    assert keys == set(paths_of(document))
+    assert sorted(found[("t", index)] for index in range(len(tables))) == [
+        number for number, line in enumerate(text.split("\n"), 1) if line == "[[t]]"
+    ]

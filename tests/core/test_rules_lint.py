@@ -17,10 +17,10 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.registry import Registry
 from attn_select.rules import RuleSet, load_rules
-from attn_select.rules.lint import known_names, rule_warnings, unknown_names, unreachable
+from attn_select.rules.lint import doubts, known_names, rule_warnings, unknown_names, unreachable
 from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import parse_rule
-from attn_select.spec import BackendSpec
+from attn_select.spec import BackendSpec, Library
 
 RulesFile = Callable[..., Path]
 
@@ -156,6 +156,70 @@ def test_conditions_that_nothing_meets() -> None:
     assert never_reached({"logits_soft_cap": ">8,<9"}) == []
     assert never_reached({"compute_capability": "33.x"}) == ["r0"]
     assert never_reached({"gpu": "future"}) == []
+
+
+@pytest.mark.parametrize(
+    ("when", "text"),
+    [
+        ({"num_heads": -4}, "nothing matches num_heads -4 (it lies between 1 and 2.14748e+09)"),
+        ({"num_heads": 2.5}, "nothing matches num_heads 2.5"),
+        ({"head_size": ">8192"}, "nothing matches head_size >8192 (it lies between 1 and 8192)"),
+        ({"num_speculative_tokens": [-1, 2000]}, "nothing matches num_speculative_tokens -1 or 2000"),
+        ({"logits_soft_cap": "<=0"}, "nothing matches logits_soft_cap <=0"),
+        ({"sparse": True, "mla": False}, "a layer with sparse true has mla true, and the rule asks for mla false"),
+        ({"kv_lora_rank": 512, "mla": False}, "a layer with kv_lora_rank 512 has mla true"),
+        ({"sparse_top_k": ">0", "mla": False}, "a layer with sparse true has mla true"),
+        ({"sparse_top_k": 2048, "sparse": False}, "a layer with sparse_top_k 2048 has sparse true"),
+        ({"kv_cache_dtype": "fp8_ds_mla", "sparse": False}, "has sparse true, and the rule asks for sparse false"),
+        ({"v_head_size": 64, "mla": True}, "a layer with v_head_size 64 has mla false"),
+        ({"mla": True, "num_kv_heads": 8}, "a layer with mla true has num_kv_heads 1"),
+        ({"mla": True, "attn_type": "encoder*"}, "a layer with mla true has attn_type decoder"),
+        ({"attn_type": "encoder_only", "num_speculative_tokens": ">0"}, "has num_speculative_tokens 0"),
+        ({"per_head_quant_scales": True, "kv_cache_dtype": "auto"}, "has kv_cache_dtype fp8* or nvfp4"),
+        ({"gpu": "h100", "compute_capability": "8.x"}, "no GPU named h100 has compute_capability 8.x"),
+        ({"gpu": "cpu", "compute_capability": ">=0.0"}, "no GPU named cpu has compute_capability >=0.0"),
+        ({"gpu": ["h100", "h20"], "sm_count": 7}, "no GPU named h100 or h20 has sm_count 7"),
+    ],
+)
+def test_conditions_that_contradict_each_other_are_named(when: dict[str, Any], text: str) -> None:
+    for effect in ("priority", "deny"):
+        rule = parse_rule({"name": "r", effect: ["A"], "when": when}, file="f", line=1, layer=0)
+        ((file, line, found),) = unreachable(RuleSet(rules=[rule]))
+        assert (file, line) == ("f", 1)
+        assert found.startswith("rule 'r' is never reached: ")
+        assert text in found
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        {"sparse": True, "mla": True},
+        {"sparse": False, "mla": False},
+        {"sparse": [True, False], "mla": False},
+        {"mla": True, "attn_type": "*coder"},
+        {"kv_cache_dtype": "fp8*", "mla": False},
+        {"per_head_quant_scales": True, "kv_cache_dtype": "fp8"},
+        {"gpu": ["h100", "a100"], "compute_capability": "8.x"},
+        {"gpu": "h1000", "compute_capability": "8.x"},
+        {"gpu": "h*", "compute_capability": "8.x"},
+        {"num_heads": ">=-3"},
+    ],
+)
+def test_conditions_that_something_meets(when: dict[str, Any]) -> None:
+    assert never_reached(when) == []
+
+
+def test_libraries_that_nobody_knows_are_doubted(spec: Callable[..., BackendSpec], rules_file: RulesFile) -> None:
+    library = Library("flashinfer-python", "flashinfer", "pip install flashinfer-python")
+    registry = Registry(specs={"MINE": spec("MINE", libraries=[[library]])})
+    body = '[[rules]]\nname = "{0}"\ndeny = ["MINE"]\nwhen = {{ library = {{ {0} = "<1" }} }}\n'
+    names = ("flashinfer", "FlashInfer", "flashinfer-python", "flashinfer_python", "pytest", "flashinfr", "zzz")
+    rules = load_rules([rules_file("".join(map(body.format, names)))])
+    flashinfr, zzz = doubts(rules, registry)
+    assert flashinfr[1] == 2 + 4 * 5
+    assert "rule 'flashinfr': no registered backend uses a library 'flashinfr'" in flashinfr[2]
+    assert "did you mean flashinfer" in flashinfr[2]
+    assert zzz[2].endswith("it is not installed here; they use flashinfer-python")
 
 
 def test_only_rules_of_one_file_beat_each_other(rules_file: RulesFile) -> None:

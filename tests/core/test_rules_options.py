@@ -56,16 +56,16 @@ def test_values_of_all_layers(spec: MakeSpec, rules_file: RulesFile) -> None:
 @pytest.mark.parametrize(
     ("body", "line", "named"),
     [
-        ("use_trtlm = 1", 3, ["backends.MINE: unknown option 'use_trtlm'", "use_trtllm"]),
-        ("use_trtllm = 'yes'", 3, ["backends.MINE.use_trtllm = 'yes'", "'auto', 'on' or 'off'"]),
-        ("splits = 0", 3, ["backends.MINE.splits = 0", "greater than or equal to 1"]),
-        ("splits = 'many'", 3, ["backends.MINE.splits = 'many'", "integer"]),
-        ("splits = [1]", 3, ["backends.MINE.splits = [1]"]),
-        ("even = 3", 3, ["backends.MINE.even = 3: must be even"]),
+        ("use_trtlm = 1", 4, ["backends.MINE: unknown option 'use_trtlm'", "use_trtllm"]),
+        ("use_trtllm = 'yes'", 4, ["backends.MINE.use_trtllm = 'yes'", "'auto', 'on' or 'off'"]),
+        ("splits = 0", 4, ["backends.MINE.splits = 0", "greater than or equal to 1"]),
+        ("splits = 'many'", 4, ["backends.MINE.splits = 'many'", "integer"]),
+        ("splits = [1]", 4, ["backends.MINE.splits = [1]"]),
+        ("even = 3", 4, ["backends.MINE.even = 3: must be even"]),
         ("even = -2", 3, ["backends.MINE: the plugin's options model raised ZeroDivisionError"]),
         ("use_trtllm = 'on'\nsplits = 2", 3, ["backends.MINE: use_trtllm = 'on' goes with splits = 1 only"]),
-        ('"" = 1', 3, ["unknown option ''"]),
-        ('"a\\u001Bb" = 1', 3, ["unknown option 'a\\x1bb'"]),
+        ('"" = 1', 4, ["unknown option ''"]),
+        ('"a\\u001Bb" = 1', 4, ["unknown option 'a\\x1bb'"]),
     ],
 )
 def test_bad_values_name_file_line_key_and_what_is_accepted(
@@ -91,7 +91,7 @@ def test_all_problems_at_once_each_with_its_own_origin(spec: MakeSpec, rules_fil
     with pytest.raises(RulesError) as caught:
         read(spec, one, two)
     assert sorted((Path(file).name, line) for file, line, _ in caught.value.problems) == [
-        ("one.toml", 2),
-        ("one.toml", 4),
-        ("two.toml", 3),
+        ("one.toml", 3),
+        ("one.toml", 5),
+        ("two.toml", 4),
     ]

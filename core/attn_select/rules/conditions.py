@@ -5,8 +5,9 @@ A list means any of its values, a comma inside a string means all (``">=64,<=128
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,8 @@ _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_
 FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "compute_capability", "cuda", "library")
 """Every name that may stand in ``when``."""
 
+_LIMITS = {"head_size": (1, 8192), "v_head_size": (1, 8192), "num_speculative_tokens": (0, 1024)}
+"""Where a field of ``AttentionConfig`` has other limits than 1 to 2**31 - 1."""
 _LONGEST = 200
 
 
@@ -77,6 +80,13 @@ def is_number(field: str) -> bool:
     return field in _INTEGERS or field in _FLOATS
 
 
+def limits(field: str) -> tuple[float, float]:
+    """Return the least and the greatest value that a field of numbers can have."""
+    if field in _FLOATS:
+        return math.ulp(0.0), sys.float_info.max
+    return _LIMITS.get(field, (1, 2**31 - 1))
+
+
 def accepted_names(field: str) -> tuple[str, ...]:
     """Return the values of an enumerated field, aliases of dtypes included; empty for other fields."""
     names = _NAMES.get(field, ())
@@ -87,30 +97,36 @@ def compile_when(when: object) -> tuple[tuple[Condition, ...], list[str]]:
     """Compile a ``when`` table. Returns the conditions and warnings.
 
     Raises:
-        ConditionError: a field or value that is not accepted.
+        ConditionError: fields or values that are not accepted, all of them.
     """
     if not isinstance(when, dict):
         raise ConditionError(f"when = {show(when)}: expected a table such as {{ mla = true }}")
-    written: dict[str, object] = {}
-    for name, value in when.items():
-        if name == "library":
-            written.update(_libraries(value))
-        elif name in FIELDS:
-            written[name] = value
-        else:
-            hint = UnknownNameError("field", name, FIELDS).hint
-            raise ConditionError(f"unknown field {show(name)} in when; {hint}")
+    conditions: list[Condition] = []
     warnings: list[str] = []
-    return tuple(_compile(field, value, warnings) for field, value in written.items()), warnings
+    problems: list[tuple[tuple[str, ...], str]] = []
+    for name, value in when.items():
+        fields: dict[tuple[str, ...], object] = {(name,): value}
+        if name == "library" and isinstance(value, dict):
+            fields = {(name, library): version for library, version in value.items()}
+        for key, each in fields.items():
+            try:
+                conditions.append(_compile(_field(key, each), each, warnings))
+            except ConditionError as error:
+                problems.append((key, str(error)))
+    if problems:
+        raise ConditionError("; ".join(text for _, text in problems), problems)
+    return tuple(conditions), warnings
 
 
-def _libraries(table: object) -> Iterator[tuple[str, object]]:
-    if not isinstance(table, dict):
-        raise ConditionError(f'library = {show(table)}: expected library.NAME = "<1.2"')
-    for name, version in table.items():
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
-            raise ConditionError(f"library.{show(name)}: expected the name of a distribution such as flashinfer-python")
-        yield f"library.{name}", version
+def _field(key: tuple[str, ...], value: object) -> str:
+    """Return the field's name in one piece (``library.torch``)."""
+    if key[0] not in FIELDS:
+        raise ConditionError(f"unknown field {show(key[0])} in when; {UnknownNameError('field', key[0], FIELDS).hint}")
+    if key == ("library",):
+        raise ConditionError(f'library = {show(value)}: expected library.NAME = "<1.2"')
+    if key[0] == "library" and not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", key[1]):
+        raise ConditionError(f"library.{show(key[1])}: expected the name of a distribution such as flashinfer-python")
+    return ".".join(key)
 
 
 def _compile(field: str, value: object, warnings: list[str]) -> Condition:
@@ -123,7 +139,7 @@ def _compile(field: str, value: object, warnings: list[str]) -> Condition:
     if is_boolean(field):
         compiled = predicates.booleans(field, values)
     elif is_number(field):
-        compiled = predicates.numbers(field, values, integers=field in _INTEGERS)
+        compiled = predicates.numbers(field, values, warnings, integers=field in _INTEGERS, limits=limits(field))
     elif field in _NAMES:
         compiled = predicates.names(field, values, _NAMES[field], accepted_names(field))
     elif field == "compute_capability":

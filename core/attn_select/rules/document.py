@@ -1,16 +1,19 @@
-"""One rules file: bytes → rules and option tables, every problem collected with its line."""
+"""One rules file: bytes → rules and option tables, every problem collected with the line of its key."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from attn_select.errors import UnknownNameError, shorten, show
-from attn_select.rules.lines import header_lines
+from attn_select.rules.lines import KeyPath, header_lines, key_lines
 from attn_select.rules.rule import Rule, RuleError, parse_rule
 
 VERSION = 1
@@ -29,11 +32,12 @@ Report = Callable[[str, int | None], None]
 
 @dataclass(slots=True)
 class Options:
-    """One ``[backends.NAME]`` table of a file."""
+    """One ``[backends.NAME]`` table of a file, with its line and that of each of its keys."""
 
     values: dict[str, Any]
     file: str
     line: int | None
+    key_lines: dict[str, int | None]
 
 
 @dataclass(slots=True)
@@ -45,7 +49,41 @@ class Document:
 
 
 class _Unreadable(Exception):
-    """The file as a whole is no use. Arguments: what is wrong, the line or None."""
+    """Nothing in the file can be used. Arguments: what is wrong, the line or None."""
+
+
+class _Lines:
+    """The lines of a file's keys, looked for when the first one is asked for."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @cached_property
+    def _by_path(self) -> dict[KeyPath, int]:
+        return key_lines(self._text)
+
+    def of(self, *path: str | int) -> int | None:
+        """Return the line of a key, or of the innermost table around it that has one."""
+        for end in range(len(path), 0, -1):
+            if (line := self._by_path.get(path[:end])) is not None:
+                return line
+        return None
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a rules file.
+
+    Raises:
+        OSError: it does not exist or cannot be read.
+        ValueError: it is not a regular file, or larger than ``MAX_BYTES``.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("is not a regular file")
+    with open(path, "rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"is larger than {MAX_BYTES} bytes, the most that a rules file may have")
+    return content
 
 
 def read_document(content: bytes, file: str, layer: int, problems: list[Problem]) -> Document:
@@ -59,19 +97,15 @@ def read_document(content: bytes, file: str, layer: int, problems: list[Problem]
     except _Unreadable as error:
         report(*error.args)
         return Document()
-    headers = header_lines(text)
-    lines: dict[tuple[str, ...], int] = {}
-    for header in headers:  # the first header of a table, or of one in it
-        lines.setdefault(header.key[:1], header.line)
-        lines.setdefault(header.key[:2], header.line)
+    lines = _Lines(text)
     for key in [key for key in document if key not in _KEYS][:MOST_PROBLEMS]:
-        report(f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}", lines.get((key,)))
+        report(f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}", lines.of(key))
     tables = document.get("rules", [])
-    rule_lines = [header.line for header in headers if header.is_array and header.key == ("rules",)]
+    rule_lines = [header.line for header in header_lines(text) if header.is_array and header.key == ("rules",)]
     if isinstance(tables, list) and len(tables) == len(rule_lines):
-        rules = _rules(tables, rule_lines, file, layer, report)
+        rules = _rules(tables, rule_lines, lines, file, layer, report)
     else:
-        report("rules must be written as [[rules]] tables", lines.get(("rules",)))
+        report("rules must be written as [[rules]] tables", lines.of("rules"))
         rules = []
     return Document(rules, _options(document.get("backends", {}), lines, file, report))
 
@@ -85,7 +119,7 @@ def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
         raise _Unreadable(f"is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8", line) from None
     for number, each in enumerate(text.split("\n"), 1):
         if each.count(".") > MAX_DOTS:
-            raise _Unreadable(f"more than {MAX_DOTS} dots in one line: a key this deep is not read", number)
+            raise _Unreadable(f"more than {MAX_DOTS} dots in one line: keys nested so deeply are not read", number)
     try:
         document = tomllib.loads(text)
     except RecursionError:
@@ -101,41 +135,46 @@ def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
     return text, document
 
 
-def _rules(tables: list[Any], lines: list[int], file: str, layer: int, report: Report) -> list[Rule]:
+def _rules(tables: list[Any], headers: list[int], lines: _Lines, file: str, layer: int, report: Report) -> list[Rule]:
     if len(tables) > MAX_RULES:
         report(f"has {len(tables)} rules; at most {MAX_RULES} are read", None)
         return []
     rules: dict[str, Rule] = {}
     errors = 0
-    for table, line in zip(tables, lines, strict=True):
+    for index, (table, line) in enumerate(zip(tables, headers, strict=True)):
         try:
             rule = parse_rule(table, file=file, line=line, layer=layer)
-            if rule.name in rules:
-                raise RuleError(f"rule {rule.name!r} is already defined at line {rules[rule.name].line} of this file")
+            if (other := rules.get(rule.name)) is not None:
+                text = f"rule {rule.name!r} is already defined at line {other.line} of this file"
+                raise RuleError([(("name",), text)])
         except RuleError as error:
-            report(str(error), line)
-            if (errors := errors + 1) >= MOST_PROBLEMS:
+            for key, text in error.problems:
+                report(text, lines.of("rules", index, *key))
+            if (errors := errors + len(error.problems)) >= MOST_PROBLEMS:
                 break
         else:
             rules[rule.name] = rule
     return list(rules.values())
 
 
-def _options(tables: object, lines: dict[tuple[str, ...], int], file: str, report: Report) -> dict[str, Options]:
+def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[str, Options]:
     if not isinstance(tables, dict):
-        report("backends must be written as [backends.NAME] tables", lines.get(("backends",)))
+        report("backends must be written as [backends.NAME] tables", lines.of("backends"))
         return {}
     options: dict[str, Options] = {}
     for backend, values in tables.items():
-        line = lines.get(("backends", backend)) or lines.get(("backends",))
+        line = lines.of("backends", backend)
         if not isinstance(values, dict):
             report(f"backends.{shorten(backend)} = {show(values)}: expected a table of options", line)
-        elif wrong := [key for key, value in values.items() if not _is_plain(value)]:
+            continue
+        wrong = [key for key, value in values.items() if not _is_plain(value)]
+        for key in wrong[:MOST_PROBLEMS]:
             accepted = f"strings, numbers, booleans, and arrays and tables of them up to {MAX_DEPTH} deep"
-            key = f"backends.{shorten(backend)}.{shorten(wrong[0])}"
-            report(f"{key} = {show(values[wrong[0]])}: expected {accepted}", line)
-        else:
-            options[backend] = Options(values, file, line)
+            text = f"backends.{shorten(backend)}.{shorten(key)} = {show(values[key])}: expected {accepted}"
+            report(text, lines.of("backends", backend, key))
+        if not wrong:
+            places = {key: lines.of("backends", backend, key) for key in values}
+            options[backend] = Options(values, file, line, places)
     return options
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from attn_select import variables
 from attn_select.errors import RulesError
-from attn_select.rules.document import MAX_BYTES, MOST_PROBLEMS, Problem, read_document
-from attn_select.rules.rule import Rule
+from attn_select.rules.document import MOST_PROBLEMS, Problem, read_document, read_file
+from attn_select.rules.fragments import Fragment
+from attn_select.rules.rule import PACKAGED, Rule
 
 FILE_NAME = "selector_rules.toml"
 
@@ -22,7 +22,7 @@ class Layer:
     """One place where rules are looked for.
 
     Attributes:
-        kind: ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``.
+        kind: ``plugin NAME``, ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``.
         path: the file.
         state: ``read``, ``not found``, or why it was skipped or cannot be read; empty until looked at.
     """
@@ -43,7 +43,7 @@ class BackendOptionsTable:
     Attributes:
         values: option values by key.
         origins: file and line (None where unknown) that each key comes from.
-        origin: file and line of the table in the last file that has it.
+        origin: file and line of the table in the last file that has one.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class RuleSet:
     Attributes:
         rules: enabled rules, first layer to last, top-down within one.
         options: option tables by backend name.
-        layers: every file that was looked for.
-        idle: one problem per rule that disables a rule which no earlier layer has.
+        layers: every file that was looked for, the plugins' fragments first.
+        idle: one problem for each rule that disables a rule which no earlier layer has.
     """
 
     rules: list[Rule] = field(default_factory=list)
@@ -98,31 +98,48 @@ def _user_path() -> Path | None:
         return None
 
 
-def inspect_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
+def inspect_layers(extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequence[Fragment] = ()) -> list[Layer]:
     """Return every layer with its state (``read``, ``not found``, skipped, the error) without judging the contents."""
     layers = candidate_layers(extra)
     _read_all(layers, [])
-    return layers
+    return [*map(_fragment_layer, fragments), *layers]
 
 
-def load_rules(extra: Sequence[str | os.PathLike[str]] = ()) -> RuleSet:
-    """Read and merge every layer.
+def load_rules(extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequence[Fragment] = ()) -> RuleSet:
+    """Read and merge every layer; ``fragments`` are those of the registered plugins.
 
     Raises:
         RulesError: a file that was asked for is missing, or a file cannot be read or breaks the format. The problems of
             all files are collected in ``problems`` (the first hundred).
     """
-    rule_set = RuleSet(layers=candidate_layers(extra))
+    rule_set, problems = read_rules(extra, fragments)
+    if problems:
+        raise _error(problems)
+    return rule_set
+
+
+def read_rules(
+    extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequence[Fragment] = ()
+) -> tuple[RuleSet, list[Problem]]:
+    """Read and merge every layer as far as it can be understood; return also what cannot (the first hundred)."""
+    layers = candidate_layers(extra)
     problems: list[Problem] = []
-    by_name: dict[str, Rule] = {}
-    for index, content in enumerate(_read_all(rule_set.layers, problems)):
-        if content is None:
-            continue
-        document = read_document(content, str(rule_set.layers[index].path), index, problems)
+    documents = [(PACKAGED - len(fragments) + i, each.document) for i, each in enumerate(fragments)]
+    for index, content in enumerate(_read_all(layers, problems)):
+        if content is not None:
+            layer = PACKAGED + index
+            documents.append((layer, read_document(content, str(layers[index].path), layer, problems)))
+    rule_set = RuleSet(layers=[*map(_fragment_layer, fragments), *layers])
+    by_name: dict[str, list[Rule]] = {}
+    for layer, document in documents:
+        plugin = fragments[layer - PACKAGED].plugin if layer < PACKAGED else None
         for rule in document.rules:
+            if plugin is not None:  # plugins do not know each other, so their rules of one name stand side by side
+                by_name.setdefault(rule.name, []).append(replace(rule, layer=layer, plugin=plugin))
+                continue
             earlier = by_name.pop(rule.name, None)
             if rule.enabled:
-                by_name[rule.name] = rule
+                by_name[rule.name] = [rule]
             elif earlier is None:
                 text = f"rule {rule.name!r} disables nothing: no earlier file has a rule of this name"
                 rule_set.idle.append((rule.file, rule.line, text))
@@ -130,11 +147,14 @@ def load_rules(extra: Sequence[str | os.PathLike[str]] = ()) -> RuleSet:
             table = rule_set.options.setdefault(backend, BackendOptionsTable())
             table.values.update(options.values)
             table.origin = (options.file, options.line)
-            table.origins.update(dict.fromkeys(options.values, table.origin))
-    if problems:
-        raise _error(problems[:MOST_PROBLEMS])
-    rule_set.rules = list(by_name.values())
-    return rule_set
+            table.origins.update({key: (options.file, line) for key, line in options.key_lines.items()})
+    rules = [rule for same_name in by_name.values() for rule in same_name]
+    rule_set.rules = sorted(rules, key=lambda rule: (rule.layer, rule.line)) if fragments else rules
+    return rule_set, problems[:MOST_PROBLEMS]
+
+
+def _fragment_layer(fragment: Fragment) -> Layer:
+    return Layer(f"plugin {fragment.plugin}", fragment.path, "read")
 
 
 def _error(problems: list[Problem]) -> RulesError:
@@ -181,17 +201,11 @@ def _read(layer: Layer) -> bytes | None:
         OSError, ValueError: it cannot be read, or a file that must exist does not.
     """
     try:
-        mode = os.stat(layer.path).st_mode
+        content = read_file(layer.path)
     except (FileNotFoundError, NotADirectoryError):
         if layer.kind not in ("user", "working directory"):
             raise ValueError("no such file") from None
         layer.state = "not found"
         return None
-    if not stat.S_ISREG(mode):
-        raise ValueError("is not a regular file")
-    with open(layer.path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"larger than {MAX_BYTES} bytes, the most that a rules file may have")
     layer.state = "read"
     return content

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attn_select import catalog
 from attn_select.config import MLA_DIMS, PHASES
+from attn_select.device import CPU, find_gpu
 from attn_select.errors import UnknownNameError, show
-from attn_select.rules.conditions import Condition, compile_when
+from attn_select.rules.conditions import Condition, compile_when, is_number, limits
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.layers import RuleSet
+from attn_select.rules.libraries import unknown_libraries
 from attn_select.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -48,17 +50,15 @@ def _names(rules: RuleSet) -> Iterator[tuple[str, int | None, str, str]]:
 def unreachable(rules: RuleSet) -> list[Problem]:
     """Return a problem for every rule without any effect.
 
-    That is: a priority rule that earlier ones of its file always beat, a rule whose conditions nothing meets, and one
-    that disables a rule which no earlier file has.
+    That is: a priority rule that earlier ones of its file always beat, a rule whose conditions nothing meets (one
+    alone, or several that contradict each other), and one that disables a rule which no earlier file has.
     """
     problems = list(rules.idle)
     for _, in_layer in groupby(rules.rules, key=lambda rule: rule.layer):
         seen: list[Rule] = []
         for rule in in_layer:
-            text = None
-            if not all(map(_can_match, rule.when)):
-                text = "nothing meets its conditions"
-            elif rule.effect == "priority":
+            text = _unmet(rule.when)
+            if text is None and rule.effect == "priority":
                 if beaten_by := _beaten_by(rule, seen):
                     text = f"{' and '.join(f'{r.name!r} (line {r.line})' for r in beaten_by)} matched first"
                 seen.append(rule)
@@ -67,8 +67,73 @@ def unreachable(rules: RuleSet) -> list[Problem]:
     return problems
 
 
-def _can_match(condition: Condition) -> bool:
-    return not condition.points or any(map(condition.matches, condition.points))
+def _unmet(when: Sequence[Condition]) -> str | None:
+    """Return why nothing meets these conditions, None where something may."""
+    for condition in when:
+        if not _overlap(condition, condition):
+            least, most = limits(condition.field) if is_number(condition.field) else (0, 0)
+            accepted = f" (it lies between {least:g} and {most:g})" if is_number(condition.field) else ""
+            return f"nothing matches {condition}{accepted}"
+    return _contradiction(when) or _no_such_gpu(when)
+
+
+def _overlap(one: Condition, other: Condition) -> bool:
+    """Whether a value may match both conditions, which are about the same field."""
+    points = one.points | other.points
+    return not (one.points and other.points) or any(one.matches(p) and other.matches(p) for p in points)
+
+
+# What a layer that matches the first conditions is known to match too (``AttentionConfig`` refuses all else).
+_FOLLOWS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"sparse_top_k": ">0"}, {"sparse": True}),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, {"sparse": True}),
+    ({"sparse": True}, {"mla": True}),
+    *(({dimension: ">0"}, {"mla": True}) for dimension in MLA_DIMS),
+    ({"v_head_size": ">0"}, {"mla": False}),
+    ({"mla": True}, {"attn_type": "decoder", "num_kv_heads": 1}),
+    ({"per_head_quant_scales": True}, {"kv_cache_dtype": ["fp8*", "nvfp4"]}),
+    (
+        {"attn_type": ["encoder", "encoder_only"]},
+        {"num_speculative_tokens": 0, "decode_context_parallel_size": 1, "non_causal": False, "mm_prefix": False},
+    ),
+)
+
+
+def _contradiction(when: Sequence[Condition]) -> str | None:
+    """Return which two conditions no layer can meet together, None where none are known to contradict."""
+    known = {condition.field: condition for condition in when}
+    for needs, follows in _FOLLOWS:  # ordered so that what follows from one row is known to the rows below
+        triggers, _ = compile_when(needs)
+        if not implies(known.values(), triggers):
+            continue
+        for condition in compile_when(follows)[0]:
+            written = known.get(condition.field)
+            if written is not None and not _overlap(written, condition):
+                cause = " and ".join(str(known[trigger.field]) for trigger in triggers)
+                return f"a layer with {cause} has {condition}, and the rule asks for {written}"
+            if written is None:
+                known[condition.field] = condition
+    return None
+
+
+def _no_such_gpu(when: Sequence[Condition]) -> str | None:
+    """Return that none of the GPUs that a rule names is like the rest of its conditions, None where one is."""
+    by_field = {condition.field: condition for condition in when if condition.scope == "device"}
+    named = by_field.pop("gpu", None)
+    if named is None or not named.points or not by_field:
+        return None
+    for name in named.points:
+        gpu = CPU if name == CPU.name else find_gpu(name)
+        if gpu is None:
+            return None  # a GPU that is not in the table may be anything
+        values = {field: getattr(gpu, field) for field in by_field}
+        if all(
+            condition.matches(values[field]) if values[field] is not None else not gpu.is_cpu
+            for field, condition in by_field.items()
+        ):
+            return None
+    asked = " and ".join(map(str, by_field.values()))
+    return f"no GPU named {' or '.join(sorted(named.points))} has {asked}"
 
 
 def _beaten_by(rule: Rule, earlier: Sequence[Rule]) -> list[Rule]:
@@ -116,3 +181,12 @@ def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
     for rule in rules.rules:
         problems += ((rule.file, rule.line, f"rule {rule.name!r}: {text}") for text in rule.warnings)
     return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
+
+
+def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
+    """Return what ``rules check`` warns of: doubtful conditions, unknown libraries, rules without any effect."""
+    problems: list[Problem] = [
+        (rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rules.rules for text in rule.warnings
+    ]
+    problems += [*unknown_libraries(rules.rules, registry.specs), *unreachable(rules)]
+    return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))

@@ -23,7 +23,15 @@ _CAPABILITIES = frozenset((major, minor) for major in range(5, 21) for minor in 
 
 
 class ConditionError(ValueError):
-    """A condition that cannot be understood; the message names field, value and what is accepted."""
+    """A condition that cannot be understood; the message names field, value and what is accepted.
+
+    Attributes:
+        problems: the key below ``when`` and the message of every such condition.
+    """
+
+    def __init__(self, message: str, problems: Sequence[tuple[tuple[str, ...], str]] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (((), message),)
 
 
 def booleans(field: str, values: Sequence[object]) -> Compiled:
@@ -34,10 +42,16 @@ def booleans(field: str, values: Sequence[object]) -> Compiled:
     return frozenset(values).__contains__, frozenset((True, False))
 
 
-def numbers(field: str, values: Sequence[object], *, integers: bool) -> Compiled:
-    """Compile numbers and comparisons: ``16``, ``"<=16"``, ``">=64,<=128"``."""
+def numbers(
+    field: str, values: Sequence[object], warnings: list[str], *, integers: bool, limits: tuple[float, float]
+) -> Compiled:
+    """Compile numbers and comparisons: ``16``, ``"<=16"``, ``">=64,<=128"``.
+
+    ``limits`` are the least and the greatest value that the field can have; one of several written values that lies
+    outside is a warning.
+    """
     alternatives: list[Predicate] = []
-    points: set[float] = set()
+    points: set[float] = set(limits)
     for value in values:
         try:
             if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -49,11 +63,16 @@ def numbers(field: str, values: Sequence[object], *, integers: bool) -> Compiled
             accepted = 'expected a number or a string such as "<=16" or ">=64,<=128"'
             raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
         alternatives.append(_all(_compare(sign, bound) for sign, bound in bounds))
+        near: set[float] = set(limits)
         for _, bound in bounds:  # the bound and the next values on both sides of it
             if integers:
-                points |= {math.ceil(bound) - 1, math.ceil(bound), math.floor(bound) + 1}
+                near |= {math.ceil(bound) - 1, math.ceil(bound), math.floor(bound) + 1}
             else:
-                points |= {math.nextafter(bound, -math.inf), bound, math.nextafter(bound, math.inf)}
+                near |= {math.nextafter(bound, -math.inf), bound, math.nextafter(bound, math.inf)}
+        near = {point for point in near if limits[0] <= point <= limits[1]}
+        points |= near
+        if len(values) > 1 and not any(map(alternatives[-1], near)):
+            warnings.append(f"{field} = {show(value)} matches nothing")
     return _any(alternatives), frozenset(points)
 
 

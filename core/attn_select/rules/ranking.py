@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
-from attn_select.environment import Environment
+from attn_select.environment import Environment, canonical_distribution
 from attn_select.rules.conditions import Condition
+from attn_select.rules.libraries import PREFIX
 from attn_select.rules.rule import PACKAGED, Rule
 
 
@@ -69,10 +71,19 @@ _GETTERS: dict[str, Callable[[AttentionConfig], Any]] = {
 
 
 class Ranker:
-    """Rules compiled for one device and environment: what depends on neither config nor phase is decided once."""
+    """Rules compiled for one device and environment: what depends on neither config nor phase is decided once.
+
+    ``registered`` is the order that counts where no priority rule matches. ``modules`` are the distributions that an
+    import name in ``library.NAME`` stands for (``libraries.import_names``).
+    """
 
     def __init__(
-        self, rules: Sequence[Rule], device: Device, environment: Environment, registered: Sequence[str]
+        self,
+        rules: Sequence[Rule],
+        device: Device,
+        environment: Environment,
+        registered: Sequence[str],
+        modules: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self._registered = list(registered)
         self._priorities: list[tuple[Rule, list[_Test]]] = []
@@ -82,7 +93,7 @@ class Ranker:
             for condition in rule.when:
                 if condition.scope == "config":
                     tests.append((_GETTERS.get(condition.field) or attrgetter(condition.field), condition.matches))
-                elif not _holds(condition, device, environment):
+                elif not _holds(condition, device, environment, modules):
                     break
             else:
                 (self._priorities if rule.effect == "priority" else self._effects).append((rule, tests))
@@ -142,14 +153,22 @@ def _matches(tests: list[_Test], config: AttentionConfig) -> bool:
     return True
 
 
-def _holds(condition: Condition, device: Device, environment: Environment) -> bool:
+def _holds(
+    condition: Condition, device: Device, environment: Environment, modules: Mapping[str, Sequence[str]]
+) -> bool:
     value: Any
     if condition.field == "gpu":
         value = device.name
     elif condition.field == "cuda":
         value = environment.cuda
-    elif condition.field.startswith("library."):
-        value = environment.version(condition.field.removeprefix("library."))
+    elif condition.field.startswith(PREFIX):
+        value = _library_version(condition.field.removeprefix(PREFIX), environment, modules)
     else:
         value = getattr(device, condition.field)
     return value is not None and condition.matches(value)
+
+
+def _library_version(name: str, environment: Environment, modules: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the known version of a distribution, or of the first known one that brings a module of this name."""
+    names = (name, *modules.get(canonical_distribution(name), ()))
+    return next((version for each in names if (version := environment.version(each)) is not None), None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +22,15 @@ _LONGEST_REASON = 1000
 
 
 class RuleError(ValueError):
-    """A rule that breaks the format; the message is for people."""
+    """A rule that breaks the format.
+
+    Attributes:
+        problems: the key in the rule's table and a message for people, for every error found.
+    """
+
+    def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]]) -> None:
+        super().__init__("; ".join(text for _, text in problems))
+        self.problems = tuple(problems)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +50,7 @@ class Rule:
             plugins' fragments are below it, users' files above.
         enabled: False removes the rule of this name from earlier layers.
         warnings: problems that do not stop the rule from working.
+        plugin: the distribution of the plugin that ships the rule, or None.
     """
 
     name: str
@@ -54,10 +64,13 @@ class Rule:
     layer: int
     enabled: bool = True
     warnings: tuple[str, ...] = ()
+    plugin: str | None = None
 
     @property
     def origin(self) -> str:
-        """``file:line``."""
+        """``file:line``; for a plugin's fragment the plugin's distribution and the file's name without its folder."""
+        if self.plugin is not None:
+            return f"plugin {self.plugin} {os.path.basename(self.file)}:{self.line}"
         return f"{self.file}:{self.line}"
 
 
@@ -65,42 +78,66 @@ def parse_rule(table: Mapping[str, Any], *, file: str, line: int, layer: int) ->
     """Check one table and compile it.
 
     Raises:
-        RuleError: unknown keys, wrong types, no or several effects, a bad condition.
+        RuleError: no name, unknown keys, wrong types, no or several effects, bad conditions: all of them.
     """
     name = table.get("name")
+    problems: list[tuple[tuple[str, ...], str]] = []
     if name is None:
-        raise RuleError("a rule needs a name, so that later files can replace or disable it")
-    if not _is_name(name):
-        raise RuleError(f"name = {show(name)}: expected a string of 1 to {_LONGEST_NAME} printable characters")
-    try:
-        return _parse(table, name.strip(), file, line, layer)
-    except (RuleError, ConditionError) as error:
-        raise RuleError(f"rule {name.strip()!r}: {error}") from None
+        problems.append(((), "a rule needs a name, so that later files can replace or disable it"))
+    elif not _is_name(name):
+        text = f"name = {show(name)}: expected a string of 1 to {_LONGEST_NAME} printable characters"
+        problems.append((("name",), text))
+    title = f"rule {name.strip()!r}: " if name is not None and not problems else ""
+    found: list[tuple[tuple[str, ...], str]] = []
+    rule = _parse(table, name.strip() if isinstance(name, str) else "", found, file, line, layer)
+    problems += [(key, f"{title}{text}") for key, text in found]
+    if problems:
+        raise RuleError(problems)
+    return rule
 
 
-def _parse(table: Mapping[str, Any], name: str, file: str, line: int, layer: int) -> Rule:
+def _parse(
+    table: Mapping[str, Any],
+    name: str,
+    problems: list[tuple[tuple[str, ...], str]],
+    file: str,
+    line: int,
+    layer: int,
+) -> Rule:
+    """Return the rule, which is sound only where nothing was added to ``problems``."""
     for key in table:
         if key not in _KEYS:
-            raise RuleError(f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}")
+            problems.append(((key,), f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}"))
     enabled = table.get("enabled", True)
     if not isinstance(enabled, bool):
-        raise RuleError(f"enabled = {show(enabled)}: expected true or false")
+        problems.append((("enabled",), f"enabled = {show(enabled)}: expected true or false"))
     because = table.get("because")
     if because is not None and not isinstance(because, str):
-        raise RuleError(f"because = {show(because)}: expected a string")
+        problems.append((("because",), f"because = {show(because)}: expected a string"))
+        because = None
     phase = table.get("phase")
     if phase is not None and phase not in PHASES:
-        raise RuleError(f"phase = {show(phase)}: expected {' or '.join(PHASES)} (leave it out for both)")
+        text = f"phase = {show(phase)}: expected {' or '.join(PHASES)} (leave it out for both)"
+        problems.append((("phase",), text))
     effects = [effect for effect in EFFECTS if effect in table]
     if len(effects) > 1 or (enabled and not effects):
-        found = " and ".join(effects) if effects else "none"
-        raise RuleError(f"expected exactly one of {', '.join(EFFECTS)}; found {found}")
-    effect = effects[0] if effects else None
-    backends = _backends(effect, table[effect]) if effect else ()
-    when, warnings = compile_when(table.get("when", {}))
+        seen = " and ".join(effects) if effects else "none"
+        problems.append((tuple(effects[1:2]), f"expected exactly one of {', '.join(EFFECTS)}; found {seen}"))
+    backends: tuple[str, ...] = ()
+    for effect in effects:
+        try:
+            backends = _backends(effect, table[effect])
+        except ValueError as error:
+            problems.append(((effect,), str(error)))
+    when: tuple[Condition, ...] = ()
+    warnings: list[str] = []
+    try:
+        when, warnings = compile_when(table.get("when", {}))
+    except ConditionError as error:
+        problems += [(("when", *key), text) for key, text in error.problems]
     return Rule(
         name=name,
-        effect=effect,
+        effect=effects[0] if effects else None,
         backends=backends,
         phase=phase,
         when=when,
@@ -108,18 +145,19 @@ def _parse(table: Mapping[str, Any], name: str, file: str, line: int, layer: int
         file=file,
         line=line,
         layer=layer,
-        enabled=enabled,
+        enabled=bool(enabled),
         warnings=tuple(warnings),
     )
 
 
 def _backends(effect: str, value: object) -> tuple[str, ...]:
+    """Return the names that an effect lists. Raises ValueError where it lists none or something else."""
     if not isinstance(value, list) or not value or not all(map(_is_name, value)):
-        raise RuleError(f'{effect} = {show(value)}: expected a list of backend names such as ["FLASH_ATTN"]')
+        raise ValueError(f'{effect} = {show(value)}: expected a list of backend names such as ["FLASH_ATTN"]')
     names = tuple(name.strip() for name in value)
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
-        raise RuleError(f"{effect} lists {twice} twice")
+        raise ValueError(f"{effect} lists {twice} twice")
     return names
 
 

@@ -1,0 +1,45 @@
+"""``library.NAME`` in a rule: distributions, and the import names by which people know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+from attn_select.environment import canonical_distribution, installed_version
+from attn_select.errors import nearest
+from attn_select.rules.document import MOST_PROBLEMS, Problem
+from attn_select.rules.rule import Rule
+from attn_select.spec import BackendSpec, Library
+
+PREFIX = "library."
+
+
+def import_names(specs: Mapping[str, BackendSpec]) -> dict[str, tuple[str, ...]]:
+    """Return the distributions of registered backends by import name (``flashinfer``: ``flashinfer-python``)."""
+    found: dict[str, dict[str, None]] = {}
+    for library in _libraries(specs):
+        found.setdefault(canonical_distribution(library.module), {})[library.distribution] = None
+    return {module: tuple(distributions) for module, distributions in found.items()}
+
+
+def unknown_libraries(rules: Iterable[Rule], specs: Mapping[str, BackendSpec]) -> list[Problem]:
+    """Return a problem for every ``library.NAME`` that no registered backend names and that is not installed here."""
+    distributions = dict.fromkeys(canonical_distribution(library.distribution) for library in _libraries(specs))
+    known = {**distributions, **dict.fromkeys(import_names(specs))}
+    problems: list[Problem] = []
+    for rule in rules:
+        for condition in rule.when:
+            name = condition.field.removeprefix(PREFIX)
+            if name == condition.field or len(problems) >= MOST_PROBLEMS:
+                continue
+            if canonical_distribution(name) in known or installed_version(name) is not None:
+                continue
+            near = nearest(name, known)
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; they use {', '.join(distributions)}"
+            text = f"no registered backend uses a library {name!r}, and it is not installed here{hint}"
+            problems.append((rule.file, rule.line, f"rule {rule.name!r}: {text}"))
+    return problems
+
+
+def _libraries(specs: Mapping[str, BackendSpec]) -> Iterable[Library]:
+    return chain.from_iterable(group for spec in specs.values() for group in spec.libraries)
