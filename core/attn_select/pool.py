@@ -25,7 +25,7 @@ def share_pool(selections: Sequence[Selection], decider: Decider, choice: Choice
         ConfigError: two configs of one pool name different block sizes.
     """
     result = list(selections)
-    for sort in {(s.config.mla, s.config.sparse) for s in selections if s.kv_layout}:
+    for sort in {(s.config.mla, s.config.sparse) for s in selections}:
         members = [i for i, s in enumerate(selections) if s.kv_layout and (s.config.mla, s.config.sparse) == sort]
         wishes = {(selections[i].kv_layout, selections[i].block_size) for i in members}
         if len(wishes) > 1:

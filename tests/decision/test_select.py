@@ -119,7 +119,7 @@ def test_caches_are_bounded() -> None:
     clear_cache()
     before = alive(Selection), alive(Decider)
     for heads in range(1, 4300):
-        select(AttentionConfig(num_heads=heads, head_size=128), "h100", RULES_OF_NOBODY)
+        select(AttentionConfig(num_heads=heads, head_size=128), "h100")
     assert 0 < alive(Selection) - before[0] <= 4096
     for minor in range(300):
         select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
