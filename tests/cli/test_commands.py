@@ -164,10 +164,12 @@ def test_models_and_gpus(run: Any) -> None:
 
 def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
+    monkeypatch.setenv("FORCE_NUM_KV_SPLITS", "2")
     result = run("doctor", "--no-import", "--json")
     found = json.loads(result.out)
     assert found["attn_select"] == __version__
     assert found["variables_without_effect"]["VLLM_ATTENTION_BACKEND"]["value"] == "FLASHINFER"
+    assert found["variables"]["FORCE_NUM_KV_SPLITS"] == {"value": "2", "effect": "read by CUTLASS_MLA"}
     assert len(found["plugins"]) == 6
     assert "flashinfer-python" in found["libraries"]
     text = run("doctor", "--no-import").out
