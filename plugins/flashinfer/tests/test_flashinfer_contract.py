@@ -68,7 +68,6 @@ EXPECTED: dict[str, set[str]] = {
     },
     "BatchDecodeWithPagedKVCacheWrapper.__init__": {"float_workspace_buffer", "use_tensor_cores", "backend"},
     "BatchDecodeWithPagedKVCacheWrapper.run": PAGED_RUN,
-    "BatchAttentionWithAttentionSinkWrapper.__init__": {"float_workspace_buffer", "backend", "head_dim_qk"},
     "BatchPrefillWithRaggedKVCacheWrapper.plan": {
         "qo_indptr",
         "kv_indptr",

@@ -5,23 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+import flashinfer_batches as layers
+import flashinfer_emulated as fi
 import torch
+from flashinfer_emulated import functions, trtllm, wrappers
 
 from attn_select.testing.oracle import attention_reference, merge_reference
 
-fi: Any = sys.modules["flashinfer_emulated"]
-native: Any = sys.modules["flashinfer_emulated_native"]
-fp4: Any = sys.modules["flashinfer_emulated_fp4"]
-ragged: Any = sys.modules["flashinfer_emulated_ragged"]
-trtllm: Any = sys.modules["flashinfer_emulated_trtllm"]
-cascade: Any = sys.modules["flashinfer_emulated_cascade"]
-layers: Any = sys.modules["flashinfer_layers"]
 Batch, ints, packed, workspace = layers.Batch, layers.ints, layers.packed, layers.workspace
 E4M3 = torch.float8_e4m3fn
 Misuse = fi.Misuse
@@ -42,7 +37,7 @@ def close(found: Any, wanted: Any, rtol: float = 1e-2) -> None:
 def prefill(
     batch: Batch, backend: str = "fa2", wrapper: Any = None, run: dict[str, Any] | None = None, **plan: Any
 ) -> Any:
-    wrapper = wrapper or native.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend)
+    wrapper = wrapper or wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend)
     plan = {"causal": True, "q_data_type": batch.query.dtype, "kv_data_type": batch.cache.dtype, **plan}
     plan.setdefault("o_data_type", batch.out.dtype)
     wrapper.plan(*batch.lists, *batch.shape, **plan)
@@ -86,7 +81,7 @@ def test_an_fp8_cache(backend: str) -> None:
     fp8 = backend == "fa3"
     batch = Batch([2, 5], [20, 33], dtype=E4M3 if fp8 else torch.bfloat16, kv_dtype=E4M3)
     args = (torch.full((4,), 0.5), torch.full((2,), 0.25), 2.0) if fp8 else ()
-    wrapper = native.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="auto")
+    wrapper = wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="auto")
     wrapper.plan(
         *batch.lists,
         *batch.shape,
@@ -103,23 +98,28 @@ def test_an_fp8_cache(backend: str) -> None:
 
 def test_prefill_with_sinks() -> None:
     batch, sinks = Batch([3, 1], [30, 1]), torch.tensor([0.5, -1.0, 3.0, 0.0])
+    bf16 = torch.bfloat16
+
+    def wrapper(backend: str, head_size: int) -> Any:
+        made = [f"sinks_{backend}", bf16, bf16, bf16, torch.int32, head_size, head_size, ["sink"], ["float"]]
+        made += [["sm_scale"], ["double"], "AttentionSink", fi.SINK_DECLARATIONS[backend]]
+        return wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend, jit_args=made)
+
     for backend in ("fa2", "fa3"):
-        wrapper = native.BatchAttentionWithAttentionSinkWrapper(
-            workspace(), backend=backend, head_dim_qk=64, head_dim_vo=64
-        )
-        wrapper.plan(*batch.lists, *batch.shape, causal=True, q_data_type=torch.bfloat16)
-        out, lse = wrapper.run(batch.query, batch.cache, sinks, 0.2, return_lse=True)
+        planned = wrapper(backend, 64)
+        planned.plan(*batch.lists, *batch.shape, causal=True, q_data_type=bf16)
+        out, lse = planned.run(batch.query, batch.cache, sinks, 0.2, return_lse=True)
         wanted = batch.reference(0.2, sinks=sinks)
         close(out, wanted[0])
         close(lse, wanted[1], 1e-5)
     with pytest.raises(Misuse, match="was compiled for"):
-        native.BatchAttentionWithAttentionSinkWrapper(workspace(), backend="fa3", head_dim_qk=128)
+        wrapper("fa3", 128)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_decode(layout: str) -> None:
     batch = Batch([1, 1, 1], [40, 1, 0], layout=layout, page=8)
-    wrapper = native.BatchDecodeWithPagedKVCacheWrapper(workspace(), layout, use_tensor_cores=True)
+    wrapper = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), layout, use_tensor_cores=True)
     wrapper.plan(*batch.lists[1:], *batch.shape, window_left=5, logits_soft_cap=4.0, q_data_type=torch.bfloat16)
     out, lse = wrapper.run(batch.query, batch.cache, out=batch.out, return_lse=True, v_scale=0.5)
     wanted = batch.reference(0.125, 1.0, 0.5, sliding_window=6, logits_soft_cap=4.0)
@@ -133,7 +133,7 @@ def test_ragged_prefill_with_different_sizes() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, 4, size, generator=draw).bfloat16() for size in (192, 192, 128))
     for backend in ("fa2", "fa3"):
-        wrapper = ragged.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend=backend)
+        wrapper = wrappers.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend=backend)
         wrapper.plan(
             ints([0, 2, 6]), ints([0, 5, 9]), 4, 4, 192, 128, causal=True, sm_scale=0.1, q_data_type=torch.bfloat16
         )
@@ -217,13 +217,13 @@ def test_gen_writes_fp4(start: int) -> None:
     batch = Batch([1, 1], [40, 9], dtype=E4M3)
     data = torch.zeros(2, 4, 32, dtype=torch.uint8)
     scales = torch.zeros(128, 16, dtype=torch.uint8).view(E4M3)
-    decode(batch, **GEN, out=fp4.FP4Tensor(data, scales, start), o_sf_scale=300.0)
-    found, wanted = fp4.read(fp4.FP4Tensor(data, scales, start), 300.0), batch.reference(0.2)[0]
+    decode(batch, **GEN, out=functions.FP4Tensor(data, scales, start), o_sf_scale=300.0)
+    found, wanted = functions.read(functions.FP4Tensor(data, scales, start), 300.0), batch.reference(0.2)[0]
     largest = wanted.view(2, -1, 16).abs().amax(-1, keepdim=True).expand(-1, -1, 16).reshape(wanted.shape)
     assert ((found - wanted).abs() <= largest * 0.2).all()
     assert (scales.view(torch.uint8) != 0).sum() == 2 * 16
     with pytest.raises(ValueError, match="127, 2 of 128 rows"):
-        fp4.FP4Tensor(data, scales, 127)
+        functions.FP4Tensor(data, scales, 127)
     with pytest.raises(AssertionError, match="query must be fp8"):
         decode(Batch([1], [9]), **GEN, out_dtype="nvfp4", o_sf_scale=1.0)
 
@@ -256,6 +256,6 @@ def test_merges() -> None:
     parts, lses = torch.randn(2, 5, 2, 64).bfloat16(), torch.randn(2, 5, 2)
     parts[1, 2], lses[1, 2] = 0, -5e4
     wanted, wanted_lse = merge_reference(list(parts), list(lses * LN2))
-    cascade.merge_state_in_place(parts[0], lses[0], parts[1], lses[1])
+    functions.merge_state_in_place(parts[0], lses[0], parts[1], lses[1])
     close(parts[0], wanted)
     close(lses[0], wanted_lse / LN2, 1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,14 +12,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_emulated as fi
+import flashinfer_groups as groups
 import torch
 
 from attn_select.errors import ConfigError
 from attn_select.runtime import Attention, BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch, check_level
 
-groups: Any = sys.modules["flashinfer_groups"]
-fi: Any = sys.modules["flashinfer_emulated"]
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}
 CAPACITY = Capacity(16, 64, 512)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+import flashinfer_batches as layers
+import flashinfer_emulated as fi
 import torch
+from flashinfer_emulated import wrappers
 
-fi: Any = sys.modules["flashinfer_emulated"]
-plans: Any = sys.modules["flashinfer_emulated_plan"]
-layers: Any = sys.modules["flashinfer_layers"]
-EMULATED = [sys.modules[f"flashinfer_emulated_{part}"] for part in ("native", "trtllm", "cascade")]
 Batch, ints = layers.Batch, layers.ints
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Run = Callable[[Any, Any, str], Any]
@@ -44,7 +42,7 @@ def real() -> Any:
 
 def same(real: Any, batch: Any, run: Run, tolerance: float = 1e-2) -> None:
     """Compare outputs and LSE of ``run(entries, batch, device)``; rows without keys have about -5e4 in both."""
-    names = {name: entry for module in EMULATED for name, entry in vars(module).items()}
+    names = fi.entries()
     own = SimpleNamespace(**names, decode=names["trtllm_batch_decode_with_kv_cache"], sinks=fi.SINK_DECLARATIONS)
     wanted = run(own, batch, "cpu")
     found = run(real, batch.on("cuda"), "cuda")
@@ -211,8 +209,8 @@ def test_xqa_leaves_other_requests_alone_where_one_has_no_keys(real: Any, cache:
 def test_scratch_is_as_large_as_emulated(real: Any, graph: bool) -> None:
     batch = Batch([3, 40, 1], [2000, 300, 5000])
     lists = tuple(tuple(each.tolist()) for each in (batch.qo_indptr, batch.indptr))
-    schedule = plans.Schedule(*lists, tuple(batch.seq_lens), 4, 2, 16, True, -1)
-    _, needed = plans.fa2_bytes(schedule, 44, 64, graph, True, -1)
+    schedule = wrappers.Schedule(*lists, tuple(batch.seq_lens), 4, 2, 16, True, -1)
+    _, needed = wrappers.fa2_bytes(schedule, 44, 64, graph, True, -1)
     assert needed > 0
     fast = batch.on("cuda")
     buffers: dict[str, Any] = {}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+import flashinfer_batches as layers
+import flashinfer_emulated as fi
 import torch
+from flashinfer_emulated import functions, trtllm, wrappers
 
-fi: Any = sys.modules["flashinfer_emulated"]
-native: Any = sys.modules["flashinfer_emulated_native"]
-ragged: Any = sys.modules["flashinfer_emulated_ragged"]
-trtllm: Any = sys.modules["flashinfer_emulated_trtllm"]
-cascade: Any = sys.modules["flashinfer_emulated_cascade"]
-layers: Any = sys.modules["flashinfer_layers"]
 Batch, ints, workspace = layers.Batch, layers.ints, layers.workspace
 Misuse, E4M3, BF16 = fi.Misuse, torch.float8_e4m3fn, torch.bfloat16
 
@@ -29,7 +25,7 @@ def _alone() -> Any:
 
 
 def wrapper_for(batch: Any, backend: str = "fa2", **options: Any) -> Any:
-    return native.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend, **options)
+    return wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend, **options)
 
 
 def plan(wrapper: Any, batch: Any, **options: Any) -> None:
@@ -50,7 +46,7 @@ def test_a_plan_from_the_gpus_lists_waits_for_it() -> None:
     plan(wrapper_for(batch), batch)
     name = "BatchPrefillWithPagedKVCacheWrapper.plan"
     assert fi.world.syncs == [f"{name}.qo_indptr", f"{name}.paged_kv_last_page_len"]
-    decode = native.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
+    decode = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
     fi.on_device(batch.indptr)
     decode.plan(*batch.lists[1:], *batch.shape, q_data_type=BF16)
     assert "BatchDecodeWithPagedKVCacheWrapper.plan.paged_kv_indptr" in fi.world.syncs
@@ -91,23 +87,23 @@ def test_a_pinned_buffer_of_its_own_lets_plans_follow_each_other() -> None:
 
 def test_wrappers_that_share_a_schedule_are_run_before_the_next_is_planned() -> None:
     batch, ints8 = Batch([2], [20]), torch.empty(8 << 20, dtype=torch.uint8)
-    wrappers = [wrapper_for(batch), native.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)]
-    for wrapper in wrappers:
+    both = [wrapper_for(batch), wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)]
+    for wrapper in both:
         wrapper.reset_workspace_buffer(workspace(), ints8)
-    plan(wrappers[0], batch)
-    wrappers[0].run(batch.query, batch.cache)
+    plan(both[0], batch)
+    both[0].run(batch.query, batch.cache)
     single = Batch([1], [20])
-    wrappers[1].plan(*single.lists[1:], *single.shape, q_data_type=BF16)
-    close(wrappers[1].run(single.query, single.cache), single.reference(0.125)[0])
+    both[1].plan(*single.lists[1:], *single.shape, q_data_type=BF16)
+    close(both[1].run(single.query, single.cache), single.reference(0.125)[0])
     with pytest.raises(Misuse, match="schedule of another plan"):
-        wrappers[0].run(batch.query, batch.cache)
+        both[0].run(batch.query, batch.cache)
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
 def test_scratch_that_is_too_small(backend: str) -> None:
     batch = Batch([3, 2], [400, 700])
     plan(wrapper_for(batch, backend), batch)
-    wrapper = native.BatchPrefillWithPagedKVCacheWrapper(workspace(1000), backend=backend)
+    wrapper = wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(1000), backend=backend)
     if backend == "fa2":
         with pytest.raises(RuntimeError, match="Increase the workspace buffer size"):
             plan(wrapper, batch)
@@ -142,7 +138,7 @@ def test_page_indices_are_not_copied() -> None:
 def captured(batch: Any, **options: Any) -> Any:
     requests, pages = len(batch.seq_lens), 20
     buffers = [torch.zeros(size, dtype=torch.int32) for size in (requests + 1, pages, requests)]
-    wrapper = native.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", True, True, *buffers)
+    wrapper = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", True, True, *buffers)
     wrapper.plan(*batch.lists[1:], *batch.shape, q_data_type=BF16, **options)
     return wrapper
 
@@ -201,7 +197,7 @@ def test_head_sizes_without_a_kernel(size: int) -> None:
     batch = Batch([1], [3], size=size)
     with pytest.raises(RuntimeError, match="Unsupported head_dim"):
         plan(wrapper_for(batch), batch)
-    decode = native.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
+    decode = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
     with pytest.raises(RuntimeError, match="Unsupported head_dim"):
         decode.plan(*batch.lists[1:], *batch.shape, q_data_type=BF16)
     if size == 512:
@@ -333,7 +329,7 @@ def test_decode_counters_are_zero_and_nobodys_else(capability: tuple[int, int]) 
     batch, space = Batch([1, 1], [20, 3]), workspace()
     for _ in range(2):
         decode(batch, workspace_buffer=space)
-    eager = native.BatchPrefillWithPagedKVCacheWrapper(space, backend="fa2")
+    eager = wrappers.BatchPrefillWithPagedKVCacheWrapper(space, backend="fa2")
     plan(eager, batch)
     eager.run(batch.query, batch.cache)
     with pytest.raises(Misuse, match="counters are not zero"):
@@ -440,7 +436,7 @@ def test_what_trtllm_gen_refuses() -> None:
 def test_what_merging_refuses() -> None:
     parts, lses = torch.randn(2, 3, 2, 64), torch.zeros(2, 3, 2)
     with pytest.raises(RuntimeError, match=r"merging torch\.float32"):
-        cascade.merge_state_in_place(parts[0], lses[0], parts[1], lses[1])
+        functions.merge_state_in_place(parts[0], lses[0], parts[1], lses[1])
     halves = parts.bfloat16()
     with pytest.raises(RuntimeError, match="contiguous"):
-        cascade.merge_state_in_place(halves[0], lses[0], halves[1].transpose(0, 1), lses[1])
+        functions.merge_state_in_place(halves[0], lses[0], halves[1].transpose(0, 1), lses[1])

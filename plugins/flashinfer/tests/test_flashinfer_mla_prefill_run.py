@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_emulated as fi
+import flashinfer_mla_groups as layers
 import torch
 
 from attn_select.runtime import VarlenMetadata
 from attn_select.testing.oracle import attention_reference
 
-fi: Any = sys.modules["flashinfer_emulated"]
-layers: Any = sys.modules["flashinfer_mla_layers"]
 Emulate = Callable[..., Any]
 WRAPPER, TRTLLM = "BatchPrefillWithRaggedKVCacheWrapper", "trtllm_ragged_attention_deepseek"
 QK, V, HEADS = 192, 128, 4

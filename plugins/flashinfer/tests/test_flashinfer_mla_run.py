@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_emulated as fi
+import flashinfer_mla_groups as layers
 import torch
 
 from attn_select.environment import Environment
@@ -22,8 +23,6 @@ from attn_select.testing.conformance_run import part_of
 from attn_select.testing.oracle import attention_reference
 from attn_select_flashinfer.runtime import plans
 
-fi: Any = sys.modules["flashinfer_emulated"]
-layers: Any = sys.modules["flashinfer_mla_layers"]
 Emulate = Callable[..., Any]
 WRAPPER = "BatchMLAPagedAttentionWrapper"
 PLAN, RUN = f"{WRAPPER}.plan", f"{WRAPPER}.run"

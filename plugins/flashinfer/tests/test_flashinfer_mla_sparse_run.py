@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_mla_groups as layers
 import torch
 
 from attn_select.runtime import Capacity
 from attn_select_flashinfer.runtime.mla_sparse import in_front
 
-fi: Any = sys.modules["flashinfer_emulated"]
-layers: Any = sys.modules["flashinfer_mla_layers"]
 Emulate = Callable[..., Any]
 ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
 REQUESTS = [(1, 70), (2, 9), (1, 0), (30, 90)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_emulated as fi
+import flashinfer_mla_groups as layers
 import torch
+from flashinfer_emulated import trtllm
 
 from attn_select.runtime import BatchError, Capacity, Scales
 from attn_select.testing.oracle import attention_reference
 
-fi: Any = sys.modules["flashinfer_emulated"]
-decode: Any = sys.modules["flashinfer_emulated_mla_decode"]
-layers: Any = sys.modules["flashinfer_mla_layers"]
 Emulate = Callable[..., Any]
 ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
 MIB = 1 << 20
@@ -27,7 +26,7 @@ MIB = 1 << 20
 @pytest.fixture
 def ragged_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of 0.6.18."""
-    monkeypatch.setattr(decode, "ragged_is_right", True)
+    monkeypatch.setattr(trtllm, "ragged_is_right", True)
 
 
 def on_b200(emulate: Emulate, *, version: str = "0.6.14", **fields: Any) -> tuple[Any, Any]:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+import flashinfer_batches as layers
+import flashinfer_emulated as fi
 import torch
+from flashinfer_emulated import trtllm, wrappers
 
 flashinfer: Any = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-fi: Any = sys.modules["flashinfer_emulated"]
-layers: Any = sys.modules["flashinfer_layers"]
-EMULATED = {name: sys.modules[f"flashinfer_emulated_{name}"] for name in ("native", "ragged", "trtllm")}
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -90,7 +89,7 @@ def both(batch: Any, run: Any) -> None:
         trtllm_batch_decode_with_kv_cache=flashinfer.decode.trtllm_batch_decode_with_kv_cache,
         trtllm_batch_context_with_kv_cache=flashinfer.prefill.trtllm_batch_context_with_kv_cache,
     )
-    own = SimpleNamespace(**{name: each for module in EMULATED.values() for name, each in vars(module).items()})
+    own = SimpleNamespace(**fi.entries())
     results = []
     for entries in (real, own):
         batch.out.fill_(torch.nan)
@@ -135,9 +134,9 @@ def test_sinks(backend: str) -> None:
         wrapper.plan(*batch.lists, *batch.shape, causal=True, q_data_type=BF16, sm_scale=0.9)
         return wrapper.run(batch.query, batch.cache, sinks, 0.2, return_lse=True)
 
-    EMULATED["native"]._VARIANTS.clear()
+    wrappers._VARIANTS.clear()
     both(layers.Batch([3, 1], [30, 1]), run)
-    EMULATED["native"]._VARIANTS.clear()
+    wrappers._VARIANTS.clear()
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -182,7 +181,7 @@ def _gen(
     if torch.is_tensor(scale):
         scale = scale / fi.LOG2E  # a number gets this factor in the launcher, a tensor before it
     call = {"limits": limits, "decode": decode, "causal": causal, "window": window}
-    EMULATED["trtllm"]._gen(q, *halves, space, lists, out, lse, (scale, factor), sinks, call)
+    trtllm._gen(q, *halves, space, lists, out, lse, (scale, factor), sinks, call)
 
 
 def xqa_kernel(*arguments: Any) -> None:
@@ -202,7 +201,7 @@ def xqa_kernel(*arguments: Any) -> None:
         "fp8_reads_tails": False,
     }
     flat = q.flatten(0, -3)
-    EMULATED["trtllm"]._xqa(flat, k, v, space, (table, lens.squeeze(1), mask), out.view(flat.shape), call)
+    trtllm._xqa(flat, k, v, space, (table, lens.squeeze(1), mask), out.view(flat.shape), call)
 
 
 @pytest.mark.parametrize("tensors", [False, True])

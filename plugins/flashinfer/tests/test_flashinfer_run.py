@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_groups as groups
 import torch
+from flashinfer_emulated import wrappers
 
 from attn_select.errors import KernelMismatchError
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
@@ -21,7 +22,6 @@ from attn_select_flashinfer.plugin import attn_select_register_backends
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
 
-groups: Any = sys.modules["flashinfer_groups"]
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}
 MIB = 1 << 20
@@ -405,9 +405,7 @@ def test_metadata_of_another_group_of_the_same_kind_serves(emulate: Emulate) -> 
 
 
 def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> None:
-    real: Any = sys.modules["flashinfer_emulated_native"]
-
-    class Bare(real.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
+    class Bare(wrappers.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
         def reset_workspace_buffer(self, *args: Any) -> None:
             super().reset_workspace_buffer(*args)
             del self._pin_memory_int_workspace_buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_groups as groups
 import torch
 
 from attn_select.runtime import Attention, Scales
 from attn_select_flashinfer.runtime.mha_calls import FICascade
 
-groups: Any = sys.modules["flashinfer_groups"]
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}
 MIB = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_groups as groups
 import torch
 
 from attn_select.runtime import Attention, BatchError, Scales
 
-groups: Any = sys.modules["flashinfer_groups"]
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}
 MIB = 1 << 20

@@ -1,49 +1,54 @@
-"""The emulated entries take what FlashInfer's do, by its source: it is read and not imported, which wants CUDA's parts.
-
-A later release may add parameters with defaults behind those that are known.
-"""
+"""The emulated entries take what FlashInfer's do, by its source: to import it takes CUDA's parts."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import inspect
-import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from attn_select_flashinfer.runtime import library
+import flashinfer_emulated as fi
+from flashinfer_emulated import trtllm, wrappers
 
-fi: Any = sys.modules["flashinfer_emulated"]
-PARTS = ("fp4", "plan", "native", "ragged", "trtllm", "cascade", "mla")
-MODULES = {part: sys.modules[f"flashinfer_emulated_{part}"] for part in PARTS}
+from attn_select.errors import KernelMismatchError
+from attn_select.providers import KernelBuild
+from attn_select.runtime.providers import InstalledBuild
+from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
+from attn_select_flashinfer.runtime import library, plans
+
+MLA = "BatchMLAPagedAttentionWrapper"
 FILES = {
-    "native": {
-        "prefill": ("BatchPrefillWithPagedKVCacheWrapper",),
-        "decode": ("BatchDecodeWithPagedKVCacheWrapper",),
-        "attention/_core": ("BatchAttentionWithAttentionSinkWrapper",),
-    },
-    "fp4": {"utils": ("FP4Tensor",)},
-    "ragged": {"prefill": ("BatchPrefillWithRaggedKVCacheWrapper",)},
-    "trtllm": {
-        "prefill": ("trtllm_batch_context_with_kv_cache", "trtllm_ragged_attention_deepseek"),
-        "decode": ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"),
-    },
-    "cascade": {"cascade": ("merge_state_in_place",)},
+    "prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "trtllm_batch_context_with_kv_cache",
+        "trtllm_ragged_attention_deepseek",
+        "fmha_varlen",
+    ),
+    "decode": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "trtllm_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache",
+    ),
+    "mla": (MLA, "trtllm_batch_decode_with_kv_cache_mla"),
+    "utils": ("FP4Tensor",),
+    "cascade": ("merge_state_in_place",),
 }
-"""By emulated module and FlashInfer's file, the entries."""
+"""By FlashInfer's module, the entries."""
 METHODS = ("__init__", "plan", "run", "reset_workspace_buffer")
+EMULATED = fi.entries()
 ENTRIES = [
-    (emulated, file, name, method)
-    for emulated, files in FILES.items()
-    for file, names in files.items()
+    (file, name, method)
+    for file, names in FILES.items()
     for name in names
-    for method in (METHODS if isinstance(getattr(MODULES[emulated], name), type) else ("",))
-    if method in ("", "__init__") or name not in ("BatchAttentionWithAttentionSinkWrapper", "FP4Tensor")
+    for method in (METHODS if isinstance(EMULATED[name], type) else ("",))
+    if not method or hasattr(EMULATED[name], method)
 ]
 Signature = list[tuple[str, str | None]]
 
@@ -63,70 +68,108 @@ def definition(body: list[ast.stmt], name: str) -> Any:
     return found[-1]
 
 
-def real_signature(file: str, name: str, method: str) -> Signature:
-    """Return each parameter's name and default; ``*args`` has its star."""
-    tree = ast.parse(root().joinpath(f"{file}.py").read_text(encoding="utf-8"))
-    node = definition(tree.body, name)
-    arguments = (definition(node.body, method) if method else node).args
+def real(file: str, name: str, method: str = "") -> Any:
+    """Return the definition of an entry, or of its method, in a module or package of FlashInfer."""
+    files = [root() / f"{file}.py", *sorted((root() / file).rglob("*.py"))]
+    body = [node for each in files if each.exists() for node in ast.parse(each.read_text(encoding="utf-8")).body]
+    found = definition(body, name)
+    return definition(found.body, method) if method else found
+
+
+def real_signature(node: ast.FunctionDef) -> Signature:
+    """Return each parameter's name and default: ``*args`` has one star, those by name alone have two."""
+    arguments = node.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     defaults = [None] * (len(names) - len(arguments.defaults)) + [ast.unparse(each) for each in arguments.defaults]
     found: Signature = [*zip(names, defaults, strict=True)]
     if arguments.vararg is not None:
         found.append((f"*{arguments.vararg.arg}", None))
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append((argument.arg, None if default is None else ast.unparse(default)))
+        found.append((f"**{argument.arg}", None if default is None else ast.unparse(default)))
     return found
 
 
 def emulated_signature(function: Any) -> Signature:
-    found: Signature = []
-    for parameter in inspect.signature(function).parameters.values():
-        default = None if parameter.default is parameter.empty else str(parameter.default)
-        quoted = repr(parameter.default) if isinstance(parameter.default, str) else default
-        found.append((f"*{parameter.name}" if parameter.kind is parameter.VAR_POSITIONAL else parameter.name, quoted))
-    return found
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.KEYWORD_ONLY: "**"}
+    return [
+        (
+            stars.get(parameter.kind, "") + parameter.name,
+            None if parameter.default is parameter.empty else repr(parameter.default),
+        )
+        for parameter in inspect.signature(function).parameters.values()
+    ]
 
 
-@pytest.mark.parametrize(
-    ("emulated", "file", "name", "method"), ENTRIES, ids=[".".join(filter(None, entry[2:])) for entry in ENTRIES]
-)
-def test_the_emulated_signature_is_the_installed_one(emulated: str, file: str, name: str, method: str) -> None:
-    entry = getattr(MODULES[emulated], name)
-    wanted, found = emulated_signature(getattr(entry, method) if method else entry), real_signature(file, name, method)
-    assert found[: len(wanted)] == wanted
-    added = [parameter for parameter, default in found[len(wanted) :] if default is None]
+@pytest.mark.parametrize(("file", "name", "method"), ENTRIES, ids=[".".join(filter(None, each)) for each in ENTRIES])
+def test_the_emulated_signature_is_the_installed_one(file: str, name: str, method: str) -> None:
+    entry = EMULATED[name]
+    wanted, found = (
+        emulated_signature(getattr(entry, method) if method else entry),
+        real_signature(real(file, name, method)),
+    )
+    by_place = [each for each in wanted if not each[0].startswith("**")]
+    assert found[: len(by_place)] == by_place
+    assert set(wanted) <= set(found)
+    added = [parameter for parameter, default in found if default is None and (parameter, None) not in wanted]
     assert not added, f"{name} wants {added} now"
-
-
-def test_the_numbers_that_the_emulation_rests_on() -> None:
-    include = root() / "data" / "include" / "flashinfer"
-    if not include.exists():
-        pytest.skip(f"{include.parent} has no sources")
-    inf = include.joinpath("math.cuh").read_text(encoding="utf-8")
-    assert f"constexpr float inf = {-fi.NEGATIVE:.0e};".replace("e+0", "e") in inf
-    decode = root().joinpath("decode.py").read_text(encoding="utf-8")
-    assert "workspace_u8[: 8 * 1024 * 1024]  # reserve 8MB for semaphore" in decode
-    sizes = include.joinpath("utils.cuh").read_text(encoding="utf-8").split("#define DISPATCH_HEAD_DIM(")[1]
-    cases = [line.split()[1].rstrip(":") for line in sizes.split("default:")[0].splitlines() if " case " in line]
-    assert {str(size) for size in MODULES["plan"].HEAD_SIZES} <= set(cases)
-    pages = root().joinpath("jit/xqa.py").read_text(encoding="utf-8")
-    assert f"page_size not in {list(MODULES['trtllm'].XQA_PAGES)}" in pages
 
 
 @pytest.mark.parametrize("entry", library.PARAMETERS)
 def test_what_is_passed_fits_the_emulated_entry(entry: str) -> None:
-    found = [getattr(module, entry) for module in MODULES.values() if hasattr(module, entry)]
-    for emulated in found:
-        for method, wanted in library.PARAMETERS[entry].items():
-            called = getattr(emulated, method) if method else emulated
-            assert not set(wanted.split()) - set(inspect.signature(called).parameters)
-    assert found, f"{entry} is not emulated"
+    for method, wanted in library.PARAMETERS[entry].items():
+        called = getattr(EMULATED[entry], method) if method else EMULATED[entry]
+        assert not set(wanted.split()) - set(inspect.signature(called).parameters)
+
+
+def test_the_wrappers_keep_their_schedules_where_the_runtime_replaces_them() -> None:
+    """The ring swaps the pinned schedule before a plan, and the MLA wrappers of decode share one on the device."""
+    assigned = {
+        node.attr
+        for node in ast.walk(real("mla", MLA, "__init__"))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert {plans._ATTRIBUTE, "_int_workspace_buffer"} <= assigned
+    read = {
+        method: {node.attr for node in ast.walk(real("mla", MLA, method)) if isinstance(node, ast.Attribute)}
+        for method in ("plan", "run")
+    }
+    assert {plans._ATTRIBUTE, "_int_workspace_buffer"} <= read["plan"]
+    assert "_int_workspace_buffer" in read["run"]
+    assert plans._ATTRIBUTE not in read["run"]
+
+
+def test_the_numbers_that_the_emulation_rests_on() -> None:
+    data = root() / "data"
+    if not (data / "include").exists():
+        pytest.skip(f"{data} has no sources")
+
+    def source(path: str) -> str:
+        return (root() / path).read_text(encoding="utf-8")
+
+    inf = f"constexpr float inf = {-fi.NEGATIVE:.0e};".replace("e+0", "e")
+    assert inf in source("data/include/flashinfer/math.cuh")
+    assert "workspace_u8[: 8 * 1024 * 1024]  # reserve 8MB for semaphore" in source("decode.py")
+    sizes = source("data/include/flashinfer/utils.cuh").split("#define DISPATCH_HEAD_DIM(")[1]
+    cases = [line.split()[1].rstrip(":") for line in sizes.split("default:")[0].splitlines() if " case " in line]
+    assert {str(size) for size in wrappers.HEAD_SIZES} <= set(cases)
+    assert f"page_size not in {list(trtllm.XQA_PAGES)}" in source("jit/xqa.py")
+    scheduler = source("data/include/flashinfer/attention/scheduler.cuh")
+    plan = scheduler.split("inline cudaError_t MLAPlan(")[1].split("\ninline ")[0]
+    for text in (f"max_total_num_works = {wrappers.MAX_WORKS};", "avg_packed_qo_len > 64", "cta_tile_q = 64;"):
+        assert text in plan, f"MLAPlan has no {text!r}"
+    assert f"max_batch_size = {trtllm.MAX_BATCH};" in source("data/csrc/trtllm_fmha_kernel_launcher.cu")
 
 
 def test_an_entry_that_takes_other_arguments_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = type("BatchDecodeWithPagedKVCacheWrapper", (), {"plan": lambda self, indptr, page_size: None})
-    monkeypatch.setattr(library, "_attribute", lambda module, name: changed)
-    with pytest.raises(Exception, match=r"BatchDecodeWithPagedKVCacheWrapper\.\w+ takes no argument ") as info:
-        library._checked("BatchDecodeWithPagedKVCacheWrapper")
-    assert type(info.value).__name__ == "KernelMismatchError"
-    assert "flashinfer-python" in str(getattr(info.value, "hint", ""))
+    changed = ModuleType("flashinfer")
+    changed.BatchDecodeWithPagedKVCacheWrapper = type(  # type: ignore[attr-defined]
+        "Changed", (), {"plan": lambda self, indptr, page_size: None}
+    )
+    monkeypatch.setattr(InstalledBuild, "imported", lambda self, module: changed)
+    installed = library._Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
+    message = r"flashinfer\.BatchDecodeWithPagedKVCacheWrapper\.\w+ has another signature: it takes no argument "
+    with pytest.raises(KernelMismatchError, match=message) as info:
+        library._entry(installed, "BatchDecodeWithPagedKVCacheWrapper")
+    assert info.value.hint == "pip install --upgrade flashinfer-python"
+    with pytest.raises(KernelMismatchError, match=r"flashinfer\.merge_state_in_place does not exist"):
+        library._entry(installed, "merge_state_in_place")

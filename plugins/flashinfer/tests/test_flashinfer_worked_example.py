@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_groups as groups
 import torch
 
 from attn_select.runtime import Attention, BlockPool, BlockTable, Capacity, Scales, prepare_batch
@@ -20,7 +20,6 @@ from attn_select.testing.comparison import E4M3_ROUNDOFF
 from attn_select.testing.oracle_paged import paged_reference
 from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
 
-groups: Any = sys.modules["flashinfer_groups"]
 QUERY_LENS, SEQ_LENS = [1, 1, 512, 256], [1024, 2048, 512, 256]
 FIELDS = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 16, "kv_cache_dtype": "fp8_e4m3"}
 NATIVE = {"use_trtllm": False}

@@ -6,14 +6,14 @@ with emulated entries.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from attn_select.environment import WRONG_VERSION, Environment
+from attn_select.environment import Environment
 from attn_select.errors import KernelMismatchError
+from attn_select.providers import KernelBuild
+from attn_select.runtime.providers import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 
 _LISTS = "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads"
@@ -103,42 +103,39 @@ class FlashInfer:
     attention_sink_decl: dict[str, str]
 
 
+class _Installed(InstalledBuild):
+    def mismatch(self, what: str) -> KernelMismatchError:
+        """Name FlashInfer alone: these backends take their kernels from no other distribution."""
+        return KernelMismatchError(f"{self.build.label}: {what}", hint=self.build.library.install)
+
+
 @cache
 def flashinfer() -> FlashInfer:
     """Import FlashInfer and return its entries.
 
     Raises:
-        ImportError: it is not installed, or something it imports is not.
-        KernelMismatchError: its version is not one that this plugin was written for, or an entry is missing or takes
-            no such parameters.
+        KernelMismatchError: it is not installed or cannot be imported, its version is not one that this plugin was
+            written for, or an entry is missing or takes no such parameters. It is an ``ImportError`` as well.
     """
-    library = FLASHINFER_PYTHON
-    environment = Environment()
-    version = environment.version(library.distribution)
-    if version is not None and environment.state(library) == WRONG_VERSION:
-        text = f"{library.distribution} {version} is installed, {library.version} is needed"
-        raise KernelMismatchError(text, hint=library.install)
-    found = {name: _checked(name) for name in PARAMETERS}
-    declarations = _attribute("flashinfer.attention._core", "attention_sink_decl")
-    return FlashInfer(version=version or "", attention_sink_decl=declarations, **found)
+    installed = _Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
+    found = {name: _entry(installed, name) for name in PARAMETERS}
+    declarations = installed.imported("flashinfer.attention._core")
+    if not hasattr(declarations, "attention_sink_decl"):
+        raise installed.mismatch("flashinfer.attention._core.attention_sink_decl does not exist")
+    version = Environment().version(FLASHINFER_PYTHON.distribution)
+    return FlashInfer(version=version or "", attention_sink_decl=declarations.attention_sink_decl, **found)
 
 
-def _attribute(module: str, name: str) -> Any:
-    found = getattr(importlib.import_module(module), name, None)
-    if found is None:
-        raise KernelMismatchError(f"{module}.{name} does not exist", hint=FLASHINFER_PYTHON.install)
-    return found
-
-
-def _checked(name: str) -> Any:
-    module = MODULES.get(name, "flashinfer")
-    entry = _attribute(module, name)
-    for method, wanted in PARAMETERS[name].items():
-        called, label = (getattr(entry, method), f"{name}.{method}") if method else (entry, name)
-        parameters = inspect.signature(called).parameters
-        missing = [parameter for parameter in wanted.split() if parameter not in parameters]
-        # 0.7 hands what is behind page_size of the decode wrapper's plan on as keywords.
-        if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            text = f"{module}.{label} takes no argument {', '.join(missing)}; it takes {', '.join(parameters)}"
-            raise KernelMismatchError(text, hint=FLASHINFER_PYTHON.install)
+def _entry(installed: InstalledBuild, name: str) -> Any:
+    """Return a function, or a class after comparing its methods."""
+    module = installed.imported(MODULES.get(name, "flashinfer"))
+    entry, methods = getattr(module, name, None), PARAMETERS[name]
+    if entry is None:
+        raise installed.mismatch(f"{module.__name__}.{name} does not exist")
+    for method, keywords in methods.items():
+        label = f"{module.__name__}.{name}"
+        if method:
+            installed.check(getattr(entry, method), f"{label}.{method}", ["self"], keywords.split())
+        else:
+            installed.check(entry, label, keywords=keywords.split())
     return entry

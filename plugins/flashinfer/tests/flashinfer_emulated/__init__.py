@@ -1,8 +1,8 @@
 """FlashInfer 0.6.14 without a GPU: the same signatures and rules, computed by the float64 oracle on the CPU.
 
-This module holds what the entries share: the emulated device, its hazards, the cache, the masks. The entries are in
-``emulated_native``, ``emulated_trtllm`` and ``emulated_cascade``, and ``library()`` puts them into the plugin's
-dataclass. ``test_flashinfer_signatures`` compares their signatures with what is installed. The rules are those of
+This module holds what the entries share: the emulated device, its hazards, the cache, the masks. Each entry is emulated
+once, in ``wrappers``, ``trtllm`` or ``functions``, and ``library()`` puts them into the plugin's dataclass.
+``test_flashinfer_signatures`` compares their signatures with what is installed. The rules are those of
 flashinfer/{prefill,decode,cascade,xqa}.py and of csrc and include at tag v0.6.14. Where a kernel would read out of
 bounds, wait forever or be silently wrong, these raise ``Misuse``; where the library raises, they raise what it raises.
 
@@ -20,7 +20,6 @@ What only a GPU shows is made visible here:
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -313,17 +312,30 @@ def scribble(buffer: Tensor, start: int = 0, size: int = 64) -> None:
     buffer.view(torch.uint8)[start : start + size] = 0xA5
 
 
+def check_semaphores(workspace: Tensor) -> None:
+    """Decode's counters are zero before a call; the kernels leave them at zero."""
+    need(workspace.is_contiguous(), "the workspace is contiguous")
+    counters = workspace.view(torch.uint8)[:SEMAPHORES]
+    need(counters.numel() == SEMAPHORES, f"a workspace of {counters.numel()} bytes: the first 8 MiB are counters")
+    need(
+        not bool(counters.view(torch.int64).any()),
+        "the counters are not zero: not zeroed, or shared with other scratch",
+    )
+
+
+def entries() -> dict[str, Any]:
+    """Return every emulated entry by its name."""
+    from flashinfer_emulated import functions, trtllm, wrappers
+
+    return {name: entry for module in (wrappers, trtllm, functions) for name, entry in vars(module).items()}
+
+
 def library(**others: Any) -> Any:
     """Return the plugin's dataclass with these entries; ``others`` replace or add entries."""
     from attn_select_flashinfer.runtime.library import FlashInfer
 
-    names = [f"emulated_{part}" for part in ("fp4", "native", "ragged", "trtllm", "cascade", "mla")]
-    found: dict[str, Any] = {"version": "0.6.14", "attention_sink_decl": SINK_DECLARATIONS}
-    for module in (sys.modules.get(f"flashinfer_{name}") for name in names):
-        for name in FlashInfer.__dataclass_fields__:
-            if module is not None and hasattr(module, name):
-                found[name] = getattr(module, name)
-    return FlashInfer(**{**dict.fromkeys(FlashInfer.__dataclass_fields__), **found, **others})
+    known = {"version": "0.6.14", "attention_sink_decl": SINK_DECLARATIONS, **entries(), **others}
+    return FlashInfer(**{name: known[name] for name in FlashInfer.__dataclass_fields__})
 
 
 SINK_DECLARATIONS = {"fa2": "struct AttentionSink {};  // fa2", "fa3": "struct AttentionSink {};  // fa3"}

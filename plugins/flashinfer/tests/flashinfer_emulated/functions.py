@@ -1,20 +1,22 @@
-"""FlashInfer's FP4 output without a GPU: ``FP4Tensor`` (utils.py 0.6.14) and what trtllm-gen writes into it.
+"""FlashInfer's merge of two partial results, CUTLASS prefill and FP4 outputs without a GPU.
 
-Two e2m1 numbers share a byte, the first in the low half. Sixteen share an e4m3 scale, ``amax / 6 * o_sf_scale``,
-so that a number stands for ``e2m1 * scale / o_sf_scale``. Scales lie in tiles of 128 tokens by 4, as tensor cores read
-them (``recover_swizzled_scales`` in tests/attention/test_trtllm_gen_attention_decode.py).
+Rules by source: cascade.py, prefill.py and utils.py 0.6.14. An ``FP4Tensor`` is what trtllm-gen writes. Two e2m1
+numbers share a byte, the first in the low half. Sixteen share an e4m3 scale, ``amax / 6 * o_sf_scale``, so that a
+number stands for ``e2m1 * scale / o_sf_scale``. Scales lie in tiles of 128 tokens by 4, as tensor cores read them
+(``recover_swizzled_scales`` in tests/attention/test_trtllm_gen_attention_decode.py).
 """
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-fi: Any = sys.modules["flashinfer_emulated"]
-need = fi.need
+import flashinfer_emulated as fi
+from attn_select.testing.oracle import merge_reference
+from flashinfer_emulated import need
 
 VECTOR = 16
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -81,3 +83,73 @@ def read(out: FP4Tensor, o_sf_scale: float) -> Tensor:
     at = places(torch.arange(tokens) + out.scale_start_index, blocks, out.scale.shape[1])
     scales = out.scale.view(torch.uint8).view(-1)[at].view(fi.E4M3).double() / o_sf_scale
     return (numbers.view(tokens, blocks, VECTOR) * scales[..., None]).view(tokens, heads, 2 * half)
+
+
+def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
+    fi.called("merge_state_in_place", locals())
+    need(mask is None, "masks are not emulated")
+    _contiguous(v, s, v_other, s_other)
+    need(s.dtype == s_other.dtype == torch.float32, f"s {s.dtype}, s_other {s_other.dtype}")
+    fi.launch(partial(_merge, [v, v_other], [s, s_other], v, s))
+
+
+def _contiguous(*tensors: Tensor) -> None:
+    need(all(tensor.is_contiguous() for tensor in tensors), "must be contiguous", RuntimeError)
+
+
+def _merge(parts: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) -> None:
+    """Merge in base 2; a part without keys has the finite ``NEGATIVE`` there, and output 0."""
+    first = parts[0]
+    for part, part_lse in zip(parts, lses, strict=True):
+        need(part.dtype == first.dtype and part.dtype in fi.HALVES, f"merging {part.dtype}", RuntimeError)
+        need(part.shape == first.shape and part.shape[:2] == part_lse.shape, f"{tuple(part.shape)}", RuntimeError)
+    merged, merged_lse = merge_reference(parts, [each.double() / fi.LOG2E for each in lses])
+    out.copy_(merged)
+    lse.copy_(merged_lse * fi.LOG2E)
+
+
+def fmha_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    qo_segment_offsets: Any,
+    kv_segment_offsets: Any,
+    plan_info: Any = None,
+    max_qo_len: Any = None,
+    out: Any = None,
+    lse: Any = None,
+    causal: Any = False,
+    sm_scale: Any = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    o_scale: Any = None,
+    return_lse: Any = False,
+) -> Any:
+    fi.called("fmha_varlen", locals())
+    need(fi.world.capability in ((10, 0), (10, 3), (11, 0)), "CUTLASS FMHA requires SM100a or SM110a.", ValueError)
+    if max_qo_len is None:
+        fi.world.syncs.append("fmha_varlen.qo_segment_offsets")
+    dims = (k.shape[2], v.shape[2])
+    need(dims in ((192, 128), (128, 128), (64, 64)), f"Unsupported head dimensions: {dims}", RuntimeError)
+    need(q.dtype == k.dtype == v.dtype == out.dtype and q.dtype in fi.HALVES, f"{q.dtype}, {k.dtype}, {v.dtype}")
+    need(q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and out.is_contiguous(), "strides")
+    fi.check_tensor(out, (*q.shape[:2], dims[1]), q.dtype, "out")
+    if lse is not None:
+        fi.check_tensor(lse, q.shape[:2], torch.float32, "lse")
+        need(lse.is_contiguous(), f"lse has strides {lse.stride()}")
+
+    def attend() -> None:
+        bounds, key_bounds = (fi.check_indptr(each, "offsets") for each in (qo_segment_offsets, kv_segment_offsets))
+        need((bounds[-1], key_bounds[-1]) == (len(q), len(k)), f"{len(q)} queries and {len(k)} keys")
+        for request in range(len(bounds) - 1):
+            rows, keys = slice(*bounds[request : request + 2]), slice(*key_bounds[request : request + 2])
+            need(keys.stop > keys.start, f"request {request} has no keys: its rows are not written")
+            need(rows.stop - rows.start <= max_qo_len, f"request {request} is longer than {max_qo_len}")
+            found, its_lse = fi.attend(q[rows], k[keys], v[keys], sm_scale, causal=causal)
+            out[rows] = found.to(out.dtype)
+            if lse is not None:
+                lse[rows] = its_lse.float()
+
+    fi.launch(attend)
+    return out, lse
