@@ -374,36 +374,6 @@ def test_batch_invariant_layers_split_nothing_and_get_2_gib(emulate: Emulate) ->
 # --- Errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("own", "seen"),
-    [
-        ({"sliding_window": 9}, "sliding_window = None, this layer has 9"),
-        ({"head_size": 128}, "head_size = 64, this layer has 128"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = auto, this layer has fp8_e4m3"),
-        ({"block_size": 32}, "block_size = 16, this layer has 32"),
-    ],
-    ids=str,
-)
-def test_metadata_of_another_kind_of_layers_is_refused(own: dict[str, Any], seen: str, emulate: Emulate) -> None:
-    emulate()
-    group, other = groups.made(options=NATIVE, block_size=16), groups.made(options=NATIVE, **{"block_size": 16, **own})
-    common, _ = groups.batch(group, [1, 9], [30, 40])
-    cache = other.allocate_kv_cache(100)
-    with pytest.raises(BatchError, match=f"the metadata was planned for layers with {seen}"):
-        Attention(other)(groups.drawn_query(other, 10), None, None, cache, group.build(common))
-
-
-def test_metadata_of_another_group_of_the_same_kind_serves(emulate: Emulate) -> None:
-    emulate()
-    group, twin = groups.made(), groups.made()
-    common, cache = groups.batch(group, [1, 9], [30, 40])
-    query = groups.drawn_query(group, 10)
-    assert torch.equal(
-        Attention(twin)(query, None, None, cache, group.build(common)),
-        Attention(group)(query, None, None, cache, group.build(common)),
-    )
-
-
 def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> None:
     class Bare(wrappers.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
         def reset_workspace_buffer(self, *args: Any) -> None:

@@ -47,12 +47,10 @@ class FlashInferMetadata:
     """One step for all layers of a kind.
 
     Attributes:
-        context: the kind that it was planned for.
         num_actual_tokens: T.
         parts: decodes first.
     """
 
-    context: BackendContext
     num_actual_tokens: int
     parts: list[Part] = field(default_factory=list)
 
@@ -162,7 +160,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def _metadata(self, common: CommonAttentionMetadata, parts: list[Part]) -> FlashInferMetadata:
         for part in parts:
             self.ran[f"{part.phase}: {part.path}"] += 1
-        return FlashInferMetadata(self.context, common.num_actual_tokens, parts)
+        return FlashInferMetadata(common.num_actual_tokens, parts)
 
     def _native(self) -> NativeBuilder:
         if self.native is None:  # of prefill, which is not captured
@@ -330,19 +328,12 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As ``AttentionImpl.forward``.
-
-        Raises:
-            BatchError: the metadata was planned for another kind of layers.
-        """
-        if attn_metadata.context is not self.context:
-            self._check_kind(attn_metadata.context)
+        """As ``AttentionImpl.forward``."""
         assert kv_cache is not None
         terms = self._terms
         if terms is None or terms.scales is not layer.scales or not self._plain:
             terms = self._new_terms(layer, output_scale, output_block_scale)
-        parts = attn_metadata.parts
-        for part in parts:
+        for part in attn_metadata.parts:
             start, end = part.start, part.end
             whole = start == 0 and end == query.shape[0] == output.shape[0]
             rows = output if whole else output[start:end]
@@ -366,28 +357,6 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         if self._output_scale is None or self._output_scale[0] is not output_scale:
             self._output_scale = output_scale, float(output_scale)
         return self._output_scale[1]
-
-    def _check_kind(self, planned: BackendContext) -> None:
-        """Compare the kind that a step was planned for with this layer's.
-
-        Raises:
-            BatchError: they differ, so that the layer would be run with another window, head size or cache.
-        """
-        own = self.context
-        pairs = {
-            "kv_layout": (planned.kv_layout, own.kv_layout),
-            "block_size": (planned.block_size, own.block_size),
-            **{
-                name: (getattr(planned.config, name), getattr(own.config, name))
-                for name in type(own.config).model_fields
-            },
-        }
-        for name, (seen, wanted) in pairs.items():
-            if seen != wanted:
-                raise BatchError(
-                    f"the metadata was planned for layers with {name} = {seen}, this layer has {wanted}",
-                    hint="build the metadata of each kind of layers with its own group",
-                )
 
 
 class FlashInferBackend(AttentionBackend):
