@@ -7,7 +7,7 @@ Proof that a backend runs what its spec promises:
 What tests of a plugin use beside it:
 
 - ``toolkit``: layers, devices and environments to ask about; the gate's answers (``plan_of``, ``reasons_of``); the
-  check of facts' sources; emulated modules.
+  check of facts' sources; emulated modules; a spec with other texts in its plans, which decide nothing.
 - ``running``: one step through the layers that engines call, on poisoned memory. It needs ``attn_select.runtime``.
 - ``strategies``: configurations, devices and environments for hypothesis, which it needs.
 
@@ -69,6 +69,7 @@ from attn_select.testing.toolkit import (
     plan_of,
     reasons_of,
     selection_of,
+    with_other_texts,
 )
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ __all__ = [
     "unpack_fp8_ds_mla",
     "varlen_reference",
     "visible_keys",
+    "with_other_texts",
     "write_reference",
 ]
 

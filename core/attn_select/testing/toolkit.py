@@ -382,6 +382,21 @@ def check_sources(spec: BackendSpec, *holders: Any, least: int = 1) -> None:
     assert count >= least, f"{spec.name}: {count} facts were found, {least} were expected"
 
 
+def with_other_texts(spec: BackendSpec) -> BackendSpec:
+    """Return the spec with other words in all texts of its plans: ``path``, ``because``, ``notes`` and ``provider``.
+
+    They are for people and decide nothing, so this spec runs exactly what ``spec`` runs.
+    """
+
+    def plan(*arguments: Any) -> Outcome:
+        outcome = spec.plan(*arguments)
+        if not isinstance(outcome, BackendPlan):
+            return outcome
+        return dataclasses.replace(outcome, path="other", because="other", notes=("other",), provider="other (other)")
+
+    return dataclasses.replace(spec, plan=plan)
+
+
 @contextmanager
 def emulated_modules(modules: Mapping[str, Mapping[str, Any] | ModuleType]) -> Iterator[dict[str, ModuleType]]:
     """Let ``import`` find these modules instead of what is installed, until the block ends.

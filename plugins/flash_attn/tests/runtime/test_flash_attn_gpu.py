@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flash_attn_layers as layers
 import torch
 
 from attn_select.runtime import Attention, Capacity
 
-layers: Any = sys.modules["flash_attn_layers"]
 LSE = 2e-3
 
 

@@ -2,62 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from flash_attn_layers import installed
 
-from attn_select import gate
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
-from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
-from attn_select_flash_attn.facts.builds import BUILDS, LIBRARIES
+from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.testing import ask, check_sources, gqa_layer, plan_of, reasons_of
+from attn_select_flash_attn.facts.builds import BUILDS, LIBRARIES, ProviderName
 from attn_select_flash_attn.plugin import attn_select_register_backends
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
 FLASH_ATTN = SPECS["FLASH_ATTN"]
-
-
-def gpu(major: int, minor: int = 0) -> Device:
-    return Device(f"sm{major}{minor}", (major, minor))
-
-
-def layer(**fields: Any) -> AttentionConfig:
-    return AttentionConfig(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, **fields})
-
-
-def ask(
-    config: AttentionConfig,
-    device: Device,
-    environment: Environment | None = None,
-    *,
-    phase: Any = "decode",
-    **options: Any,
-) -> BackendPlan | list[Reason]:
-    environment = environment or Environment(assume_installed=True)
-    return gate.check(FLASH_ATTN, config, device, environment, FLASH_ATTN.options(**options), phase)
-
-
-def plan_of(*args: Any, **kwargs: Any) -> BackendPlan:
-    outcome = ask(*args, **kwargs)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **kwargs: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **kwargs)
-    assert isinstance(outcome, list), outcome
-    assert len({reason.code for reason in outcome}) == len(outcome)
-    return {reason.code: reason for reason in outcome}
-
-
-def facts(value: Any) -> Iterator[Fact[Any]]:
-    for field in dataclasses.fields(value):
-        if isinstance(found := getattr(value, field.name), Fact):
-            yield found
 
 
 # --- Facts ----------------------------------------------------------------------------------------
@@ -68,17 +25,16 @@ def test_registers_both_backends() -> None:
     assert all(set(spec.capabilities) == {"prefill", "decode"} for spec in SPECS.values())
 
 
-def test_every_fact_has_a_source() -> None:
-    holders = [*BUILDS, *(c for spec in SPECS.values() for c in spec.capabilities.values())]
-    sources = [fact.source for holder in holders for fact in facts(holder)]
-    assert len(sources) > 100
-    assert all(sources)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_every_fact_has_a_source(spec: BackendSpec) -> None:
+    check_sources(spec, *BUILDS, least=70)
 
 
-def test_kernels_come_from_declared_libraries() -> None:
-    assert {kernel.library for kernel in BUILDS} == set(LIBRARIES[1])
-    assert len({kernel.label for kernel in BUILDS}) == len(BUILDS)
-    assert all(kernel.module.split(".")[0] == kernel.library.module for kernel in BUILDS)
+def test_builds_come_from_declared_libraries() -> None:
+    assert {build.library for build in BUILDS} == set(LIBRARIES[1])
+    assert len({build.label for build in BUILDS}) == len(BUILDS)
+    assert all(build.module.split(".")[0] == build.library.module for build in BUILDS)
+    assert {"auto", *(build.distribution for build in BUILDS)} == set(get_args(ProviderName))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
@@ -103,7 +59,7 @@ def test_load_returns_the_backend_of_that_name(spec: BackendSpec) -> None:
 )
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_version_follows_the_device(capability: tuple[int, int], path: str, graph: str, phase: str) -> None:
-    plan = plan_of(layer(), gpu(*capability), phase=phase)
+    plan = plan_of(FLASH_ATTN, gqa_layer(), capability, phase=phase)
     assert (plan.path, plan.cuda_graph) == (path, graph)
     elsewhere = "FA3 is Hopper's kernel, this is compute capability {}.{}".format(*capability)
     assert plan.because == ("Hopper's own kernel" if capability == (9, 0) else elsewhere)
@@ -112,25 +68,25 @@ def test_version_follows_the_device(capability: tuple[int, int], path: str, grap
     assert plan.query_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("device", [gpu(7, 5), CPU], ids=["sm75", "cpu"])
-def test_below_ampere_is_rejected(device: Device) -> None:
-    reasons = reasons_of(layer(sinks=True), device)
+@pytest.mark.parametrize(("device", "text"), [((7, 5), "7.5"), (None, "cpu")])
+def test_below_ampere_is_rejected(device: tuple[int, int] | None, text: str) -> None:
+    reasons = reasons_of(FLASH_ATTN, gqa_layer(sinks=True), device)
     assert set(reasons) == {"compute-capability", "sinks"}
-    assert reasons["compute-capability"].observed == device.capability_text
-    assert set(reasons_of(layer(), device, version=3)) == {"compute-capability"}
+    assert reasons["compute-capability"].observed == text
+    assert set(reasons_of(FLASH_ATTN, gqa_layer(), device, options={"version": 3})) == {"compute-capability"}
 
 
 def test_alibi_forces_fa2() -> None:
-    plan = plan_of(layer(alibi=True), gpu(9))
+    plan = plan_of(FLASH_ATTN, gqa_layer(alibi=True), (9, 0))
     assert (plan.path, plan.because, plan.cuda_graph) == ("FA2", "ALiBi slopes need FA2", "UNIFORM_BATCH")
     assert any("PTX" in note for note in plan.notes)
-    reasons = reasons_of(layer(alibi=True), gpu(9), version=3)
+    reasons = reasons_of(FLASH_ATTN, gqa_layer(alibi=True), (9, 0), options={"version": 3})
     assert reasons["alibi"].remedy == 'backends.FLASH_ATTN.version = "auto"'
 
 
 def test_ptx_and_fa4_are_mentioned_where_they_matter() -> None:
-    assert not plan_of(layer(), gpu(8)).notes
-    ampere, blackwell = plan_of(layer(), gpu(8)).notes, plan_of(layer(), gpu(10)).notes
+    assert not plan_of(FLASH_ATTN, gqa_layer(), (8, 0)).notes
+    ampere, blackwell = plan_of(FLASH_ATTN, gqa_layer(), (8, 0)).notes, plan_of(FLASH_ATTN, gqa_layer(), (10, 0)).notes
     assert not any("PTX" in note for note in ampere)
     assert any("PTX" in note for note in blackwell)
     assert any("FA4" in note for note in blackwell)
@@ -140,41 +96,46 @@ def test_ptx_and_fa4_are_mentioned_where_they_matter() -> None:
 
 
 @pytest.mark.parametrize("asked", ["fp8_e5m2", "nvfp4"])
-@pytest.mark.parametrize(("device", "options"), [(gpu(8), {}), (gpu(12), {}), (gpu(9), {"version": 2})])
-def test_fp8_is_not_named_as_supported_where_it_is_not(device: Device, options: dict[str, Any], asked: str) -> None:
-    reason = reasons_of(layer(kv_cache_dtype=asked), device, **options)["kv-cache-dtype"]
+@pytest.mark.parametrize(("device", "options"), [((8, 0), {}), ((12, 0), {}), ((9, 0), {"version": 2})])
+def test_fp8_is_not_named_as_supported_where_it_is_not(
+    device: tuple[int, int], options: dict[str, Any], asked: str
+) -> None:
+    reason = reasons_of(FLASH_ATTN, gqa_layer(kv_cache_dtype=asked), device, options=options)["kv-cache-dtype"]
     assert reason.observed == asked
     assert reason.supported == ["16-bit KV only, FP8 e4m3 needs FA3 on compute capability 9.0"]
-    on_hopper = reasons_of(layer(kv_cache_dtype=asked), gpu(9))["kv-cache-dtype"]
+    on_hopper = reasons_of(FLASH_ATTN, gqa_layer(kv_cache_dtype=asked), (9, 0))["kv-cache-dtype"]
     assert on_hopper.supported == ["auto", "bfloat16", "fp8_e4m3"]
 
 
 def test_fp8_needs_fa3_and_an_fp8_query() -> None:
-    plan = plan_of(layer(kv_cache_dtype="fp8", per_head_quant_scales=True), gpu(9))
+    plan = plan_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8", per_head_quant_scales=True), (9, 0))
     assert (plan.path, plan.query_dtype) == ("FA3", "fp8_e4m3")
-    for device in (gpu(8, 9), gpu(10), gpu(12)):
-        reason = reasons_of(layer(kv_cache_dtype="fp8"), device)["kv-cache-dtype"]
+    for device in ((8, 9), (10, 0), (12, 0)):
+        reason = reasons_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8"), device)["kv-cache-dtype"]
         assert (reason.observed, reason.remedy) == ("fp8_e4m3", "--kv-cache-dtype auto")
-    assert "kv-cache-dtype" in reasons_of(layer(kv_cache_dtype="fp8_e5m2"), gpu(9))
-    assert set(reasons_of(layer(kv_cache_dtype="fp8", alibi=True), gpu(9))) == {"alibi", "kv-cache-dtype"}
+    assert "kv-cache-dtype" in reasons_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8_e5m2"), (9, 0))
+    assert set(reasons_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8", alibi=True), (9, 0))) == {
+        "alibi",
+        "kv-cache-dtype",
+    }
 
 
 def test_fp8_head_sizes_are_multiples_of_16() -> None:
-    assert plan_of(layer(head_size=72), gpu(9)).path == "FA3"
-    assert plan_of(layer(head_size=80, kv_cache_dtype="fp8"), gpu(9)).path == "FA3"
-    reason = reasons_of(layer(head_size=72, kv_cache_dtype="fp8"), gpu(9))["head-size"]
+    assert plan_of(FLASH_ATTN, gqa_layer(head_size=72), (9, 0)).path == "FA3"
+    assert plan_of(FLASH_ATTN, gqa_layer(head_size=80, kv_cache_dtype="fp8"), (9, 0)).path == "FA3"
+    reason = reasons_of(FLASH_ATTN, gqa_layer(head_size=72, kv_cache_dtype="fp8"), (9, 0))["head-size"]
     assert (reason.observed, reason.remedy) == (72, "--kv-cache-dtype auto")
 
 
 def test_fp8_output_of_a_float16_layer_is_converted() -> None:
-    notes = plan_of(layer(kv_cache_dtype="fp8", dtype="float16"), gpu(9)).notes
+    notes = plan_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8", dtype="float16"), (9, 0)).notes
     assert any("float16" in note for note in notes)
-    assert not any("float16" in note for note in plan_of(layer(kv_cache_dtype="fp8"), gpu(9)).notes)
+    assert not any("float16" in note for note in plan_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8"), (9, 0)).notes)
 
 
 @pytest.mark.parametrize(("heads", "provider"), [(64, "vllm"), (128, "sglang-kernel")])
 def test_sinks_choose_a_build_that_has_them(heads: int, provider: str) -> None:
-    plan = plan_of(layer(num_heads=heads, sinks=True), gpu(9))
+    plan = plan_of(FLASH_ATTN, gqa_layer(num_heads=heads, sinks=True), (9, 0))
     assert plan.path == "FA3"
     assert plan.provider is not None
     assert plan.provider.startswith(f"{provider} ")
@@ -182,13 +143,13 @@ def test_sinks_choose_a_build_that_has_them(heads: int, provider: str) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_sinks_need_hopper(capability: tuple[int, int]) -> None:
-    assert set(reasons_of(layer(sinks=True), gpu(*capability))) == {"sinks"}
+    assert set(reasons_of(FLASH_ATTN, gqa_layer(sinks=True), capability)) == {"sinks"}
 
 
-def test_sinks_limit_of_vllm(installed: Any) -> None:
+def test_sinks_limit_of_vllm() -> None:
     environment = installed(vllm="0.33.0")
-    assert plan_of(layer(num_heads=64, sinks=True), gpu(9), environment).path == "FA3"
-    reason = reasons_of(layer(num_heads=128, sinks=True), gpu(9), environment)["sinks"]
+    assert plan_of(FLASH_ATTN, gqa_layer(num_heads=64, sinks=True), (9, 0), environment=environment).path == "FA3"
+    reason = reasons_of(FLASH_ATTN, gqa_layer(num_heads=128, sinks=True), (9, 0), environment=environment)["sinks"]
     assert "128 query heads" in reason.message
     assert "at most 64" in reason.message
     assert reason.remedy == "pip install sglang-kernel"
@@ -212,8 +173,8 @@ def test_sinks_limit_of_vllm(installed: Any) -> None:
     ],
 )
 def test_v_head_sizes_of_fa3(sizes: tuple[int, int], fields: dict[str, Any], fits: bool) -> None:
-    config = layer(head_size=sizes[0], v_head_size=sizes[1], **fields)
-    outcome = ask(config, gpu(9), phase="prefill")
+    config = gqa_layer(head_size=sizes[0], v_head_size=sizes[1], **fields)
+    outcome = ask(FLASH_ATTN, config, (9, 0), phase="prefill")
     if fits:
         assert isinstance(outcome, BackendPlan), outcome
     else:
@@ -221,11 +182,11 @@ def test_v_head_sizes_of_fa3(sizes: tuple[int, int], fields: dict[str, Any], fit
         assert any(r.code == "v-head-size" and str(sizes[1]) in r.message for r in outcome)
 
 
-def test_v_head_size_off_hopper_and_with_sinks(installed: Any) -> None:
-    assert set(reasons_of(layer(head_size=192, v_head_size=128), gpu(8))) == {"v-head-size"}
-    both = layer(head_size=192, v_head_size=128, sinks=True)
-    assert plan_of(both, gpu(9)).provider == "sglang-kernel (sgl_kernel.flash_attn)"
-    assert set(reasons_of(both, gpu(9), installed(vllm="0.33.0"))) == {"sinks"}
+def test_v_head_size_off_hopper_and_with_sinks() -> None:
+    assert set(reasons_of(FLASH_ATTN, gqa_layer(head_size=192, v_head_size=128), (8, 0))) == {"v-head-size"}
+    both = gqa_layer(head_size=192, v_head_size=128, sinks=True)
+    assert plan_of(FLASH_ATTN, both, (9, 0)).provider == "sglang-kernel (sgl_kernel.flash_attn)"
+    assert set(reasons_of(FLASH_ATTN, both, (9, 0), environment=installed(vllm="0.33.0"))) == {"sinks"}
 
 
 # --- Blocks, layouts, types -----------------------------------------------------------------------
@@ -233,32 +194,34 @@ def test_v_head_size_off_hopper_and_with_sinks(installed: Any) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 24, 64])
 def test_fa3_takes_any_block_size(block_size: int) -> None:
-    assert plan_of(layer(block_size=block_size), gpu(9)).kernel_block_sizes == (16, 1)
+    assert plan_of(FLASH_ATTN, gqa_layer(block_size=block_size), (9, 0)).kernel_block_sizes == (16, 1)
 
 
-def test_fa2_pages_depend_on_the_build(installed: Any) -> None:
-    assert plan_of(layer(), gpu(8)).kernel_block_sizes == (16,)
+def test_fa2_pages_depend_on_the_build() -> None:
+    assert plan_of(FLASH_ATTN, gqa_layer(), (8, 0)).kernel_block_sizes == (16,)
     upstream = installed(flash_attn="2.8.3")
-    assert plan_of(layer(), gpu(8), upstream).kernel_block_sizes == (256,)
-    assert plan_of(layer(block_size=512), gpu(8), upstream).kernel_block_sizes == (256,)
-    reason = reasons_of(layer(block_size=16), gpu(8), upstream)["block-size"]
+    assert plan_of(FLASH_ATTN, gqa_layer(), (8, 0), environment=upstream).kernel_block_sizes == (256,)
+    assert plan_of(FLASH_ATTN, gqa_layer(block_size=512), (8, 0), environment=upstream).kernel_block_sizes == (256,)
+    reason = reasons_of(FLASH_ATTN, gqa_layer(block_size=16), (8, 0), environment=upstream)["block-size"]
     assert (reason.observed, reason.remedy) == (16, "--block-size 256")
-    reason = reasons_of(layer(block_size=24), gpu(10))["block-size"]
+    reason = reasons_of(FLASH_ATTN, gqa_layer(block_size=24), (10, 0))["block-size"]
     assert "FA2 of vllm: multiples of 16" in reason.message
     assert "FA2 of flash-attn: multiples of 256" in reason.message
     assert reason.remedy == "--block-size 32"
 
 
-def test_token_pools_on_ampere_take_the_fa3_that_is_built_for_it(installed: Any) -> None:
-    plan = plan_of(layer(block_size=1), gpu(8))
+def test_token_pools_on_ampere_take_the_fa3_that_is_built_for_it() -> None:
+    plan = plan_of(FLASH_ATTN, gqa_layer(block_size=1), (8, 0))
     assert (plan.path, plan.provider) == ("FA3", "sglang-kernel (sgl_kernel.flash_attn)")
     assert "sglang-kernel" in plan.because
-    assert set(reasons_of(layer(block_size=1), gpu(8), installed(vllm="0.33.0"))) == {"block-size"}
+    assert set(reasons_of(FLASH_ATTN, gqa_layer(block_size=1), (8, 0), environment=installed(vllm="0.33.0"))) == {
+        "block-size"
+    }
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
 def test_encoders_read_no_cache(attn_type: str) -> None:
-    plan = plan_of(layer(attn_type=attn_type, sliding_window=64), gpu(9), phase="prefill")
+    plan = plan_of(FLASH_ATTN, gqa_layer(attn_type=attn_type, sliding_window=64), (9, 0), phase="prefill")
     assert plan.kv_layouts == ()
     assert plan.kernel_block_sizes == ()
 
@@ -280,7 +243,7 @@ def test_encoders_read_no_cache(attn_type: str) -> None:
 )
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_accepted_on_both_versions(fields: dict[str, Any], capability: tuple[int, int]) -> None:
-    assert isinstance(ask(layer(**fields), gpu(*capability)), BackendPlan)
+    assert isinstance(ask(FLASH_ATTN, gqa_layer(**fields), capability), BackendPlan)
 
 
 @pytest.mark.parametrize(
@@ -297,18 +260,20 @@ def test_accepted_on_both_versions(fields: dict[str, Any], capability: tuple[int
 )
 def test_rejected_on_both_versions(fields: dict[str, Any], code: str) -> None:
     for capability in ((8, 0), (9, 0)):
-        assert code in reasons_of(layer(**fields), gpu(*capability))
+        assert code in reasons_of(FLASH_ATTN, gqa_layer(**fields), capability)
 
 
 @pytest.mark.parametrize(("fields", "word"), [({"sliding_window": 128}, "128"), ({"alibi": True}, "ALiBi")])
 def test_dcp_excludes_what_depends_on_distance(fields: dict[str, Any], word: str) -> None:
-    assert isinstance(ask(layer(**fields), gpu(8)), BackendPlan)
-    reason = reasons_of(layer(decode_context_parallel_size=4, **fields), gpu(8))["decode-context-parallel-distance"]
+    assert isinstance(ask(FLASH_ATTN, gqa_layer(**fields), (8, 0)), BackendPlan)
+    reason = reasons_of(FLASH_ATTN, gqa_layer(decode_context_parallel_size=4, **fields), (8, 0))[
+        "decode-context-parallel-distance"
+    ]
     assert word in reason.message
     assert (reason.observed, reason.remedy) == (4, "--dcp 1")
 
 
 def test_graph_level_is_compared() -> None:
-    assert isinstance(ask(layer(cuda_graph="ALWAYS"), gpu(9)), BackendPlan)
-    assert "cuda-graph-level" in reasons_of(layer(cuda_graph="ALWAYS"), gpu(8))
-    assert any("num_splits" in note for note in plan_of(layer(cuda_graph="ALWAYS"), gpu(9)).notes)
+    assert isinstance(ask(FLASH_ATTN, gqa_layer(cuda_graph="ALWAYS"), (9, 0)), BackendPlan)
+    assert "cuda-graph-level" in reasons_of(FLASH_ATTN, gqa_layer(cuda_graph="ALWAYS"), (8, 0))
+    assert any("num_splits" in note for note in plan_of(FLASH_ATTN, gqa_layer(cuda_graph="ALWAYS"), (9, 0)).notes)

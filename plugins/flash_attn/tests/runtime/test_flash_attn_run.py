@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +9,17 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flash_attn_layers as layers
 import torch
 
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Attention, Scales
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
+from attn_select.testing import selection_of
 from attn_select.testing.oracle import attention_reference
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
-layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]
 FA3 = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]
 FA2 = ["vllm", "flash-attn"]
@@ -247,8 +247,8 @@ def test_blocks_of_hybrid_models_are_split(provider: str, gpu: str, emulate: Emu
     """Sizes that Mamba states lead to, such as 544, run in the largest small blocks that divide them."""
     emulate(provider)
     for size, kernel_size in ((544, 32), (64, 64), (128, 64), (48, 16)):
-        config = layers.layer_config(block_size=size)
-        selection = layers.selected(FLASH_ATTN, config, None, gpu, provider=provider, hybrid=True)
+        config = layers.small_layer(block_size=size)
+        selection = selection_of(FLASH_ATTN, config, gpu, options={"provider": provider, "hybrid": True})
         group = layers.group_of(selection)
         assert (group.block_size, group.kernel_block_size) == (size, kernel_size)
     common, cache = layers.batch(group, [1, 5], [30, 70])

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from attn_select.environment import Environment
+from attn_select.testing import gqa_layer, plan_of
 from attn_select_flash_attn.facts.builds import BUILDS, FlashAttnBuild, build_of, kernel_of
 
 pytest.importorskip("torch")
 
+import flash_attn_emulated as emulated
+
 from attn_select.errors import KernelMismatchError
+from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.runtime.adapters import adapter_for
 
-emulated: Any = sys.modules["flash_attn_emulated"]
 by_build = pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.label)
 FUNCTIONS = [(provider, name) for provider, functions in emulated.SIGNATURES.items() for name in functions]
 
@@ -120,12 +123,9 @@ def test_a_library_that_is_not_there_is_an_import_error() -> None:
 
 @by_build
 def test_the_plan_names_the_build(build: FlashAttnBuild) -> None:
-    layers: Any = sys.modules["flash_attn_layers"]
-    from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
-
     gpu = "h100" if build.version == 3 else "a100"
     options = {"provider": build.distribution, "version": build.version}
-    plan = layers.selected(FLASH_ATTN, layers.layer_config(), gpu=gpu, **options).plans["decode"]
+    plan = plan_of(FLASH_ATTN, gqa_layer(), gpu, options=options)
     assert build_of(plan.kernel) is build
     assert repr(plan.kernel) == (
         f"FlashAttnKernel(version={build.version}, provider='{build.distribution}', paged=True, value_padding=0)"

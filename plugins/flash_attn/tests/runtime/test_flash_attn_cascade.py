@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flash_attn_layers as layers
 import torch
 
 from attn_select.runtime import Attention, Capacity, Scales, ops
 from attn_select.runtime.batch import prepare_batch
 
-layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]
 FA3 = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]
 FA2 = ["vllm", "flash-attn"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flash_attn_layers as layers
 import torch
 
 from attn_select.runtime import Capacity, VarlenMetadata
+from attn_select.runtime.backend import BackendContext
+from attn_select.testing import mla_layer, plan_of, selection_of
 from attn_select.testing.oracle import attention_reference
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
-layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]
 DECODE = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]
 PREFILL = [*((p, "h100") for p in DECODE), ("vllm", "a100"), ("flash-attn", "a100")]
@@ -33,7 +34,7 @@ class Layer:
 def decoder(provider: str, **options: Any) -> tuple[Any, Any, Any]:
     """Return group, builder and impl of decode."""
     fields = {name: options.pop(name) for name in ("batch_invariant", "block_size") if name in options}
-    selection = layers.selected(FLASH_ATTN_MLA, layers.mla_config(**fields), provider=provider)
+    selection = selection_of(FLASH_ATTN_MLA, mla_layer(num_heads=4, **fields), options={"provider": provider})
     group = layers.group_of(selection, **options)
     served = group.served["decode"]
     return group, served.builder, served.backend.impl_cls(served.context, scale=QK**-0.5)
@@ -42,16 +43,12 @@ def decoder(provider: str, **options: Any) -> tuple[Any, Any, Any]:
 def prefiller(provider: str, gpu: str, **fields: Any) -> tuple[Any, Any]:
     """Return builder and impl of prefill."""
     spec = FLASH_ATTN_MLA
-    config = layers.mla_config(**fields)
-    from attn_select.device import lookup
-    from attn_select.environment import Environment
-    from attn_select.runtime.backend import BackendContext
-
+    config = mla_layer(num_heads=4, **fields)
     options = spec.options(provider=provider)
-    plan = spec.plan(config, lookup(gpu), Environment(assume_installed=True), options, "prefill")
+    plan = plan_of(spec, config, gpu, "prefill", options={"provider": provider})
     context = BackendContext(
         config=config,
-        plans={"prefill": plan},  # type: ignore[dict-item]
+        plans={"prefill": plan},
         device=torch.device("cpu"),
         options=options,
         kv_layout=None,
@@ -177,7 +174,7 @@ def test_batch_invariant_prefill_has_fixed_bounds(provider: str, emulate: Emulat
 
 def test_prefill_and_decode_may_come_from_different_builds(emulate: Emulate) -> None:
     calls = emulate("vllm")
-    selection = layers.selected(FLASH_ATTN_MLA, layers.mla_config(), provider="vllm", prefill_version=2)
+    selection = selection_of(FLASH_ATTN_MLA, mla_layer(num_heads=4), options={"provider": "vllm", "prefill_version": 2})
     group = layers.group_of(selection)
     (served,) = group.backends
     impl = served.backend.impl_cls(served.context, scale=1.0)

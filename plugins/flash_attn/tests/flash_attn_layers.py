@@ -1,4 +1,4 @@
-"""What the runtime's tests share: groups and layers of one provider, and batches on small caches."""
+"""What the tests share: stated environments, small groups of one provider, and batches on small caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attn_select.config import AttentionConfig
-from attn_select.device import lookup
 from attn_select.environment import Environment
 from attn_select.runtime import (
     Attention,
@@ -22,37 +21,20 @@ from attn_select.runtime import (
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, BackendSpec
-from attn_select.testing.oracle import attention_reference
-from attn_select.testing.toolkit import outcomes, plans_of, selection_for
+from attn_select.testing import attention_reference, environment_of, gqa_layer, selection_of
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 BF16 = torch.bfloat16
 
 
-def layer_config(**fields: Any) -> AttentionConfig:
-    return AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
+def installed(**versions: str) -> Environment:
+    """Return an environment in which torch and only these distributions (``flash_attn_3="3.0"``) are installed."""
+    there = {name.replace("_", "-"): version for name, version in versions.items()}
+    return environment_of(installed={"torch": "2.11.0", **there})
 
 
-def mla_config(**fields: Any) -> AttentionConfig:
-    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    return AttentionConfig(**{"num_heads": 4, **dims, **fields})
-
-
-def selected(
-    spec: BackendSpec, config: AttentionConfig, layout: str | None = None, gpu: str = "h100", **options: Any
-) -> Selection:
-    """Return the selection of this backend alone for a GPU whose libraries are all assumed to be there."""
-    device, environment = lookup(gpu), Environment(assume_installed=True)
-    made = spec.options(**options)
-    found = outcomes(spec, config, device, environment, made)
-    assert all(isinstance(outcome, BackendPlan) for outcome in found.values()), found
-    choice = 0
-    if layout is not None:
-        choice = next(plan.kv_layouts for plan in plans_of(found).values() if plan.kv_layouts).index(layout)
-    selection = selection_for(spec, plans_of(found), config, device, environment, made, layout_choice=choice)
-    assert selection is not None
-    return selection
+def small_layer(**fields: Any) -> AttentionConfig:
+    return gqa_layer(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
 
 
 def group_of(selection: Selection, device: str = "cpu", **options: Any) -> AttentionGroup:
@@ -81,7 +63,7 @@ def batch(
 def made(provider: str, gpu: str = "h100", layout: str | None = None, **fields: Any) -> Any:
     """Return a group on the CPU of one provider's emulated kernels; ``group_*`` fields go to the group."""
     options = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
-    selection = selected(FLASH_ATTN, layer_config(**fields), layout, gpu, provider=provider)
+    selection = selection_of(FLASH_ATTN, small_layer(**fields), gpu, layout=layout, options={"provider": provider})
     return group_of(selection, **options)
 
 
@@ -131,7 +113,7 @@ def on_gpu(**fields: Any) -> Any:
     options = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
     bare = installed_version("vllm") is None
     environment = Environment(pins={"vllm": "0.26.0"}) if bare else None
-    selection = select(layer_config(**fields), backend="FLASH_ATTN", environment=environment)
+    selection = select(small_layer(**fields), backend="FLASH_ATTN", environment=environment)
     try:
         return group_of(selection, "cuda", **options)
     except ImportError as error:

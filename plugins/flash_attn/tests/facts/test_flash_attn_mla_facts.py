@@ -5,59 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from flash_attn_layers import installed
 
-from attn_select import gate
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
-from attn_select.spec import BackendPlan, Reason
+from attn_select.spec import BackendPlan
+from attn_select.testing import ask, mla_layer, plan_of, reasons_of
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 
-def gpu(major: int, minor: int = 0) -> Device:
-    return Device(f"sm{major}{minor}", (major, minor))
-
-
-def mla(**fields: Any) -> AttentionConfig:
-    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    return AttentionConfig(**{"num_heads": 16, **dims, **fields})
-
-
-def ask(
-    config: AttentionConfig,
-    device: Device,
-    environment: Environment | None = None,
-    *,
-    phase: Any = "decode",
-    **options: Any,
-) -> BackendPlan | list[Reason]:
-    environment = environment or Environment(assume_installed=True)
-    return gate.check(FLASH_ATTN_MLA, config, device, environment, FLASH_ATTN_MLA.options(**options), phase)
-
-
-def plan_of(*args: Any, **kwargs: Any) -> BackendPlan:
-    outcome = ask(*args, **kwargs)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **kwargs: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **kwargs)
-    assert isinstance(outcome, list), outcome
-    assert len({reason.code for reason in outcome}) == len(outcome)
-    return {reason.code: reason for reason in outcome}
-
-
 def test_mla_decode_on_hopper() -> None:
-    plan = plan_of(mla(), gpu(9))
+    plan = plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0))
     assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == ("FA3 with q_v", (MLA,), (64, 32, 16, 1))
     assert (plan.cuda_graph, plan.returns_lse, plan.query_dtype) == ("UNIFORM_BATCH", True, "bfloat16")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_mla_decode_elsewhere(capability: tuple[int, int]) -> None:
-    assert set(reasons_of(mla(), gpu(*capability))) == {"compute-capability"}
+    assert set(reasons_of(FLASH_ATTN_MLA, mla_layer(), capability)) == {"compute-capability"}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +40,7 @@ def test_mla_decode_elsewhere(capability: tuple[int, int]) -> None:
     ],
 )
 def test_mla_decode_rejects(fields: dict[str, Any], code: str) -> None:
-    assert code in reasons_of(mla(**fields), gpu(9))
+    assert code in reasons_of(FLASH_ATTN_MLA, mla_layer(**fields), (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -93,22 +58,22 @@ def test_mla_decode_rejects(fields: dict[str, Any], code: str) -> None:
     ids=lambda fields: "-".join(fields),
 )
 def test_mla_decode_accepts(fields: dict[str, Any]) -> None:
-    assert isinstance(ask(mla(**fields), gpu(9)), BackendPlan)
+    assert isinstance(ask(FLASH_ATTN_MLA, mla_layer(**fields), (9, 0)), BackendPlan)
 
 
-def test_mla_decode_needs_fa3(installed: Any) -> None:
+def test_mla_decode_needs_fa3() -> None:
     environment = installed(flash_attn="2.8.3")
-    reason = reasons_of(mla(), gpu(9), environment)["library-missing"]
+    reason = reasons_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), environment=environment)["library-missing"]
     assert "FA3" in reason.message
     assert reason.remedy == "pip install vllm"
-    assert plan_of(mla(), gpu(9), environment, phase="prefill").path == "FA2 varlen"
+    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), environment=environment, phase="prefill").path == "FA2 varlen"
 
 
 @pytest.mark.parametrize(
     ("capability", "path", "padded"), [((8, 0), "FA2", True), ((9, 0), "FA3", False), ((12, 0), "FA2", True)]
 )
 def test_mla_prefill(capability: tuple[int, int], path: str, padded: bool) -> None:
-    plan = plan_of(mla(), gpu(*capability), phase="prefill")
+    plan = plan_of(FLASH_ATTN_MLA, mla_layer(), capability, phase="prefill")
     assert plan.path == f"{path} varlen"
     assert (plan.kv_layouts, plan.kernel_block_sizes) == ((), ())
     assert any("from 128 to 192" in note for note in plan.notes) is padded
@@ -126,8 +91,8 @@ def test_mla_prefill(capability: tuple[int, int], path: str, padded: bool) -> No
     ],
 )
 def test_mla_prefill_dims(dims: tuple[int, int, int], outcome: str | None) -> None:
-    config = mla(qk_nope_head_dim=dims[0], qk_rope_head_dim=dims[1], v_head_dim=dims[2])
-    found = ask(config, gpu(9), Environment(assume_installed=True), phase="prefill")
+    config = mla_layer(qk_nope_head_dim=dims[0], qk_rope_head_dim=dims[1], v_head_dim=dims[2])
+    found = ask(FLASH_ATTN_MLA, config, (9, 0), environment=Environment(assume_installed=True), phase="prefill")
     if isinstance(found, BackendPlan):
         assert [note for note in found.notes if "padded" in note] == ([outcome] if outcome else [])
     else:
@@ -135,14 +100,16 @@ def test_mla_prefill_dims(dims: tuple[int, int, int], outcome: str | None) -> No
 
 
 def test_mla_prefill_does_not_read_the_cache() -> None:
-    config = mla(kv_cache_dtype="fp8", block_size=3)
-    assert isinstance(ask(config, gpu(8), phase="prefill"), BackendPlan)
-    assert "kv-cache-dtype" in reasons_of(config, gpu(9))
+    config = mla_layer(kv_cache_dtype="fp8", block_size=3)
+    assert isinstance(ask(FLASH_ATTN_MLA, config, (8, 0), phase="prefill"), BackendPlan)
+    assert "kv-cache-dtype" in reasons_of(FLASH_ATTN_MLA, config, (9, 0))
 
 
 def test_mla_prefill_version_pin() -> None:
     pin = {"prefill_version": 2}
-    assert plan_of(mla(), gpu(9), phase="prefill", **pin).path == "FA2 varlen"
-    assert plan_of(mla(), gpu(9), **pin).path == "FA3 with q_v"
-    reason = reasons_of(mla(), gpu(12), phase="prefill", prefill_version=3)["pinned-kernel"]
+    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), phase="prefill", options=pin).path == "FA2 varlen"
+    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), options=pin).path == "FA3 with q_v"
+    reason = reasons_of(FLASH_ATTN_MLA, mla_layer(), (12, 0), phase="prefill", options={"prefill_version": 3})[
+        "pinned-kernel"
+    ]
     assert reason.remedy == 'backends.FLASH_ATTN_MLA.prefill_version = "auto"'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flash_attn_layers as layers
 import torch
 
 from attn_select.runtime import Attention, Capacity
 from attn_select_flash_attn.runtime.adapters import Step
 from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, SPLIT_BYTES
 
-layers: Any = sys.modules["flash_attn_layers"]
 Emulate = Callable[[str], list[dict[str, Any]]]
 FA3 = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]
 SCHEDULED = ["vllm", "flash-attn-3", "sglang-kernel"]
