@@ -55,13 +55,13 @@ def command(name: str | None, as_json: bool) -> int:
 def backend_dict(name: str, registry: Registry, environment: Environment, *, facts: bool) -> dict[str, Any]:
     """Return what ``--json`` says of one backend; with ``facts`` every capability and its source."""
     from attn_select import catalog
+    from attn_select.decide import absent_backends
 
     spec = registry.specs.get(name)
     if spec is None:
-        owners = registry.conflicts.get(name)
-        state = "duplicate" if owners else "plugin-not-installed"
-        distributions = list(owners) if owners else [catalog.DISTRIBUTIONS[name]]
-        remedy = f"pip uninstall {distributions[-1]}" if owners else catalog.install_command(distributions[0])
+        absent = absent_backends(registry)[name]
+        distributions = list(registry.conflicts.get(name) or [catalog.DISTRIBUTIONS[name]])
+        state, remedy = absent.code, absent.remedy
         return {"name": name, "state": state, "distributions": distributions, "missing": [], "remedy": remedy}
     missing = _missing(name, registry, environment)
     result: dict[str, Any] = {
@@ -153,8 +153,8 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
     ]
     lines += [[], plugin_table([plugin.to_dict() for plugin in registry.plugins])]
     lines += [[], [("`attn-select backends NAME` shows one backend's capabilities with their sources.", "dim")]]
-    absent = [catalog.DISTRIBUTIONS[name] for name in names if name not in registry.specs | registry.conflicts]
-    if not all(catalog.folder_in_clone(distribution) for distribution in absent):
+    wanted = [catalog.DISTRIBUTIONS[row[0]] for row in rows if row[1] == "plugin-not-installed"]
+    if not all(catalog.folder_in_clone(distribution) for distribution in wanted):
         lines.append([("note: ", "warning"), HANG, (catalog.NOT_ON_AN_INDEX, "")])
     return lines
 

@@ -150,6 +150,7 @@ def supports(spec: BackendSpec, device: Device) -> bool:
 def _way_out(registry: Registry, device: Device, environment: Environment) -> str:
     """Say what to install where no backend can run."""
     from attn_select import catalog
+    from attn_select.decide import absent_backends
 
     wanted: dict[str, list[str]] = {}
     for name, spec in registry.specs.items():
@@ -158,10 +159,12 @@ def _way_out(registry: Registry, device: Device, environment: Environment) -> st
             wanted.setdefault(" && ".join(missing), []).append(name)
     if wanted:
         return "; ".join(f"{', '.join(names)}: {command}" for command, names in wanted.items())
-    plugin = catalog.DISTRIBUTIONS["TORCH_SDPA"]
-    if plugin not in registry.owners.values():
+    plugin, absent = catalog.DISTRIBUTIONS["TORCH_SDPA"], absent_backends(registry).get("TORCH_SDPA")
+    if absent is not None and absent.code == "plugin-not-installed":
         note = "" if catalog.folder_in_clone(plugin) else f". {catalog.NOT_ON_AN_INDEX}"
-        return f"{plugin} serves CPUs and GPUs: {catalog.install_command(plugin)}{note}"
+        return f"{plugin} serves CPUs and GPUs: {absent.remedy}{note}"
+    if absent is not None:
+        return f"{plugin} serves CPUs and GPUs, and TORCH_SDPA is not usable: {absent.message}"
     return f"no installed plugin supports {device.full_name or device.name} ({device.capability_text})"
 
 

@@ -119,7 +119,7 @@ class Decider:
     def __init__(self, registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> None:
         self.registry, self.rules, self.device, self.environment = registry, rules, device, environment
         self._specs: dict[str, BackendSpec] = dict(registry.specs)
-        self._absent = _absent_backends(registry)
+        self._absent = absent_backends(registry)
         self.names = known_names(registry)
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
@@ -305,7 +305,8 @@ def _restricted(outcome: BackendPlan | list[Reason], kv_layout: str) -> BackendP
     return [Reason("kv-layout", text, kv_layout, list(outcome.kv_layouts))]
 
 
-def _absent_backends(registry: Registry) -> dict[str, Reason]:
+def absent_backends(registry: Registry) -> dict[str, Reason]:
+    """Return why each backend that is known by name and cannot be asked is absent, with the remedy if there is one."""
     absent: dict[str, Reason] = {}
     for name, owners in registry.conflicts.items():
         text = f"registered by {' and by '.join(owners)}"

@@ -15,7 +15,7 @@ import pytest
 from attn_select import __version__, variables
 from attn_select.detection import Detection
 from attn_select.device import lookup
-from attn_select.registry import Registry, load_plugins
+from attn_select.registry import Plugin, Registry, load_plugins
 from attn_select.rules.layers import packaged_rules_path
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -326,3 +326,15 @@ def test_one_model_too_many_is_told(run: Any, arguments: tuple[str, ...]) -> Non
     result = run("diff", "--model", "llama-3-8b", "--to", "--gpu h100 --gpu b200")
     assert result.code == 2
     assert "--gpu is given 2 times (h100, b200)" in result.err
+
+
+def test_the_backends_of_a_broken_plugin_are_not_called_missing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = Plugin("torch", "attn-select-torch", "0.1.0", error="ImportError: no such thing")
+    monkeypatch.setattr("attn_select.registry.load_plugins", cache(lambda: Registry(plugins=[plugin])))
+    states = {entry["name"]: (entry["state"], entry["remedy"]) for entry in run("backends", "--json").json["backends"]}
+    assert states["TORCH_SDPA"] == ("plugin-broken", None)
+    assert states["TRITON_ATTN"][0] == "plugin-not-installed"
+    result = run("doctor", "--no-import")
+    assert result.code == 1
+    assert "TORCH_SDPA is not usable: plugin torch (attn-select-torch 0.1.0) is broken: ImportError" in result.out
+    assert "pip install" not in "".join(line for line in result.out.splitlines() if line.startswith("problem"))
