@@ -227,6 +227,10 @@ WRONG_CONTENTS: dict[str, tuple[Callable[[CommonAttentionMetadata], CommonAttent
         r"slot_mapping\[6\] = 96 \(a token of request 2\): accepted are 0 to 95, and -1 for none",
     ),
     "a slot below -1": (changed("slot_mapping", 1, -2), r"slot_mapping\[1\] = -2 \(a token of request 1\)"),
+    "a slot of another block": (
+        changed("slot_mapping", 0, 20),
+        r"slot_mapping\[0\] = 20: token 19 of request 0 is read from slot 19, by its block table in blocks of 16",
+    ),
     "a slot twice": (
         changed("slot_mapping", 4, 19),
         "slot_mapping holds slot 19 twice: two tokens would be written to one place",
@@ -384,3 +388,16 @@ def test_a_prefix_that_the_tables_do_not_share(make_toy: Factory, make_group: Fa
     with pytest.raises(BatchError, match=said):
         group.build(common, common_prefix_len=32)
     assert len(toy.builds) == 1
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_table_by_hand_in_blocks_of_another_size(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
+    toy = make_toy(kernel_block_sizes=(32,))
+    group = make_group(AttentionConfig(**SMALL, block_size=32), toy)
+    batch = replace(make_batch([(3, 40), (1, 9)]), block_size=None)  # blocks of 16
+    rows = torch.ones(4, 4, 32)
+    with pytest.raises(
+        BatchError, match="token 8 of request 1 is read from slot 104, by its block table in blocks of 32"
+    ):
+        Attention(group)(rows, rows[:, :2], rows[:, :2], group.allocate_kv_cache(8), group.build(batch))
+    assert toy.calls == []

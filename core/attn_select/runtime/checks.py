@@ -147,6 +147,27 @@ def check_blocks(
         raise BatchError(
             f"slot_mapping holds slot {int(twice[same[0]])} twice: two tokens would be written to one place"
         )
+    if config.attn_type == "decoder":
+        _check_slots(slots, rows, common, block_size)
+
+
+def _check_slots(slots: Tensor, rows: Tensor, common: CommonAttentionMetadata, block_size: int) -> None:
+    """Compare the slots that are written with the block table, by which they will be read."""
+    bounds, lens = common.query_start_loc_cpu, common.query_lens_cpu
+    tokens = torch.arange(int(bounds[-1]))
+    request = torch.repeat_interleave(lens)
+    positions = tokens + (common.seq_lens_cpu - lens - bounds[:-1])[request]
+    written = (slots[: len(tokens)] >= 0) & (positions >= 0)
+    tokens, request, positions = tokens[written], request[written], positions[written]
+    wanted = rows[request, positions // block_size].long() * block_size + positions % block_size
+    wrong = (slots[tokens] != wanted).nonzero().flatten()
+    if len(wrong):
+        token, owner, position, slot = (int(found[wrong[0]]) for found in (tokens, request, positions, wanted))
+        raise BatchError(
+            f"slot_mapping[{token}] = {int(slots[token])}: token {position} of request {owner} is read from slot "
+            f"{slot}, by its block table in blocks of {block_size}",
+            hint="make slots and table of one block size: slot = block * block_size + offset",
+        )
 
 
 def check_scales(scales: Scales) -> None:

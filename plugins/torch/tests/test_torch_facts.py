@@ -58,6 +58,16 @@ def test_sdpa_says_which_path_and_why() -> None:
     assert ask(TORCH_SDPA, None, "prefill", attn_type="encoder_only").kv_layouts == ()
 
 
+@pytest.mark.parametrize("spec", [TORCH_SDPA, TORCH_MLA])
+@pytest.mark.parametrize("where", [None, (9, 0)])
+def test_what_keeps_no_cache_is_never_captured(spec: BackendSpec, where: tuple[int, int] | None) -> None:
+    """An encoder, and dense MLA prefill on decompressed keys and values: their kernels' shapes follow the batch."""
+    asked = {} if spec is TORCH_MLA else {"attn_type": "encoder"}
+    plan = ask(spec, where, "prefill", **asked)
+    assert (plan.kv_layouts, plan.cuda_graph) == ((), "NEVER")
+    assert codes(ask(spec, where, "prefill", **asked, cuda_graph="ALWAYS")) == {"cuda-graph-level"}
+
+
 @pytest.mark.parametrize(
     ("asked", "capability", "path"),
     [
