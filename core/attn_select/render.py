@@ -118,6 +118,7 @@ def layer_lines(selection: Selection, kind: str | None = None, count: int | None
     lines += _candidate_lines(selection)
     lines += _rule_lines(selection)
     lines += _remedy_lines(selection)
+    lines += _unranked_lines(selection)
     return lines
 
 
@@ -262,7 +263,7 @@ def _verdict_lines(candidate: Candidate, phase: Phase, device: Device) -> list[L
     rank = "-" if verdict.rank is None else str(verdict.rank)
     head: Line = [(f"  {rank:>4}  {candidate.backend:<22}", ""), (f"{verdict.verdict:<9} ", verdict.verdict)]
     if verdict.plan is not None:
-        note = "" if verdict.rank is not None else " (no rule ranks it, so it is never chosen by itself)"
+        note = "" if verdict.rank is not None else f" (no rule ranks it; --backend {candidate.backend} chooses it)"
         marks: list[Line] = [
             [(" " * 40, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in verdict.plan.unverified
         ]
@@ -328,6 +329,33 @@ def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
         for (_, backend), (reason, phases) in list(admitted.items())[:most]
     ]
     return [[], [("  Nearest misses", "title")], *lines] if lines else []
+
+
+def _unranked_lines(selection: Selection) -> list[Line]:
+    """Say how to choose a backend that no rule ranks, where a phase has no other: by name, or by a rule."""
+    phases = [phase for phase, spec in selection.backends.items() if spec is None and phase not in selection.explicit]
+    for candidate in selection.candidates:
+        able = [p for p in phases if (v := candidate.phases[p]).verdict == "valid" and v.rank is None]
+        if not able:
+            continue
+        name, config = candidate.backend, selection.config
+        kind = "mla = true, sparse = true" if config.sparse else f"mla = {'true' if config.mla else 'false'}"
+        rule = [
+            "[[rules]]",
+            f'name = "rank-{name.lower().replace("_", "-")}"',
+            *([f'phase = "{able[0]}"'] if len(able) < len(selection.backends) else []),
+            f"when = {{ {kind} }}",
+            f'prefer = ["{name}"]',
+        ]
+        return [
+            [],
+            [("  Not ranked", "title")],
+            [(f"    {name} can run {' and '.join(able)}, but no rule ranks it. Choose it by name, ", "")],
+            [("    ", ""), (f"--backend {name}", "remedy"), (", or add this rule to a file of", "")],
+            [("    `attn-select rules path` (the first line of the file is version = 1):", "")],
+            *([("      ", ""), (line, "remedy")] for line in rule),
+        ]
+    return []
 
 
 def note_lines(selections: Iterable[Selection]) -> list[Line]:
