@@ -1,4 +1,4 @@
-"""A stranger's plugin: its facts in at most 40 lines, its runtime and its tests as the documentation shows them.
+"""A stranger's plugin: its facts, its rules, its runtime and its tests as the documentation shows them.
 
 Installed with pip it is listed, selected by a rule, explained, and held to its word; removed, nothing stays.
 """
@@ -108,6 +108,8 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     text = _attn_select(run, *explain[:-1]).stdout
     assert "ACME_ATTN" in text
     assert "we trust Acme" in text
+    because = "Acme's kernels are for layers that no other backend runs"
+    assert f"acme-last (avoid): {because}  plugin acme-attention acme_rules.toml:3" in text
     rejected = _attn_select(
         run,
         "explain",

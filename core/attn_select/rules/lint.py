@@ -71,10 +71,18 @@ def _unmet(when: Sequence[Condition]) -> str | None:
     """Return why nothing meets these conditions, None where something may."""
     for condition in when:
         if not _overlap(condition, condition):
-            least, most = limits(condition.field) if is_number(condition.field) else (0, 0)
-            accepted = f" (it lies between {least:g} and {most:g})" if is_number(condition.field) else ""
-            return f"nothing matches {condition}{accepted}"
+            return f"nothing matches {condition}{_accepted(condition.field)}"
     return _contradiction(when) or _no_such_gpu(when)
+
+
+def _accepted(field: str) -> str:
+    """Return the values that a field of numbers can have, in words; nothing for other fields."""
+    if not is_number(field):
+        return ""
+    least, most = limits(field)
+    if 0 < least < 1:
+        return " (it is greater than 0)"
+    return f" (it is at least {least})" if most >= 2**31 - 1 else f" (it lies between {least} and {most})"
 
 
 def _overlap(one: Condition, other: Condition) -> bool:

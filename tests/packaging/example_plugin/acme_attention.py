@@ -1,5 +1,7 @@
 """One attention backend for attn-select: the facts. Importing this imports no torch."""
 
+from pathlib import Path
+
 from attn_select import hookimpl
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_NHD
 from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Reason
@@ -42,3 +44,8 @@ ACME_ATTN = BackendSpec(name="ACME_ATTN", summary="Acme's kernels", capabilities
 @hookimpl
 def attn_select_register_backends():
     return [ACME_ATTN]
+
+
+@hookimpl
+def attn_select_register_rules():
+    return Path(__file__).with_name("acme_rules.toml")
