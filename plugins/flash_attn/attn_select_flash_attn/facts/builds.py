@@ -12,11 +12,11 @@ from typing import Any, Literal
 from attn_select.providers import KernelBuild, Pin, pin_provider
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
-# vLLM's and SGLang's wheels hold prebuilt kernels. flash-attn is an sdist that compiles with nvcc and needs torch.
-# Upstream FA3 is not on PyPI, so its remedy is a wheel that has FA3.
+# The wheels of vLLM and SGLang hold compiled kernels.
 TORCH = Library("torch", "torch", "pip install torch")
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")
-# The sdist of flash-attn needs nvcc and was not seen to build, so the remedy is the wheel that holds FA2 and FA3.
+# flash-attn is published as source whose build needs nvcc and was not seen to succeed; upstream's FA3 is not on PyPI.
+# So the command for both brings vLLM's wheel, which holds FA2 and FA3.
 FLASH_ATTN_2 = Library("flash-attn", "flash_attn", "pip install vllm", ">=2.7")
 FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", "pip install vllm")
 # Looked into: sgl-kernel 0.3.21 (the last of that name) and sglang-kernel 0.4.10.
@@ -70,7 +70,6 @@ class FlashAttnBuild(KernelBuild):
         sink_heads: the most query heads with attention sinks, 0 for none; sinks work on 9.0 only.
         sinks_with_other_v_size: whether sinks go together with a V head size that differs from K's.
         out: whether it writes into the caller's output tensor.
-        seqused_k: whether it takes the lengths of paged sequences as they are (else their prefix sums).
     """
 
     version: int
@@ -79,7 +78,6 @@ class FlashAttnBuild(KernelBuild):
     sink_heads: Fact[int]
     sinks_with_other_v_size: Fact[bool]
     out: Fact[bool]
-    seqused_k: Fact[bool]
 
 
 _SM90A = ComputeCapabilities(((HOPPER, HOPPER),))
@@ -99,8 +97,6 @@ BUILDS = (
         sink_heads=Fact(0, UPSTREAM_FA3_PYTHON),
         sinks_with_other_v_size=Fact(False, UPSTREAM_FA3_PYTHON),
         out=Fact(False, UPSTREAM_FA3_PYTHON),
-        # flash_attn_varlen_func does not page here; flash_attn_with_kvcache does, and takes cu_seqlens_q for prefill.
-        seqused_k=Fact(True, f"{UPSTREAM_FA3_PYTHON} (cache_seqlens)"),
     ),
     FlashAttnBuild(
         kernel="FA3",
@@ -112,7 +108,6 @@ BUILDS = (
         sink_heads=Fact(64, f"{VLLM_FA3}; vLLM 0.33.0 _vllm_fa3_C checks it"),
         sinks_with_other_v_size=Fact(False, f"{VLLM_FA3}; vLLM 0.33.0 _vllm_fa3_C checks it"),
         out=Fact(True, VLLM_PYTHON),
-        seqused_k=Fact(True, RAN),
     ),
     FlashAttnBuild(
         kernel="FA3",
@@ -124,7 +119,6 @@ BUILDS = (
         sink_heads=Fact(ANY_HEADS, SGLANG_FA3),
         sinks_with_other_v_size=Fact(True, SGLANG_FA3),
         out=Fact(True, SGLANG_PYTHON),
-        seqused_k=Fact(True, f"{SGLANG_PYTHON} (cache_seqlens)"),
     ),
     FlashAttnBuild(
         kernel="FA3",
@@ -136,7 +130,6 @@ BUILDS = (
         sink_heads=Fact(ANY_HEADS, SGLANG_FA3),
         sinks_with_other_v_size=Fact(True, SGLANG_FA3),
         out=Fact(False, SGL_PYTHON),
-        seqused_k=Fact(True, f"{SGL_PYTHON} (cache_seqlens)"),
     ),
     FlashAttnBuild(
         kernel="FA2",
@@ -153,7 +146,6 @@ BUILDS = (
         sink_heads=_NO_SINKS_IN_FA2,
         sinks_with_other_v_size=Fact(False, VLLM_PYTHON),
         out=Fact(True, VLLM_PYTHON),
-        seqused_k=Fact(True, VLLM_PYTHON),
     ),
     FlashAttnBuild(
         kernel="FA2",
@@ -168,7 +160,6 @@ BUILDS = (
         sink_heads=Fact(0, UPSTREAM_FA2_PYTHON),
         sinks_with_other_v_size=Fact(False, UPSTREAM_FA2_PYTHON),
         out=Fact(False, UPSTREAM_FA2_PYTHON),
-        seqused_k=Fact(False, UPSTREAM_FA2_PYTHON),
     ),
 )
 
@@ -223,9 +214,9 @@ def notes_on_build(build: FlashAttnBuild, capability: tuple[int, int] | None) ->
     """Return what a plan with this build says whatever the layer."""
     found = []
     if not build.out.value:
-        found.append("writes an output of its own, which is copied into the caller's")
+        found.append("the kernel allocates its output, which is copied into the caller's tensor")
     if build.version == 2 and build.library is VLLM and capability is not None and capability >= HOPPER:
         found.append("the driver compiles vLLM's FA2 from PTX at the first call (50 to 115 s per kernel on an H100)")
     if capability is not None and capability[0] == 10:
-        found.append("vLLM's FA4 for 10.x is not covered")
+        found.append("FA4, vLLM's kernel for compute capability 10.x, is not part of this backend")
     return tuple(found)

@@ -80,8 +80,8 @@ class FlashAttnOptions(BackendOptions):
     hybrid: bool = Field(
         False,
         strict=True,
-        description="the cache's memory also serves other state (Mamba layers), so behind a sequence's end may be "
-        "NaN: only kernel blocks of 64, 32 and 16 tokens, of which kernels read what was written",
+        description="set it where the cache's memory also serves other state (Mamba layers), so that NaN may lie "
+        "behind a sequence's end: only kernel blocks of 64, 32 and 16 tokens are used, which kernels do not read whole",
     )
 
 
@@ -92,19 +92,20 @@ LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 _ANY_PAGE = (16, 1)
 _PAGES = {1: _ANY_PAGE, 16: (16,), 256: (256,)}
 _HYBRID_PAGES = (64, 32, 16)
-"""Tokens per block smaller than a tile of the kernels' keys. FA3 loads blocks that are multiples of its tile whole, and
-a NaN comes through a weight of 0 (Dao-AILab/flash-attention #1974 and hopper/flash_api.cpp 0251105, get_pagedkv_tma;
-vllm-project/vllm #27753, which #36701 took back since blocks are zeroed there)."""
+"""Block sizes in tokens that are smaller than the kernels' tile of keys. FA3 loads whole blocks where their size is a
+multiple of its tile, and a NaN in the unused part reaches the output in spite of its weight of 0
+(Dao-AILab/flash-attention #1974 and hopper/flash_api.cpp 0251105, get_pagedkv_tma; vllm-project/vllm #27753, which
+#36701 took back because vLLM zeroes blocks)."""
 
 _UNQUANTISED = "--kv-cache-dtype auto"
 _FP8_NEEDS = "16-bit KV only, FP8 e4m3 needs FA3 on compute capability 9.0"
 _WITH_ALIBI = "ALiBi slopes need FA2"
-_NARROW_V = "V rows take head_size elements in the cache, the first v_head_size of them used"
+_NARROW_V = "a V row takes head_size elements in the cache, of which the first v_head_size are used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
 _FA2_CROSS = "none in cross-attention"
-"""With more queries than keys, whose windows may hold no key: FA2 drops a right bound from ``max_seqlen_k`` on, and
-where a whole tile sees no key it writes the LSE to another place (csrc/flash_attn/flash_api.cpp 0251105,
-mha_varlen_fwd, and src/flash_fwd_kernel.h, compute_attn_1rowblock_splitkv)."""
+"""In cross-attention a request may have more queries than keys, and a query's window may hold no key. FA2 ignores a
+window's right bound from ``max_seqlen_k`` on, and writes the LSE of a tile that sees no key to a wrong place
+(csrc/flash_attn/flash_api.cpp 0251105, mha_varlen_fwd, and src/flash_fwd_kernel.h, compute_attn_1rowblock_splitkv)."""
 _BF16_SINKS = "sinks are passed in bfloat16"
 _SPLIT_BYTES = (
     "inside CUDA graphs FA3's split-KV partial sums take num_splits x query heads x (V head size + 1) x 4 bytes "
@@ -128,7 +129,15 @@ def objections(
         page = max(page, _HYBRID_PAGES[-1])
         if page > _HYBRID_PAGES[0]:
             what, remedy = "cache memory shared with other state", "backends.FLASH_ATTN.hybrid = false"
-            found.append(Objection("hybrid", f"blocks of {page} tokens", what, True, remedy))
+            found.append(
+                Objection(
+                    "hybrid",
+                    f"takes blocks of {page} tokens, and at most {_HYBRID_PAGES[0]} are safe",
+                    what,
+                    True,
+                    remedy,
+                )
+            )
     if size is not None and size % page and config.has_cache:
         found.append(Objection("block-size", page, f"block size {size}", size))
     dtype, heads = config.kv_cache_dtype, config.head_size
@@ -141,7 +150,7 @@ def objections(
         found.append(Objection("sinks", accepts, f"attention sinks with {config.num_heads} query heads", True))
     width = config.v_head_size
     if width is not None and width != heads:
-        accepts = "V as wide as K, other widths need FA3 on compute capability 9.0"
+        accepts = "the head size; other sizes need FA3 on compute capability 9.0"
         if fa3_on_hopper:
             accepts = _v_head_sizes_accepted(heads, width, fp8, config.has_cache)
         if accepts is not None:
@@ -236,10 +245,10 @@ def _plan(
 
 
 def compile_key(config: AttentionConfig) -> object:
-    """Group layers that share one compilation at their first call.
+    """Return what layers that share one compilation have in common; None: nothing is compiled.
 
-    Only FA2 from vLLM's wheel compiles (PTX, above compute capability 8.x): one translation unit per head-size bucket,
-    dtype, causality and paging. On Hopper only layers with ALiBi run it, so the others have no key.
+    Only vLLM's FA2 compiles at its first call, from PTX above compute capability 8.x: once per head-size bucket, dtype,
+    causality and paging. On Hopper only layers with ALiBi run it, so the others have no key.
     """
     if not config.alibi:
         return None

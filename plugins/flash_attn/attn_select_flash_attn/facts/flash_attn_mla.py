@@ -97,7 +97,7 @@ class FlashAttnMLAOptions(BackendOptions):
 _FA3_ON_HOPPER = tuple(build for build in builds_for(HOPPER) if build.version == 3)
 _LAYOUTS = (MLA,)
 _PAGES = (64, 32, 16, 1)
-"""Any size runs. Pages of 64 are the tile that FA3 loads whole for a latent of 512, others are gathered row by row
+"""Any size runs. FA3 loads pages of 64 whole, its tile for a latent of 512, and gathers other pages row by row
 (hopper/flash_api.cpp 0251105, get_pagedkv_tma)."""
 _SPLIT_BYTES = (
     "inside CUDA graphs FA3's split-KV partial sums take num_splits x query heads x (kv_lora_rank + 1) x 4 bytes "
@@ -139,7 +139,7 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the phase, or what each one lacks."""
     decode = phase == "decode"
-    # In decode the static facts reject every device but Hopper; its FA3 builds say what else stands in the way.
+    # Decode runs on Hopper alone, which the capabilities say. For other devices Hopper's builds name further obstacles.
     capability = HOPPER if decode else device.compute_capability
     pins = pins_of("FLASH_ATTN_MLA", "prefill_version", "auto" if decode else options.prefill_version, options.provider)
     chosen = choose(

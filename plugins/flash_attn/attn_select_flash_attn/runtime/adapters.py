@@ -1,7 +1,7 @@
 """One adapter per function of a FlashAttention build (vLLM's, upstream's, SGLang's): the runtime calls all alike.
 
-A call has three kinds of arguments: tensors; what a layer fixes (``layer_arguments``, made once per layer); and what a
-step fixes (``step_arguments``, made once per step for all layers). So nothing is translated at the call itself.
+A call has three kinds of arguments: tensors, those that are fixed per layer (``layer_arguments``), and those that are
+fixed per step for all layers (``step_arguments``). So nothing is translated at the call itself.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Step:
     Attributes:
         query_start_loc: int32 ``(B + 1,)`` prefix sums of the query lengths.
         num_tokens: queries.
-        max_query_len, max_key_len: the most of a request, or bounds.
-        causal: each query sees keys up to its own position, the last query being at the last key.
+        max_query_len, max_key_len: of the longest request, or an upper bound.
+        causal: each query sees keys up to its own position; the last query stands at the last key.
         window: keys seen to the left and right, -1 for all.
-        num_splits: parts that a request's keys are split into at most, 0 for the kernel's choice.
+        num_splits: most parts of a request's keys; 0: the kernel chooses.
         seq_lens: int32 ``(B,)`` keys of each request; None where packed.
         block_table: int32 ``(B, W)``; None where packed.
         key_start_loc: int32 ``(B + 1,)`` prefix sums of the key lengths where packed.
@@ -112,7 +112,7 @@ class Adapter(ABC):
         paged: whether K and V are paged, or packed one request behind the other.
 
     Attributes:
-        function: returns the output alone unless its argument for the LSE says otherwise.
+        function: the installed function; it returns the output alone unless it is asked for the LSE.
         latent_query: name of the argument for the query that is scored against V.
 
     Raises:
@@ -144,7 +144,7 @@ class Adapter(ABC):
     def layer_arguments(
         self, scale: float, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
     ) -> Arguments:
-        """Return what a layer fixes; ``sinks`` bfloat16 ``(num_heads,)``."""
+        """Return the arguments that are fixed per layer; ``sinks`` is bfloat16 ``(num_heads,)``."""
         arguments: Arguments = {"softmax_scale": scale, "softcap": softcap}
         if alibi_slopes is not None:
             arguments["alibi_slopes"] = alibi_slopes
@@ -156,30 +156,30 @@ class Adapter(ABC):
     def step_arguments(
         self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
     ) -> Arguments:
-        """Return what a step fixes.
+        """Return the arguments that are fixed per step.
 
         Args:
             schedule: from ``schedule``.
-            key_start_loc: int32, at least ``(B + 1,)``: where prefix sums of ``seq_lens`` go if they are needed.
+            key_start_loc: int32, at least ``(B + 1,)``: takes the prefix sums of ``seq_lens`` where they are needed.
         """
 
     def longest_query(self, step: Step) -> int:
         """Return ``max_seqlen_q``.
 
-        With 1 FA2 takes every request to have exactly one query (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd),
-        and splits its keys as it likes; 2 changes nothing else.
+        With 1 FA2 assumes exactly one query per request (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd) and
+        splits keys as it likes. Where either is wrong, 2 is passed, which changes nothing else.
         """
         alone = step.max_query_len == 1 and self.build.version == 2
         return 2 if alone and (step.num_tokens != step.num_reqs or step.num_splits == 1) else step.max_query_len
 
     def key_bound(self, step: Step, shape: Shape) -> int:
-        """Return what the function takes for the most keys of a request."""
+        """Return the bound on a request's keys that the function works with."""
         return step.max_key_len
 
     def schedule(self, step: Step, shape: Shape) -> Tensor | None:
         """Return FA3's schedule of a step, int32 (hopper/flash_api.cpp, mha_fwd_get_scheduler_metadata), or None.
 
-        Every argument must be what the function will see: the schedule's size and parts follow from them.
+        Every argument must be what the attention function will get: the schedule's size and contents follow from them.
         """
         if self._schedule is None:
             return None
@@ -218,13 +218,14 @@ class Adapter(ABC):
             query: ``(T, num_heads, head_size)``.
             key: ``(num_blocks, page_size, num_kv_heads, head_size)`` or packed ``(S, num_kv_heads, head_size)``.
             value: likewise with the value's width.
-            out: ``(T, num_heads, value_size)``, written; only where ``build.out`` says so. None: the kernel makes one.
+            out: ``(T, num_heads, value_size)`` to write to, only where ``build.out`` is true. None: the kernel makes
+                one.
             lse: whether the log-sum-exp is wanted.
             layer, step: from ``layer_arguments`` and ``step_arguments``.
             extra: descales ``(B, num_kv_heads)``, the latent query.
 
         Returns:
-            The output, and where wanted the LSE, float32 ``(num_heads, T)`` as the kernel gives it.
+            The output, and where wanted the LSE as the kernel gives it, float32 ``(num_heads, T)``.
         """
 
 

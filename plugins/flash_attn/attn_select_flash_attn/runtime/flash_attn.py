@@ -23,16 +23,17 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.spec import BackendPlan
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
-from attn_select_flash_attn.runtime.keyless import KeylessRequests
 from attn_select_flash_attn.runtime.lse import by_token, row_positions
+from attn_select_flash_attn.runtime.requests_without_keys import KeylessRequests
 from attn_select_flash_attn.runtime.schedule import Scheduler, window_of
 
 _NOTHING: Arguments = {}
 E4M3 = torch.float8_e4m3fn
 LEAST_SAVED = {"torch": 512 << 20, "fused": 128 << 20}
-"""Bytes of keys and values that a cascade must spare from being read again, by who merges. On an H100 (bfloat16, 32
-and 8 heads of 128, FA3, 8 to 128 decodes) prefix and rest broke even at 56 to 140 MiB with Triton's
-``merge_attn_states`` and at about 500 MiB with torch's, which is many small kernels (bench/bench_flash_attn.py)."""
+"""Bytes of keys and values that a cascade must save from being read again to be worthwhile, by what merges its two
+parts. On an H100 (bfloat16, 32 query and 8 KV heads of 128, FA3, 8 to 128 decodes) it broke even at 56 to 140 MiB with
+Triton's ``merge_attn_states``, and at about 500 MiB with torch's, which is many small kernels
+(bench/bench_flash_attn.py)."""
 
 
 @dataclass(slots=True)
@@ -41,13 +42,13 @@ class FlashAttnMetadata:
 
     Attributes:
         num_actual_tokens, num_reqs: T and B.
-        arguments: of the call; with a prefix that of each request's rest.
+        arguments: what the kernel is called with; with a shared prefix, for the keys behind it.
         query_start_loc: int32 ``(B + 1,)``.
         seq_lens: int32 ``(B,)`` keys.
         position_bias: whether the kernel's LSE has ALiBi's ``slope * position`` in it.
-        prefix: arguments of the call for a prefix that all requests share, which is one request of T queries.
-        keyless: bool ``(T,)`` rows of requests without keys, to be blanked; None where the kernel does that.
-        for_lse: arguments and ``keyless`` of the call where the LSE is wanted, if they are others.
+        prefix: what it is called with for a prefix that all requests share; the call treats them as one request.
+        keyless: bool ``(T,)`` rows of requests without keys, whose output becomes 0; None where the kernel sees to it.
+        for_lse: ``arguments`` and ``keyless`` of calls that want the LSE, where they differ.
     """
 
     num_actual_tokens: int
@@ -105,7 +106,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         self._least_saved = LEAST_SAVED["torch" if merged_by == "torch" else "fused"]
 
     def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether to attend to a common prefix apart: the shared rule, and what it saves is above ``LEAST_SAVED``."""
+        """Return whether to attend to a common prefix apart: core's rule, and it saves at least ``LEAST_SAVED``."""
         saved = (common_attn_metadata.num_reqs - 1) * common_prefix_len * self._key_bytes
         return saved >= self._least_saved and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
 
@@ -126,13 +127,14 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             arguments=self._scheduler.arguments(step, fast_build=fast_build),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            # FA2's mask is a window's unless that reaches over all keys; it then takes the distance.
+            # Unless a window reaches over all keys, FA2 masks by it, and its bias is slope * distance.
             position_bias=self.context.config.alibi and step.causal and (left < 0 or left >= step.max_key_len),
             prefix=prefix,
         )
         if self._keyless is not None and (safe := self._keyless.guarded(common)) is not None:
             arguments, rows = self._guarded.arguments(self._step(safe[0])), safe[1]
-            if self.context.cuda_graphs:  # of uniform batches: there outputs are right and no write lies outside
+            # Captured batches are uniform: outputs are right there and writes in bounds, and only the LSE is wrong.
+            if self.context.cuda_graphs:
                 metadata.for_lse = arguments, rows
             else:
                 metadata.arguments, metadata.keyless = arguments, rows

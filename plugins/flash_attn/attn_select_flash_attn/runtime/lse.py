@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def by_token(lse: Tensor, version: int, sinks: Tensor | None = None) -> Tensor:
-    """Return ``(T, num_heads)`` of a kernel's ``(num_heads, T)``; a row without keys has -inf, or its sink.
+    """Return a kernel's LSE ``(num_heads, T)`` as ``(T, num_heads)``; a row without keys has -inf, or its sink.
 
-    FA2 gives +inf there (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3), FA3 -inf (hopper/epilogue_fwd.hpp 0251105,
-    store_zero; seen on H100), and no sink where it skipped the row.
+    For such a row FA2 gives +inf (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3) and FA3 -inf without the sink
+    (hopper/epilogue_fwd.hpp 0251105, store_zero; seen on H100).
     """
     found = lse.T
     if version == 2:
@@ -19,12 +19,12 @@ def by_token(lse: Tensor, version: int, sinks: Tensor | None = None) -> Tensor:
 
 
 def request_of_rows(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 ``(num_tokens,)``: whose query each row is. Does not synchronise."""
+    """Return int64 ``(num_tokens,)``, the request of each row. Does not synchronise."""
     rows = torch.arange(num_tokens, device=query_start_loc.device)
     return torch.searchsorted(query_start_loc[1:], rows, right=True).clamp_max(len(query_start_loc) - 2)
 
 
 def row_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 ``(num_tokens,)``: where each query stands in its sequence. Does not synchronise."""
+    """Return int64 ``(num_tokens,)``, the position of each query in its sequence. Does not synchronise."""
     request = request_of_rows(query_start_loc, num_tokens)
     return torch.arange(num_tokens, device=seq_lens.device) - query_start_loc[request + 1] + seq_lens[request]

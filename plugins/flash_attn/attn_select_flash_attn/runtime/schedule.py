@@ -1,4 +1,4 @@
-"""What a step fixes for all layers of a kind: bounds, splits, FA3's schedule, and where it lies for CUDA graphs."""
+"""The arguments that are the same for all layers of a step: bounds, splits, and FA3's schedule, captured or not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, KvCacheAdapter, Shape, Step
 
 MAX_SPLITS = 32
-"""Of a request's keys in captured steps (vLLM 0.33 config/attention.py, flash_attn_max_num_splits_for_cuda_graph)."""
+"""Most parts of a request's keys in captured steps (vLLM 0.33 config/attention.py,
+flash_attn_max_num_splits_for_cuda_graph)."""
 SPLIT_BYTES = 256 << 20
-"""Of the partial sums of a captured step. A step of so many tokens that this allows one split fills a GPU without."""
+"""Most bytes of the partial sums of a captured step. Where they allow one split only, the step's tokens fill a GPU."""
 _MAX_SCHEDULED_BATCH = 992
-"""Requests up to which FA3 splits keys (hopper/flash_prepare_scheduler.cu, PREPARE_VARLEN_MAX_BATCHES_1CTA)."""
+"""FA3 splits keys in batches of up to so many requests (hopper/flash_prepare_scheduler.cu,
+PREPARE_VARLEN_MAX_BATCHES_1CTA)."""
 
 
 def window_of(config: AttentionConfig, causal: bool) -> tuple[int, int]:
@@ -43,7 +45,7 @@ class Scheduler:
         self._fa3 = adapter.build.version == 3
         self._split_bytes = shape.num_heads * (shape.value_size + 1) * 4
         self._most_keys = context.max_model_len if self._invariant or (self._graphs and adapter.paged) else 0
-        # A schedule's size and parts follow from tile sizes and these from bounds: captured and replayed are the same.
+        # A schedule's size follows from the tiles and these from the bounds, so it is the same at capture and replay.
         self._scheduled = self._fa3 and adapter.paged and not self._invariant
         self._buffer: Tensor | None = None
         self._key_start_loc: Tensor | None = None
@@ -57,8 +59,8 @@ class Scheduler:
         """Return the arguments of a step's calls. Does not synchronise with the device.
 
         Args:
-            step: with exact lengths; bounds and splits are set here.
-            fast_build: without a schedule; the kernel then makes one per layer.
+            step: its lengths are exact; bounds and splits are set here.
+            fast_build: make no schedule; the kernel then makes one per layer.
         """
         step = self._bounded(step)
         schedule = None
@@ -69,13 +71,13 @@ class Scheduler:
         return self.adapter.step_arguments(step, schedule, self._key_start_loc)
 
     def _bounded(self, step: Step) -> Step:
-        """Set what must not follow from the batch: FA3 chooses tiles by the longest query and key sequence."""
+        """Set the bounds that must not depend on the batch: FA3 chooses its tiles by them."""
         step.num_splits = self._num_splits(step)
         step.max_key_len = max(step.max_key_len, self._most_keys)
         if not (self._invariant and self._fa3):
             return step
         step.max_query_len = max(step.max_query_len, self._context.max_num_batched_tokens)
-        # For graphs the table is as wide already, and must stay where it is.
+        # With graphs the table has that width already, and must keep its address.
         if isinstance(self.adapter, KvCacheAdapter) and step.block_table is not None and not self._graphs:
             pages = -(-self._context.max_model_len // (self.shape.page_size or 1))
             return replace(step, block_table=kernel_block_table(step.block_table, 1, pages))
@@ -86,12 +88,12 @@ class Scheduler:
             return 1
         if not (self._graphs and self._fa3):
             return 0
-        # Known from the padded size alone, so that it is the same at capture and replay.
+        # This follows from the padded size alone, so it is the same at capture and replay.
         return max(1, min(MAX_SPLITS, SPLIT_BYTES // (self._split_bytes * max(1, step.num_tokens))))
 
     @staticmethod
     def _stored(schedule: Tensor, buffer: Tensor) -> Tensor:
-        """Copy a schedule to where the captured kernels read it."""
+        """Copy a schedule to the address that captured kernels read."""
         size = len(schedule)
         buffer[:size].copy_(schedule)
         buffer[size:].zero_()

@@ -158,7 +158,9 @@ def test_hybrid_leaves_out_a_kernel_of_large_blocks() -> None:
     environment = installed(flash_attn="2.8.3")
     assert plan_of(FLASH_ATTN, gqa_layer(), (8, 0), environment=environment).kernel_block_sizes == (256,)
     reason = reasons_of(FLASH_ATTN, gqa_layer(), (8, 0), environment=environment, options={"hybrid": True})["hybrid"]
-    assert reason.message == "cache memory shared with other state (FA2 of flash-attn: blocks of 256 tokens)"
+    assert reason.message == (
+        "cache memory shared with other state (FA2 of flash-attn: takes blocks of 256 tokens, and at most 64 are safe)"
+    )
     assert reason.remedy == "backends.FLASH_ATTN.hybrid = false"
     both = installed(flash_attn="2.8.3", vllm="0.33.0")
     assert (

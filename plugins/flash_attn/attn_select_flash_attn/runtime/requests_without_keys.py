@@ -1,9 +1,9 @@
-"""Requests without keys, which FA2's paged kernel does not take (padding of CUDA graphs, an empty encoder).
+"""Requests without keys (padding of CUDA graphs, an empty encoder), which FA2's paged kernel gets wrong.
 
-Where a request has no keys it writes +inf to where its log-sum-exp would lie in a padded layout, ``(B, H, longest
-query)``, though the layout is packed: its own stays unwritten, another's is overwritten, and in a batch of unequal
-queries the write may lie behind the tensor (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3,
-compute_attn_1rowblock_splitkv; seen on H100 with vLLM 0.26.0). Outputs are right.
+For such a request the kernel writes +inf to the place that its log-sum-exp would have in a padded layout ``(B, H,
+longest query)``, although the layout is packed. So its own LSE stays unwritten, another request's is overwritten, and
+where queries differ in length the write may be out of bounds (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3,
+compute_attn_1rowblock_splitkv; seen on H100 with vLLM 0.26.0). The outputs are right.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from attn_select_flash_attn.runtime.lse import request_of_rows
 
 
 class KeylessRequests:
-    """Gives such requests one key, the first of block 0, and says which rows are to be blanked then.
+    """Gives such requests one key, the first of block 0, and says which rows of the result to discard.
 
     Args:
-        context: with CUDA graphs what it makes stays where it is.
+        context: of the builder. With CUDA graphs all tensors that are returned keep their addresses.
     """
 
     def __init__(self, context: BackendContext) -> None:
@@ -39,9 +39,9 @@ class KeylessRequests:
             self._table = torch.zeros(size, most, dtype=torch.int32, device=device)
 
     def guarded(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Tensor] | None:
-        """Return the batch with a key for every request, and bool ``(T,)`` rows to blank. Does not synchronise.
+        """Return the batch with a key for every request, and bool ``(T,)`` rows to discard. Does not synchronise.
 
-        None where every request has keys, as far as the host knows: with CUDA graphs it does not.
+        None where the host knows that every request has keys. With CUDA graphs it does not know.
         """
         table = common.block_table_tensor
         if table is None or not (self._graphs or bool((common.seq_lens_cpu == 0).any())):
