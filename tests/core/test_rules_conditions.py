@@ -148,7 +148,7 @@ def test_gpu(written: Any, name: str, expected: bool) -> None:
 
 def test_a_gpu_that_nobody_knows_is_a_warning() -> None:
     (condition,), (warning,) = compile_when({"gpu": "h1000"})
-    assert "'h1000' is no GPU" in warning
+    assert "'h1000' is not a GPU" in warning
     assert "h100" in warning
     assert condition.matches("h1000")
     assert compile_when({"gpu": "h100"})[1] == []

@@ -73,7 +73,7 @@ def test_doubts_about_conditions_and_idle_rules_are_warnings(rules_file: RulesFi
     )
     idle, doubtful = rule_warnings(load_rules([path]), known_names(Registry()))
     assert idle == f"{path}:6: rule 'x' disables nothing: no earlier file has a rule of this name"
-    assert doubtful.startswith(f"{path}:2: rule 'r': gpu = 'h1000' is no GPU")
+    assert doubtful.startswith(f"{path}:2: rule 'r': gpu = 'h1000' is not a GPU")
 
 
 def test_thousands_of_unknown_names_are_cut_short(rules_file: RulesFile) -> None:

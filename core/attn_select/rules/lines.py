@@ -145,5 +145,5 @@ def _nested_keys(node: Any) -> tuple[str, ...]:
 def _header(line: int, text: str) -> Header:
     if (bare := _BARE_HEADER.match(text)) is not None:
         return Header(line, tuple(bare[2].split(".")), bare[1] is not None)
-    # Quoted, spaced or escaped keys are tomllib's business: a header alone is a document of one empty table.
+    # tomllib reads quoted, spaced and escaped keys: a header alone is a document of one empty table.
     return Header(line, _nested_keys(tomllib.loads(text)), text.startswith("[["))

@@ -142,7 +142,7 @@ def _gpu(text: str, warnings: list[str]) -> str:
     else:
         near = nearest(text, known)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        warnings.append(f"gpu = {show(text)} is no GPU of `attn-select gpus`{hint}")
+        warnings.append(f"gpu = {show(text)} is not a GPU that `attn-select gpus` lists{hint}")
     return text
 
 
@@ -167,7 +167,7 @@ def _version(field: str, value: object) -> Predicate:
     def matches(version: str) -> bool:
         try:
             return specifier.contains(Version(version), prereleases=True)
-        except InvalidVersion:  # built by hand; as good as unknown
+        except InvalidVersion:  # built by hand; which counts as unknown
             return False
 
     return matches
