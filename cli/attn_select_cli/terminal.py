@@ -104,9 +104,10 @@ def _records(table: Table) -> list[Line]:
     label = max(len(name) for name in table.header[1:])
     for row in table.rows:
         lines.append([(row[0], "title")])
+        indent = " " * (len(row[0]) - len(row[0].lstrip()) + 2)
         for name, cell in zip(table.header[1:], row[1:], strict=True):
             if cell:
-                lines.append([(f"  {name.ljust(label)}  ", "dim"), HANG, (cell, "")])
+                lines.append([(f"{indent}{name.ljust(label)}  ", "dim"), HANG, (cell, "")])
     return lines
 
 

@@ -82,3 +82,8 @@ def test_a_word_that_changes_its_style_is_one_word() -> None:
 )
 def test_a_table_changes_its_form_with_the_width(width: int, expected: list[str]) -> None:
     assert text_of(fitted([TABLE], width)) == expected
+
+
+def test_the_fields_of_an_indented_row_stand_below_it() -> None:
+    table = Table(["  steps", "tokens", "verdict"], [["  prefill", "384", "within"]])
+    assert text_of(fitted([table], 20)) == ["  prefill", "    tokens   384", "    verdict  within"]
