@@ -1,9 +1,17 @@
-"""What every test process needs before torch and triton are imported."""
+"""What every test process needs before torch and triton are imported, and which tests `make test` leaves out."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
+from typing import Any
+
+import pytest
+
+QUICK_CONFIGS = 10
+"""Configurations per conformance suite that `make test` runs; the others are marked slow."""
+SUMMARY = pytest.StashKey[list[str]]()
 
 # On tensors as small as the tests' more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,3 +19,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU kernels run in Triton's interpreter, which must be on before anything imports triton.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m reads the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: Counter[Any] = Counter()
+    for item in items:
+        suite = getattr(item, "cls", None)
+        if suite is not None and getattr(item, "originalname", "") == "test_config" and hasattr(suite, "num_configs"):
+            seen[suite] += 1
+            if seen[suite] > QUICK_CONFIGS:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of pytest-xdist says of its conformance suites."""
+    lines: list[str] = getattr(node, "workeroutput", {}).get("attn-select-conformance", [])
+    node.config.stash.setdefault(SUMMARY, []).extend(lines)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if SUMMARY in terminalreporter.config.stash:
+        from attn_select.testing.conformance import write_summary
+
+        write_summary(terminalreporter, terminalreporter.config.stash[SUMMARY])

@@ -36,6 +36,9 @@ _WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported
 """Codes of reasons that hold for every layer of this kind, whatever else it asks for."""
 _NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
 
+NAN_TAIL_WARNING = "a NaN in the unused tail of a block reaches the result; clear blocks before they are handed out"
+"""Of a plan that is not ``nan_tail_safe``."""
+
 
 def plain(lines: Iterable[Line]) -> str:
     """Return the lines without styles, trailing white space removed."""
@@ -183,6 +186,8 @@ def plan_lines(selection: Selection, kind: str | None = None, count: int | None 
             facts.append(f"kernel from {plan.provider}")
         lines.append([(" " * _MARGIN, ""), HANG, (", ".join(facts), "dim")])
         lines += [[(" " * _MARGIN, ""), HANG, (note, "dim")] for note in plan.notes]
+        if not plan.nan_tail_safe:
+            lines.append([(" " * _MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
         lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
     if selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))

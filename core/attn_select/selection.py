@@ -190,6 +190,7 @@ def _backend_plan_dict(plan: BackendPlan) -> dict[str, Any]:
         "cuda_graph": plan.cuda_graph,
         "workspace_bytes": plan.workspace_bytes,
         "notes": list(plan.notes),
+        "nan_tail_safe": plan.nan_tail_safe,
         "unverified": list(plan.unverified),
     }
 

@@ -148,6 +148,10 @@ class Capabilities:
     output_quantizations: Fact[tuple[str, ...]] = Fact((), "default")
     """Beside ``none``: ``fp8``, ``fp4``."""
     decode_context_parallel: Fact[bool] = Fact(False, "default")
+    nan_tail_safe: Fact[bool] = Fact(True, "default: every backend's duty, which the conformance suite tests")
+    """Whether a request's result is right whatever the unused tail of its last block holds, NaN included. Blocks are
+    handed from request to request: a backend that is not safe shows one request's NaN to the next. False where any path
+    is not safe; the path's plan says so too."""
     speculative_tokens: Fact[int] = Fact(1024, "default: any uniform query length")
     """The most draft tokens per request (decode query length is this plus one)."""
 
@@ -188,6 +192,8 @@ class BackendPlan:
         block_table_width_multiple: block tables are padded to a multiple of this many columns.
         provider: ``distribution (module)`` that the kernel comes from, where there is a choice.
         notes: further facts a user should know, one clause each.
+        nan_tail_safe: False where a NaN behind a sequence's end in its last block can reach the result; then
+            ``Capabilities.nan_tail_safe`` is False as well and says why.
         unverified: what no source proves, or what was never executed anywhere, one clause each. It never rejects: the
             candidate is marked, and the packaged rules rank it behind all others. The gate adds its own clauses.
     """
@@ -204,6 +210,7 @@ class BackendPlan:
     block_table_width_multiple: int = 1
     provider: str | None = None
     notes: tuple[str, ...] = ()
+    nan_tail_safe: bool = True
     unverified: tuple[str, ...] = ()
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +25,16 @@ from attn_select.errors import RuntimeMissingError
 from attn_select.gate import check
 from attn_select.layouts import FP8_DS_MLA, LAYOUTS, MLA, cache_shape
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
+from attn_select.runtime.kv_cache import key_value_views
 from attn_select.spec import BackendPlan, BackendSpec, ComputeCapabilities, Fact, Reason
-from attn_select.testing import BackendConformance, error_bound, gather_reference, random_problem, same_bits
+from attn_select.testing import (
+    BackendConformance,
+    conformance,
+    error_bound,
+    gather_reference,
+    random_problem,
+    same_bits,
+)
 from attn_select.testing import conformance_run as run
 from attn_select.testing.conformance_configs import config_text, draw_case
 from attn_select.testing.running import reblocked
@@ -70,7 +80,7 @@ class Variant:
         return replace(self, spec=replace(self.spec, load=lambda: backend))
 
     def suite(self, **attributes: Any) -> type[BackendConformance]:
-        settings = {"spec": self.spec, "num_configs": 40, "heads": HEADS, "nan_tail_safe": True, **attributes}
+        settings = {"spec": self.spec, "num_configs": 40, "heads": HEADS, **attributes}
         return type("TestVariant", (BackendConformance,), settings)
 
 
@@ -90,14 +100,28 @@ def right(acme: tuple[ModuleType, ModuleType]) -> Variant:
     return Variant(facts.ACME_ATTN, runtime).declaring(sinks=YES, batch_invariant=YES).running(WithSinks)
 
 
+def ids_of(suite: type[BackendConformance]) -> list[Any]:
+    """Return the configurations that pytest would make tests of their own, or the reason of their one skip."""
+    found: list[Any] = []
+    plugins = SimpleNamespace(get_plugin=lambda name: SimpleNamespace(suites={}))
+    metafunc: Any = SimpleNamespace(
+        fixturenames=["index"],
+        parametrize=lambda name, values: found.extend(values),
+        config=SimpleNamespace(pluginmanager=plugins),
+    )
+    suite().pytest_generate_tests(metafunc)
+    return [mark.kwargs["reason"] for each in found for mark in each.marks] if found[0] not in range(1000) else found
+
+
 def failures(suite: type[BackendConformance]) -> list[str]:
-    """Run a suite as pytest would; return what each failing configuration says, notes included."""
+    """Run a suite as pytest would; return what each failing test says, notes included."""
     suite.setup_class()
     try:
         found = []
-        for index in range(suite.num_configs):
+        tests = [partial(suite().test_config, index) for index in ids_of(suite) if type(index) is int]
+        for test in (*tests, suite().test_configs_that_are_not_run):
             try:
-                suite().test_config(index)
+                test()
             except pytest.skip.Exception:
                 continue
             except Exception as error:
@@ -112,7 +136,7 @@ def test_a_right_backend_passes(right: Variant) -> None:
     assert failures(suite) == []
     first = suite.summary()[0]
     assert first.startswith("TestVariant (ACME_ATTN): 40 configurations of seed 0: 24 accepted, 16 rejected, 24 run (")
-    assert first.endswith("0 skipped")
+    assert first.endswith("0 not run")
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -346,8 +370,9 @@ def test_what_this_machine_lacks_is_skipped_in_the_gates_words(right: Variant) -
     suite = right.declaring(compute_capabilities=hopper).suite(device="cpu")
     assert failures(suite) == []
     line, *reasons = suite.summary()
-    assert "24 accepted, 16 rejected, 0 run (0 batches, 0 graph replays), 0 failed, 24 skipped" in line
-    assert reasons == ["  24 skipped: device cpu (supported: 9.0)"]
+    assert "24 accepted, 16 rejected, 0 run (0 batches, 0 graph replays), 0 failed, 24 not run" in line
+    assert reasons == ["  24 not run: device cpu (supported: 9.0)"]
+    assert ids_of(suite) == ["none of 40 configurations can be run: device cpu (supported: 9.0)"]
     # The gate is held to its word all the same, and an emulated kernel runs.
     assert failures(right.declaring(compute_capabilities=hopper).suite(device="cpu", gate_device="h100")) == []
 
@@ -358,7 +383,58 @@ def test_a_plugin_without_runtime_is_skipped(right: Variant) -> None:
 
     suite = replace(right, spec=replace(right.spec, load=load)).suite()
     assert failures(suite) == []
-    assert suite.summary()[1:] == ["  24 skipped: ACME_ATTN: facts alone"]
+    assert suite.summary()[1:] == ["  24 not run: ACME_ATTN: facts alone"]
+
+
+def test_what_no_machine_can_run_is_no_test_and_is_marked(right: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = right.declaring(decode_context_parallel=YES).suite(num_configs=120)
+    assert failures(suite) == []
+    line, reason = suite.summary()
+    match = re.fullmatch(r"  (\d+) not run: decode context parallelism needs several processes", reason)
+    assert match
+    assert len(ids_of(suite)) == 120 - int(match[1])
+    assert line.endswith(f"{match[1]} not run")
+    # A plan that nothing can run and that is not marked is found.
+    monkeypatch.setattr(conformance, "NEVER_RUN", {lambda config: config.sinks: "of sinks"})
+    found = failures(right.suite())
+    assert found
+    assert all("is not marked unverified, but of sinks" in text and "sinks=True" in text for text in found)
+    marked = right.planning(unverified=("nobody ran it",)).suite()
+    assert failures(marked) == []
+    assert [text.split(":")[1] for text in marked.summary()[1:]] == [" of sinks"]
+
+
+def reads_whole_blocks(impl_cls: Any) -> Any:
+    """Return an impl that weighs what lies behind a sequence's end in its last block with 0, as careless kernels do."""
+
+    class WholeBlocks(impl_cls):  # type: ignore[misc]
+        def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+            output = super().forward(layer, query, key, value, cache, batch, *rest)
+            values = key_value_views(cache, self.context.kv_layout, self.context.config)[1]
+            for request, (first, last) in enumerate(pairwise(batch.query_start_loc)):
+                length = batch.seq_lens[request]
+                if length:
+                    block = batch.block_table[request, (length - 1) // values.shape[1]]
+                    output[first:last] += (values[int(block)].double() * 0).sum().to(output.dtype)
+            return output
+
+    return WholeBlocks
+
+
+def test_no_request_is_exposed_to_nan_behind_another_ones_end(right: Variant) -> None:
+    exposed = right.running(reads_whole_blocks(right.spec.load().impl_cls))
+    found = failures(exposed.suite())
+    assert len(found) == 24
+    assert all("holds NaN or infinity" in text for text in found)
+    # Declared, it is shown and the tails hold large numbers; declared by the plan alone it would not be shown.
+    declared = exposed.declaring(nan_tail_safe=Fact(False, "this test")).planning(nan_tail_safe=False)
+    assert failures(declared.suite()) == []
+    hidden = failures(exposed.planning(nan_tail_safe=False).suite())
+    assert len(hidden) == 24
+    assert all("is not nan_tail_safe, but the capabilities declare it" in text for text in hidden)
+    # A path that is safe may say so where another one is not.
+    some = exposed.declaring(nan_tail_safe=Fact(False, "this test"))
+    assert len(failures(some.suite())) == 24
 
 
 def test_compilations_are_capped(right: Variant) -> None:
@@ -377,11 +453,11 @@ def test_compilations_are_capped(right: Variant) -> None:
     assert failures(suite) == []
     assert len(ran) == 2
     line, reason = suite.summary()
-    assert reason.endswith("skipped: its compile key is beyond max_compile_keys = 2")
+    assert reason.endswith("not run: its compile key is beyond max_compile_keys = 2")
     # Most of what is beyond is brought to a known key.
-    run_at_all, skipped = int(line.split(" run")[0].rsplit(" ", 1)[1]), int(line.split()[-2])
+    run_at_all, left_out = int(line.split(" run (")[0].rsplit(" ", 1)[1]), int(line.split()[-3])
     assert run_at_all >= 16
-    assert run_at_all + skipped == 24
+    assert run_at_all + left_out == 24
 
 
 def test_configurations_come_from_the_seed_and_can_be_pasted(right: Variant) -> None:
@@ -455,7 +531,7 @@ def test_graph_replays_are_compared(right: Variant, monkeypatch: pytest.MonkeyPa
         plans = {phase: plan for phase, plan in judged.items() if isinstance(plan, BackendPlan)}
         selection = selection_for(spec, plans, config, CPU, Environment(), options)
         assert selection is not None
-        terms = run.Terms(error_bound, nan_tail_safe=True)
+        terms = run.Terms(error_bound)
         return run.Rig(selection, torch.device("cpu"), 0, terms, cuda_graphs=True).check_graphs()
 
     variant = right.planning(cuda_graph=level)

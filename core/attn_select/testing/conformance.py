@@ -7,13 +7,17 @@
 
 Each configuration is one test. The gate must refuse what is not declared, for that reason, and may refuse what is
 declared only through ``plan``, with a reason. What it accepts runs on this machine and is compared with the float64
-oracle; what this machine cannot run is skipped in the gate's own words.
+oracle. What cannot be run is judged by the gate in one test of its own, and the summary names it with its number: the
+machine lacks the device or a library, or nothing can run the plan yet, which is then marked ``unverified``.
+
+Slots behind a sequence's end in its last block hold NaN: a request must not be exposed to what another one left there.
+Where a plan declares that it is not ``nan_tail_safe`` they hold large finite numbers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
@@ -44,6 +48,11 @@ from attn_select.testing.toolkit import (
 )
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
+NEVER_RUN: Mapping[Callable[[AttentionConfig], bool], str] = {
+    lambda config: config.decode_context_parallel_size > 1: "decode context parallelism needs several processes",
+    lambda config: config.output_quantization == "fp4": "the oracle has no FP4 output",
+}
+"""What the suite can run on no machine; plans for it are marked ``unverified``."""
 _WORDS = {True: "accepts", False: "refuses"}
 
 
@@ -62,7 +71,6 @@ class BackendConformance:
             ``h100`` and ``device = "cpu"`` an emulated kernel runs anywhere.
         environment: the libraries to judge by; None: this machine's, or all with a ``gate_device`` that is not here.
         options: the ``[backends.NAME]`` table.
-        nan_tail_safe: slots behind a sequence's end in its last block may hold NaN; else they hold large numbers.
         rows_without_keys: a request without keys (padding of a CUDA graph) gives output 0 and LSE -inf.
         exact_alibi_lse: with ALiBi the LSE is that of ``slope * -distance``; False: it has row constants of its own
             and is not compared.
@@ -78,7 +86,6 @@ class BackendConformance:
     gate_device: ClassVar[Device | str | None] = None
     environment: ClassVar[Environment | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
-    nan_tail_safe: ClassVar[bool] = False
     rows_without_keys: ClassVar[bool] = True
     exact_alibi_lse: ClassVar[bool] = True
     fp8_cache_steps: ClassVar[int] = 0
@@ -108,31 +115,41 @@ class BackendConformance:
         """The gate is right about one configuration, and what it accepts gives the oracle's results."""
         case = self._cases()[index]
         with self._named(case):
-            found, lacking = self._judge(case)
-            _check_outcomes(self.spec, case, found)
-            plans = plans_of(found)
-            self._tally["accepted" if plans else "rejected"] += 1
-            if lacking is None:
-                for phase, outcome in found.items():
-                    _check_kernel(phase, outcome, self.kernel_accepts(case.config, phase))
+            found, _ = self._judge(case)
+            plans = self._check_gate(case, found)
+            for phase, outcome in found.items():
+                _check_kernel(phase, outcome, self.kernel_accepts(case.config, phase))
             if plans:
-                why = lacking or self._not_run(case.config)
-                if why is not None:
-                    self._skip(why)
                 self._run(case, plans)
                 self._tally["run"] += 1
 
+    def test_configs_that_are_not_run(self) -> None:
+        """The gate is right about what is not run, too, and what nothing can run is marked ``unverified``."""
+        tested = set(self._to_run())
+        for case in self._cases():
+            if case.index in tested:
+                continue
+            with self._named(case):
+                plans, why = self._check_gate(case, self._judge(case)[0]), self._left_out(case)
+                for phase, plan in plans.items() if why in NEVER_RUN.values() else ():
+                    assert plan.unverified, f"{phase} by {plan.path} is not marked unverified, but {why}"
+            if why is not None:
+                self._not_run[why] += 1
+
     # What happened so far, per subclass.
     _tally: ClassVar[Counter[str]]
-    _skipped: ClassVar[Counter[str]]
+    _not_run: ClassVar[Counter[str]]
     _drawn: ClassVar[list[Case]]
     _compiled: ClassVar[dict[object, AttentionConfig]]
     _threads: ClassVar[int]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make each configuration a test, and see to the summary."""
+        """Make each configuration that is run here or rejected a test, and see to the summary.
+
+        Where this machine can run none they are one skipped test.
+        """
         if "index" in metafunc.fixturenames:
-            metafunc.parametrize("index", range(self.num_configs))
+            metafunc.parametrize("index", self._to_run() or [self._skipped()])
             manager = metafunc.config.pluginmanager
             summary: Any = manager.get_plugin(_Summary.name)
             if summary is None:
@@ -142,7 +159,7 @@ class BackendConformance:
     @classmethod
     def setup_class(cls) -> None:
         """Begin to count. On tensors as tiny as these more threads only wait for each other."""
-        cls._tally, cls._skipped = Counter(), Counter()
+        cls._tally, cls._not_run = Counter(), Counter()
         cls._threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
@@ -167,9 +184,9 @@ class BackendConformance:
     def _judge(self, case: Case) -> tuple[Outcomes, str | None]:
         """Return the gate's answers, and what this machine lacks if they are for another one."""
         found = self._here(case.config)
+        here, device, _ = self._place()
         if plans_of(found):
-            return found, None
-        device = self._place()[1]
+            return found, "no CUDA device" if here.type == "cuda" and not torch.cuda.is_available() else None
         taken = self.spec.capabilities[case.phase].compute_capabilities.value
         if not taken.accepts(device.compute_capability):
             others = [gpu for gpu in known_gpus().values() if taken.accepts(gpu.compute_capability)]
@@ -203,15 +220,40 @@ class BackendConformance:
                 return replace(case, config=near)
         return case
 
-    def _not_run(self, config: AttentionConfig) -> str | None:
-        """Return why an accepted configuration is not run, or None."""
-        if self.spec.compile_key(config) not in self._compiled:
+    def _to_run(self) -> list[int]:
+        """Return the numbers of the configurations that are tests of their own; none where none can be run here."""
+        own = [case for case in self._cases() if self._left_out(case) is None]
+        can_run = any(plans_of(self._judge(case)[0]) for case in own)
+        return [case.index for case in own] if can_run else []
+
+    def _skipped(self) -> Any:
+        """Return the parameter of the one test that stands for all configurations where none can be run here."""
+        why = Counter(filter(None, map(self._left_out, self._cases())))
+        reason = why.most_common(1)[0][0] if why else "the gate rejects all of them"
+        mark = pytest.mark.skip(reason=f"none of {self.num_configs} configurations can be run: {reason}")
+        return pytest.param(-1, marks=mark, id="all")
+
+    def _left_out(self, case: Case) -> str | None:
+        """Return why an accepted configuration is not run here, or None."""
+        found, lacking = self._judge(case)
+        if not plans_of(found) or lacking is not None:
+            return lacking
+        for asks, why in NEVER_RUN.items():
+            if asks(case.config):
+                return why
+        if self.spec.compile_key(case.config) not in self._compiled:
             return f"its compile key is beyond max_compile_keys = {self.max_compile_keys}"
-        if config.decode_context_parallel_size > 1:
-            return "decode context parallelism needs several processes"
-        if config.cache_dtype == "nvfp4" or config.output_quantization == "fp4":
-            return "the oracle has no FP4"
         return None
+
+    def _check_gate(self, case: Case, found: Outcomes) -> dict[Phase, BackendPlan]:
+        """Hold the gate's answers to their form, count the configuration, and return the plans."""
+        _check_outcomes(self.spec, case, found)
+        plans = plans_of(found)
+        for phase, plan in plans.items():
+            hidden = self.spec.capabilities[phase].nan_tail_safe.value and not plan.nan_tail_safe
+            assert not hidden, f"{phase} by {plan.path} is not nan_tail_safe, but the capabilities declare it"
+        self._tally["accepted" if plans else "rejected"] += 1
+        return plans
 
     def _run(self, case: Case, plans: Mapping[Phase, BackendPlan]) -> None:
         """Run all phases together where they share a cache, else each by itself."""
@@ -224,9 +266,7 @@ class BackendConformance:
             for phase, plan in plans.items():
                 self._run(case, {phase: plan})
             return
-        terms = Terms(
-            self.error_bound, self.nan_tail_safe, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps
-        )
+        terms = Terms(self.error_bound, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps)
         seed = 1000 * self.seed + case.index
         try:
             rig = Rig(selection, here, seed, terms)
@@ -237,7 +277,7 @@ class BackendConformance:
             self._tally["replays"] += Rig(selection, here, seed, terms, cuda_graphs=True).check_graphs()
 
     def _skip(self, why: str) -> NoReturn:
-        self._skipped[why] += 1
+        self._not_run[why] += 1
         pytest.skip(why)
 
     @contextmanager
@@ -263,8 +303,8 @@ class BackendConformance:
         line = (
             f"{cls.__name__} ({cls.spec.name}): {drawn} configurations of seed {cls.seed}: {tally['accepted']} accepted"
         )
-        line += f", {tally['rejected']} rejected, {runs}, {tally['failed']} failed, {cls._skipped.total()} skipped"
-        return [line, *(f"  {count} skipped: {why}" for why, count in cls._skipped.most_common())]
+        line += f", {tally['rejected']} rejected, {runs}, {tally['failed']} failed, {cls._not_run.total()} not run"
+        return [line, *(f"  {count} not run: {why}" for why, count in cls._not_run.most_common())]
 
 
 class _Summary:
@@ -275,12 +315,25 @@ class _Summary:
     def __init__(self) -> None:
         self.suites: dict[type[BackendConformance], None] = {}
 
+    def lines(self) -> list[str]:
+        return [line for suite in self.suites for line in suite.summary()]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Hand a worker of pytest-xdist's counts to the process that prints."""
+        output: dict[str, list[str]] | None = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[self.name] = self.lines()
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        lines = [line for suite in self.suites for line in suite.summary()]
-        if lines:
-            terminalreporter.section("attention backends held to their specs")
-            for line in lines:
-                terminalreporter.write_line(line)
+        write_summary(terminalreporter, self.lines())
+
+
+def write_summary(terminalreporter: pytest.TerminalReporter, lines: Sequence[str]) -> None:
+    """Write the counts of all suites at the end of a session, nothing where no suite ran."""
+    if lines:
+        terminalreporter.section("attention backends held to their specs")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 def _undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:

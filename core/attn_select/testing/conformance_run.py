@@ -49,7 +49,6 @@ class Terms:
     """What a suite asks beside the configuration; ``BackendConformance`` documents the fields."""
 
     error_bound: Bound
-    nan_tail_safe: bool = False
     rows_without_keys: bool = True
     exact_alibi_lse: bool = True
     fp8_cache_steps: int = 0
@@ -173,7 +172,7 @@ class Rig:
             longest_decode=self.longest_decode,
             in_order=threshold is not None,
             whole_prompts=self.config.mla and prefill is not None and not prefill.returns_lse,
-            nan_tails=terms.nan_tail_safe,
+            nan_tails=all(plan.nan_tail_safe for plan in self.plans.values()),
         )
         quantised = self.config.output_quantization == "fp8"
         self.output_scale = torch.tensor(OUTPUT_SCALE, device=device) if quantised else None

@@ -62,6 +62,7 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{_VLLM_CSRC}: writes 16 bits"),
     decode_context_parallel=Fact(True, f"{_VLLM_CSRC} (lse); vLLM's kernel only"),
+    nan_tail_safe=Fact(False, f"unproved: {_VLLM_CSRC} masks scores, and a weight of 0 times NaN is NaN"),
     speculative_tokens=Fact(0, f"{_VLLM_CSRC}: one query token per request"),
 )
 
@@ -172,6 +173,7 @@ def _plan(
         block_table_width_multiple=1,
         provider=_LABELS[name],
         notes=notes,
+        nan_tail_safe=False,
     )
 
 

@@ -32,19 +32,16 @@ class Emulated(BackendConformance):
         emulate(self.provider)
 
 
-@pytest.mark.slow
 class TestVllm(Emulated):
     options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
 
 
-@pytest.mark.slow
 class TestSglKernel(Emulated):
     provider = "sgl-kernel"
     options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
     num_configs = 25
 
 
-@pytest.mark.slow
 class TestFlashInfer(Emulated):
     provider = FLASHINFER.distribution
     options: ClassVar[Mapping[str, Any]] = {"provider": "flashinfer-python"}

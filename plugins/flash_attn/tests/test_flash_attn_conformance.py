@@ -54,26 +54,22 @@ class AnotherBuild(Emulated):
     num_configs = 10
 
 
-@pytest.mark.slow
 class TestVllmFA3(Emulated):
     spec = FLASH_ATTN
     options: ClassVar[Mapping[str, Any]] = {"provider": "vllm", "version": 3}
 
 
-@pytest.mark.slow
 class TestVllmFA2(Emulated):
     spec = FLASH_ATTN
     gate_device = "a100"
     options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
 
 
-@pytest.mark.slow
 class TestUpstreamFA3(AnotherBuild):
     spec = FLASH_ATTN
     options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-3"}
 
 
-@pytest.mark.slow
 class TestUpstreamFA2(AnotherBuild):
     spec = FLASH_ATTN
     num_configs = 30  # its pages of 256 tokens and the lack of FP8 leave few to run
@@ -81,31 +77,26 @@ class TestUpstreamFA2(AnotherBuild):
     options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn"}
 
 
-@pytest.mark.slow
 class TestSglangKernel(AnotherBuild):
     spec = FLASH_ATTN
     options: ClassVar[Mapping[str, Any]] = {"provider": "sglang-kernel"}
 
 
-@pytest.mark.slow
 class TestSglKernel(AnotherBuild):
     spec = FLASH_ATTN
     options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
 
 
-@pytest.mark.slow
 class TestVllmMLA(Emulated):
     spec = FLASH_ATTN_MLA
     options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
 
 
-@pytest.mark.slow
 class TestUpstreamMLA(AnotherBuild):
     spec = FLASH_ATTN_MLA
     options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-3"}
 
 
-@pytest.mark.slow
 class TestSglKernelMLA(AnotherBuild):
     spec = FLASH_ATTN_MLA
     options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
@@ -118,35 +109,27 @@ def here() -> Environment | None:
 
 
 class Real(Suite):
+    device = "cuda"
     environment = here()
-
-    @pytest.fixture(autouse=True)
-    def _needs_a_gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestFlashAttn(Real):
     spec = FLASH_ATTN
     max_compile_keys = 1  # FA2 on Hopper compiles for a minute per kernel
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestFlashAttnHybrid(Real):
     """What option ``hybrid`` is for: NaN behind a sequence's end stays there."""
 
     spec = FLASH_ATTN
     options: ClassVar[Mapping[str, Any]] = {"hybrid": True}
-    nan_tail_safe = True
     num_configs = 60
     max_compile_keys = 1
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestFlashAttnMLA(Real):
     spec = FLASH_ATTN_MLA
 

@@ -17,7 +17,6 @@ from attn_select_flashinfer.facts.mha_kernels import XQA_PAGES, TrtllmKernel
 
 pytest.importorskip("torch")
 
-import torch
 
 from attn_select.testing import BackendConformance
 from attn_select.testing.comparison import E4M3_ROUNDOFF, ROW, ErrorBound, error_bound
@@ -52,25 +51,21 @@ class Emulated(Suite):
         emulate(self.capability)
 
 
-@pytest.mark.slow
 class TestHopper(Emulated):
     """XQA decode where it runs, fa3 prefill."""
 
 
-@pytest.mark.slow
 class TestHopperNative(Emulated):
     seed = 1
     options = NATIVE
 
 
-@pytest.mark.slow
 class TestAmpere(Emulated):
     seed = 2
     gate_device = "a100"
     capability = (8, 0)
 
 
-@pytest.mark.slow
 class TestBlackwell(Emulated):
     """trtllm-gen in both phases where it runs."""
 
@@ -79,7 +74,6 @@ class TestBlackwell(Emulated):
     capability = (10, 0)
 
 
-@pytest.mark.slow
 class TestBlackwellNative(Emulated):
     seed = 4
     gate_device = "b200"
@@ -106,11 +100,7 @@ class Real(Suite):
 
     num_configs = 200
     layers: ClassVar[tuple[dict[str, Any], ...]] = ()
-
-    @pytest.fixture(autouse=True)
-    def _needs_a_gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    device = "cuda"
 
     def _with_few_keys(self, case: Case) -> Case:
         if not self._compiled:
@@ -121,7 +111,6 @@ class Real(Suite):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestNative(Real):
     spec = replace(FLASHINFER, compile_key=native_modules)
     options = NATIVE
@@ -139,7 +128,6 @@ class TestNative(Real):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestNativeFA2(TestNative):
     """Prefill too: of the same modules as decode."""
 
@@ -147,7 +135,6 @@ class TestNativeFA2(TestNative):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestXqa(Real):
     spec = replace(FLASHINFER, compile_key=all_modules)
     heads = ((4, 1), (8, 2))

@@ -13,7 +13,6 @@ from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 pytest.importorskip("torch")
 
-import torch
 
 from attn_select.testing import BackendConformance
 
@@ -35,27 +34,23 @@ class Emulated(BackendConformance):
         emulate(self.capability)
 
 
-@pytest.mark.slow
 class TestOnH100(Emulated):
     spec = FLASHINFER_MLA
     gate_device = "h100"
 
 
-@pytest.mark.slow
 class TestFa2OnH100(Emulated):
     spec = FLASHINFER_MLA
     gate_device = "h100"
     options: ClassVar[dict[str, Any]] = FA2
 
 
-@pytest.mark.slow
 class TestOnB200(Emulated):
     spec = FLASHINFER_MLA
     gate_device = "b200"
     capability = (10, 0)
 
 
-@pytest.mark.slow
 class TestCutlassOnB200(Emulated):
     spec = FLASHINFER_MLA
     gate_device = "b200"
@@ -64,14 +59,12 @@ class TestCutlassOnB200(Emulated):
     options: ClassVar[dict[str, Any]] = {"prefill_kernel": "cutlass"}
 
 
-@pytest.mark.slow
 class TestOn5090(Emulated):
     spec = FLASHINFER_MLA
     gate_device = "rtx5090"
     capability = (12, 0)
 
 
-@pytest.mark.slow
 class TestSparseOnB200(Emulated):
     spec = FLASHINFER_MLA_SPARSE
     gate_device = "b200"
@@ -84,23 +77,16 @@ class OnGpu(BackendConformance):
     spec = FLASHINFER_MLA
     num_configs: ClassVar[int] = 120
     heads = (*HEADS, (128, 128))
-    nan_tail_safe = True
     max_compile_keys = 100
     """Keys that differ in the page alone share a module but for XQA."""
-
-    @pytest.fixture(autouse=True)
-    def _gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    device = "cuda"
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestOwnKernels(OnGpu):
     """What the plan chooses: fa3 on Hopper."""
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestFa2(OnGpu):
     options: ClassVar[dict[str, Any]] = FA2

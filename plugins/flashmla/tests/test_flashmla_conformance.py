@@ -15,7 +15,6 @@ from attn_select_flashmla.providers import KERNELS
 
 pytest.importorskip("torch")
 
-import torch
 
 from attn_select.testing import BackendConformance
 
@@ -40,12 +39,10 @@ class Emulated(BackendConformance):
         return {"provider": provider, "options": {"provider": provider}, "num_configs": 15}
 
 
-@pytest.mark.slow
 class TestEmulatedDense(Emulated):
     spec = FLASHMLA
 
 
-@pytest.mark.slow
 class TestEmulatedSparse(Emulated):
     spec = FLASHMLA_SPARSE
 
@@ -70,22 +67,15 @@ class OnGpu(BackendConformance):
 
     heads = HEADS
     num_configs: ClassVar[int] = 100
-    nan_tail_safe = True
     environment = built()
-
-    @pytest.fixture(autouse=True)
-    def gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    device = "cuda"
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestDense(OnGpu):
     spec = FLASHMLA
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestSparse(OnGpu):
     spec = FLASHMLA_SPARSE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from attn_select.testing import BackendConformance
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
@@ -11,21 +10,16 @@ from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
 
-@pytest.mark.slow
 class TestTorchSdpa(BackendConformance):
     spec = TORCH_SDPA
     device = "cpu"
-    nan_tail_safe = True
 
 
-@pytest.mark.slow
 class TestTorchMla(BackendConformance):
     spec = TORCH_MLA
     device = "cpu"
-    nan_tail_safe = True
 
 
-@pytest.mark.slow
 class TestFlexAttention(BackendConformance):
     spec = FLEX_ATTENTION
     device = "cpu"
@@ -35,11 +29,6 @@ class TestFlexAttention(BackendConformance):
 
 class OnGpu:
     device = "cuda"
-
-    @pytest.fixture(autouse=True)
-    def needs_a_gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-import torch
 
 from attn_select.spec import Fact
 from attn_select.testing import BackendConformance
@@ -19,7 +18,6 @@ from attn_select_triton.runtime import schedule
 _CAPABILITIES = replace(CAPABILITIES, dtypes=Fact(("float16", "float32"), "what the interpreter multiplies right"))
 
 
-@pytest.mark.slow
 class TestInterpreted(BackendConformance):
     """Few configurations, since the interpreter takes a second for each; bfloat16 it multiplies as integers."""
 
@@ -28,7 +26,6 @@ class TestInterpreted(BackendConformance):
     gate_device = "h100"
     num_configs = 40
     heads = ((1, 1), (4, 2), (7, 1))
-    nan_tail_safe = True
 
 
 class OnGPU(BackendConformance):
@@ -37,40 +34,30 @@ class OnGPU(BackendConformance):
     spec = TRITON_ATTN
     num_configs = 130
     max_compile_keys = 12
-    nan_tail_safe = True
-
-    @pytest.fixture(autouse=True)
-    def _needs_a_gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    device = "cuda"
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestSeed0(OnGPU):
     seed = 0
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestSeed1(OnGPU):
     seed = 1
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestSeed2(OnGPU):
     seed = 2
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestSeed3(OnGPU):
     seed = 3
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestGathering(OnGPU):
     """As the others, but steps so small gather their pages, split keys and run by the Gluon kernel, too."""
 

@@ -23,7 +23,6 @@ def interpretable(spec: BackendSpec) -> BackendSpec:
     return replace(spec, capabilities={p: replace(c, dtypes=dtypes) for p, c in spec.capabilities.items()})
 
 
-@pytest.mark.slow
 class TestInterpreted(BackendConformance):
     """For an H100 whose Triton has another Gluon than the one that was tried: the interpreter runs no Gluon."""
 
@@ -33,7 +32,6 @@ class TestInterpreted(BackendConformance):
     environment = Environment(assume_installed=True, pins={"triton": "3.7.0"})
     num_configs = 40
     heads = ((1, 1), (3, 3))
-    nan_tail_safe = True
 
     @pytest.fixture(autouse=True)
     def interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,13 +44,8 @@ class OnGpu(BackendConformance):
     """On the GPU of the machine."""
 
     spec = TRITON_MLA
-    nan_tail_safe = True
     num_configs: ClassVar[int] = 80
-
-    @pytest.fixture(autouse=True)
-    def gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    device = "cuda"
 
 
 SUITES: dict[str, dict[str, Any]] = {

@@ -52,7 +52,6 @@ class Interpreted(BackendConformance):
     spec = interpretable(PAGED_ATTENTION)
     device = "cpu"
     gate_device = "h100"
-    nan_tail_safe = True
     num_configs = 25
     heads = ((1, 1), (4, 2), (7, 1))
 
@@ -64,34 +63,25 @@ class Interpreted(BackendConformance):
 
 class OnGpu(BackendConformance):
     spec = PAGED_ATTENTION
-    nan_tail_safe = True
     num_configs = 160
-
-    @pytest.fixture(autouse=True)
-    def on_a_gpu(self) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    device = "cuda"
 
 
-@pytest.mark.slow
 class TestByTheRule(Interpreted):
     pass
 
 
-@pytest.mark.slow
 class TestVersion2(Interpreted):
     spec = version_2(Interpreted.spec)
     seed = 1
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestByTheRuleOnGpu(OnGpu):
     pass
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestVersion1OnGpu(OnGpu):
     """Its graphs too; head groups of 7, 16 and 71."""
 
@@ -103,7 +93,6 @@ class TestVersion1OnGpu(OnGpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 class TestVersion2OnGpu(OnGpu):
     """Eagerly too."""
 

@@ -83,6 +83,7 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(True, f"{RAN} (fa3 with an FP8 query: prefill and decode)"),
     output_quantizations=Fact(("fp8", "fp4"), f"{DECODE} and {PREFILL} out_dtype; {RAN} (XQA to FP8)"),
     decode_context_parallel=Fact(True, f"{RAN} (native kernels return the LSE, base 2); {LAUNCHER} (trtllm-gen too)"),
+    nan_tail_safe=Fact(False, "unproved: scores are masked, and a weight of 0 times NaN is NaN"),
     speculative_tokens=Fact(1024, f"{RAN} (XQA with a draft mask); native: drafts go through the prefill wrapper"),
 )
 
@@ -177,6 +178,7 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
         cuda_graph=_SINGLE_TOKEN if config.decode_context_parallel_size > 1 and phase == "decode" else _UNIFORM_BATCH,
         workspace_bytes=options.trtllm_workspace_bytes,
         notes=notes,
+        nan_tail_safe=False,
     )
 
 
@@ -209,6 +211,7 @@ def _native_plan(
         cuda_graph=_SINGLE_TOKEN if phase == "decode" else _UNIFORM_BATCH,
         workspace_bytes=native_scratch(config, options) + INT_WORKSPACE,
         notes=notes,
+        nan_tail_safe=False,
     )
 
 
