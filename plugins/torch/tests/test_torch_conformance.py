@@ -23,7 +23,6 @@ class TestTorchMla(BackendConformance):
 class TestFlexAttention(BackendConformance):
     spec = FLEX_ATTENTION
     device = "cpu"
-    nan_tail_safe = True
     max_compile_keys = 3  # each compiles for seconds
 
 

@@ -64,9 +64,6 @@ CAPABILITIES = Capabilities(
     batch_invariant=Fact(True, f"{_RAN_ON_H100}: bitwise equal with fixed tiles (FORCE_USE_FLEX_ATTENTION); GPUs only"),
     output_quantizations=Fact((), f"{_FLEX}: no output scale"),
     decode_context_parallel=Fact(True, f"{_RAN_ON_H100}: AuxRequest(lse=True); GPUs only"),
-    nan_tail_safe=Fact(
-        False, f"{_RAN_ON_H100} and in C++: a score_mod masks scores, and a weight of 0 times NaN is NaN"
-    ),
 )
 
 _WHY_CPU = "inductor's C++ template"
@@ -200,7 +197,6 @@ def plan(
             kernel_block_sizes=pages,
             cuda_graph="NEVER",
             notes=said,
-            nan_tail_safe=False,
         )
     # Graph replay with another block table and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads
     # persistent tensors, and the block lists are built without the host.
@@ -214,7 +210,6 @@ def plan(
         kernel_block_sizes=pages,
         cuda_graph="ALWAYS",
         notes=said,
-        nan_tail_safe=False,
     )
 
 
