@@ -27,7 +27,20 @@ from attn_select_triton.kernels.launch import (
     sm_count,
 )
 from attn_select_triton.kernels.merge import DIRECT, MERGE_CHUNK, merge_splits_kernel
-from attn_select_triton.kernels.primitives import LOG2E, attend, key_bounds, natural_lse, normalised, split_bounds
+from attn_select_triton.kernels.primitives import (
+    LOG2E,
+    Operand,
+    Query,
+    Running,
+    Scores,
+    TermFlags,
+    TileShape,
+    attend_visible,
+    key_bounds,
+    natural_lse,
+    normalised,
+    split_bounds,
+)
 from attn_select_triton.kernels.relaunch import Relaunch
 
 WGMMA_ROWS = 64
@@ -157,35 +170,24 @@ def decode_kernel(
             row_max = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
             row_sum += 1.0
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    odd = accumulator
 
     table_ptr += request.to(tl.int64) * stride_table
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    if WINDOW or RANGES > 0:
-        accumulator, odd, row_max, row_sum = attend(
-            q, q, accumulator, odd, row_max, row_sum, split_low // BLOCK_N * BLOCK_N,
-            tl.minimum(full_low, split_high), low, rows, seq_len,
-            k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-            0, 0, 0, 0, k_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
-            CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, True, False, False, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
-            0, PACK, PAIRS, PRECISION, BLOCK_N, True,
-        )  # fmt: skip
-    full_low = tl.maximum(full_low, split_low // BLOCK_N * BLOCK_N)
+    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES)
+    TILES: tl.constexpr = TileShape(
+        True, False, False, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV, 0, PACK, PAIRS, PRECISION, BLOCK_N
+    )
+    origin = split_low // BLOCK_N * BLOCK_N
+    full_low = tl.maximum(full_low, origin)
     full_high = tl.maximum(tl.minimum(full_high, split_high // BLOCK_N * BLOCK_N), full_low)
-    accumulator, odd, row_max, row_sum = attend(
-        q, q, accumulator, odd, row_max, row_sum, full_low, full_high, low, rows, seq_len,
-        k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-        0, 0, 0, 0, k_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
-        CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, True, False, False, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
-        0, PACK, PAIRS, PRECISION, BLOCK_N, False,
-    )  # fmt: skip
-    accumulator, odd, row_max, row_sum = attend(
-        q, q, accumulator, odd, row_max, row_sum, full_high, split_high, low, rows, seq_len,
-        k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-        0, 0, 0, 0, k_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
-        CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, True, False, False, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
-        0, PACK, PAIRS, PRECISION, BLOCK_N, True,
+    accumulator, odd, row_max, row_sum = attend_visible(
+        Query(q, q, rows, slopes),
+        Running(accumulator, accumulator, row_max, row_sum),
+        origin, full_low, full_high, split_high, low,
+        Operand(k_ptr, stride_kb, stride_kt, stride_kd, 0, 0),
+        Operand(v_ptr, stride_vb, stride_vt, stride_vd, 0, 0),
+        k_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr), TERMS, TILES,
     )  # fmt: skip
 
     SIZE: tl.constexpr = 2 * DV if PAIRS > 0 else DV

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,48 +25,71 @@ from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised
 from attn_select_triton.kernels.relaunch import Relaunch
 
 
+class Latents(NamedTuple):
+    """The cache of latents, as one request sees it.
+
+    Attributes:
+        cache_ptr: the first element of all blocks.
+        latent_descriptor, rope_descriptor: of rows of one token each; with ``described``.
+        page_rows: such rows from one block to the next.
+        table_ptr: the request's row of the block table.
+        stride_block, stride_token: elements.
+    """
+
+    cache_ptr: Any
+    latent_descriptor: Any
+    rope_descriptor: Any
+    page_rows: Any
+    table_ptr: Any
+    stride_block: Any
+    stride_token: Any
+
+
+class LatentTiles(NamedTuple):
+    """What tiles of the cache are read; all of it is compiled in.
+
+    Attributes:
+        described: whole tiles are read through tensor descriptors.
+        block_size: tokens of a block.
+        r, block_r: size of the latent, and columns of its tile.
+        p, block_p: size of the rope part, and columns of its tile.
+        block_n: keys of a tile.
+    """
+
+    described: bool
+    block_size: int
+    r: int
+    block_r: int
+    p: int
+    block_p: int
+    block_n: int
+
+
 @triton.jit
-def latent_tile(
-    cache_ptr,
-    latent_descriptor,
-    rope_descriptor,
-    table_ptr,
-    page,
-    start,
-    high,
-    page_rows,
-    stride_b,
-    stride_t,
-    DESCRIBED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Return the latents ``(BLOCK_N, BLOCK_R)`` and rope parts ``(BLOCK_N, BLOCK_P)`` of keys from ``start`` on.
+def latent_tile(latents, page, start, high, TILES: tl.constexpr, MASKED: tl.constexpr):
+    """Return the latents ``(block_n, block_r)`` and rope parts ``(block_n, block_p)`` of keys from ``start`` on.
 
     Keys at ``high`` and behind are 0 where ``MASKED``: their memory may hold NaN, and 0 times NaN is NaN.
-    A described tile lies in one page: ``BLOCK_SIZE`` is a multiple of ``BLOCK_N``.
+    A described tile lies in one page: ``block_size`` is a multiple of ``block_n``.
     """
-    if DESCRIBED and not MASKED:
-        row = page * page_rows + start % BLOCK_SIZE
-        return latent_descriptor.load([row, 0]), rope_descriptor.load([row, R])
-    keys = start + tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        rows = page.to(tl.int64) * stride_b + (start % BLOCK_SIZE + tl.arange(0, BLOCK_N)) * stride_t
+    if TILES.described and not MASKED:
+        row = page * latents.page_rows + start % TILES.block_size
+        return latents.latent_descriptor.load([row, 0]), latents.rope_descriptor.load([row, TILES.r])
+    keys = start + tl.arange(0, TILES.block_n)
+    if TILES.block_size % TILES.block_n == 0:
+        rows = page.to(tl.int64) * latents.stride_block
+        rows += (start % TILES.block_size + tl.arange(0, TILES.block_n)) * latents.stride_token
     else:
-        rows = pages_of(table_ptr, keys, keys < high, BLOCK_SIZE, MASKED) * stride_b + (keys % BLOCK_SIZE) * stride_t
-    latent_columns = tl.arange(0, BLOCK_R)
-    rope_columns = tl.arange(0, BLOCK_P)
-    latent_pointers = cache_ptr + rows[:, None] + latent_columns[None, :]
-    rope_pointers = cache_ptr + rows[:, None] + (R + rope_columns)[None, :]
-    if MASKED or R != BLOCK_R or P != BLOCK_P:
+        pages = pages_of(latents.table_ptr, keys, keys < high, TILES.block_size, MASKED)
+        rows = pages * latents.stride_block + (keys % TILES.block_size) * latents.stride_token
+    latent_columns = tl.arange(0, TILES.block_r)
+    rope_columns = tl.arange(0, TILES.block_p)
+    latent_pointers = latents.cache_ptr + rows[:, None] + latent_columns[None, :]
+    rope_pointers = latents.cache_ptr + rows[:, None] + (TILES.r + rope_columns)[None, :]
+    if MASKED or TILES.r != TILES.block_r or TILES.p != TILES.block_p:
         inside = (keys < high)[:, None]
-        latent = tl.load(latent_pointers, mask=inside & (latent_columns < R)[None, :], other=0.0)
-        rope = tl.load(rope_pointers, mask=inside & (rope_columns < P)[None, :], other=0.0)
+        latent = tl.load(latent_pointers, mask=inside & (latent_columns < TILES.r)[None, :], other=0.0)
+        rope = tl.load(rope_pointers, mask=inside & (rope_columns < TILES.p)[None, :], other=0.0)
     else:
         latent = tl.load(latent_pointers)
         rope = tl.load(rope_pointers)
@@ -75,55 +98,37 @@ def latent_tile(
 
 @triton.jit
 def attend_latent(
-    q_latent,
-    q_rope,
-    accumulator,
-    row_max,
-    row_sum,
-    limits,
-    low,
-    high,
-    score_scale,
-    cache_ptr,
-    latent_descriptor,
-    rope_descriptor,
-    table_ptr,
-    page_rows,
-    stride_b,
-    stride_t,
-    DESCRIBED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Attend from a tile of rows to the keys ``[low, high)`` in tiles of ``BLOCK_N``.
+    query, running, limits, low, high, score_scale, latents, TILES: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Attend from a tile of rows to the keys ``[low, high)`` in tiles of ``block_n``.
 
-    ``low`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``high``, and every row sees every key.
+    ``low`` is a multiple of ``block_n``; without ``MASKED`` so is ``high``, and every row sees every key.
 
     Args:
-        q_latent: ``(BLOCK_M, BLOCK_R)``; q_rope ``(BLOCK_M, BLOCK_P)``: the latents are cast to their dtype.
+        query: the parts ``(BLOCK_M, block_r)`` and ``(BLOCK_M, block_p)``: the latents are cast to their dtype.
+        running: accumulator, row_max and row_sum so far.
         limits: int32 ``(BLOCK_M,)``, how many keys of the request each row sees.
         score_scale: scale * log2(e), with an FP8 cache times its scale.
+        latents: a ``Latents``; TILES a ``LatentTiles``.
+
+    Returns:
+        ``running`` with these keys.
     """
-    next_page = tl.load(table_ptr + low // BLOCK_SIZE, mask=low < high, other=0)
-    for start in tl.range(low, high, BLOCK_N):
+    q_latent, q_rope = query
+    accumulator, row_max, row_sum = running
+    next_page = tl.load(latents.table_ptr + low // TILES.block_size, mask=low < high, other=0)
+    for start in tl.range(low, high, TILES.block_n):
         page = next_page
-        next_page = tl.load(table_ptr + (start + BLOCK_N) // BLOCK_SIZE, mask=start + BLOCK_N < high, other=0)
-        latent, rope = latent_tile(
-            cache_ptr, latent_descriptor, rope_descriptor, table_ptr, page, start, high, page_rows, stride_b, stride_t,
-            DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N, MASKED,
-        )  # fmt: skip
+        behind = start + TILES.block_n
+        next_page = tl.load(latents.table_ptr + behind // TILES.block_size, mask=behind < high, other=0)
+        latent, rope = latent_tile(latents, page, start, high, TILES, MASKED)
         latent = latent.to(q_latent.dtype)
         rope = rope.to(q_latent.dtype)
         scores = tl.dot(q_rope, tl.trans(rope))
         scores = tl.dot(q_latent, tl.trans(latent), scores)
         scores *= score_scale
         if MASKED:
-            keys = start + tl.arange(0, BLOCK_N)
+            keys = start + tl.arange(0, TILES.block_n)
             scores = tl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
         weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, MASKED)
         accumulator *= rescale[:, None]
@@ -220,16 +225,14 @@ def mla_decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     table_ptr += request.to(tl.int64) * stride_table
+    TILES: tl.constexpr = LatentTiles(DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N)
+    query = (q_latent, q_rope)
+    running = (accumulator, row_max, row_sum)
+    latents = Latents(cache_ptr, latent_descriptor, rope_descriptor, page_rows, table_ptr, stride_b, stride_t)
+    running = attend_latent(query, running, limits, low, full_high, score_scale, latents, TILES, False)
     accumulator, row_max, row_sum = attend_latent(
-        q_latent, q_rope, accumulator, row_max, row_sum, limits, low, full_high, score_scale,
-        cache_ptr, latent_descriptor, rope_descriptor, table_ptr, page_rows, stride_b, stride_t,
-        DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N, False,
-    )  # fmt: skip
-    accumulator, row_max, row_sum = attend_latent(
-        q_latent, q_rope, accumulator, row_max, row_sum, limits, full_high, high, score_scale,
-        cache_ptr, latent_descriptor, rope_descriptor, table_ptr, page_rows, stride_b, stride_t,
-        DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N, True,
-    )  # fmt: skip
+        query, running, limits, full_high, high, score_scale, latents, TILES, True
+    )
 
     result = normalised(accumulator, row_sum) * value_scale
     mask = in_rows[:, None] & (latent_columns < R)[None, :]

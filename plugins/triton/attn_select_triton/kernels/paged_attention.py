@@ -11,7 +11,7 @@ over the partitions (vllm-project/vllm csrc/attention/attention_kernels.cuh 03f8
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -81,62 +81,101 @@ def classic_values(
     )  # fmt: skip
 
 
+class ClassicHead(NamedTuple):
+    """K and V of one KV head, as one sequence sees them.
+
+    Attributes:
+        k_ptr, v_ptr: at the head's first element of all blocks.
+        table_ptr: the sequence's row of the block table.
+        stride_kb, stride_vb: elements from one block to the next.
+    """
+
+    k_ptr: Any
+    v_ptr: Any
+    table_ptr: Any
+    stride_kb: Any
+    stride_vb: Any
+
+
+class ClassicTiles(NamedTuple):
+    """What tiles of K and V are read; all of it is compiled in.
+
+    Attributes:
+        alibi: scores have ALiBi.
+        block_size: tokens of a block.
+        x: elements of K that lie together.
+        d, block_d: head size, and columns of its tile.
+        precision: of float32 products.
+        block_n: keys of a tile.
+    """
+
+    alibi: bool
+    block_size: int
+    x: int
+    d: int
+    block_d: int
+    precision: str
+    block_n: int
+
+
 @triton.jit
 def attend_tile(
-    q, accumulator, row_max, row_sum, start, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb,
-    score_scale,
-    ALIBI: tl.constexpr, BLOCK_SIZE: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    q, running, start, high, last, slopes, head, score_scale, TILES: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Attend from a tile of query rows to the ``BLOCK_N`` keys from ``start`` on, with ``MASKED`` only those before
-    ``high``; return accumulator, row_max, row_sum. Memory traffic: the K and V tile once.
+    """Attend from a tile of query rows to the ``block_n`` keys from ``start`` on, with ``MASKED`` only those before
+    ``high``; return ``running`` with them. Memory traffic: the K and V tile once.
 
     Args:
-        q: ``(rows, BLOCK_D)`` in the dtype of the products; K and V are cast to it.
+        q: ``(rows, block_d)`` in the dtype of the products; K and V are cast to it.
+        running: accumulator, row_max and row_sum so far.
         last: position of the query token.
         slopes: float32 per row, times log2(e).
+        head: a ``ClassicHead``; TILES a ``ClassicTiles``.
     """
-    keys = start + tl.arange(0, BLOCK_N)
-    k = classic_keys(k_ptr, table_ptr, start, high, stride_kb, BLOCK_SIZE, X, D, BLOCK_D, BLOCK_N, MASKED)
-    scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
-    if ALIBI:
+    accumulator, row_max, row_sum = running
+    keys = start + tl.arange(0, TILES.block_n)
+    k = classic_keys(
+        head.k_ptr, head.table_ptr, start, high, head.stride_kb,
+        TILES.block_size, TILES.x, TILES.d, TILES.block_d, TILES.block_n, MASKED,
+    )  # fmt: skip
+    scores = tl.dot(q, k.to(q.dtype), input_precision=TILES.precision)
+    if TILES.alibi:
         scores = scores * score_scale - slopes[:, None] * (last - keys)[None, :].to(tl.float32)
     if MASKED:
         scores = tl.where((keys < high)[None, :], scores, float("-inf"))
     weights, rescale, row_max, row_sum = online_softmax(
-        scores, row_max, row_sum, False, 1.0 if ALIBI else score_scale
+        scores, row_max, row_sum, False, 1.0 if TILES.alibi else score_scale
     )  # fmt: skip
-    v = classic_values(v_ptr, table_ptr, start, high, stride_vb, BLOCK_SIZE, D, BLOCK_D, BLOCK_N, MASKED)
+    v = classic_values(
+        head.v_ptr, head.table_ptr, start, high, head.stride_vb,
+        TILES.block_size, TILES.d, TILES.block_d, TILES.block_n, MASKED,
+    )  # fmt: skip
     accumulator *= rescale[:, None]
-    accumulator = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulator, input_precision=PRECISION)
+    accumulator = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulator, input_precision=TILES.precision)
     return accumulator, row_max, row_sum
 
 
 @triton.jit
-def attend_tokens(
-    q, low, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb, score_scale,
-    ALIBI: tl.constexpr, BLOCK_SIZE: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Attend from a tile of query rows to the keys ``[low, high)``, ``low`` a multiple of ``BLOCK_N``.
+def attend_tokens(q, low, high, last, slopes, head, score_scale, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Attend from a tile of query rows to the keys ``[low, high)``, ``low`` a multiple of ``block_n``.
+
+    Arguments as ``attend_tile`` has them.
 
     Returns:
         accumulator, row_max and row_sum, base 2; 0, -inf and 0 where there are no keys.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole = high // BLOCK_N * BLOCK_N
-    for start in tl.range(low, whole, BLOCK_N):
+    accumulator = tl.zeros([BLOCK_M, TILES.block_d], tl.float32)
+    whole = high // TILES.block_n * TILES.block_n
+    for start in tl.range(low, whole, TILES.block_n):
         accumulator, row_max, row_sum = attend_tile(
-            q, accumulator, row_max, row_sum, start, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb,
-            score_scale, ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N, False,
-        )  # fmt: skip
+            q, (accumulator, row_max, row_sum), start, high, last, slopes, head, score_scale, TILES, False
+        )
     if whole < high:
         accumulator, row_max, row_sum = attend_tile(
-            q, accumulator, row_max, row_sum, whole, high, last, slopes, k_ptr, v_ptr, table_ptr, stride_kb, stride_vb,
-            score_scale, ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N, True,
-        )  # fmt: skip
+            q, (accumulator, row_max, row_sum), whole, high, last, slopes, head, score_scale, TILES, True
+        )
     return accumulator, row_max, row_sum
 
 
@@ -218,12 +257,16 @@ def paged_attention_v1_kernel(
     q, slopes = query_rows(
         q_ptr, slopes_ptr, token, head, in_rows, stride_qt, stride_qh, ALIBI, D, BLOCK_D, COMPUTE
     )  # fmt: skip
+    TILES: tl.constexpr = ClassicTiles(ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N)
     # One turn. Where that is no secret ptxas keeps a float32 query in registers, and spills kilobytes.
     for _ in tl.range(0, tl.num_programs(2) if q.dtype == tl.float32 else 1):
         accumulator, _, row_sum = attend_tokens(
-            q, 0, seq_len, seq_len - 1, slopes, k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh,
-            table_ptr + request.to(tl.int64) * stride_table, stride_kb, stride_vb, score_scale,
-            ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_M, BLOCK_N,
+            q, 0, seq_len, seq_len - 1, slopes,
+            ClassicHead(
+                k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh,
+                table_ptr + request.to(tl.int64) * stride_table, stride_kb, stride_vb,
+            ),
+            score_scale, TILES, BLOCK_M,
         )  # fmt: skip
         rows = token.to(tl.int64) * stride_ot + head * stride_oh
         store_rows(out_ptr, rows, normalised(accumulator, row_sum) * v_scale, in_rows, D, BLOCK_D)
@@ -286,11 +329,12 @@ def paged_attention_v2_kernel(
     v_ptr += kv_head * stride_vh
     table_ptr += request.to(tl.int64) * stride_table
     heads = tl.num_programs(0) // row_tiles * GROUP
+    TILES: tl.constexpr = ClassicTiles(ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N)
     for partition in tl.range(first, tl.cdiv(seq_len, PARTITION), tl.num_programs(2)):
         low = partition * PARTITION
         accumulator, row_max, row_sum = attend_tokens(
-            q, low, tl.minimum(low + PARTITION, seq_len), seq_len - 1, slopes, k_ptr, v_ptr, table_ptr, stride_kb,
-            stride_vb, score_scale, ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_M, BLOCK_N,
+            q, low, tl.minimum(low + PARTITION, seq_len), seq_len - 1, slopes,
+            ClassicHead(k_ptr, v_ptr, table_ptr, stride_kb, stride_vb), score_scale, TILES, BLOCK_M,
         )  # fmt: skip
         part = (request * heads + head).to(tl.int64) * partitions + partition
         store_rows(part_ptr, part * D, normalised(accumulator, row_sum) * v_scale, in_rows, D, BLOCK_D)

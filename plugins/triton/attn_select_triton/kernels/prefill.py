@@ -28,7 +28,13 @@ from attn_select_triton.kernels.launch import (
 )
 from attn_select_triton.kernels.primitives import (
     LOG2E,
-    attend,
+    Operand,
+    Query,
+    Running,
+    Scores,
+    TermFlags,
+    TileShape,
+    attend_visible,
     find_request,
     key_bounds,
     natural_lse,
@@ -166,28 +172,17 @@ def prefill_kernel(
             first_key = tl.load(key_start_loc_ptr + request).to(tl.int64)
             k_ptr += first_key * stride_kt
             v_ptr += first_key * stride_vt
-    odd = accumulator
-    if WINDOW:
-        accumulator, odd, row_max, row_sum = attend(
-            q, q_rest, accumulator, odd, row_max, row_sum, origin, tl.minimum(full_low, high), low, rows, seq_len,
-            k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-            k_row, k_column, v_row, v_column, rest_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
-            CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
-            REST, PACK, 0, PRECISION, BLOCK_N, True,
-        )  # fmt: skip
-    accumulator, odd, row_max, row_sum = attend(
-        q, q_rest, accumulator, odd, row_max, row_sum, full_low, full_high, low, rows, seq_len,
-        k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-        k_row, k_column, v_row, v_column, rest_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
-        CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
-        REST, PACK, 0, PRECISION, BLOCK_N, False,
-    )  # fmt: skip
-    accumulator, odd, row_max, row_sum = attend(
-        q, q_rest, accumulator, odd, row_max, row_sum, full_high, high, low, rows, seq_len,
-        k_ptr, v_ptr, table_ptr, stride_kb, stride_kt, stride_kd, stride_vb, stride_vt, stride_vd,
-        k_row, k_column, v_row, v_column, rest_ptr, score_scale, cap_log2, window, slopes, ranges_ptr,
-        CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV,
-        REST, PACK, 0, PRECISION, BLOCK_N, True,
+    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES)
+    TILES: tl.constexpr = TileShape(
+        PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV, REST, PACK, 0, PRECISION, BLOCK_N
+    )
+    accumulator, _, row_max, row_sum = attend_visible(
+        Query(q, q_rest, rows, slopes),
+        Running(accumulator, accumulator, row_max, row_sum),
+        origin, full_low, full_high, high, low,
+        Operand(k_ptr, stride_kb, stride_kt, stride_kd, k_row, k_column),
+        Operand(v_ptr, stride_vb, stride_vt, stride_vd, v_row, v_column),
+        rest_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr), TERMS, TILES,
     )  # fmt: skip
 
     width = tl.arange(0, BLOCK_DV)

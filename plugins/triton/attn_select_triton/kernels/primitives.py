@@ -8,6 +8,8 @@ its own. Only the LSE that leaves a kernel is a natural logarithm.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -210,50 +212,156 @@ def in_range(rows, keys, ranges_ptr, index):
     return ((rows >= first) & (rows <= last))[:, None] & ((keys >= first) & (keys <= last))[None, :]
 
 
+class Query(NamedTuple):
+    """A tile of query rows.
+
+    Attributes:
+        tile: ``(rows, BLOCK_D)`` in the dtype of the products; K and V are cast to it.
+        rest: ``(rows, REST)``: the columns behind ``BLOCK_D`` of a head size that is a sum of two powers of two.
+        positions: int32 ``(rows,)`` within the request.
+        slopes: float32 ``(rows,)``, times log2(e); with ``alibi``.
+    """
+
+    tile: Any
+    rest: Any
+    positions: Any
+    slopes: Any
+
+
+class Running(NamedTuple):
+    """What a tile of query rows has seen so far: the sum of weighted values, and the running maximum and sum.
+
+    Attributes:
+        accumulator: float32 ``(rows, BLOCK_DV)``; with ``pairs`` of V's even columns.
+        odd: with ``pairs`` the same of V's odd columns.
+        row_max, row_sum: float32 ``(rows,)``, base 2.
+    """
+
+    accumulator: Any
+    odd: Any
+    row_max: Any
+    row_sum: Any
+
+
+class Operand(NamedTuple):
+    """K or V of one KV head.
+
+    Attributes:
+        source: a pointer at the head, or a tensor descriptor of all of K or V.
+        stride_block, stride_token, stride_column: elements; of a descriptor only the first, in rows.
+        row, column: of a descriptor, where the head begins.
+    """
+
+    source: Any
+    stride_block: Any
+    stride_token: Any
+    stride_column: Any
+    row: Any
+    column: Any
+
+
+class Scores(NamedTuple):
+    """How products ``q . k`` become scores.
+
+    Attributes:
+        scale: scale * log2(e), with an FP8 cache times K's scale.
+        cap_log2: the soft cap times log2(e).
+        window: as ``launch.Terms`` has it.
+        seq_len: keys of the request.
+        ranges_ptr: int32 ``(ranges, 2)`` of this request, inclusive positions; first > last where unused.
+    """
+
+    scale: Any
+    cap_log2: Any
+    window: Any
+    seq_len: Any
+    ranges_ptr: Any
+
+
+class TermFlags(NamedTuple):
+    """Which of ``launch.Terms`` a kernel is compiled for; ``ranges`` is the number of image ranges per request."""
+
+    causal: bool
+    window: bool
+    soft_cap: bool
+    alibi: bool
+    ranges: int
+
+
+class TileShape(NamedTuple):
+    """How K and V lie in memory, and what tiles of them are read; all of it is compiled in.
+
+    Attributes:
+        paged: K and V lie in blocks of ``block_size`` tokens, found through a block table.
+        described: they are read through tensor descriptors.
+        clean: memory behind the keys holds finite numbers.
+        d, block_d, rest: head size of K; columns of its tile, and of a second tile behind it.
+        dv, block_dv: head size of V, and columns of its tile.
+        pack: elements of K that lie together (classic layout), else 0.
+        pairs: V is FP8 read two by two, 1 as e4m3 and 2 as e5m2, else 0.
+        precision: of float32 products.
+        block_n: keys of a tile.
+    """
+
+    paged: bool
+    described: bool
+    clean: bool
+    block_size: int
+    d: int
+    block_d: int
+    dv: int
+    block_dv: int
+    rest: int
+    pack: int
+    pairs: int
+    precision: str
+    block_n: int
+
+
 @triton.jit
-def final_scores(
-    products, rows, keys, inside, seq_len, score_scale, cap_log2, window, slopes, ranges_ptr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, RANGES: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def final_scores(products, query, keys, inside, scores, TERMS: tl.constexpr, MASKED: tl.constexpr):
     """Return scores ``(rows, keys)`` of products ``q . k``: scale, soft cap, ALiBi, then the mask.
 
     Without soft cap and ALiBi the scale is left to ``online_softmax``.
     """
-    scores = products
-    if SOFT_CAP or ALIBI:
-        scores *= score_scale
-    if SOFT_CAP:
-        scores = soft_cap(scores, cap_log2, EXACT)
-    if ALIBI:
-        scores -= slopes[:, None] * tl.abs(rows[:, None] - keys[None, :]).to(tl.float32)
+    rows = query.positions
+    found = products
+    if TERMS.soft_cap or TERMS.alibi:
+        found *= scores.scale
+    if TERMS.soft_cap:
+        found = soft_cap(found, scores.cap_log2, query.tile.dtype == tl.float32)
+    if TERMS.alibi:
+        found -= query.slopes[:, None] * tl.abs(rows[:, None] - keys[None, :]).to(tl.float32)
     if MASKED:
-        seen = visible(rows, keys, seq_len, window, CAUSAL, WINDOW)
-        if RANGES > MOST_UNROLLED:
-            seen = tl.broadcast_to(seen, scores.shape)
-            for index in range(RANGES):
-                seen = seen | in_range(rows, keys, ranges_ptr, index)
+        seen = visible(rows, keys, scores.seq_len, scores.window, TERMS.causal, TERMS.window)
+        if TERMS.ranges > MOST_UNROLLED:
+            seen = tl.broadcast_to(seen, found.shape)
+            for index in range(TERMS.ranges):
+                seen = seen | in_range(rows, keys, scores.ranges_ptr, index)
         else:
-            for index in tl.static_range(RANGES):
-                seen = seen | in_range(rows, keys, ranges_ptr, index)
-        scores = tl.where(seen & inside[None, :], scores, float("-inf"))
-    return scores
+            for index in tl.static_range(TERMS.ranges):
+                seen = seen | in_range(rows, keys, scores.ranges_ptr, index)
+        found = tl.where(seen & inside[None, :], found, float("-inf"))
+    return found
 
 
 @triton.jit
 def described_tile(
-    descriptor, table_ptr, start, inside, first_row, page_rows, column,
-    PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return a ``(BLOCK_N, size)`` tile of K or V through a tensor descriptor, 0 where masked.
+    descriptor, operand, table_ptr, start, inside, FIRST_COLUMN: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return a ``(block_n, size)`` tile of K or V through a tensor descriptor, 0 where masked.
 
-    Memory is seen as rows of one token each. With a block table the tile lies in one page: ``BLOCK_SIZE`` is a
+    Memory is seen as rows of one token each. With a block table the tile lies in one page: ``block_size`` is a
     multiple of the tile.
+
+    Args:
+        descriptor: ``operand.source``, or one whose boxes begin ``FIRST_COLUMN`` columns behind it.
     """
-    row = first_row + start
-    if PAGED:
-        row = first_row + tl.load(table_ptr + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
-    tile = descriptor.load([row, column])
+    row = operand.row + start
+    if TILES.paged:
+        page = tl.load(table_ptr + start // TILES.block_size)
+        row = operand.row + page * operand.stride_block + start % TILES.block_size
+    tile = descriptor.load([row, operand.column + FIRST_COLUMN])
     if MASKED:
         tile = tl.where(inside[:, None], tile, 0.0)
     return tile
@@ -261,117 +369,85 @@ def described_tile(
 
 @triton.jit
 def attend(
-    q,
-    q_rest,
-    accumulator,
-    odd,
-    row_max,
-    row_sum,
-    low,
-    high,
-    first_visible,
-    rows,
-    seq_len,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    stride_kb,
-    stride_kt,
-    stride_kd,
-    stride_vb,
-    stride_vt,
-    stride_vd,
-    k_row,
-    k_column,
-    v_row,
-    v_column,
-    rest_ptr,
-    score_scale,
-    cap_log2,
-    window,
-    slopes,
-    ranges_ptr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    RANGES: tl.constexpr,
-    PAGED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    CLEAN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    REST: tl.constexpr,
-    PACK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Attend from a tile of query rows to the keys ``[low, high)``, in tiles of ``BLOCK_N``; the inner loop of all.
+    query, running, low, high, first_visible, k, v, rest_descriptor, table_ptr, scores,
+    TERMS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of query rows to the keys ``[low, high)``, in tiles of ``block_n``; the inner loop of all.
 
-    Memory traffic: each K and V tile once. ``low`` is a multiple of ``BLOCK_N``; without ``MASKED`` so is ``high``,
+    Memory traffic: each K and V tile once. ``low`` is a multiple of ``block_n``; without ``MASKED`` so is ``high``,
     and every row sees every key.
 
     Args:
-        q: ``(rows, BLOCK_D)`` in the dtype of the products; K and V are cast to it.
-        q_rest: ``(rows, REST)``: the columns behind ``BLOCK_D`` of a head size that is a sum of two powers of two.
-        odd: with ``PAIRS`` the accumulator of V's odd columns, the other has the even ones.
-        k_ptr, v_ptr, rest_ptr: pointers at the head, or with ``DESCRIBED`` descriptors of all of K and V, whose rows
-            and columns ``k_row`` to ``v_column`` lead to the head, and whose page is ``stride_kb`` rows.
+        query: a ``Query``; ``running`` a ``Running``, k and v an ``Operand`` each, scores a ``Scores``.
         first_visible: keys before it are seen by no row, and not read.
-        rows: int32, position of each row.
-        score_scale: scale * log2(e), with an FP8 cache times K's scale.
-        slopes: float32 per row, times log2(e).
-        ranges_ptr: int32 ``(RANGES, 2)`` of this request, inclusive positions; first > last where unused.
+        rest_descriptor: of K, whose boxes are the columns of ``query.rest``.
+        table_ptr: the request's row of the block table.
+        TERMS: a ``TermFlags``; TILES a ``TileShape``.
 
     Returns:
-        accumulator, row_max, row_sum.
+        ``running`` with these keys.
     """
-    for start in tl.range(low, high, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
+    accumulator, odd, row_max, row_sum = running
+    q = query.tile
+    for start in tl.range(low, high, TILES.block_n):
+        keys = start + tl.arange(0, TILES.block_n)
         inside = (keys >= first_visible) & (keys < high)
-        if DESCRIBED:
-            k = described_tile(k_ptr, table_ptr, start, inside, k_row, stride_kb, k_column, PAGED, BLOCK_SIZE, False)
+        if TILES.described:
+            key = described_tile(k.source, k, table_ptr, start, inside, 0, TILES, False)
         else:
-            k = load_tile(
-                k_ptr, table_ptr, keys, inside, stride_kb, stride_kt, stride_kd,
-                PAGED, BLOCK_SIZE, D, BLOCK_D, PACK, MASKED,
+            key = load_tile(
+                k.source, table_ptr, keys, inside, k.stride_block, k.stride_token, k.stride_column,
+                TILES.paged, TILES.block_size, TILES.d, TILES.block_d, TILES.pack, MASKED,
             )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        if REST > 0:
-            rest = described_tile(
-                rest_ptr, table_ptr, start, inside, k_row, stride_kb, k_column + BLOCK_D, PAGED, BLOCK_SIZE, False
-            )
-            scores = tl.dot(q_rest, tl.trans(rest), scores)
-        scores = final_scores(
-            scores, rows, keys, inside, seq_len, score_scale, cap_log2, window, slopes, ranges_ptr,
-            CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, MASKED, q.dtype == tl.float32,
-        )  # fmt: skip
-        factor = 1.0 if SOFT_CAP or ALIBI else score_scale
-        weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, MASKED, factor)
+        products = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision=TILES.precision)
+        if TILES.rest > 0:
+            rest = described_tile(rest_descriptor, k, table_ptr, start, inside, TILES.block_d, TILES, False)
+            products = tl.dot(query.rest, tl.trans(rest), products)
+        found = final_scores(products, query, keys, inside, scores, TERMS, MASKED)
+        factor = 1.0 if TERMS.soft_cap or TERMS.alibi else scores.scale
+        weights, rescale, row_max, row_sum = online_softmax(found, row_max, row_sum, MASKED, factor)
         accumulator *= rescale[:, None]
-        if DESCRIBED:
-            v = described_tile(
-                v_ptr, table_ptr, start, inside, v_row, stride_vb, v_column, PAGED, BLOCK_SIZE, MASKED and not CLEAN
-            )
+        if TILES.described:
+            value = described_tile(v.source, v, table_ptr, start, inside, 0, TILES, MASKED and not TILES.clean)
         else:
-            v = load_tile(
-                v_ptr, table_ptr, keys, inside, stride_vb, stride_vt, stride_vd,
-                PAGED, BLOCK_SIZE, DV, BLOCK_DV, 0, MASKED,
+            value = load_tile(
+                v.source, table_ptr, keys, inside, v.stride_block, v.stride_token, v.stride_column,
+                TILES.paged, TILES.block_size, TILES.dv, TILES.block_dv, 0, MASKED,
             )  # fmt: skip
-        if PAIRS > 0:
+        if TILES.pairs > 0:
             odd *= rescale[:, None]
-            v_even, v_odd = fp8_pairs(v, PAIRS == 2)
+            even_values, odd_values = fp8_pairs(value, TILES.pairs == 2)
             weights = weights.to(q.dtype)
-            accumulator = tl.dot(weights, v_even, accumulator)
-            odd = tl.dot(weights, v_odd, odd)
+            accumulator = tl.dot(weights, even_values, accumulator)
+            odd = tl.dot(weights, odd_values, odd)
         else:
-            accumulator = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulator, input_precision=PRECISION)
-    return accumulator, odd, row_max, row_sum
+            accumulator = tl.dot(
+                weights.to(q.dtype), value.to(q.dtype), accumulator, input_precision=TILES.precision
+            )  # fmt: skip
+    return Running(accumulator, odd, row_max, row_sum)
+
+
+@triton.jit
+def attend_visible(
+    query, running, low, full_low, full_high, high, first_visible, k, v, rest_descriptor, table_ptr, scores,
+    TERMS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys ``[low, high)``, of which every row sees those in ``[full_low, full_high)``, whole tiles.
+
+    Arguments as ``attend`` has them; ``low`` is a multiple of ``block_n``.
+    """
+    if TERMS.window:
+        running = attend(
+            query, running, low, tl.minimum(full_low, high), first_visible, k, v, rest_descriptor, table_ptr, scores,
+            TERMS, TILES, True,
+        )  # fmt: skip
+    running = attend(
+        query, running, full_low, full_high, first_visible, k, v, rest_descriptor, table_ptr, scores, TERMS, TILES,
+        False,
+    )  # fmt: skip
+    return attend(
+        query, running, full_high, high, first_visible, k, v, rest_descriptor, table_ptr, scores, TERMS, TILES, True
+    )
 
 
 @triton.jit
