@@ -308,15 +308,19 @@ def test_the_forward_context_stands_in_for_metadata(step: Step, make_group: Fact
 
 
 PER_HEAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "slopes missing": ({"alibi": True}, {}, "alibi_slopes missing, but the config says True"),
-    "slopes unwanted": ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes given, but the config says False"),
+    "slopes missing": ({"alibi": True}, {}, "alibi_slopes missing, but the layers were selected with alibi = True"),
+    "slopes unwanted": (
+        {},
+        {"alibi_slopes": torch.ones(4)},
+        "alibi_slopes given, but the layers were selected with alibi = False",
+    ),
     "slopes of kv heads": (
         {"alibi": True},
         {"alibi_slopes": torch.ones(2)},
         r"alibi_slopes of shape \(2,\): accepted is \(4,\), one per query head",
     ),
-    "sinks missing": ({"sinks": True}, {}, "sinks missing, but the config says True"),
-    "sinks unwanted": ({}, {"sinks": torch.ones(4)}, "sinks given, but the config says False"),
+    "sinks missing": ({"sinks": True}, {}, "sinks missing, but the layers were selected with sinks = True"),
+    "sinks unwanted": ({}, {"sinks": torch.ones(4)}, "sinks given, but the layers were selected with sinks = False"),
     "sinks of rank 2": ({"sinks": True}, {"sinks": torch.ones(4, 1)}, r"sinks of shape \(4, 1\): accepted is \(4,\)"),
     "scales of one tensor": (
         {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True},

@@ -282,7 +282,8 @@ def per_head(
     """Return a ``(num_heads,)`` tensor on the group's device, and compare its presence with the config."""
     if wanted != (tensor is not None):
         seen = "missing" if tensor is None else "given"
-        raise ConfigError(f"{name} {seen}, but the config says {wanted}", fields=[name])
+        field = name.removesuffix("_slopes")
+        raise ConfigError(f"{name} {seen}, but the layers were selected with {field} = {wanted}", fields=[name])
     if tensor is None:
         return None
     if tuple(tensor.shape) != (group.config.num_heads,):
