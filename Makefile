@@ -17,15 +17,20 @@ PYPROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 PLUGINS := $(patsubst %/pyproject.toml,./%,$(filter plugins/%,$(PYPROJECTS)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS))
 
-# Without a GPU the Triton kernels run in this release's interpreter, which must be on before anything imports triton. It
-# is not the release that torch asks for and never calls here, hence --no-deps.
-INTERPRET := $(if $(shell command -v nvidia-smi),,TRITON_INTERPRET=1)
+# Without a GPU the Triton kernels run in this release's interpreter (conftest.py turns it on). It is not the release that
+# torch asks for and never calls here, hence --no-deps.
+NO_GPU := $(if $(shell command -v nvidia-smi),,yes)
 TRITON := triton==3.6.0
+
+# One process per core, each with one torch thread. The tests of a class or module stay in one process, which builds
+# their fixtures and compiles their kernels once.
+WORKERS ?= auto
+PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo test test-all check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,11 +41,16 @@ demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, 
 	@echo; echo '$$ attn-select run --model llama-3-8b'
 	@$(DEMO_ENV)/bin/attn-select run --model llama-3-8b
 
-test: venv ## Lint, type-check and test (ARGS="-k name -x" goes to pytest)
+test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k name -x" goes to pytest)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: check ## Lint, type-check and run every test: all conformance configurations, installations from wheels
+	$(PYTEST) $(ARGS)
+
+check: venv ## Lint and type-check
 	$(TEST_ENV)/bin/ruff check
 	$(TEST_ENV)/bin/ruff format --check
 	$(TEST_ENV)/bin/mypy
-	$(INTERPRET) $(TEST_ENV)/bin/python -m pytest $(ARGS)
 
 venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all seven projects, editable
 
@@ -85,6 +95,6 @@ $(DEMO_ENV)/.installed: $(DEMO_ENV)/.torch $(PYPROJECTS)
 $(TEST_ENV)/.installed: $(TEST_ENV)/.torch $(PYPROJECTS)
 	@echo "Installing the development tools, attn-select and its plugins into $(TEST_ENV)"
 	@$(TEST_ENV)/bin/python -m pip install -q --group dev
-	@$(if $(INTERPRET),$(TEST_ENV)/bin/python -m pip install -q --no-deps $(TRITON))
+	@$(if $(NO_GPU),$(TEST_ENV)/bin/python -m pip install -q --no-deps $(TRITON))
 	@$(TEST_ENV)/bin/python -m pip install -q --no-build-isolation $(EDITABLE)
 	@touch $@

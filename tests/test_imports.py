@@ -100,7 +100,6 @@ def top_names(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [module_name(CORE, file) for file in core_files(tensors=False)])
 def test_core_module_is_light(name: str) -> None:
     found = loaded(f"import {name}")
@@ -108,7 +107,6 @@ def test_core_module_is_light(name: str) -> None:
     assert found <= LIGHT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_plugin_registers_without_its_library(plugin: str) -> None:
     found = loaded(f"from {plugin} import plugin\nassert plugin.attn_select_register_backends()")
@@ -116,7 +114,6 @@ def test_plugin_registers_without_its_library(plugin: str) -> None:
     assert found <= LIGHT | {plugin}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(CLI.rglob("*.py")), ids=lambda file: str(file.relative_to(CLI.parent)))
 def test_cli_module_is_light(file: Path) -> None:
     name = module_name(CLI, file)
@@ -127,7 +124,6 @@ def test_cli_module_is_light(file: Path) -> None:
     assert loaded(f"import {name}") <= LIGHT | {"attn_select_cli", "click"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "b200", "auto"])
 def test_explain_is_light(gpu: str) -> None:
     """A whole decision, through a pipe: every plugin's facts, and nobody's library."""

@@ -421,6 +421,24 @@ def reads_whole_blocks(impl_cls: Any) -> Any:
     return WholeBlocks
 
 
+def test_a_backend_may_clear_the_tail_of_a_requests_own_last_block(right: Variant) -> None:
+    def clearing(number: float, first: int) -> Variant:
+        class Clears(right.spec.load().impl_cls):  # type: ignore[misc]
+            def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+                for half in key_value_views(cache, self.context.kv_layout, self.context.config):
+                    size = half.shape[1]
+                    for row, length in zip(batch.block_table, batch.seq_lens, strict=True):
+                        if int(length) % size:
+                            half[int(row[length // size]), max(0, length % size + first) :] = number
+                return super().forward(layer, query, key, value, cache, batch, *rest)
+
+        return right.running(Clears)
+
+    assert failures(clearing(0.0, 0).suite()) == []
+    assert "was touched, but belongs to no token of the step" in failures(clearing(1.0, 0).suite())[0]
+    assert failures(clearing(0.0, -1).suite())  # the last key as well
+
+
 def test_no_request_is_exposed_to_nan_behind_another_ones_end(right: Variant) -> None:
     exposed = right.running(reads_whole_blocks(right.spec.load().impl_cls))
     found = failures(exposed.suite())
