@@ -134,6 +134,10 @@ class Capabilities:
     """Serves sparse MLA layers, and only those."""
     reads_cache: bool = True
     """False for dense MLA prefill: it runs on decompressed K and V, so cache dtype and block size do not bind it."""
+    quantized_kv_cache_on: Fact[ComputeCapabilities] = Fact(
+        ComputeCapabilities((((0, 0), (99, 9)),), cpu=True), "default: all accepted devices"
+    )
+    """Devices on which the quantised ones among ``kv_cache_dtypes`` are read."""
     mixed_kv_cache_dtype: Fact[bool] = Fact(False, "default")
     """Whether an unquantised cache may differ from the compute dtype (float16 cache, bfloat16 query)."""
     v_head_size_differs: Fact[bool] = Fact(False, "default")

@@ -67,6 +67,7 @@ _FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "head_sizes": (lambda value: isinstance(value, HeadSizes), "HeadSizes"),
     "dtypes": (_names(dtypes.DTYPES, 1), f"a tuple of {', '.join(dtypes.DTYPES)}"),
     "kv_cache_dtypes": (_names(dtypes.KV_CACHE_DTYPES), f"a tuple of {', '.join(dtypes.KV_CACHE_DTYPES)}"),
+    "quantized_kv_cache_on": (lambda value: isinstance(value, ComputeCapabilities), "ComputeCapabilities"),
     "block_sizes": (
         lambda value: isinstance(value, tuple) and all(_is_count(size, 1) for size in value),
         "a tuple of integers from 1",
@@ -94,10 +95,10 @@ def _fact_problems(capabilities: Capabilities) -> Iterator[str]:
             yield f"{item.name} = {show(fact.value)} (accepted: {accepted})"
         elif item.name == "block_sizes" and capabilities.reads_cache and not fact.value:
             yield "block_sizes = () (accepted: at least one, unless reads_cache is False)"
-        elif item.name in ("compute_capabilities", "head_sizes"):
+        elif item.name in ("compute_capabilities", "quantized_kv_cache_on", "head_sizes"):
             try:  # ranges and sizes of the wrong shape show when they are asked
                 str(fact.value)
-                fact.value.accepts((9, 0) if item.name == "compute_capabilities" else 128)
+                fact.value.accepts(128 if item.name == "head_sizes" else (9, 0))
             except (TypeError, ValueError, ZeroDivisionError) as error:
                 yield f"{item.name} = {show(fact.value)}: {shorten(error)}"
 

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
-from attn_select.dtypes import is_quantized
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins
@@ -55,6 +54,7 @@ CAPABILITIES = Capabilities(
     ),
     dtypes=Fact(("bfloat16", "float16"), _BOTH),
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), f"{_BOTH}; {RAN} (e4m3; e5m2 rejected)"),
+    quantized_kv_cache_on=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (FP8 on arch 90); {_BOTH}"),
     head_sizes=Fact(HeadSizes(multiple_of=8, minimum=8, maximum=256), f"{_BOTH}; {RAN} (32 to 256)"),
     block_sizes=Fact((1,), f"{RAN} (1, 4, 8, 16, 24, 48, 64, 256); FA2 wants multiples of 16 or 256"),
     attn_types=Fact(("decoder", "encoder", "encoder_only", "encoder_decoder"), f"{_BOTH} (causal; paged or not)"),
@@ -98,7 +98,7 @@ multiple of its tile, and a NaN in the unused part reaches the output in spite o
 #36701 took back because vLLM zeroes blocks)."""
 
 _UNQUANTISED = "--kv-cache-dtype auto"
-_FP8_NEEDS = "16-bit KV only, FP8 e4m3 needs FA3 on compute capability 9.0"
+_FP8_NEEDS = "16-bit KV only, FP8 needs FA3 on compute capability 9.0"
 _WITH_ALIBI = "ALiBi slopes need FA2"
 _NARROW_V = "a V row takes head_size elements in the cache, of which the first v_head_size are used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
@@ -142,7 +142,7 @@ def objections(
         found.append(Objection("block-size", page, f"block size {size}", size))
     dtype, heads = config.kv_cache_dtype, config.head_size
     fp8 = dtype == "fp8_e4m3"
-    if is_quantized(dtype) and not fa3_on_hopper:
+    if fp8 and not fa3_on_hopper:
         found.append(Objection("kv-cache-dtype", _FP8_NEEDS, f"KV-cache dtype {dtype}", dtype, _UNQUANTISED))
     elif fp8 and heads % 16:
         found.append(Objection("head-size", "multiples of 16 with FP8", f"head size {heads}", heads, _UNQUANTISED))

@@ -48,12 +48,12 @@ def said(name: str, layer: str, gpu: str, phase: Any) -> list[str]:
         (
             "llama fp8",
             "a100",
-            ["KV-cache dtype fp8_e4m3 (FA2 and FA3: 16-bit KV only, FP8 e4m3 needs FA3 on compute capability 9.0)"],
+            ["KV-cache dtype fp8_e4m3 (FA2 and FA3: 16-bit KV only, FP8 needs FA3 on compute capability 9.0)"],
         ),
         (
             "llama fp8",
             "b200",
-            ["KV-cache dtype fp8_e4m3 (FA2: 16-bit KV only, FP8 e4m3 needs FA3 on compute capability 9.0)"],
+            ["KV-cache dtype fp8_e4m3 (FA2: 16-bit KV only, FP8 needs FA3 on compute capability 9.0)"],
         ),
         ("gpt-oss", "h100", ["FA3: Hopper's own kernel"]),
         ("gpt-oss", "a100", [f"{NO_SINKS} (FA2: none; FA3: on compute capability 9.0 only)"]),
