@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from flashinfer_gate import RELEASE, with_plans
 
-from attn_select.config import AttentionConfig
 from attn_select.detection import detect_device
 from attn_select.device import lookup
-from attn_select.environment import Environment
 from attn_select.runtime import Attention, AttentionGroup, BlockTable, Capacity, attention_group
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.selector import environment_for
-from attn_select.spec import BackendPlan
+from attn_select.testing import gqa_layer, selection_of
 from attn_select.testing.oracle import attention_reference
-from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 from attn_select_flashinfer.facts.mha import FLASHINFER
-
-EMULATED = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})
 
 
 def selected(
@@ -30,22 +26,12 @@ def selected(
     """Return the selection of FLASHINFER alone, for a GPU by name or (None) the one that is there.
 
     Args:
-        change: what makes another plan of each.
+        change: makes another plan of each.
     """
-    config = AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
+    config = gqa_layer(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
     device = lookup(gpu) if gpu else detect_device().device
-    environment = EMULATED if gpu else environment_for(device)
-    made = FLASHINFER.options(**options)
-    found = outcomes(FLASHINFER, config, device, environment, made)
-    assert all(isinstance(outcome, BackendPlan) for outcome in found.values()), found
-    plans, choice = plans_of(found), 0
-    if change is not None:
-        plans = {phase: change(plan) for phase, plan in plans.items()}
-    if layout is not None:
-        choice = next(iter(plans.values())).kv_layouts.index(layout)
-    selection = selection_for(FLASHINFER, plans, config, device, environment, made, layout_choice=choice)
-    assert selection is not None
-    return selection
+    stated = RELEASE if gpu else {"environment": environment_for(device)}
+    return with_plans(selection_of(FLASHINFER, config, device, layout=layout, options=options, **stated), change)
 
 
 def made(gpu: str = "h100", layout: str | None = None, options: dict[str, Any] | None = None, **fields: Any) -> Any:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from flashinfer_gate import Gate
 
 from attn_select import gate
-from attn_select.config import AttentionConfig
-from attn_select.device import Device, lookup
 from attn_select.environment import Environment
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
+from attn_select.spec import BackendSpec, Fact
 from attn_select.spec_check import problems_of
+from attn_select.testing import check_sources, gqa_layer
 from attn_select_flashinfer.facts import libraries, mha_kernels, mla_kernels
 from attn_select_flashinfer.plugin import attn_select_register_backends
 
@@ -26,35 +24,9 @@ GEN = "TRT-LLM (trtllm-gen)"
 XQA = "TRT-LLM (XQA)"
 
 
-def layer(**fields: Any) -> AttentionConfig:
-    return AttentionConfig(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, **fields})
-
-
-def ask(
-    gpu: str | Device, phase: Any = "decode", *, version: str | None = None, options: Any = None, **fields: Any
-) -> BackendPlan | list[Reason]:
-    device = lookup(gpu) if isinstance(gpu, str) else gpu
-    pins = {} if version is None else {"flashinfer-python": version}
-    environment = Environment(assume_installed=True, pins=pins, variables={})
-    return gate.check(FLASHINFER, layer(**fields), device, environment, FLASHINFER.options(**options or {}), phase)
-
-
-def plan_of(*args: Any, **fields: Any) -> BackendPlan:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, list), outcome
-    return {reason.code: reason for reason in outcome}
-
-
-def facts(holder: Any) -> Iterator[Fact[Any]]:
-    for field in dataclasses.fields(holder):
-        if isinstance(found := getattr(holder, field.name), Fact):
-            yield found
+GATE = Gate(FLASHINFER, gqa_layer)
+plan_of = GATE.plan_of
+reasons_of = GATE.reasons_of
 
 
 # --- Registration ---------------------------------------------------------------------------------
@@ -67,14 +39,14 @@ def test_registers_three_backends() -> None:
 
 
 def test_every_fact_has_a_source() -> None:
-    holders = [
-        *(capabilities for spec in SPECS.values() for capabilities in spec.capabilities.values()),
-        *mla_kernels.KERNELS.values(),
-        *mla_kernels.PREFILL_KERNELS.values(),
-    ]
-    found = [fact for holder in holders for fact in facts(holder)]
-    found += [value for value in vars(libraries).values() if isinstance(value, Fact)]
-    assert len(found) > 100
+    for name, holders in {
+        "FLASHINFER": [],
+        "FLASHINFER_MLA": [*mla_kernels.KERNELS.values(), *mla_kernels.PREFILL_KERNELS.values()],
+        "FLASHINFER_MLA_SPARSE": [],
+    }.items():
+        check_sources(SPECS[name], *holders, least=30)
+    found = [value for value in (*vars(libraries).values(), *vars(mla_kernels).values()) if isinstance(value, Fact)]
+    assert len(found) > 5
     assert all(len(fact.source) >= 10 for fact in found)
     conditions = (*mha_kernels.OBSTACLES, *mha_kernels.PREFERENCES)
     assert all(condition.source for condition in conditions)

@@ -41,12 +41,14 @@ class TestOnH100(Emulated):
 
 class TestFa2OnH100(Emulated):
     spec = FLASHINFER_MLA
+    num_configs = 15
     gate_device = "h100"
     options: ClassVar[dict[str, Any]] = FA2
 
 
 class TestOnB200(Emulated):
     spec = FLASHINFER_MLA
+    num_configs = 20
     gate_device = "b200"
     capability = (10, 0)
 
@@ -55,12 +57,13 @@ class TestCutlassOnB200(Emulated):
     spec = FLASHINFER_MLA
     gate_device = "b200"
     capability = (10, 0)
-    num_configs = 15
+    num_configs = 10
     options: ClassVar[dict[str, Any]] = {"prefill_kernel": "cutlass"}
 
 
 class TestOn5090(Emulated):
     spec = FLASHINFER_MLA
+    num_configs = 15
     gate_device = "rtx5090"
     capability = (12, 0)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from flashinfer_gate import Gate
 from pydantic import ValidationError
 
-from attn_select import gate
-from attn_select.config import AttentionConfig
 from attn_select.device import CPU, Device, lookup
-from attn_select.environment import Environment
 from attn_select.layouts import MLA
-from attn_select.spec import BackendPlan, Reason
+from attn_select.testing import mla_layer
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 
 MIB = 1 << 20
@@ -22,23 +20,9 @@ GEN, XQA, FA3, FA2 = "TRT-LLM (trtllm-gen)", "TRT-LLM (XQA)", "native fa3", "nat
 GPUS = ("sm80", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
 
 
-def ask(gpu: str | Device, phase: Any = "decode", *, options: Any = None, **fields: Any) -> BackendPlan | list[Reason]:
-    config = AttentionConfig(**{"num_heads": 128, **DEEPSEEK, **fields})
-    device = lookup(gpu) if isinstance(gpu, str) else gpu
-    environment = Environment(assume_installed=True, variables={})
-    return gate.check(FLASHINFER_MLA, config, device, environment, FLASHINFER_MLA.options(**options or {}), phase)
-
-
-def plan_of(*args: Any, **fields: Any) -> BackendPlan:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, list), outcome
-    return {reason.code: reason for reason in outcome}
+GATE = Gate(FLASHINFER_MLA, mla_layer)
+plan_of = GATE.plan_of
+reasons_of = GATE.reasons_of
 
 
 # --- Decode ---------------------------------------------------------------------------------------

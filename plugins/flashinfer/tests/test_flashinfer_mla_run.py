@@ -45,9 +45,8 @@ def on_gpu(kernel: str, **fields: Any) -> Any:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs fa3: compute capability 9.x")
     options = {name: fields.pop(name) for name in ("cuda_graphs", "capacity") if name in fields}
-    environment, config = Environment(), layers.mla_config(**fields)
-    made = {"device": "cuda", "environment": environment, "phases": ["decode"], "decode_kernel": kernel}
-    return layers.group_for("h100", config, **made, **options)
+    made = {"device": "cuda", "stated": {"environment": Environment()}, "phases": ["decode"], "decode_kernel": kernel}
+    return layers.group_for("h100", layers.mla_config(**fields), **made, **options)
 
 
 def nonsense(plan: Any) -> Any:
@@ -183,7 +182,7 @@ def test_a_layers_own_scale_is_planned_once(emulate: Emulate) -> None:
     metadata = group.build(layers.common_of(problem))
     layers.run(group, problem, metadata=metadata)
     with pytest.raises(ConfigError, match=r"scales 0\.05 and 0\.2: one plan serves one scale"):
-        layers.run(group, problem, layers.layer_for(group, problem, scale=0.2), metadata)
+        layers.run(group, problem, layers.layer_of(group, problem, scale=0.2), metadata)
 
 
 @KERNELS
@@ -338,7 +337,7 @@ def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: in
     # Of one seed, and so with the same weights.
     lengths = [[3 + (37 * r + 111 * other) % 400 for r in range(32)] for other in range(2)]
     problems = [layers.problem_for(group, [(query_len, length) for length in each]) for each in lengths]
-    layer = layers.layer_for(group, problems[0])
+    layer = layers.layer_of(group, problems[0])
     held = max((problem.step.kv_cache for problem in problems), key=len).clone()
     inputs = {"query": problems[0].query, "key": problems[0].step.key, "value": problems[0].step.value}
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from flashinfer_gate import Gate
 from pydantic import ValidationError
 
-from attn_select import gate
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device, lookup
-from attn_select.environment import Environment
+from attn_select.device import CPU, lookup
 from attn_select.layouts import FP8_DS_MLA, MLA
-from attn_select.spec import BackendPlan, Reason
+from attn_select.testing import mla_layer
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -20,24 +18,9 @@ PHASES: tuple[Any, ...] = ("prefill", "decode")
 ON_12 = {"kv_cache_dtype": "fp8_ds_mla"}
 
 
-def ask(gpu: str | Device, phase: Any = "decode", *, options: Any = None, **fields: Any) -> BackendPlan | list[Reason]:
-    config = AttentionConfig(**{"num_heads": 128, "sparse_top_k": 2048, **DEEPSEEK, **fields})
-    device = lookup(gpu) if isinstance(gpu, str) else gpu
-    environment = Environment(assume_installed=True, variables={})
-    wanted = FLASHINFER_MLA_SPARSE.options(**options or {})
-    return gate.check(FLASHINFER_MLA_SPARSE, config, device, environment, wanted, phase)
-
-
-def plan_of(*args: Any, **fields: Any) -> BackendPlan:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, list), outcome
-    return {reason.code: reason for reason in outcome}
+GATE = Gate(FLASHINFER_MLA_SPARSE, mla_layer, sparse_top_k=2048)
+plan_of = GATE.plan_of
+reasons_of = GATE.reasons_of
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -141,7 +141,7 @@ def test_scales_on_the_device(emulate: Emulate) -> None:
 def test_scales_follow_the_layer(emulate: Emulate) -> None:
     world, group = on_b200(emulate, num_heads=8, kv_cache_dtype="fp8")
     problem = layers.problem_for(group, [(1, 70)])
-    layer = layers.layer_for(group, problem)
+    layer = layers.layer_of(group, problem)
     for factor in (1.0, 2.0):
         step = problem.step
         q, k = float(step.q_scale) * factor, float(step.k_scale)

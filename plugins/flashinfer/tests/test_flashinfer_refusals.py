@@ -5,43 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from flashinfer_gate import Gate
 from pydantic import ValidationError
 
-from attn_select import gate
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device, lookup
-from attn_select.environment import Environment
-from attn_select.spec import BackendPlan, Reason
+from attn_select.device import CPU, Device
+from attn_select.testing import gqa_layer
 from attn_select_flashinfer.facts.mha import FLASHINFER
 
 GPUS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
 PHASES: tuple[Any, ...] = ("prefill", "decode")
 
 
-def ask(
-    gpu: str | Device, phase: Any = "decode", *, version: str | None = None, options: Any = None, **fields: Any
-) -> BackendPlan | list[Reason]:
-    config = AttentionConfig(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, **fields})
-    pins = {} if version is None else {"flashinfer-python": version}
-    environment = Environment(assume_installed=True, pins=pins, variables={})
-    device = lookup(gpu) if isinstance(gpu, str) else gpu
-    return gate.check(FLASHINFER, config, device, environment, FLASHINFER.options(**options or {}), phase)
-
-
-def accepts(*args: Any, **fields: Any) -> bool:
-    return isinstance(ask(*args, **fields), BackendPlan)
-
-
-def plan_of(*args: Any, **fields: Any) -> BackendPlan:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, list), outcome
-    return {reason.code: reason for reason in outcome}
+GATE = Gate(FLASHINFER, gqa_layer)
+ask = GATE.ask
+accepts = GATE.accepts
+plan_of = GATE.plan_of
+reasons_of = GATE.reasons_of
 
 
 # --- What no path takes ---------------------------------------------------------------------------
