@@ -172,8 +172,20 @@ def test_native_kernels_refuse_a_window_in_a_step_that_is_not_causal(emulate: Em
     group = groups.made(options=NATIVE, sliding_window=8)
     common, _ = groups.batch(group, [1, 20], [30, 40])
     common.causal = False
-    with pytest.raises(BatchError, match="not causal, in layers with a window"):
+    with pytest.raises(BatchError, match="the step is not causal and the layers have a sliding window"):
         group.build(common)
+
+
+def test_single_tokens_with_sinks_and_a_window_need_no_causality(emulate: Emulate) -> None:
+    """The variant with sinks decodes through the prefill wrapper; no key lies behind a sequence's last token."""
+    emulate()
+    group, sinks = groups.made(options=NATIVE, sliding_window=8, sinks=True), torch.tensor([0.5, -1.0, 2.0, 0.25])
+    common, cache = groups.batch(group, [1, 1], [30, 40])
+    common.causal = False
+    layer = Attention(group, sinks=sinks)
+    output, _ = groups.run(group, common, cache, layer)
+    expected, _ = groups.reference(group, common, cache, layer, sinks=sinks, sliding_window=8)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
 
 
 # --- What reaches the native wrappers -------------------------------------------------------------

@@ -186,7 +186,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             if single and kernel.single_token:
                 parts.append(native.decode(common, kernel, decodes))
             else:
-                parts.append(native.prefill(common, kernel.any_length, 0, decodes, phase="decode"))
+                parts.append(native.prefill(common, kernel.any_length, 0, decodes, phase="decode", single=single))
         if decode_tokens < tokens:
             prefill = self._prefill_kernel(common)
             if prefill is None:

@@ -52,15 +52,22 @@ class NativeBuilder:
         phase: str = "prefill",
         path: str | None = None,
         skipped: int = 0,
+        single: bool = False,
     ) -> FIPrefill:
         """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence.
+
+        Args:
+            single: each has one token, its sequence's last: it has no keys behind it that causality would hide.
 
         Raises:
             BatchError: the step is not causal, but the layers have a window.
         """
-        causal = self._causal and common.causal
+        causal = single or (self._causal and common.causal)
         if not causal and self._windowed:
-            raise BatchError("a step that is not causal, in layers with a window: native kernels hide no later keys")
+            raise BatchError(
+                "the step is not causal and the layers have a sliding window: native kernels hide no later keys",
+                hint="run such steps causally, or by another backend",
+            )
         seq_lens, bounds = common.seq_lens_cpu, common.query_start_loc_cpu
         if last - first < common.num_reqs:
             seq_lens, bounds = seq_lens[first:last], bounds[first : last + 1]
