@@ -165,7 +165,8 @@ def test_trtllm_decode_in_random_shapes(seed: int, backend: str) -> None:
     dtype = E4M3 if fp8 and backend == "trtllm-gen" else torch.bfloat16
     lens = [draw.randint(1, 100) for _ in range(3)]
     batch = Batch([1] * 3, lens, page=draw.choice([16, 32]), layout=draw.choice(["NHD", "HND"]), dtype=dtype,
-                  kv_dtype=E4M3 if fp8 else None, tails=9.0 if fp8 else torch.nan, seed=seed)  # fmt: skip
+                  kv_dtype=E4M3 if fp8 else None, tails=9.0 if fp8 or backend == "trtllm-gen" else torch.nan,
+                  seed=seed)  # fmt: skip
     sinks, window = draw.choice([None, torch.randn(4)]), draw.choice([-1, 9])
     v_scale = 0.5 if fp8 else 1.0
     scales: dict[str, Any] = {"bmm1_scale": 0.2, "bmm2_scale": v_scale}
@@ -193,10 +194,10 @@ def test_xqa_masks_drafts() -> None:
 
 def test_gen_decodes_several_tokens_per_request() -> None:
     fi.reset((10, 3))
-    batch = Batch([3, 3], [40, 3])
+    batch = Batch([3, 3], [40, 3], tails=9.0)
     decode(batch, **GEN, q_len_per_req=3)
     close(batch.out, batch.reference(0.2)[0])
-    batch = Batch([3, 1], [40, 3])
+    batch = Batch([3, 1], [40, 3], tails=9.0)
     decode(batch, **GEN, q_len_per_req=None, max_q_len=3, cum_seq_lens_q=batch.qo_indptr)
     close(batch.out, batch.reference(0.2)[0])
 
@@ -214,7 +215,7 @@ def context(batch: Batch, buffer: Any, **options: Any) -> Any:
 def test_gen_writes_fp4(start: int) -> None:
     """Rows of decode and prefill share one tensor of scales, each from its first token."""
     fi.reset((10, 0))
-    batch = Batch([1, 1], [40, 9], dtype=E4M3)
+    batch = Batch([1, 1], [40, 9], dtype=E4M3, tails=9.0)
     data = torch.zeros(2, 4, 32, dtype=torch.uint8)
     scales = torch.zeros(128, 16, dtype=torch.uint8).view(E4M3)
     decode(batch, **GEN, out=functions.FP4Tensor(data, scales, start), o_sf_scale=300.0)
@@ -231,7 +232,7 @@ def test_gen_writes_fp4(start: int) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_gen_prefill(causal: bool) -> None:
     fi.reset((10, 0))
-    batch, sinks = Batch([5, 20, 1], [40, 20, 7], layout="HND"), torch.randn(4)
+    batch, sinks = Batch([5, 20, 1], [40, 20, 7], layout="HND", tails=9.0), torch.randn(4)
     _, lse = context(batch, workspace(), causal=causal, sinks=sinks, return_lse=True)
     wanted = batch.reference(0.2, sinks=sinks, causal=causal)
     close(batch.out, wanted[0])

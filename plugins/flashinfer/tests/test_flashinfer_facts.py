@@ -233,3 +233,20 @@ def test_notes() -> None:
     assert any("faster" in note for note in plan_of("sm90").notes)
     assert not any("faster" in note for note in plan_of("sm90", kv_cache_dtype="fp8").notes + plan_of("sm120").notes)
     assert any("not causal runs natively" in note for note in plan_of("sm100", "prefill").notes)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "fields", "safe"),
+    [
+        ("sm80", "decode", {"kv_cache_dtype": "fp8"}, True),
+        ("sm90", "prefill", {"kv_cache_dtype": "fp8"}, True),
+        ("sm90", "decode", {}, True),
+        ("sm90", "decode", {"kv_cache_dtype": "fp8"}, False),
+        ("sm90", "decode", {"kv_cache_dtype": "fp8", "options": {"use_trtllm": False}}, True),
+        ("sm120", "decode", {"kv_cache_dtype": "fp8"}, True),
+        ("sm100", "prefill", {}, False),
+        ("sm100", "decode", {}, False),
+    ],
+)
+def test_nan_in_unused_tails(gpu: str, phase: str, fields: dict[str, Any], safe: bool) -> None:
+    assert plan_of(gpu, phase, **fields).nan_tail_safe is safe

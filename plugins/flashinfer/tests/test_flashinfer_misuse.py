@@ -402,11 +402,21 @@ def test_what_xqa_refuses() -> None:
         decode(drafts, q_len_per_req=2, mask=layers.draft_mask(2, 2), window_left=3)
 
 
-def test_xqa_reads_nan_behind_the_end_of_an_fp8_cache() -> None:
-    with pytest.raises(Misuse, match="XQA reads NaN"):
-        decode(Batch([1], [20], kv_dtype=E4M3))
-    batch = Batch([1], [20], kv_dtype=E4M3, tails=400.0)
-    close(decode(batch), batch.reference(0.2)[0])
+@pytest.mark.parametrize(
+    ("capability", "cache", "query", "safe"),
+    [
+        ((9, 0), BF16, BF16, True),
+        ((9, 0), E4M3, BF16, False),
+        ((12, 0), E4M3, BF16, True),
+        ((10, 0), BF16, BF16, False),
+        ((10, 0), E4M3, E4M3, False),
+    ],
+)
+def test_nan_behind_the_end_of_a_sequence(capability: tuple[int, int], cache: Any, query: Any, safe: bool) -> None:
+    fi.reset(capability)
+    for tails, right in ((400.0, True), (torch.nan, safe)):
+        batch = Batch([1], [20], dtype=query, kv_dtype=cache, tails=tails)
+        assert bool(decode(batch).float().isfinite().all()) is right
 
 
 def test_what_trtllm_gen_refuses() -> None:

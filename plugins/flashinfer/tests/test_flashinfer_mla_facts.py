@@ -313,3 +313,11 @@ def test_a_forced_kernel_still_has_its_limits() -> None:
 def test_options_that_are_none(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         FLASHINFER_MLA.options(**values)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "safe"), [("sm80", True), ("sm90", True), ("sm100", False), ("sm103", False), ("sm120", False)]
+)
+def test_nan_in_unused_tails(gpu: str, safe: bool) -> None:
+    assert plan_of(gpu).nan_tail_safe is safe
+    assert plan_of(gpu, "prefill").nan_tail_safe  # reads no cache

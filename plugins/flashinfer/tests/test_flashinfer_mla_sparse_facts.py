@@ -145,3 +145,8 @@ def test_workspace() -> None:
     assert plan_of("sm100", options={"workspace_bytes": 64 << 20}).workspace_bytes == 64 << 20
     with pytest.raises(ValidationError):
         FLASHINFER_MLA_SPARSE.options(workspace_bytes="64 MiB")
+
+
+def test_nan_in_slots_that_nobody_chose() -> None:
+    assert plan_of("sm100").nan_tail_safe
+    assert not plan_of("sm120", **ON_12).nan_tail_safe

@@ -36,6 +36,7 @@ from attn_select_flashinfer.facts.libraries import (
 )
 from attn_select_flashinfer.facts.mha_kernels import (
     GEN_PAGES,
+    NAN_TAIL_SAFE,
     NATIVE_PAGES,
     XQA_PAGES,
     Case,
@@ -47,6 +48,7 @@ from attn_select_flashinfer.facts.mha_kernels import (
     decide,
     fp8_query,
     kernel_for,
+    nan_tail_safe,
 )
 
 CAPABILITIES = Capabilities(
@@ -83,7 +85,9 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(True, f"{RAN} (fa3 with an FP8 query: prefill and decode)"),
     output_quantizations=Fact(("fp8", "fp4"), f"{DECODE} and {PREFILL} out_dtype; {RAN} (XQA to FP8)"),
     decode_context_parallel=Fact(True, f"{RAN} (native kernels return the LSE, base 2); {LAUNCHER} (trtllm-gen too)"),
-    nan_tail_safe=Fact(False, "unproved: scores are masked, and a weight of 0 times NaN is NaN"),
+    nan_tail_safe=Fact(
+        False, "; ".join(f"{name}: {fact.value} ({fact.source})" for name, fact in NAN_TAIL_SAFE.items())
+    ),
     speculative_tokens=Fact(1024, f"{RAN} (XQA with a draft mask); native: drafts go through the prefill wrapper"),
 )
 
@@ -178,7 +182,7 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
         cuda_graph=_SINGLE_TOKEN if config.decode_context_parallel_size > 1 and phase == "decode" else _UNIFORM_BATCH,
         workspace_bytes=options.trtllm_workspace_bytes,
         notes=notes,
-        nan_tail_safe=False,
+        nan_tail_safe=nan_tail_safe(case),
     )
 
 
@@ -211,7 +215,7 @@ def _native_plan(
         cuda_graph=_SINGLE_TOKEN if phase == "decode" else _UNIFORM_BATCH,
         workspace_bytes=native_scratch(config, options) + INT_WORKSPACE,
         notes=notes,
-        nan_tail_safe=False,
+        nan_tail_safe=NAN_TAIL_SAFE[kernel.backend].value,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.environment import Environment
-from attn_select.spec import Reason
+from attn_select.spec import Fact, Reason
 from attn_select_flashinfer.facts.libraries import (
     DECODE,
     FP8_WINDOW_FA3,
@@ -51,6 +51,26 @@ XQA_GROUP = 32
 """Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 run, 48 and 71 do not compile, 64 with 16 bits)."""
 NATIVE_PAGES = (16, 32, 64, 1)
 """Any page size runs (H100, flashinfer 0.6.14: 1, 5, 8, 16, 24, 32, 64)."""
+
+
+NAN_TAIL_SAFE = {
+    "fa2": Fact(
+        True, "flashinfer include/flashinfer/attention/prefill.cuh v0.6.14 page_produce_kv: zeros behind the end of V"
+    ),
+    "fa3": Fact(
+        True,
+        "flashinfer include/flashinfer/attention/hopper v0.6.14 sparse_mainloop.cuh and "
+        "quantization/mainloop_sparse_load.cuh: cp_async_zfill in the last tile",
+    ),
+    "xqa": Fact(True, "flashinfer csrc/xqa/mhaUtils.cuh v0.6.14 copyPartialHeadsAsync: zeros behind the end of V"),
+    "xqa, FP8 on 9.x": Fact(
+        False, f"flashinfer csrc/xqa/mha_sm90.cu v0.6.14: whole pages by TMA, scores alone are masked; {RAN}: NaN"
+    ),
+    "trtllm-gen": Fact(
+        False, "whole pages by TMA: vllm-project/vllm #43990 (decode, FP8), NVIDIA/TensorRT-LLM #18925 (prefill)"
+    ),
+}
+"""Whether NaN behind a sequence's end in its last page leaves the result alone, by kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +145,13 @@ def kernel_for(capability: tuple[int, int], phase: Phase) -> TrtllmName | None:
 def fp8_query(config: AttentionConfig, kernel: TrtllmName | None) -> bool:
     """Whether the kernel wants an FP8 query: trtllm-gen does with an FP8 cache, XQA never."""
     return kernel == "trtllm-gen" and config.kv_cache_dtype == "fp8_e4m3"
+
+
+def nan_tail_safe(case: Case) -> bool:
+    """Whether the TRT-LLM kernel of a phase is safe from NaN behind a sequence's end."""
+    if case.kernel == "xqa" and case.capability[0] == 9 and case.config.kv_cache_dtype == "fp8_e4m3":
+        return NAN_TAIL_SAFE["xqa, FP8 on 9.x"].value
+    return NAN_TAIL_SAFE[case.kernel or ""].value
 
 
 def _context_parallel(case: Case) -> bool:

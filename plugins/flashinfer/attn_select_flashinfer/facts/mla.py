@@ -77,6 +77,12 @@ DECODE = Capabilities(
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{MLA_CORE}: out is 16-bit outside the cutlass back end"),
     decode_context_parallel=Fact(True, f"{RAN} (wrapper returns the LSE); {MLA_CORE} (trtllm-gen too, XQA not)"),
+    nan_tail_safe=Fact(
+        False,
+        "; ".join(
+            f"{name}: {kernel.nan_tail_safe.value} ({kernel.nan_tail_safe.source})" for name, kernel in KERNELS.items()
+        ),
+    ),
     speculative_tokens=Fact(1024, f"{RAN} (wrapper, query length 3); {MLA_CORE} (trtllm-gen: any, XQA: 1)"),
 )
 PREFILL_CAPABILITIES = Capabilities(
@@ -197,6 +203,7 @@ def _decode_plan(
         kernel_block_sizes=sizes,
         cuda_graph=level,
         workspace_bytes=options.workspace_bytes or workspace,
+        nan_tail_safe=kernel.nan_tail_safe.value,
         block_table_width_multiple=128 // min(sizes) if kernel.aligned_tables.value else 1,
         notes=notes,
     )

@@ -84,6 +84,7 @@ class DecodeFacts:
         cuda_graph: the level of its metadata builder.
         workspace_bytes: scratch, as vLLM and FlashInfer recommend it.
         workspace_note: what the scratch is.
+        nan_tail_safe: whether NaN behind a sequence's end in its last page leaves the result alone.
         against: what speaks against a config beside dims and pages.
     """
 
@@ -99,6 +100,7 @@ class DecodeFacts:
     cuda_graph: CudaGraphLevel
     workspace_bytes: int
     workspace_note: str
+    nan_tail_safe: Fact[bool]
     against: Callable[[AttentionConfig], list[Reason]]
 
     def objections(self, config: AttentionConfig) -> list[Reason]:
@@ -199,6 +201,9 @@ TRTLLM_GEN = DecodeFacts(
     cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use",
+    nan_tail_safe=Fact(
+        False, "scores alone are masked: vllm-project/vllm #57716 (NaN bytes of an FP8 latent cache reach the output)"
+    ),
     against=_against_trtllm_gen,
 )
 XQA = DecodeFacts(
@@ -214,6 +219,7 @@ XQA = DecodeFacts(
     cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
     workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use and holds semaphores in its first 8 MiB",
+    nan_tail_safe=Fact(False, "flashinfer csrc/xqa/mla_sm120.cu v0.6.14: whole pages by TMA, scores alone are masked"),
     against=_against_xqa,
 )
 FA3 = DecodeFacts(
@@ -229,6 +235,9 @@ FA3 = DecodeFacts(
     cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule",
+    nan_tail_safe=Fact(
+        True, f"flashinfer include/flashinfer/attention/mla_hopper.cuh v0.6.14 load_kv: zeros behind the end; {RAN}"
+    ),
     against=_against_fa3,
 )
 FA2 = DecodeFacts(
@@ -244,6 +253,9 @@ FA2 = DecodeFacts(
     cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule",
+    nan_tail_safe=Fact(
+        True, f"flashinfer include/flashinfer/attention/mla.cuh v0.6.14 load_kv: zeros behind the end; {RAN}"
+    ),
     against=_against_fa2,
 )
 

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
+NAN_SLOT_SAFE_12 = Fact(
+    False,
+    "flashinfer include/flashinfer/attention/sparse_mla_sm120/decode_dsv3_2_kernel.cuh v0.6.14: slots of -1 are read "
+    "as slot 0 and masked by their score; vllm-project/vllm #57158",
+)
 _NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
 MAX_HEADS = 128
 TOP_K_SM12X = 2048
@@ -81,6 +86,10 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{MLA_CORE}: out is bfloat16"),
     decode_context_parallel=Fact(True, f"{LAUNCHER} (lse); {_VLLM_SPARSE} supports_dcp"),
+    nan_tail_safe=Fact(
+        False,
+        f"on 12.x: {NAN_SLOT_SAFE_12.source}; on 10.x a row is filled up with slots of its own, so no other's is read",
+    ),
     speculative_tokens=Fact(1024, f"{_VLLM_SPARSE}: every query token is a row of its own"),
 )
 
@@ -170,6 +179,7 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: b
         kernel_block_sizes=pages(_PAGES_10 if on_10 else _PAGES_12, config.block_size),
         cuda_graph="UNIFORM_BATCH",
         workspace_bytes=options.workspace_bytes,
+        nan_tail_safe=on_10 or NAN_SLOT_SAFE_12.value,
         notes=notes,
     )
 

@@ -144,9 +144,11 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
 
 
 def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 slots ``(T, k')`` with each row's valid ones in front, zeros behind, and how many int32 ``(T,)``.
+    """Return int32 slots ``(T, k')`` with each row's valid ones in front, and how many there are, int32 ``(T,)``.
 
-    Waits for nothing, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``.
+    Waits for nothing, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``. Behind the valid slots one
+    of them is repeated: the kernel may read what stands there and weigh it with 0, which does not hide the NaN of
+    another request. A row without valid slots has zeros.
     """
     tokens, width = indices.shape
     valid = indices >= 0
@@ -155,8 +157,9 @@ def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     columns = torch.arange(width, device=indices.device)
     # Void ones go behind the valid ones, so that no two are written to one place.
     places = torch.where(valid, seen - 1, counts + columns - seen)
-    slots = indices.new_zeros(tokens, -(-width // SLOTS) * SLOTS)
-    slots.scatter_(1, places, indices.clamp_min(0))
+    filler = indices.amax(1, keepdim=True).clamp_min_(0)
+    slots = filler.expand(tokens, -(-width // SLOTS) * SLOTS).contiguous()
+    slots.scatter_(1, places, torch.where(valid, indices, filler))
     return slots, counts.squeeze(1).int()
 
 

@@ -266,6 +266,13 @@ def gather(half: Tensor, pages: Sequence[int], length: int, layout: str) -> Tens
     return chosen.flatten(0, 1)[:length] if len(pages) else chosen.reshape(0, *chosen.shape[2:])
 
 
+def nan_behind(half: Tensor, pages: Sequence[int], length: int, layout: str) -> float:
+    """Return what a kernel adds that reads whole pages: what lies behind the end counts 0 times, and 0 * NaN is NaN."""
+    size = half.shape[1 if layout == "NHD" else 2]
+    tail = gather(half, pages, len(pages) * size, layout)[length:].double()
+    return float((0.0 * tail).sum())
+
+
 def attend(
     q: Tensor,
     k: Tensor,

@@ -277,7 +277,7 @@ def xqa_batch_decode_with_kv_cache(
     factor = (kv_scale if quantized else 1.0) / _number(o_scale)
     call = {"scale": scale, "factor": factor, "window": window_left, "each": q_len_per_req, "sinks": sinks}
     call["full_mask_fails"] = quantized and fi.world.capability[0] == 9
-    call["fp8_reads_tails"] = quantized
+    call["reads_tails"] = call["full_mask_fails"]  # the kernel for FP8 on 9.x loads whole pages
     fi.launch(partial(_xqa, fi.moment(query), k, v, workspace_buffer, (block_tables, seq_lens, mask), out, call))
     return out
 
@@ -309,14 +309,13 @@ def _xqa(
                 "before 0.6.16 an FP8 cache is masked causally",
             )
             visible = torch.cat([torch.ones(each, length - each, dtype=torch.bool), drafts], dim=1)
-        if call["fp8_reads_tails"]:
-            last = v[pages[-1]].float()
-            need(last.isfinite().all(), f"request {request}: XQA reads NaN behind the end of an FP8 cache's sequence")
         keys, values = (fi.gather(half, pages, length, "NHD") for half in (k, v))
         found, _ = fi.attend(
             q[rows], keys, values, call["scale"], causal=True, window_left=call["window"], sinks=call["sinks"],
             visible=visible,
         )  # fmt: skip
+        if call["reads_tails"]:
+            found = found + fi.nan_behind(v, pages, length, "NHD")
         out[rows] = _stored(found * call["factor"], out.dtype)
 
 
@@ -365,6 +364,7 @@ def _gen(
         found, found_lse = fi.attend(
             q[mine], keys, values, scale, causal=call["causal"], window_left=call["window"], sinks=sinks
         )
+        found = found + fi.nan_behind(v, pages, length, "HND")
         if isinstance(out, fp4.FP4Tensor):
             fp4.write(out, mine, found * factor, call["o_sf_scale"])
         else:
@@ -613,16 +613,18 @@ def _gen_mla(
                 lse[rows] = torch.nan
             continue
         if top_k:
-            keys = _slots(cache, table[request, 0, : min(length, top_k)])
+            chosen = _slots(cache, table[request, 0])
+            keys, behind = chosen[:length], float((0.0 * chosen[length:].double()).sum())
         else:
             need(length <= table.shape[1] * page, f"request {request}: {length} keys, {table.shape[1]} pages")
-            keys = fi.gather(cache, table[request, : -(-length // page)].tolist(), length, "NHD")
+            pages = table[request, : -(-length // page)].tolist()
+            keys, behind = fi.gather(cache, pages, length, "NHD"), fi.nan_behind(cache, pages, length, "NHD")
         keys = keys.double()[:, None]
         # Every query is a CTA of its own, which sees as many keys as stand before it.
         found, its_lse = attention_reference(
             flat[rows].double(), keys, keys[..., : call["rank"]], scale=scale, causal=True, sinks=call["sinks"]
         )
-        flat_out[rows] = (found * factor).bfloat16()
+        flat_out[rows] = (found * factor + behind).bfloat16()
         if lse is not None:
             lse[rows] = (its_lse * fi.LOG2E).float()
 
@@ -656,12 +658,13 @@ def _xqa_mla(
         q_scale, kv_scale = (float(each) for each in call["scales"])
         for request, length in enumerate(lens.tolist()):
             need(length > 0, f"request {request} has no keys: no CTA of it ends")
-            keys = fi.gather(cache, table[request, : -(-length // cache.shape[1])].tolist(), length, "NHD").double()
+            pages = table[request, : -(-length // cache.shape[1])].tolist()
+            keys = fi.gather(cache, pages, length, "NHD").double()
             # The cache's scale is a factor of the scores as well as of the output (mla_sm120.cu, qkScaleLog2e).
             found, _ = attention_reference(
                 query[request].double(), keys[:, None], keys[:, None, :512], scale=q_scale * kv_scale
             )
-            out[request] = (found[0] * kv_scale).bfloat16()
+            out[request] = (found[0] * kv_scale + fi.nan_behind(cache, pages, length, "NHD")).bfloat16()
 
     fi.launch(attend)
     return out
