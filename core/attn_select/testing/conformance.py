@@ -47,7 +47,6 @@ from attn_select.testing.toolkit import (
     selection_for,
 )
 
-__tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 NEVER_RUN: Mapping[Callable[[AttentionConfig], bool], str] = {
     lambda config: config.decode_context_parallel_size > 1: "decode context parallelism needs several processes",
     lambda config: config.output_quantization == "fp4": "the oracle has no FP4 output",
@@ -348,6 +347,7 @@ def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
     Raises:
         AssertionError: it is not so, or a reason says nothing.
     """
+    __tracebackhide__ = True
     for phase, outcome in found.items():
         check_stated(phase, outcome)
     outcome, name = found[case.phase], f"{case.phase}: {case.changed or 'all of it'}"
@@ -364,6 +364,7 @@ def _check_kernel(phase: Phase, outcome: Outcome, answer: bool | None) -> None:
     Raises:
         AssertionError: they differ.
     """
+    __tracebackhide__ = True
     said = isinstance(outcome, BackendPlan)
     text = f"{phase}: the gate {_WORDS[said]} what the kernel {_WORDS[not said]}: {outcome}"
     assert answer is None or answer == said, text
