@@ -8,6 +8,7 @@ from typing import Any
 from attn_select.environment import Environment
 from attn_select.providers import KernelBuild, Objection, Pin, choose, merge, pin_provider
 from attn_select.spec import Library, Reason
+from attn_select.testing.toolkit import environment_of
 
 RED = Library("acme-red", "acme_red", "pip install acme-red", ">=2")
 BLUE = Library("acme-blue", "acme_blue", "pip install acme-blue")
@@ -24,10 +25,8 @@ Against = dict[KernelBuild, Sequence[Objection]]
 
 def here(*there: Library, old: Sequence[Library] = ()) -> Environment:
     """Return an environment in which only these libraries are installed, some of them in an old version."""
-    environment = Environment(pins={library.distribution: "1.0" for library in old})
-    missing = [build.library for build in BUILDS if build.library not in (*there, *old)]
-    environment._states.update({**dict.fromkeys(there, "installed"), **dict.fromkeys(missing, "missing")})
-    return environment
+    versions = {**{library.distribution: "2.0" for library in there}, **{each.distribution: "1.0" for each in old}}
+    return environment_of(installed=versions)
 
 
 def chosen(environment: Environment, against: Against, pins: Sequence[Pin[Any]] = ()) -> KernelBuild | list[Reason]:

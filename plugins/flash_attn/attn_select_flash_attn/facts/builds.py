@@ -178,7 +178,7 @@ def builds_for(capability: tuple[int, int] | None) -> tuple[FlashAttnBuild, ...]
 
 
 @cache
-def kernel_of(build: FlashAttnBuild, *, paged: bool, value_padding: int = 0) -> FlashAttnKernel:
+def kernel_of(build: FlashAttnBuild, paged: bool, value_padding: int = 0) -> FlashAttnKernel:
     """Return what a plan that runs this build carries; one object for all such plans."""
     return FlashAttnKernel(build.version, build.distribution, paged, value_padding)
 
@@ -197,16 +197,21 @@ def pins_of(backend: str, option: str, version: Version, provider: ProviderName)
 
 
 @cache
+def device_text(capability: tuple[int, int] | None) -> str:
+    """Return a device in words, for messages."""
+    return "a CPU" if capability is None else "compute capability {}.{}".format(*capability)
+
+
+@cache
 def why_this_build(build: FlashAttnBuild, capability: tuple[int, int] | None) -> str:
     """Return why a device runs this build, for the plan's text."""
     if build.version == 3 and capability == HOPPER:
         return "Hopper's own kernel"
     if capability == HOPPER:
         return "no installed package has FA3"
-    text = "cpu" if capability is None else "{}.{}".format(*capability)
     if build.version == 2:
-        return f"FA3 is Hopper's kernel, this is compute capability {text}"
-    return f"no installed FA2 serves this layer, and {build.distribution} builds FA3 for {text}"
+        return f"FA3 is Hopper's kernel, this is {device_text(capability)}"
+    return f"no installed FA2 serves this layer, and {build.distribution} builds FA3 for {device_text(capability)}"
 
 
 @cache

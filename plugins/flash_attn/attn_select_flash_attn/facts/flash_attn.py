@@ -34,6 +34,7 @@ from attn_select_flash_attn.facts.builds import (
     ProviderName,
     Version,
     builds_for,
+    device_text,
     kernel_of,
     notes_on_build,
     pins_of,
@@ -199,7 +200,7 @@ def plan(
         environment,
         lambda build: objections(build, config, capability, options.hybrid),
         pins=pins,
-        device=f"compute capability {device.capability_text}",
+        device=device_text(capability),
     )
     if not isinstance(chosen, FlashAttnBuild):
         return chosen
@@ -231,7 +232,7 @@ def _plan(
     if fa3 and config.cuda_graph != "NEVER":
         notes = (*notes, _SPLIT_BYTES)
     return BackendPlan(
-        kernel=kernel_of(build, paged=cached),
+        kernel=kernel_of(build, cached),
         path=build.kernel,
         because=because,
         query_dtype="fp8_e4m3" if fp8 else config.dtype,

@@ -32,6 +32,7 @@ from attn_select_flash_attn.facts.builds import (
     ProviderName,
     Version,
     builds_for,
+    device_text,
     kernel_of,
     notes_on_build,
     pins_of,
@@ -147,7 +148,7 @@ def plan(
         environment,
         lambda build: decode_objections(config) if decode else prefill_objections(config),
         pins=pins,
-        device=f"compute capability {'9.0' if decode else device.capability_text}",
+        device=device_text(capability),
     )
     if not isinstance(chosen, FlashAttnBuild):
         return chosen
@@ -162,7 +163,7 @@ def _decode_plan(build: FlashAttnBuild, config: AttentionConfig, because: str) -
     if config.cuda_graph != "NEVER":
         said = (*said, _SPLIT_BYTES)
     return BackendPlan(
-        kernel=kernel_of(build, paged=True),
+        kernel=kernel_of(build, True),
         path="FA3 with q_v",
         because=because,
         query_dtype=config.dtype,
@@ -184,7 +185,7 @@ def _prefill_plan(
         padding = qk - v
         said = (*said, f"V is padded from {v} to {qk} columns, as wide as QK")
     return BackendPlan(
-        kernel=kernel_of(build, paged=False, value_padding=padding),
+        kernel=kernel_of(build, False, padding),
         path=f"{build.kernel} varlen",
         because=because,
         query_dtype=config.dtype,
