@@ -1,43 +1,36 @@
-"""Fixtures of the CUTLASS MLA plugin's tests."""
+"""The fixture that puts emulated functions in the place of an installed distribution's."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-# Tests are imported one by one, so what they share is put in `sys.modules` by hand.
-for _name in ("emulated", "layers"):
-    _spec = importlib.util.spec_from_file_location(f"cutlass_mla_{_name}", Path(__file__).with_name(f"{_name}.py"))
-    assert _spec is not None
-    assert _spec.loader is not None
-    if importlib.util.find_spec("torch") is not None:
-        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-        _spec.loader.exec_module(sys.modules[_spec.name])
+from attn_select.testing.toolkit import emulated_modules
 
 
 @pytest.fixture
-def emulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """Return a function that puts emulated functions in a distribution's place and returns the list of calls."""
+def emulate() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """Return a function that replaces a distribution's module with an emulated one, and returns the list of calls."""
     torch = pytest.importorskip("torch")
     import cutlass_mla_emulated
 
-    from attn_select_cutlass_mla.adapters import adapter_for
-
-    def make(distribution: str) -> list[dict[str, Any]]:
-        for name, module in cutlass_mla_emulated.modules(distribution).items():
-            monkeypatch.setitem(sys.modules, name, module)
-        adapter_for.cache_clear()
-        cutlass_mla_emulated.calls.clear()
-        found: list[dict[str, Any]] = cutlass_mla_emulated.calls
-        return found
+    from attn_select_cutlass_mla.runtime.adapters import adapter_for
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors as small as these more of them wait for each other
-    yield make
+    with ExitStack() as stack:
+
+        def install(distribution: str) -> list[dict[str, Any]]:
+            name, functions = cutlass_mla_emulated.MODULES[distribution]
+            stack.enter_context(emulated_modules({name: functions}))
+            adapter_for.cache_clear()
+            cutlass_mla_emulated.calls.clear()
+            calls: list[dict[str, Any]] = cutlass_mla_emulated.calls
+            return calls
+
+        yield install
     adapter_for.cache_clear()
     torch.set_num_threads(threads)

@@ -1,13 +1,11 @@
 """``CUTLASS_MLA`` at run time: one query token per request, on the latent cache.
 
-The kernel computes 128 heads, so fewer are padded; what the other heads' rows hold is nobody's. It leaves the rows of a
-request without keys alone, so these are set to 0 afterwards. It knows no FP8 scales: those of query and latent are part
-of the softmax scale, and that of the latent multiplies the output.
+The kernel computes 128 heads, so fewer are padded; what the rows of the other heads hold is never read. It leaves the
+rows of a request without keys alone, so these are set to 0 afterwards. It takes no FP8 scales: those of query and
+latent are part of the softmax scale, and that of the latent multiplies the output.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,44 +21,28 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select_cutlass_mla.adapters import RANK, adapter_for
-from attn_select_cutlass_mla.cutlass_mla import HEADS, PATHS
-from attn_select_cutlass_mla.workspace import Workspace
+from attn_select_cutlass_mla.facts.builds import CutlassMLAKernel
+from attn_select_cutlass_mla.facts.cutlass_mla import HEADS
+from attn_select_cutlass_mla.runtime.adapters import RANK, Adapter, CutlassMLAMetadata, adapter_for
+from attn_select_cutlass_mla.runtime.workspace import Workspace
 
-SPLITS = {path: splits for splits, path in PATHS.items()}
 
-
-@dataclass(slots=True)
-class CutlassMLAMetadata:
-    """One batch of B decodes.
-
-    Attributes:
-        num_reqs: B; requests without a query are left out.
-        page_table: int32 ``(B, W)``, contiguous.
-        seq_lens: int32 ``(B,)`` on the device.
-        workspace: uint8, large enough for this batch.
-        empty: bool ``(B,)`` on the device, which requests have no keys; None: all have some.
-    """
-
-    num_reqs: int
-    page_table: Tensor
-    seq_lens: Tensor
-    workspace: Tensor
-    empty: Tensor | None
+def _adapter(context: BackendContext) -> Adapter:
+    kernel = context.plans["decode"].kernel
+    assert isinstance(kernel, CutlassMLAKernel)
+    return adapter_for(kernel)
 
 
 class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
     """Reserves the workspace for the largest batch; building launches a kernel or two only where graphs need it.
 
     Raises:
-        ImportError, KernelMismatchError: the plan's provider cannot be called.
+        KernelMismatchError: the plan's build cannot be called.
     """
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        plan = context.plans["decode"]
-        adapter, splits = adapter_for(plan.provider), SPLITS[plan.path]
-        self._workspace = Workspace(adapter, splits, context, plan.workspace_bytes)
+        self._workspace = Workspace(_adapter(context), context, context.plans["decode"].workspace_bytes)
         self._empty: Tensor | None = None
         if context.cuda_graphs:
             self._empty = torch.zeros(context.max_num_seqs, dtype=torch.bool, device=context.device)
@@ -112,8 +94,7 @@ class CutlassMLAImpl(MLAAttentionImpl):
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
-        plan = context.plans["decode"]
-        self._adapter, self._splits = adapter_for(plan.provider), SPLITS[plan.path]
+        self._adapter = _adapter(context)
         self._fp8 = context.config.cache_dtype == "fp8_e4m3"
         self._written = torch.bfloat16 if self._fp8 else PLAIN_DTYPES[context.config.dtype]
         self._factor = self._adapter.query_factor(scale)
@@ -138,7 +119,7 @@ class CutlassMLAImpl(MLAAttentionImpl):
         if not metadata.num_reqs:
             return output
         if not kv_cache.is_contiguous():
-            raise BatchError(f"kv_cache has strides {kv_cache.stride()}: accepted is a contiguous one")
+            raise BatchError(f"kv_cache has strides {kv_cache.stride()}: accepted is a contiguous cache")
         if self._fp8:
             query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
             scale *= layer.scales.q_float * layer.scales.k_float
@@ -148,8 +129,7 @@ class CutlassMLAImpl(MLAAttentionImpl):
         lse = self._no_lse
         if output_lse is not None:
             lse = output_lse.new_empty(metadata.num_reqs, HEADS)
-        where = (metadata.seq_lens, metadata.page_table, metadata.workspace)
-        found = self._adapter.decode(query, kv_cache, *where, scale, self._splits, out, lse)
+        found = self._adapter.decode(query, kv_cache, metadata, scale, out, lse)
         if found is not output:
             output.copy_(found[:, :heads])
         if self._fp8 and layer.scales.k_float != 1.0:

@@ -19,29 +19,29 @@ from typing import Any
 import pytest
 
 from attn_select.environment import Environment
-from attn_select_cutlass_mla.providers import BY_NAME, PROVIDERS, Provider
+from attn_select_cutlass_mla.facts.builds import BUILDS, CutlassMLABuild, CutlassMLAKernel, kernel_of
 
 pytest.importorskip("torch")
 
 import cutlass_mla_emulated as emulated
 
 from attn_select.errors import KernelMismatchError
-from attn_select_cutlass_mla import adapters
-from attn_select_cutlass_mla.adapters import adapter_for
+from attn_select_cutlass_mla.runtime.adapters import adapter_for
 
 Emulate = Callable[[str], list[dict[str, Any]]]
+by_build = pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.distribution)
 FILES = {"vllm": "_custom_ops.py", "sgl-kernel": "attention.py", "flashinfer-python": "mla/_core.py"}
 
 
-def source_of(provider: Provider) -> ast.Module:
-    """Return the source that defines a provider's functions; skip where it is not installed."""
-    library = provider.library
+def source_of(distribution: str) -> ast.Module:
+    """Return the source that defines a distribution's functions; skip where it is not installed."""
+    library = next(build.library for build in BUILDS if build.distribution == distribution)
     if not Environment().has(library):
-        pytest.skip(f"{library.distribution} is not installed")
+        pytest.skip(f"{distribution} is not installed")
     spec = importlib.util.find_spec(library.module)
     assert spec is not None
     assert spec.origin is not None
-    return ast.parse((Path(spec.origin).parent / FILES[library.distribution]).read_text(encoding="utf-8"))
+    return ast.parse((Path(spec.origin).parent / FILES[distribution]).read_text(encoding="utf-8"))
 
 
 def signature_of(tree: ast.Module, function: str) -> list[tuple[str, str | None]]:
@@ -54,11 +54,11 @@ def signature_of(tree: ast.Module, function: str) -> list[tuple[str, str | None]
     pytest.fail(f"{function} does not exist")
 
 
-@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda provider: provider.library.distribution)
-def test_emulated_signatures_are_the_installed_ones(provider: Provider) -> None:
-    tree = source_of(provider)
-    module, functions = emulated.MODULES[provider.library.distribution]
-    assert module == provider.module
+@by_build
+def test_emulated_signatures_are_the_installed_ones(build: CutlassMLABuild) -> None:
+    tree = source_of(build.distribution)
+    module, functions = emulated.MODULES[build.distribution]
+    assert module == build.module
     for name, function in functions.items():
         parameters = inspect.signature(function).parameters.values()
         wanted = [(p.name, None if p.default is p.empty else repr(p.default)) for p in parameters]
@@ -67,7 +67,7 @@ def test_emulated_signatures_are_the_installed_ones(provider: Provider) -> None:
 
 def test_flashinfers_module_function_is_called_as_its_wrapper_calls_it() -> None:
     """The function is compiled, and has no signature to ask for."""
-    tree = source_of(BY_NAME["flashinfer-python"])
+    tree = source_of("flashinfer-python")
     name = "cutlass_mla_paged_attention"
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(f".{name}")]
     passed = [[ast.unparse(argument).split(".")[-1].lstrip("_") for argument in call.args] for call in calls]
@@ -81,7 +81,7 @@ def test_flashinfers_module_compiles_for_sm100(tmp_path: Path) -> None:
     """Without such a GPU: its name and its function exist, and nvcc takes its sources for 10.0a."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not installed")
-    source_of(BY_NAME["flashinfer-python"])
+    source_of("flashinfer-python")
     script = (
         "from flashinfer.jit.mla import gen_mla_module\n"
         "spec = gen_mla_module()\n"
@@ -98,12 +98,13 @@ def test_flashinfers_module_compiles_for_sm100(tmp_path: Path) -> None:
 # --- What adapters refuse ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda provider: provider.library.distribution)
-def test_adapters_take_the_emulated_functions(provider: Provider, emulate: Emulate) -> None:
-    emulate(provider.library.distribution)
-    adapter = adapter_for(provider.label)
-    assert adapter.provider is provider
-    assert adapter_for(provider.label) is adapter  # one per provider
+@by_build
+def test_adapters_take_the_emulated_functions(build: CutlassMLABuild, emulate: Emulate) -> None:
+    emulate(build.distribution)
+    kernel = kernel_of(build, -1)
+    adapter = adapter_for(kernel)
+    assert (adapter.build, adapter.kernel) == (build, kernel)
+    assert adapter_for(kernel) is adapter
 
 
 def change(monkeypatch: pytest.MonkeyPatch, distribution: str, **functions: Any) -> None:
@@ -126,19 +127,18 @@ def change(monkeypatch: pytest.MonkeyPatch, distribution: str, **functions: Any)
 def test_missing_and_changed_functions_are_named(
     monkeypatch: pytest.MonkeyPatch, emulate: Emulate, distribution: str, name: str
 ) -> None:
-    label = BY_NAME[distribution].label
-
     def changed(query: Any, more: Any) -> None: ...
 
     change(monkeypatch, distribution, **{name: changed})
     emulate(distribution)
-    with pytest.raises(KernelMismatchError, match=rf"{name} takes \(query, more\): accepted is \(.*\)") as caught:
-        adapter_for(label)
-    assert f"the functions of {distribution}>=" in (caught.value.hint or "")
+    with pytest.raises(KernelMismatchError, match=rf"CUTLASS MLA of {distribution}: .*{name} has another") as caught:
+        adapter_for(CutlassMLAKernel(distribution, -1))
+    assert "It takes (query, more)" in caught.value.message
+    assert f"is written for {distribution}>=" in (caught.value.hint or "")
     change(monkeypatch, distribution, **{name: None})
     emulate(distribution)
     with pytest.raises(KernelMismatchError, match=rf"{name} does not exist"):
-        adapter_for(label)
+        adapter_for(CutlassMLAKernel(distribution, -1))
 
 
 @pytest.mark.parametrize("error", [AttributeError("no such operator"), RuntimeError("CUDA version must be >= 12.4")])
@@ -150,19 +150,21 @@ def test_a_build_without_the_kernel_is_named(
 
     change(monkeypatch, "vllm", sm100_cutlass_mla_get_workspace_size=absent)
     emulate("vllm")
-    with pytest.raises(KernelMismatchError, match=rf"is built without this kernel \(\w+: {error}\)"):
-        adapter_for(BY_NAME["vllm"].label)
+    with pytest.raises(KernelMismatchError, match=rf"built without this kernel \(\w+: {error}\)"):
+        adapter_for(CutlassMLAKernel("vllm", -1))
 
 
 def test_a_module_without_the_function_is_named(monkeypatch: pytest.MonkeyPatch, emulate: Emulate) -> None:
     change(monkeypatch, "flashinfer-python", get_mla_module=lambda: object())
     emulate("flashinfer-python")
-    with pytest.raises(KernelMismatchError, match="its module has no cutlass_mla_paged_attention"):
-        adapter_for(BY_NAME["flashinfer-python"].label)
+    with pytest.raises(KernelMismatchError, match="has no cutlass_mla_paged_attention"):
+        adapter_for(CutlassMLAKernel("flashinfer-python", -1))
 
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch, emulate: Emulate) -> None:
-    monkeypatch.setattr(adapters, "Environment", lambda: Environment(assume_installed=True, pins={"vllm": "0.10.1"}))
+    versions = {"vllm": "0.10.1"}
+    monkeypatch.setattr("attn_select.environment.installed_version", versions.get)
+    monkeypatch.setattr("attn_select.environment.has_module", lambda name: True)
     emulate("vllm")
     with pytest.raises(KernelMismatchError, match=r"vllm 0\.10\.1 is installed, >=0\.11 is needed"):
-        adapter_for(BY_NAME["vllm"].label)
+        adapter_for(CutlassMLAKernel("vllm", -1))

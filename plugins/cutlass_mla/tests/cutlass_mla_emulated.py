@@ -8,7 +8,7 @@ v0.6.14.
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def kernel(
     needed: int,
     fp8: bool = False,
 ) -> None:
-    """Write output and LSE of requests that have keys."""
+    """Write output and LSE of the requests that have keys."""
     batch = len(q_nope)
     kinds = (*SIXTEEN_BITS, E4M3) if fp8 else SIXTEEN_BITS
     # 128 heads are read and written, whatever the shape says.
@@ -191,12 +191,3 @@ MODULES: dict[str, tuple[str, dict[str, Any]]] = {
     "flashinfer-python": ("flashinfer.mla", {"get_mla_module": get_mla_module}),
 }
 """By distribution its module and functions."""
-
-
-def modules(distribution: str) -> dict[str, ModuleType]:
-    """Return the module that stands in for a distribution's, by name."""
-    name, functions = MODULES[distribution]
-    module = ModuleType(name)
-    for function_name, function in functions.items():
-        setattr(module, function_name, function)
-    return {name: module}

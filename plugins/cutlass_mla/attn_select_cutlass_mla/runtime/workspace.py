@@ -7,10 +7,10 @@ from torch import Tensor
 
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.metadata import BatchError
-from attn_select_cutlass_mla.adapters import PAGE, Adapter
+from attn_select_cutlass_mla.runtime.adapters import PAGE, Adapter
 
 B200_SMS = 148
-"""What a CPU emulates."""
+"""Multiprocessors that are assumed on a CPU, where kernels are emulated: those of a B200."""
 
 
 class Workspace:
@@ -21,14 +21,13 @@ class Workspace:
 
     Args:
         adapter: says how many bytes a batch needs.
-        splits: KV splits, -1 for the kernel's choice.
         context: bounds of a batch.
         least: bytes to reserve at least.
     """
 
-    def __init__(self, adapter: Adapter, splits: int, context: BackendContext, least: int) -> None:
+    def __init__(self, adapter: Adapter, context: BackendContext, least: int) -> None:
         device = context.device
-        self._adapter, self._splits, self._fixed = adapter, splits, context.cuda_graphs
+        self._adapter, self._fixed = adapter, context.cuda_graphs
         on_gpu = device.type == "cuda"
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else B200_SMS
         self._asked: dict[tuple[int, int], int] = {}
@@ -48,7 +47,7 @@ class Workspace:
                 raise BatchError(
                     f"a batch of {requests} requests with block_table_tensor of {width} blocks needs a workspace of "
                     f"{needed} bytes: {reserved} are reserved, and CUDA graphs hold their address",
-                    hint=f"backends.CUTLASS_MLA.workspace_bytes = {needed}, or narrower tables",
+                    hint=f"set backends.CUTLASS_MLA.workspace_bytes = {needed}, or pass narrower tables",
                 )
             self._buffer = torch.empty(needed, dtype=torch.uint8, device=self._buffer.device)
         return self._buffer
@@ -56,6 +55,6 @@ class Workspace:
     def _bytes(self, requests: int, width: int) -> int:
         found = self._asked.get((requests, width))
         if found is None:
-            found = self._adapter.workspace_bytes(PAGE * width, requests, self._sms, self._splits)
+            found = self._adapter.workspace_bytes(PAGE * width, requests, self._sms)
             self._asked[requests, width] = found
         return found

@@ -1,71 +1,44 @@
-"""CUTLASS_MLA through the gate: what it takes, from which provider, and what it refuses."""
+"""CUTLASS_MLA through the gate: what it takes, from which build, and what it refuses."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from attn_select import gate
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device, lookup
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
-from attn_select.spec import BackendPlan, Fact, Reason
+from attn_select.spec import BackendPlan, Reason
 from attn_select.spec_check import problems_of
+from attn_select.testing import check_sources, device_of, environment_of, mla_layer
+from attn_select.testing import plan_of as plan_of_spec
+from attn_select.testing import reasons_of as reasons_of_spec
+from attn_select_cutlass_mla.facts.builds import BUILDS, LIBRARIES, CutlassMLAKernel
 from attn_select_cutlass_mla.plugin import attn_select_register_backends
-from attn_select_cutlass_mla.providers import LIBRARIES, PROVIDERS
 
 (CUTLASS_MLA,) = attn_select_register_backends()
 MIB = 1 << 20
-DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-MODULES = {library.distribution: library.module for group in LIBRARIES for library in group}
 TO_AUTO = 'backends.CUTLASS_MLA.provider = "auto"'
-Installed = Callable[..., Environment]
+ASKED = ("phase", "environment", "options", "variables")
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """Return a function that makes an environment in which only these distributions (with versions) are installed."""
-
-    def make(**versions: str) -> Environment:
-        there = {"torch": "2.11.0", **{name.replace("_", "-"): version for name, version in versions.items()}}
-        monkeypatch.setattr("attn_select.environment.installed_version", there.get)
-        monkeypatch.setattr("attn_select.environment.has_module", {MODULES[name] for name in there}.__contains__)
-        return Environment(variables={})
-
-    return make
+def plan_of(where: Any = "sm100", **fields: Any) -> BackendPlan:
+    """Return the plan of DeepSeek-V3's layer with ``fields`` changed."""
+    asked = {"phase": "decode", **{name: fields.pop(name) for name in ASKED if name in fields}}
+    return plan_of_spec(CUTLASS_MLA, mla_layer(**fields), where, **asked)
 
 
-def ask(
-    gpu: str | Device = "sm100",
-    environment: Environment | None = None,
-    *,
-    phase: Any = "decode",
-    options: Any = None,
-    variables: Any = None,
-    **fields: Any,
-) -> BackendPlan | list[Reason]:
-    config = AttentionConfig(**{"num_heads": 128, **DEEPSEEK, **fields})
-    device = lookup(gpu) if isinstance(gpu, str) else gpu
-    environment = environment or Environment(assume_installed=True, variables=variables or {})
-    return gate.check(CUTLASS_MLA, config, device, environment, CUTLASS_MLA.options(**options or {}), phase)
+def reasons_of(where: Any = "sm100", **fields: Any) -> dict[str, Reason]:
+    """Return the reasons against DeepSeek-V3's layer with ``fields`` changed, by code."""
+    asked = {"phase": "decode", **{name: fields.pop(name) for name in ASKED if name in fields}}
+    return reasons_of_spec(CUTLASS_MLA, mla_layer(**fields), where, **asked)
 
 
-def plan_of(*args: Any, **fields: Any) -> BackendPlan:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **fields: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **fields)
-    assert isinstance(outcome, list), outcome
-    assert len({reason.code for reason in outcome}) == len(outcome)
-    return {reason.code: reason for reason in outcome}
+def installed(**versions: str) -> Environment:
+    """Return an environment in which torch and only these distributions (``sgl_kernel="0.3.21"``) are installed."""
+    there = {name.replace("_", "-"): version for name, version in versions.items()}
+    return environment_of(installed={"torch": "2.11.0", **there})
 
 
 # --- Facts ----------------------------------------------------------------------------------------
@@ -78,17 +51,13 @@ def test_registers_decode_only() -> None:
 
 
 def test_every_fact_has_a_source() -> None:
-    holders: list[Any] = [*PROVIDERS, CUTLASS_MLA.capabilities["decode"]]
-    found = [getattr(holder, field.name) for holder in holders for field in dataclasses.fields(holder)]
-    facts = [fact for fact in found if isinstance(fact, Fact)]
-    assert len(facts) > 30
-    assert all(len(fact.source) >= 10 for fact in facts)
+    check_sources(CUTLASS_MLA, *BUILDS, least=30)
 
 
-def test_providers_are_the_alternatives_in_order() -> None:
+def test_builds_are_the_alternatives_in_order() -> None:
     assert [library.distribution for library in LIBRARIES[1]] == ["vllm", "sgl-kernel", "flashinfer-python"]
-    assert tuple(provider.library for provider in PROVIDERS) == LIBRARIES[1]
-    assert all(provider.module.split(".")[0] == provider.library.module for provider in PROVIDERS)
+    assert tuple(build.library for build in BUILDS) == LIBRARIES[1]
+    assert all(build.module.split(".")[0] == build.library.module for build in BUILDS)
 
 
 def test_load_returns_the_runtime_without_a_kernel_library() -> None:
@@ -101,9 +70,9 @@ def test_load_returns_the_runtime_without_a_kernel_library() -> None:
 
 @pytest.mark.parametrize("gpu", ["sm100", "sm103"])
 def test_plan(gpu: str) -> None:
-    plan = plan_of(gpu, sliding_window=None, block_size=128)
+    plan = plan_of(gpu, block_size=128)
     assert (plan.path, plan.provider) == ("CUTLASS MLA", "vllm (vllm._custom_ops)")
-    assert "from vllm" in plan.because
+    assert plan.because == "vllm is the first installed package whose build serves the layer"
     assert (plan.kv_layouts, plan.kernel_block_sizes, plan.block_table_width_multiple) == ((MLA,), (128,), 1)
     assert (plan.query_dtype, plan.returns_lse) == ("bfloat16", True)
     assert (plan.cuda_graph, plan.workspace_bytes) == ("UNIFORM_SINGLE_TOKEN_DECODE", 128 * MIB)
@@ -166,13 +135,13 @@ def test_refused(fields: dict[str, Any], code: str) -> None:
 
 
 def test_other_devices() -> None:
-    for device in (CPU, *map(lookup, ("sm80", "sm90", "sm110", "sm120"))):
-        refused = reasons_of(device)
+    for where in (None, "sm80", "sm90", "sm110", "sm120"):
+        refused = reasons_of(where, num_heads=129)
         assert list(refused) == ["compute-capability"]
-        assert refused["compute-capability"].observed == device.capability_text
+        assert refused["compute-capability"].observed == device_of(where).capability_text
 
 
-# --- Providers ------------------------------------------------------------------------------------
+# --- Builds ---------------------------------------------------------------------------------------
 
 SGL = {"sgl_kernel": "0.3.21"}
 FLASHINFER = {"flashinfer_python": "0.6.14"}
@@ -187,24 +156,22 @@ FLASHINFER = {"flashinfer_python": "0.6.14"}
         ({"vllm": "0.10.0", **SGL}, "sgl-kernel (sgl_kernel)", False),
     ],
 )
-def test_the_first_usable_provider_serves(
-    installed: Installed, there: dict[str, str], provider: str, lse: bool
-) -> None:
-    plan = plan_of("sm100", installed(**there))
+def test_the_first_installed_build_serves(there: dict[str, str], provider: str, lse: bool) -> None:
+    plan = plan_of(environment=installed(**there))
     assert (plan.provider, plan.returns_lse) == (provider, lse)
-    assert f"from {provider.split()[0]}:" in plan.because
+    assert plan.because.startswith(f"{provider.split()[0]} is the first installed package")
 
 
-def test_no_provider(installed: Installed) -> None:
-    refused = reasons_of("sm100", installed())
+def test_no_build() -> None:
+    refused = reasons_of(environment=installed())
     assert (list(refused), refused["library-missing"].remedy) == (["library-missing"], "pip install vllm")
-    refused = reasons_of("sm100", installed(vllm="0.10.0"))
+    refused = reasons_of(environment=installed(vllm="0.10.0"))
     assert list(refused) == ["library-version"]
 
 
-def test_sgl_kernel_has_no_code_for_10_3(installed: Installed) -> None:
-    assert plan_of("sm103", installed(**SGL, **FLASHINFER)).provider == "flashinfer-python (flashinfer.mla)"
-    refused = reasons_of("sm103", installed(**SGL))
+def test_sgl_kernel_has_no_code_for_10_3() -> None:
+    assert plan_of("sm103", environment=installed(**SGL, **FLASHINFER)).provider == "flashinfer-python (flashinfer.mla)"
+    refused = reasons_of("sm103", environment=installed(**SGL))
     assert list(refused) == ["compute-capability"]
     assert refused["compute-capability"].remedy == "pip install vllm"
 
@@ -217,34 +184,34 @@ def test_sgl_kernel_has_no_code_for_10_3(installed: Installed) -> None:
         ({"decode_context_parallel_size": 2}, "decode-context-parallel"),
     ],
 )
-def test_only_vllms_kernel_takes(
-    installed: Installed, there: dict[str, str], fields: dict[str, Any], code: str
-) -> None:
-    refused = reasons_of("sm100", installed(**there), **fields)
+def test_only_vllms_kernel_takes(there: dict[str, str], fields: dict[str, Any], code: str) -> None:
+    refused = reasons_of(environment=installed(**there), **fields)
     assert (list(refused), refused[code].remedy) == ([code], "pip install vllm")
-    assert plan_of("sm100", installed(vllm="0.33.0", **there), **fields).provider == "vllm (vllm._custom_ops)"
+    assert f"CUTLASS MLA of {next(iter(there)).replace('_', '-')}: " in refused[code].message
+    assert plan_of(environment=installed(vllm="0.33.0", **there), **fields).provider == "vllm (vllm._custom_ops)"
 
 
-def test_flashinfers_kernel_has_notes(installed: Installed) -> None:
-    assert any("1 / sqrt(192)" in note for note in plan_of("sm100", installed(**FLASHINFER)).notes)
-    assert not any("1 / sqrt(192)" in note for note in plan_of("sm100", installed(**SGL)).notes)
+def test_flashinfers_kernel_has_notes() -> None:
+    assert any("1 / sqrt(192)" in note for note in plan_of(environment=installed(**FLASHINFER)).notes)
+    assert not any("1 / sqrt(192)" in note for note in plan_of(environment=installed(**SGL)).notes)
 
 
-def test_pinned_provider(installed: Installed) -> None:
+def test_pinned_provider() -> None:
     plan = plan_of(options={"provider": "sgl-kernel"})
-    assert (plan.provider, "the options name" in plan.because) == ("sgl-kernel (sgl_kernel)", True)
+    assert plan.because == 'backends.CUTLASS_MLA.provider = "sgl-kernel"'
+    assert plan.kernel == CutlassMLAKernel("sgl-kernel", 1)
     refused = reasons_of(options={"provider": "sgl-kernel"}, kv_cache_dtype="fp8")
     assert refused["kv-cache-dtype"].remedy == TO_AUTO
     environment = installed(vllm="0.33.0")
-    refused = reasons_of("sm100", environment, options={"provider": "sgl-kernel"})
+    refused = reasons_of(environment=environment, options={"provider": "sgl-kernel"})
     assert list(refused) == ["library-missing"]
     assert 'provider = "sgl-kernel"' in refused["library-missing"].message
     assert refused["library-missing"].remedy == TO_AUTO
     environment = installed(vllm="0.10.0", **SGL)
-    refused = reasons_of("sm100", environment, options={"provider": "vllm"})
+    refused = reasons_of(environment=environment, options={"provider": "vllm"})
     assert list(refused) == ["library-version"]
     assert "vllm 0.10.0 (needs >=0.11" in refused["library-version"].message
-    refused = reasons_of("sm100", installed(), options={"provider": "sgl-kernel"})
+    refused = reasons_of(environment=installed(), options={"provider": "sgl-kernel"})
     assert list(refused) == ["library-missing"]
 
 
@@ -252,20 +219,38 @@ def test_pinned_provider(installed: Installed) -> None:
 
 
 def test_kv_splits() -> None:
-    assert (plan_of().path, any("splits" in note for note in plan_of().notes)) == ("CUTLASS MLA", False)
+    plan = plan_of()
+    assert (plan.kernel, plan.path) == (CutlassMLAKernel("vllm", -1), "CUTLASS MLA")
+    assert not any("splits" in note for note in plan.notes)
     plan = plan_of(options={"num_kv_splits": 4})
-    assert (plan.path, plan.notes[-1]) == ("CUTLASS MLA, 4 KV splits", "KV splits fixed by num_kv_splits = 4")
+    assert (plan.kernel, plan.path) == (CutlassMLAKernel("vllm", 4), "CUTLASS MLA, 4 KV splits")
+    assert plan.notes[-1] == "KV splits fixed by num_kv_splits = 4"
     plan = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "2"})
-    assert (plan.path, plan.notes[-1]) == ("CUTLASS MLA, 2 KV splits", "KV splits fixed by FORCE_NUM_KV_SPLITS=2")
+    assert plan.kernel == CutlassMLAKernel("vllm", 2)
+    assert plan.notes[-1] == "KV splits fixed by FORCE_NUM_KV_SPLITS=2"
     plan = plan_of(options={"num_kv_splits": 4}, variables={"FORCE_NUM_KV_SPLITS": "-1"})
-    assert (plan.path, any("splits" in note for note in plan.notes)) == ("CUTLASS MLA", False)
+    assert plan.kernel == CutlassMLAKernel("vllm", -1)
+    assert not any("splits" in note for note in plan.notes)
+
+
+def test_the_kernel_is_data() -> None:
+    kernel = plan_of(options={"num_kv_splits": 4}).kernel
+    assert repr(kernel) == "CutlassMLAKernel(provider='vllm', num_kv_splits=4)"
+    assert len({kernel, plan_of(options={"num_kv_splits": 4}, num_heads=16).kernel}) == 1
+
+
+@pytest.mark.parametrize("splits", [1, 16])
+def test_as_many_splits_as_there_may_be(splits: int) -> None:
+    for given in ({"options": {"num_kv_splits": splits}}, {"variables": {"FORCE_NUM_KV_SPLITS": str(splits)}}):
+        assert plan_of(**given).kernel == CutlassMLAKernel("vllm", splits)
 
 
 def test_sgl_kernel_splits_only_where_asked() -> None:
     """Its kernel may hang when it splits a batch."""
-    assert plan_of(options={"provider": "sgl-kernel"}).path == "CUTLASS MLA, 1 KV split"
+    plan = plan_of(options={"provider": "sgl-kernel"})
+    assert (plan.kernel, plan.path) == (CutlassMLAKernel("sgl-kernel", 1), "CUTLASS MLA, 1 KV split")
     plan = plan_of(options={"provider": "sgl-kernel", "num_kv_splits": 8})
-    assert plan.path == "CUTLASS MLA, 8 KV splits"
+    assert (plan.kernel, plan.path) == (CutlassMLAKernel("sgl-kernel", 8), "CUTLASS MLA, 8 KV splits")
 
 
 @pytest.mark.parametrize("text", ["", "0", "17", "-2", "two", "1.5", "9" * 5000])
@@ -273,14 +258,20 @@ def test_malformed_variable(text: str) -> None:
     refused = reasons_of(variables={"FORCE_NUM_KV_SPLITS": text})
     assert list(refused) == ["environment-variable"]
     assert refused["environment-variable"].remedy == "unset FORCE_NUM_KV_SPLITS"
+    assert refused["environment-variable"].supported == ["-1", "1 to 16"]
     assert len(refused["environment-variable"].message) < 300
+    both = reasons_of(variables={"FORCE_NUM_KV_SPLITS": text}, num_heads=129)
+    assert list(both) == ["environment-variable", "num-heads"]
 
 
-def test_flashinfer_chooses_the_splits_itself(installed: Installed) -> None:
-    refused = reasons_of("sm100", installed(**FLASHINFER), options={"num_kv_splits": 4})
+def test_flashinfer_chooses_the_splits_itself() -> None:
+    refused = reasons_of(environment=installed(**FLASHINFER), options={"num_kv_splits": 4})
     assert list(refused) == ["num-kv-splits"]
-    assert plan_of("sm100", installed(**FLASHINFER), options={"num_kv_splits": -1})
-    assert plan_of("sm100", installed(**SGL, **FLASHINFER), options={"num_kv_splits": 4}).provider == (
+    assert refused["num-kv-splits"].message == (
+        "a number of KV splits fixed by num_kv_splits = 4 (CUTLASS MLA of flashinfer-python: -1)"
+    )
+    assert plan_of(environment=installed(**FLASHINFER), options={"num_kv_splits": -1})
+    assert plan_of(environment=installed(**SGL, **FLASHINFER), options={"num_kv_splits": 4}).provider == (
         "sgl-kernel (sgl_kernel)"
     )
 

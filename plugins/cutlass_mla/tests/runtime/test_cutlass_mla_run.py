@@ -11,36 +11,19 @@ import pytest
 pytest.importorskip("torch")
 
 import cutlass_mla_emulated as emulated
-import cutlass_mla_layers as layers
 import torch
+from cutlass_mla_layers import CAPACITY, check, decodes, group_of, layer_config
 
 from attn_select import select
-from attn_select.environment import Environment
-from attn_select.runtime import BatchError, Capacity, MLAAttentionGroup
-from attn_select.testing import MLAProblem, error_bound, lse_error, relative_error
-from attn_select_cutlass_mla.providers import PROVIDERS
+from attn_select.runtime import AttentionGroup, BatchError, Capacity, attention_group
+from attn_select.testing import environment_of
+from attn_select.testing.running import common_of, layer_of, run_problem
+from attn_select_cutlass_mla.facts.builds import BUILDS
 
 Emulate = Callable[[str], list[dict[str, Any]]]
-NAMES = [provider.library.distribution for provider in PROVIDERS]
+NAMES = [build.distribution for build in BUILDS]
 DECODES = [1, 127, 128, 129, 300]
 MIB = 1 << 20
-
-
-def check(
-    group: MLAAttentionGroup, lengths: list[int], problem: MLAProblem | None = None, **changes: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a batch of decodes through a layer, compare with the oracle, and return output and LSE."""
-    problem = problem or layers.problem_for(group, lengths)
-    output, lse, cache = layers.run_layer(group, problem, layers.common_of(problem, **changes))
-    plan = group.served["decode"].context.plans["decode"]
-    query_dtype = plan.query_dtype if plan.query_dtype.startswith("fp8") else None
-    decodes = len(problem.step.requests)
-    wanted, wanted_lse = problem.reference(decodes, kv_cache=cache, query_dtype=query_dtype)
-    bound = error_bound(group.config, {"decode": plan})
-    assert relative_error(output, wanted).norm <= bound.norm
-    if lse is not None:
-        assert lse_error(lse, wanted_lse) <= bound.lse
-    return output, lse
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -48,23 +31,23 @@ def check(
 @pytest.mark.parametrize("provider", NAMES)
 def test_every_provider(emulate: Emulate, provider: str, num_heads: int, dtype: str) -> None:
     calls = emulate(provider)
-    check(layers.make_group(layers.layer_config(num_heads=num_heads, dtype=dtype), provider), DECODES)
+    check(group_of(layer_config(num_heads=num_heads, dtype=dtype), provider), DECODES)
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("provider", NAMES)
 def test_blocks_of_256_are_split(emulate: Emulate, provider: str) -> None:
     emulate(provider)
-    check(layers.make_group(layers.layer_config(block_size=256), provider), DECODES)
+    check(group_of(layer_config(block_size=256), provider), DECODES)
 
 
 @pytest.mark.parametrize("provider", NAMES)
 @pytest.mark.parametrize("num_heads", [4, 128])
 def test_any_softmax_scale(emulate: Emulate, provider: str, num_heads: int) -> None:
     emulate(provider)
-    group = layers.make_group(layers.layer_config(num_heads=num_heads), provider)
+    group = group_of(layer_config(num_heads=num_heads), provider)
     for scale in (192**-0.5, 0.1352):
-        problem = layers.problem_for(group, DECODES)
+        problem = decodes(group, DECODES)
         check(group, DECODES, dataclasses.replace(problem, step=dataclasses.replace(problem.step, scale=scale)))
 
 
@@ -73,9 +56,9 @@ def test_any_softmax_scale(emulate: Emulate, provider: str, num_heads: int) -> N
 @pytest.mark.parametrize("k_scale", [1.0, 0.37])
 def test_fp8_scales_are_folded_in(emulate: Emulate, dtype: str, num_heads: int, k_scale: float) -> None:
     calls = emulate("vllm")
-    config = layers.layer_config(num_heads=num_heads, dtype=dtype, kv_cache_dtype="fp8_e4m3")
-    group = layers.make_group(config)
-    problem = layers.problem_for(group, DECODES)
+    config = layer_config(num_heads=num_heads, dtype=dtype, kv_cache_dtype="fp8_e4m3")
+    group = group_of(config)
+    problem = decodes(group, DECODES)
     drawn = problem.step.k_scale
     assert drawn is not None
     assert problem.step.q_scale is not None
@@ -90,10 +73,10 @@ def test_output_is_written_in_place_where_nothing_is_padded(emulate: Emulate) ->
     for provider in ("vllm", "flashinfer-python"):
         calls = emulate(provider)
         for num_heads in (128, 64):
-            group = layers.make_group(layers.layer_config(num_heads=num_heads), provider)
-            problem = layers.problem_for(group, [5, 200])
-            layer, output = layers.make_layer(group, problem), torch.empty(2, num_heads, 512, dtype=torch.bfloat16)
-            metadata = group.build(layers.common_of(problem)).parts[0].metadata
+            group = group_of(layer_config(num_heads=num_heads), provider)
+            problem = decodes(group, [5, 200])
+            layer, output = layer_of(group, problem), torch.empty(2, num_heads, 512, dtype=torch.bfloat16)
+            metadata = group.build(common_of(problem)).parts[0].metadata
             query = problem.step.query.to(torch.bfloat16)
             cache = problem.step.written_cache().view(-1, 128, 576)
             layer.impls["decode"].forward_mqa(layer, query, cache, metadata, output)
@@ -102,14 +85,10 @@ def test_output_is_written_in_place_where_nothing_is_padded(emulate: Emulate) ->
 
 def test_the_lse_is_asked_for_where_it_is_wanted(emulate: Emulate) -> None:
     calls = emulate("vllm")
-    group = layers.make_group(layers.layer_config())
-    problem = layers.problem_for(group, [5, 200])
-    step = problem.step
-    assert step.kv_cache is not None
-    metadata, layer = group.build(layers.common_of(problem)), layers.make_layer(group, problem)
-    layer(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
-    lse = torch.empty(2, 4)
-    layer(problem.query, step.key, step.value, step.kv_cache.clone(), metadata, output_lse=lse)
+    group = group_of(layer_config())
+    problem = decodes(group, [5, 200])
+    for wants_lse in (False, True):
+        run_problem(group, problem, wants_lse=wants_lse)
     assert [call["lse"] for call in calls] == [False, True]
 
 
@@ -121,17 +100,17 @@ def test_the_lse_is_asked_for_where_it_is_wanted(emulate: Emulate) -> None:
 @pytest.mark.parametrize("provider", NAMES)
 def test_rows_without_keys(emulate: Emulate, provider: str, num_heads: int, cuda_graphs: bool) -> None:
     emulate(provider)
-    group = layers.make_group(layers.layer_config(num_heads=num_heads), provider, cuda_graphs=cuda_graphs)
-    output, lse = check(group, [9, 0, 130, 0])
+    group = group_of(layer_config(num_heads=num_heads), provider, cuda_graphs=cuda_graphs)
+    result = check(group, [9, 0, 130, 0])
     for row in (1, 3):
-        assert torch.equal(output[row], torch.zeros_like(output[row]))
-        assert lse is None or bool(lse[row].isneginf().all())
+        assert bool((result.output[row] == 0).all())
+        assert result.lse is None or bool(result.lse[row].isneginf().all())
 
 
 def test_requests_without_a_query(emulate: Emulate) -> None:
     emulate("vllm")
-    group = layers.make_group(layers.layer_config())
-    problem = layers.problem_for(group, [9, 130, 200])
+    group = group_of(layer_config())
+    problem = decodes(group, [9, 130, 200])
     step = problem.step
     assert step.block_table is not None
     # Between the three there are two requests whose turn it is not.
@@ -143,12 +122,12 @@ def test_requests_without_a_query(emulate: Emulate) -> None:
 
 def test_a_batch_without_tokens(emulate: Emulate) -> None:
     calls = emulate("vllm")
-    group = layers.make_group(layers.layer_config())
-    problem = layers.problem_for(group, [9])
+    group = group_of(layer_config())
+    problem = decodes(group, [9])
     none = torch.zeros(2, dtype=torch.int32)
     changes = {"query_start_loc": none, "query_start_loc_cpu": none, "num_actual_tokens": 0, "max_query_len": 0}
-    metadata = group.served["decode"].builder.build(0, layers.common_of(problem, **changes))
-    layer = layers.make_layer(group, problem)
+    metadata = group.served["decode"].builder.build(0, common_of(problem, **changes))
+    layer = layer_of(group, problem)
     query, output = (torch.empty(0, 4, width, dtype=torch.bfloat16) for width in (576, 512))
     assert problem.step.kv_cache is not None
     layer.impls["decode"].forward_mqa(layer, query, problem.step.kv_cache, metadata, output)
@@ -163,8 +142,8 @@ def test_a_batch_without_tokens(emulate: Emulate) -> None:
 def test_tables_of_a_wider_buffer(emulate: Emulate, provider: str, cuda_graphs: bool) -> None:
     """The kernel takes the table's width for its row stride."""
     emulate(provider)
-    group = layers.make_group(layers.layer_config(), provider, cuda_graphs=cuda_graphs)
-    problem = layers.problem_for(group, DECODES)
+    group = group_of(layer_config(), provider, cuda_graphs=cuda_graphs)
+    problem = decodes(group, DECODES)
     table = problem.step.block_table
     assert table is not None
     wide = torch.full((len(table), table.shape[1] + 5), 7, dtype=torch.int32)
@@ -174,32 +153,56 @@ def test_tables_of_a_wider_buffer(emulate: Emulate, provider: str, cuda_graphs: 
 
 def test_a_strided_cache_is_refused(emulate: Emulate) -> None:
     emulate("vllm")
-    group = layers.make_group(layers.layer_config())
-    problem = layers.problem_for(group, DECODES)
+    group = group_of(layer_config())
+    problem = decodes(group, DECODES)
     step = problem.step
     assert step.kv_cache is not None
     wide = torch.zeros(len(step.kv_cache), 128, 600, dtype=torch.bfloat16)[..., :576]
-    layer, metadata = layers.make_layer(group, problem), group.build(layers.common_of(problem))
-    with pytest.raises(BatchError, match=r"^kv_cache has strides \(76800, 600, 1\): accepted is a contiguous one"):
+    layer, metadata = layer_of(group, problem), group.build(common_of(problem))
+    with pytest.raises(BatchError, match=r"^kv_cache has strides \(76800, 600, 1\): accepted is a contiguous cache"):
         layer(problem.query, step.key, step.value, wide, metadata)
 
 
 def test_captured_addresses_stay(emulate: Emulate) -> None:
     emulate("vllm")
-    group = layers.make_group(layers.layer_config(), cuda_graphs=True)
+    group = group_of(layer_config(), cuda_graphs=True)
     seen = []
     for seq_lens in ([9, 0, 200], [100, 128, 300]):
-        problem = layers.problem_for(group, seq_lens)
+        problem = decodes(group, seq_lens)
         wide = torch.zeros(3, 8, dtype=torch.int32)
         assert problem.step.block_table is not None
         wide[:, : problem.step.block_table.shape[1]] = problem.step.block_table
-        common = layers.common_of(problem, block_table_tensor=wide[:, :4])
+        common = common_of(problem, block_table_tensor=wide[:, :4])
         inner = group.build_for_cudagraph_capture(common).parts[0].metadata
         assert torch.equal(inner.page_table, wide[:, :4])
         assert inner.empty.tolist() == [length == 0 for length in seq_lens]
         assert inner.seq_lens.data_ptr() == common.seq_lens.data_ptr()
         seen.append([tensor.data_ptr() for tensor in (inner.page_table, inner.empty, inner.workspace)])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("provider", NAMES)
+def test_a_full_batch_with_graphs(emulate: Emulate, provider: str) -> None:
+    """As many requests as there may be, with the widest tables: every buffer is large enough for exactly that."""
+    emulate(provider)
+    options = {} if provider == "flashinfer-python" else {"num_kv_splits": 16}
+    group = group_of(layer_config(), provider, cuda_graphs=True, workspace_bytes=MIB, **options)
+    problem = decodes(group, [512, 0, 9, 0, 128, 300, 1, 0])
+    assert len(problem.step.requests) == CAPACITY.max_num_seqs
+    table = problem.step.block_table
+    assert table is not None
+    wide = torch.full((len(table), table.shape[1] + 5), 7, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    common = common_of(problem, block_table_tensor=wide[:, : table.shape[1]])
+    assert common.block_table_tensor is not None
+    assert not common.block_table_tensor.is_contiguous()
+    inner = group.build_for_cudagraph_capture(common).parts[0].metadata
+    assert torch.equal(inner.page_table, table)
+    assert inner.empty.tolist() == [False, True, False, True, False, False, False, True]
+    addresses = [inner.page_table.data_ptr(), inner.empty.data_ptr(), inner.workspace.data_ptr()]
+    check(group, [], problem, block_table_tensor=wide[:, : table.shape[1]])
+    smaller = group.build(common_of(decodes(group, [5, 512]))).parts[0].metadata
+    assert [smaller.empty.data_ptr(), smaller.workspace.data_ptr()] == addresses[1:]
 
 
 # --- KV splits and the workspace ----------------------------------------------------------------
@@ -223,15 +226,15 @@ def test_kv_splits(
     emulate: Emulate, provider: str, options: dict[str, Any], variables: dict[str, str], splits: int
 ) -> None:
     calls = emulate(provider)
-    check(layers.make_group(layers.layer_config(), provider, variables=variables, **options), DECODES)
+    check(group_of(layer_config(), provider, variables=variables, **options), DECODES)
     assert [call["splits"] for call in calls] == [splits]
 
 
-def workspace_of(group: MLAAttentionGroup, requests: int = 1, width: int = 1) -> torch.Tensor:
+def workspace_of(group: AttentionGroup, requests: int = 1, width: int = 1) -> torch.Tensor:
     """Return the workspace of a batch."""
-    problem = layers.problem_for(group, [1] * requests)
+    problem = decodes(group, [1] * requests)
     table = torch.zeros(requests, width, dtype=torch.int32)
-    inner = group.build(layers.common_of(problem, block_table_tensor=table)).parts[0].metadata
+    inner = group.build(common_of(problem, block_table_tensor=table)).parts[0].metadata
     found: torch.Tensor = inner.workspace
     return found
 
@@ -239,11 +242,11 @@ def workspace_of(group: MLAAttentionGroup, requests: int = 1, width: int = 1) ->
 @pytest.mark.parametrize("provider", NAMES)
 def test_the_workspace_is_reserved_for_the_largest_batch(emulate: Emulate, provider: str) -> None:
     emulate(provider)
-    assert len(workspace_of(layers.make_group(layers.layer_config(), provider))) == 128 * MIB
+    assert len(workspace_of(group_of(layer_config(), provider))) == 128 * MIB
     options: dict[str, Any] = {"workspace_bytes": MIB, "capacity": Capacity(40, 64, 2048)}
     if provider != "flashinfer-python":
         options["num_kv_splits"] = 16
-    group = layers.make_group(layers.layer_config(), provider, **options)
+    group = group_of(layer_config(), provider, **options)
     batches = [(40, 16), (1, 16), (40, 1), (7, 11), (13, 16)]
     hangs = provider == "vllm"
     for requests, width in batches:
@@ -255,14 +258,14 @@ def test_the_workspace_is_reserved_for_the_largest_batch(emulate: Emulate, provi
 def test_small_batches_may_need_the_most(emulate: Emulate) -> None:
     """One request alone is split, several are not: not only the largest batch is asked about."""
     emulate("vllm")
-    group = layers.make_group(layers.layer_config(), workspace_bytes=MIB, capacity=Capacity(4, 64, 4096))
+    group = group_of(layer_config(), workspace_bytes=MIB, capacity=Capacity(4, 64, 4096))
     assert len(workspace_of(group, 4, 32)) == emulated.workspace_size(4096, 1, 148, -1, hangs=True)
 
 
 def test_it_grows_for_wider_tables(emulate: Emulate) -> None:
     """The kernel's own choice of splits follows the width."""
     emulate("vllm")
-    group = layers.make_group(layers.layer_config(), workspace_bytes=MIB, capacity=Capacity(2, 64, 256))
+    group = group_of(layer_config(), workspace_bytes=MIB, capacity=Capacity(2, 64, 256))
     first = len(workspace_of(group, 1, 2))
     assert len(workspace_of(group, 1, 16)) == 4202496 > first
     assert len(workspace_of(group, 1, 2)) == 4202496
@@ -271,7 +274,7 @@ def test_it_grows_for_wider_tables(emulate: Emulate) -> None:
 def test_it_does_not_grow_under_graphs(emulate: Emulate) -> None:
     emulate("vllm")
     options: dict[str, Any] = {"workspace_bytes": MIB, "capacity": Capacity(2, 64, 256), "cuda_graphs": True}
-    group = layers.make_group(layers.layer_config(), "vllm", **options)
+    group = group_of(layer_config(), "vllm", **options)
     assert len(workspace_of(group, 1, 3)) > 0
     with pytest.raises(BatchError, match=r"a batch of 1 requests .* of 16 blocks needs a workspace of 4202496 bytes"):
         workspace_of(group, 1, 16)
@@ -282,16 +285,16 @@ def test_it_does_not_grow_under_graphs(emulate: Emulate) -> None:
 
 def test_selected_by_name_for_decode(emulate: Emulate) -> None:
     emulate("vllm")
-    environment = Environment(assume_installed=True, variables={})
-    selection = select(layers.layer_config(), "b200", backend="decode=CUTLASS_MLA", environment=environment)
+    environment = environment_of()
+    selection = select(layer_config(), "b200", backend="decode=CUTLASS_MLA", environment=environment)
     assert selection.selected["decode"] == "CUTLASS_MLA"
     assert selection.block_size == 128
-    group = MLAAttentionGroup(selection, "cpu", layers.CAPACITY, phases=["decode"])
+    group = attention_group(selection, "cpu", CAPACITY, phases=["decode"])
     assert group.served["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
     check(group, DECODES)
 
 
 def test_no_cascade(emulate: Emulate) -> None:
     emulate("vllm")
-    builder = layers.make_group(layers.layer_config()).served["decode"].builder
+    builder = group_of(layer_config()).served["decode"].builder
     assert not builder.use_cascade_attention(1024, None)  # type: ignore[arg-type]

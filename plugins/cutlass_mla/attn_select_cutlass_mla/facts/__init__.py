@@ -1,0 +1,1 @@
+"""What is true without running: the builds of CUTLASS MLA, and the plan. No torch."""

@@ -1,0 +1,203 @@
+"""One adapter per build of the kernel: the rest of the plugin calls all of them alike.
+
+All three compute 128 query heads on pages of 128 tokens. They read the page table as packed rows, and older releases
+the cache as packed pages, whatever the strides. Rows of a request without keys are not written (vllm-project/vllm
+csrc/attention/mla/sm100_cutlass_mla_kernel.cu 0f5257e, args_from_options, and beside it
+cutlass_sm100_mla/kernel/sm100_fmha_mla_tma_warpspecialized.hpp 236e0fe, compute; flashinfer-ai/flashinfer
+include/flashinfer/attention v0.6.14 likewise).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from attn_select.runtime.providers import InstalledBuild
+from attn_select_cutlass_mla.facts.builds import FLASHINFER, SGL_KERNEL, VLLM, CutlassMLAKernel, build_of
+from attn_select_cutlass_mla.facts.cutlass_mla import HEADS
+
+RANK, ROPE = 512, 64
+PAGE = 128
+"""Tokens."""
+BYTES_PER_SPLIT = HEADS * (RANK + 1) * 4
+"""Of partial output and LSE of one request in float32 (get_workspace_size of the kernel)."""
+_QUERY_AND_CACHE = ("q_nope", "q_pe", "kv_c_and_k_pe_cache", "seq_lens", "page_table", "workspace")
+
+
+@dataclass(slots=True)
+class CutlassMLAMetadata:
+    """One batch of B decodes.
+
+    Attributes:
+        num_reqs: B; requests without a query are left out.
+        page_table: int32 ``(B, W)``, contiguous.
+        seq_lens: int32 ``(B,)`` on the device.
+        workspace: uint8, large enough for this batch.
+        empty: bool ``(B,)`` on the device, which requests have no keys; None: all have some.
+    """
+
+    num_reqs: int
+    page_table: Tensor
+    seq_lens: Tensor
+    workspace: Tensor
+    empty: Tensor | None
+
+
+class Adapter(ABC):
+    """The kernel as one distribution builds it. Shapes: B requests of one query each.
+
+    Args:
+        kernel: the build and the number of KV splits.
+
+    Raises:
+        KernelMismatchError: the build cannot be imported, its version is another, it was compiled without this kernel,
+            or a function is missing or has another signature.
+    """
+
+    def __init__(self, kernel: CutlassMLAKernel) -> None:
+        self.kernel, self.build = kernel, build_of(kernel)
+        self._installed = InstalledBuild(self.build)
+
+    @abstractmethod
+    def workspace_bytes(self, max_seq_len: int, num_requests: int, sm_count: int) -> int:
+        """Return what a call needs: pages per request times 128, B, the device's SMs."""
+
+    def query_factor(self, scale: float) -> float:
+        """Return what the query is multiplied by for a softmax scale."""
+        return 1.0
+
+    @abstractmethod
+    def decode(
+        self, query: Tensor, kv_cache: Tensor, batch: CutlassMLAMetadata, scale: float, out: Tensor, lse: Tensor
+    ) -> Tensor:
+        """Attend with the one query of each request, the latest token's.
+
+        Args:
+            query: ``(B, 128, 576)``, contiguous.
+            kv_cache: ``(num_pages, 128, 576)`` in the query's dtype, contiguous.
+            batch: its tables, lengths and workspace.
+            scale: of the softmax; an adapter with a ``query_factor`` expects it in the query.
+            out: ``(B, 128, 512)``, contiguous; bfloat16 for an e4m3 query, else in the query's dtype.
+            lse: float32 ``(B, 128)``, contiguous, natural logarithm, for builds that return it; ``(0,)``: unwanted.
+
+        Returns:
+            The output: ``out``, or a tensor of its own where the function does not write there.
+        """
+
+
+class SizedByItsLibrary(Adapter):
+    """A build whose library has a function for the workspace's size."""
+
+    size_function: ClassVar[str]
+
+    def __init__(self, kernel: CutlassMLAKernel) -> None:
+        super().__init__(kernel)
+        arguments = ("max_seq_len", "num_batches", "sm_count", "num_kv_splits")
+        self._size = self._installed.function(self.size_function, arguments)
+        try:
+            self._size(PAGE, 1, 1, 1)
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            # A build without code for SM100 has the Python function all the same.
+            text = f"it is built without this kernel ({type(error).__name__}: {error})"
+            raise self._installed.mismatch(text) from error
+
+    def workspace_bytes(self, max_seq_len: int, num_requests: int, sm_count: int) -> int:
+        """As ``Adapter.workspace_bytes``."""
+        return int(self._size(max_seq_len, num_requests, sm_count, self.kernel.num_kv_splits))
+
+
+class Vllm(SizedByItsLibrary):
+    """``sm100_cutlass_mla_decode``."""
+
+    size_function = "sm100_cutlass_mla_get_workspace_size"
+
+    def __init__(self, kernel: CutlassMLAKernel) -> None:
+        super().__init__(kernel)
+        arguments = ("out", "lse", *_QUERY_AND_CACHE, "scale", "num_kv_splits")
+        self._decode = self._installed.function("sm100_cutlass_mla_decode", arguments)
+
+    def decode(
+        self, query: Tensor, kv_cache: Tensor, batch: CutlassMLAMetadata, scale: float, out: Tensor, lse: Tensor
+    ) -> Tensor:
+        """As ``Adapter.decode``."""
+        latent, rope = query.split_with_sizes([RANK, ROPE], dim=-1)
+        tables = (batch.seq_lens, batch.page_table, batch.workspace)
+        self._decode(out, lse, latent, rope, kv_cache, *tables, scale, self.kernel.num_kv_splits)
+        return out
+
+
+class SglKernel(SizedByItsLibrary):
+    """``sgl_kernel.cutlass_mla_decode``, which returns an output of its own and no LSE."""
+
+    size_function = "cutlass_mla_get_workspace_size"
+
+    def __init__(self, kernel: CutlassMLAKernel) -> None:
+        super().__init__(kernel)
+        arguments = (*_QUERY_AND_CACHE, "sm_scale", "num_kv_splits")
+        self._decode = self._installed.function("cutlass_mla_decode", arguments)
+
+    def decode(
+        self, query: Tensor, kv_cache: Tensor, batch: CutlassMLAMetadata, scale: float, out: Tensor, lse: Tensor
+    ) -> Tensor:
+        """As ``Adapter.decode``."""
+        latent, rope = query.split_with_sizes([RANK, ROPE], dim=-1)
+        tables = (batch.seq_lens, batch.page_table, batch.workspace)
+        found: Tensor = self._decode(latent, rope, kv_cache, *tables, scale, self.kernel.num_kv_splits)
+        return found
+
+
+class FlashInfer(Adapter):
+    """The function of FlashInfer's compiled module: its wrapper would copy the whole cache into one tensor.
+
+    It is called like that wrapper calls it, on a cache that is one tensor already. Compiles at the first load.
+    """
+
+    def __init__(self, kernel: CutlassMLAKernel) -> None:
+        super().__init__(kernel)
+        compiled = self._installed.function("get_mla_module")()
+        name = "cutlass_mla_paged_attention"
+        if not hasattr(compiled, name):
+            raise self._installed.mismatch(f"the module of get_mla_module() has no {name}")
+        self._decode: Callable[..., Any] = getattr(compiled, name)
+
+    def workspace_bytes(self, max_seq_len: int, num_requests: int, sm_count: int) -> int:
+        """Return a bound: the module has no such function, and the kernel takes at most one split per SM.
+
+        ``max(1, sm_count / B)`` splits of B requests (flashinfer-ai/flashinfer
+        include/flashinfer/attention/blackwell/device/sm100_mla.hpp v0.6.14, set_split_kv), later ones half as many.
+        """
+        return BYTES_PER_SPLIT * max(num_requests, sm_count)
+
+    def query_factor(self, scale: float) -> float:
+        """As ``Adapter.query_factor``: the kernel has a scale of its own, ``1 / sqrt(128 + 64)``."""
+        factor = float(scale * 192**0.5)
+        return 1.0 if abs(factor - 1) < 1e-6 else factor
+
+    def decode(
+        self, query: Tensor, kv_cache: Tensor, batch: CutlassMLAMetadata, scale: float, out: Tensor, lse: Tensor
+    ) -> Tensor:
+        """As ``Adapter.decode``."""
+        self._decode(batch.workspace, out, lse, query, kv_cache, batch.seq_lens, batch.page_table, 1.0)
+        return out
+
+
+_ADAPTERS: dict[str, type[Adapter]] = {
+    VLLM.distribution: Vllm,
+    SGL_KERNEL.distribution: SglKernel,
+    FLASHINFER.distribution: FlashInfer,
+}
+
+
+@cache
+def adapter_for(kernel: CutlassMLAKernel) -> Adapter:
+    """Return the adapter that runs a plan's kernel; imports its library. One per kernel.
+
+    Raises:
+        KernelMismatchError: as ``Adapter``.
+    """
+    return _ADAPTERS[kernel.provider](kernel)
