@@ -181,7 +181,7 @@ def test_a_layers_own_scale_is_planned_once(emulate: Emulate) -> None:
     assert [plan["sm_scale"] for plan in ragged] == [default] * 3 + [own] * 6
     metadata = group.build(layers.common_of(problem))
     layers.run(group, problem, metadata=metadata)
-    with pytest.raises(ConfigError, match=r"scales 0\.05 and 0\.2: one plan serves one scale"):
+    with pytest.raises(ConfigError, match=r"the softmax scales 0\.05 and 0\.2; a plan serves one scale"):
         layers.run(group, problem, layers.layer_of(group, problem, scale=0.2), metadata)
 
 

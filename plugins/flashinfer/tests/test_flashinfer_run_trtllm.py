@@ -79,7 +79,9 @@ def test_xqa_masks_nothing_where_attention_is_not_causal(emulate: Emulate) -> No
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
     assert world.named("trtllm_batch_decode_with_kv_cache")[0]["mask"].tolist() == [[[7, 0]] * 3] * 2
     fp8 = groups.made(num_speculative_tokens=2, kv_cache_dtype="fp8_e4m3")
-    with pytest.raises(BatchError, match=r"step not causal, with queries of 3 tokens: TRT-LLM \(XQA\)"):
+    with pytest.raises(
+        BatchError, match=r"not causal and has queries of 3 tokens, which TRT-LLM \(XQA\) decodes causally"
+    ):
         fp8.build(common)
 
 

@@ -101,7 +101,7 @@ class FlashInferOptions(BackendOptions):
         "auto", description="TRT-LLM kernels (trtllm-gen, XQA) in every phase, in none, or where they are preferred"
     )
     prefill_kernel: PrefillKernel = Field(
-        "auto", description="the kernel of native prefill; auto is fa3 on Hopper where it can, else fa2"
+        "auto", description="the kernel of native prefill; auto is fa3 on Hopper where it runs the layer, else fa2"
     )
     native_workspace_bytes: Bytes | None = Field(
         None, description="scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers"
@@ -117,7 +117,7 @@ _HND = (FLASHINFER_HND,)
 _NHD_HND = (FLASHINFER_NHD, FLASHINFER_HND)
 _PAGES_256_SM100 = (32, 64)
 
-_GEN_PREFILL = "decided per step: a batch that is not causal runs natively"
+_GEN_PREFILL = "chosen for each step: a step that is not causal runs natively"
 _SHARED = "the zeroed TRT-LLM buffer is shared by both phases and apart from native scratch"
 _XQA_NOTES: tuple[str, ...] = (
     "XQA's zeroed buffer is apart from native scratch and holds its semaphores",

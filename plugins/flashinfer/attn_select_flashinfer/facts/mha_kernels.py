@@ -365,7 +365,7 @@ PREFERENCES = (
         "auto-decode",
         True,
         lambda case: True,
-        "auto: decode takes it wherever it runs, because the path is fixed for all batches when the builder is made",
+        "auto: decode takes TRT-LLM kernels where they run, because one path serves all batches of a builder",
         f"{VLLM} FlashInferMetadataBuilder.__init__",
     ),
 )
@@ -373,7 +373,7 @@ PREFERENCES = (
 
 
 def plain(config: AttentionConfig) -> bool:
-    """Whether no obstacle but the hardware can hold: asked first, because it is most layers and asked in every plan."""
+    """Whether no obstacle but the hardware can hold. Asked first in every plan, because it is true of most layers."""
     return (
         config.kv_cache_dtype in _PLAIN_CACHES
         and config.logits_soft_cap is None
@@ -441,7 +441,7 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
         reasons.append(
             Reason(
                 "batch-invariant",
-                "no batch invariance in native fa2 prefill: its query tile follows the batch's mean query length",
+                "native fa2 prefill is not batch-invariant: its query tile follows the mean query length of the batch",
                 True,
                 "native fa3 prefill (compute capability 9.x), native fa2 decode",
             )
@@ -480,12 +480,16 @@ def _objections(case: Case) -> list[Reason]:
     major, cache = case.capability[0], config.kv_cache_dtype
     if config.sinks:
         if config.logits_soft_cap is not None:
-            reasons.append(Reason("sinks", "attention sinks go with no logits soft cap in native kernels", True, False))
+            reasons.append(
+                Reason("sinks", "native kernels take no attention sinks together with a logits soft cap", True, False)
+            )
         if config.decode_context_parallel_size > 1:
-            message = "attention sinks are not split over decode context parallel ranks"
+            message = (
+                "native kernels take no attention sinks with decode context parallelism: each rank would count them"
+            )
             reasons.append(Reason("sinks", message, True, False, "--dcp 1"))
     if config.non_causal and config.sliding_window is not None and not _last_token_alone(case):
-        message = "no non-causal attention with a sliding window: native kernels hide no keys behind a query"
+        message = "native kernels run no non-causal attention with a sliding window: they hide no keys behind a query"
         reasons.append(Reason("non-causal", message, True, False))
     if config.output_quantization != "none":
         message = f"native kernels write float16 and bfloat16, not {config.output_quantization}"
@@ -493,7 +497,9 @@ def _objections(case: Case) -> list[Reason]:
             Reason("output-quantization", message, config.output_quantization, ["none"], _output_remedy(case))
         )
     if config.per_head_quant_scales and (why := _against_per_head(case)) is not None:
-        reasons.append(Reason("per-head-quant-scales", f"no per-head quantisation scales: {why}", True, False))
+        reasons.append(
+            Reason("per-head-quant-scales", f"quantisation scales per head cannot be used: {why}", True, False)
+        )
     if config.head_size > 256 and major < 10:
         needed = HEAD_512_BELOW_SM100 if not cache.startswith("fp8") else HEAD_512_FP8_BELOW_SM100
         if release(case.environment) < needed.value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -44,9 +44,6 @@ from attn_select_flashinfer.facts.mla_kernels import (
     candidates,
     plan_prefill,
 )
-
-if TYPE_CHECKING:
-    from attn_select_flashinfer.runtime.mla import FlashInferMLABackend
 
 _VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
 _CAPABILITIES = Fact(
@@ -149,7 +146,8 @@ def plan(
         forced = options.decode_kernel
         if all(name != forced for name, _ in offered):
             names = [name for name, _ in offered]
-            message = f'decode_kernel = "{forced}": compute capability {device.capability_text} has {", ".join(names)}'
+            where = f"compute capability {device.capability_text}"
+            message = f'decode_kernel = "{forced}" does not exist for {where} ({", ".join(names)})'
             return [Reason("forced-path", message, forced, names, 'backends.FLASHINFER_MLA.decode_kernel = "auto"')]
         offered = ((forced, f'decode_kernel = "{forced}"'),)
     for name, why in offered:
@@ -162,7 +160,7 @@ def plan(
     return merge_refusals(refused)
 
 
-_NOT_BLACKWELLS = "fa2 is not made for Blackwell and slow there for MLA"
+_NOT_BLACKWELLS = "fa2 was not made for Blackwell and is slow there with MLA layers"
 _CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 _SLOW_FP8 = (
     "with an FP8 cache fa3 takes 2.3 times as long as with bfloat16 (H100, 64 requests of 4096 tokens, 128 heads)"
@@ -221,7 +219,7 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> type[FlashInferMLABackend]:
+def load() -> Any:
     """Import FlashInfer and return what runs the layers.
 
     Raises:

@@ -375,7 +375,7 @@ def plan_prefill(
         if all(name != wanted for name, _ in offered):
             names = [name for name, _ in offered]
             where = f"compute capability {capability[0]}.{capability[1]}"
-            message = f'prefill_kernel = "{wanted}": {where} has {", ".join(names)}'
+            message = f'prefill_kernel = "{wanted}" does not exist for {where} ({", ".join(names)})'
             return [Reason("forced-path", message, wanted, names, 'backends.FLASHINFER_MLA.prefill_kernel = "auto"')]
         offered = ((wanted, f'prefill_kernel = "{wanted}"'),)
     because = ""

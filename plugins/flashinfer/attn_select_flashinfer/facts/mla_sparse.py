@@ -7,7 +7,7 @@ in flashinfer/mla/_core.py 0.6.14); on 12.x it is FlashInfer's own kernel for th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -39,9 +39,6 @@ from attn_select_flashinfer.facts.libraries import (
     pages,
 )
 from attn_select_flashinfer.facts.mla_kernels import MLAKernel
-
-if TYPE_CHECKING:
-    from attn_select_flashinfer.runtime.mla_sparse import FlashInferMLASparseBackend
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
@@ -194,7 +191,7 @@ def compile_key(config: AttentionConfig) -> object:
     return config.kv_cache_dtype
 
 
-def load() -> type[FlashInferMLASparseBackend]:
+def load() -> Any:
     """Import FlashInfer and return what runs the layers.
 
     Raises:

@@ -127,7 +127,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._masks = DraftMasks(context.max_num_seqs, context.device)
         self._window_left = -1 if config.sliding_window is None else config.sliding_window - 1
         if "decode" in plans:
-            # Batch-invariant drafts are prefills: the tile of fa2 would follow their number.
+            # Batch-invariant drafts run as prefills, because the tile of fa2 decode would follow their number.
             self.reorder_batch_threshold = 1 + (0 if config.batch_invariant else config.num_speculative_tokens)
 
     def build(
@@ -222,8 +222,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if kernel is not None or common.causal:
             return kernel
         if config.output_quantization != "none":
-            text = f"{NOT_CAUSAL}: native kernels run it, which write no {config.output_quantization} output"
-            raise BatchError(text)
+            text = (
+                f"the step is not causal; the native kernels that run it write no {config.output_quantization} output"
+            )
+            raise BatchError(text, hint="run such steps in a group of layers without output_quantization")
         if self._instead is None:
             self._instead = PhaseKernel.of(NativeKernel("fa2", config.sinks), self.context, decode=False)
         return self._instead
@@ -278,7 +280,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         causal = common.causal and not self.context.config.non_causal
         xqa, fp8 = kernel.name == "xqa", self.context.config.kv_cache_dtype == "fp8_e4m3"
         if length > 1 and not common.causal and (not xqa or fp8):
-            raise BatchError(f"{NOT_CAUSAL}, with queries of {length} tokens: {kernel} decodes them causally")
+            text = f"the step is not causal and has queries of {length} tokens, which {kernel} decodes causally"
+            raise BatchError(text, hint="set use_trtllm = false under [backends.FLASHINFER]")
         if xqa:
             mask = self._masks.mask(last - first, length, causal)
         return TRTLLMDecode(

@@ -1,8 +1,9 @@
 """Native decode of ``FLASHINFER_MLA``: ``BatchMLAPagedAttentionWrapper`` with its fa3 or fa2 kernels.
 
 The wrapper reads page indices, and a schedule that it plans on the host. Its launch grid depends on the mean query
-length alone, so that a graph of equal queries replays with any lengths and pages. Where a request's indices begin is
-its own, and ``kv_len_arr`` says how many there are: block tables are read as they are, row behind row, not flattened.
+length alone, so that a graph of equal queries replays with any lengths and pages. ``kv_indptr``
+says where a request's indices begin and ``kv_len_arr`` how many there are, so block tables are read as they are, row
+behind row, and not flattened.
 
 Under causality the kernels end the loop over keys at ``kv_len - q_len + tile_end // num_heads``, one key too early for
 a query that a tile of 64 or 128 rows cuts in two (include/flashinfer/attention/mla.cuh and mla_hopper.cuh v0.6.14;
@@ -62,7 +63,7 @@ class NativeDecode:
         self._most = self._check_capacity()
         memory: dict[str, Any] = {"dtype": torch.uint8, "device": context.device}
         self._workspace = torch.empty(context.plans["decode"].workspace_bytes - INT_WORKSPACE, **memory)
-        # One for all wrappers: a plan is used up by its step before the next step's is copied.
+        # One for all wrappers: ``Plan.ready`` sees to it that a step finds its own plan there.
         self._schedule = Schedule(torch.empty(SCHEDULE_BYTES, **memory))
         self._eager = self._wrapper()
         self._captured: dict[int, Wrapper] = {}

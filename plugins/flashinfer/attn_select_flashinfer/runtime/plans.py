@@ -70,7 +70,8 @@ class PinnedRing:
             KernelMismatchError: the wrapper keeps no such buffer (MLA's since 0.7.0): nothing guards its copies.
         """
         if not hasattr(wrapper, _ATTRIBUTE):
-            text = f"{type(wrapper).__name__} of the installed FlashInfer has no {_ATTRIBUTE}"
+            name = type(wrapper).__name__
+            text = f"{name} of the installed FlashInfer has no {_ATTRIBUTE}, so that its plans may overwrite each other"
             raise KernelMismatchError(text, hint=FLASHINFER_PYTHON_MLA.install)
         buffer, event = self._free()
         setattr(wrapper, _ATTRIBUTE, buffer)
@@ -204,7 +205,7 @@ class ScaledPlan(Plan):
         made = self.ready()
         if scale != self._scale:
             if self._ran:
-                text = f"layers of one kind with softmax scales {self._scale} and {scale}: one plan serves one scale"
+                text = f"layers of one group have the softmax scales {self._scale} and {scale}; a plan serves one scale"
                 raise ConfigError(text, fields=["scale"])
             self._shared.value = self._scale = scale
             self.put()
