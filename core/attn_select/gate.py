@@ -286,7 +286,6 @@ class CapabilityGate:
         "_lacks",
         "_most_speculative",
         "_output_quantizations",
-        "_read_elsewhere",
         "_reads_cache",
         "kind",
     )
@@ -325,14 +324,12 @@ class CapabilityGate:
             if name not in types
         }
         reads_quantized = capabilities.quantized_kv_cache_on.value.accepts(device.compute_capability)
-        listed = capabilities.kv_cache_dtypes.value
-        self._read_elsewhere = () if reads_quantized else tuple(filter(is_quantized, listed))
-        stored = [name for name in listed if name not in self._read_elsewhere]
+        offered = [name for name in capabilities.kv_cache_dtypes.value if reads_quantized or not is_quantized(name)]
         self._against_cache_dtype = {
             (asked, dtype): reason
             for dtype in DTYPES
             for asked in (dtype, *KV_CACHE_DTYPES)
-            if (reason := _against_cache_dtype(capabilities, stored, asked, dtype)) is not None
+            if (reason := _against_cache_dtype(capabilities, offered, asked, dtype)) is not None
         }
 
     def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
@@ -389,10 +386,8 @@ class CapabilityGate:
         if config.attn_type in self._against_attn_type:
             reasons.append(self._against_attn_type[config.attn_type])
         if demands.has_cache and self._reads_cache:
-            against = self._against_cache_dtype.get(demands.cache)
-            # A dtype that other devices read is no obstacle of its own for a layer of another kind.
-            if against is not None and (demands.kind == self.kind or demands.cache[0] not in self._read_elsewhere):
-                reasons.append(against)
+            if demands.cache in self._against_cache_dtype:
+                reasons.append(self._against_cache_dtype[demands.cache])
             size = config.block_size
             if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
                 reasons.append(block_size_reason(size, self._block_sizes))
@@ -422,20 +417,20 @@ class CapabilityGate:
         return (*clauses, *demands.unverified)
 
 
-def _against_cache_dtype(capabilities: Capabilities, listed: Sequence[str], asked: str, dtype: str) -> Reason | None:
+def _against_cache_dtype(capabilities: Capabilities, offered: Sequence[str], asked: str, dtype: str) -> Reason | None:
     """Return the reason against storing ``asked`` under a compute dtype; None where it is taken.
 
-    ``listed`` are the capabilities' ``kv_cache_dtypes`` that the device reads.
+    ``offered`` are those of the capabilities' ``kv_cache_dtypes`` that the device reads.
 
     NVFP4 is refused whatever the backend lists: the runtime has no layout for NVFP4 data with its block scales.
     """
-    mixed = capabilities.mixed_kv_cache_dtype.value
+    listed, mixed = capabilities.kv_cache_dtypes.value, capabilities.mixed_kv_cache_dtype.value
     allocatable = asked != "nvfp4"
     if asked == "auto" or (allocatable and asked in listed and (asked == dtype or mixed or is_quantized(asked))):
         return None
     if asked == dtype and dtype not in capabilities.dtypes.value:
         return None  # the compute dtype is a reason of its own
-    supported = [d for d in listed if d != "nvfp4" and (mixed or is_quantized(d) or d == dtype)]
+    supported = [d for d in offered if d != "nvfp4" and (mixed or is_quantized(d) or d == dtype)]
     if dtype in listed:
         supported = ["auto", *supported]
     remedy = f"--kv-cache-dtype {supported[0]}" if supported else None

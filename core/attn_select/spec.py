@@ -137,7 +137,8 @@ class Capabilities:
     quantized_kv_cache_on: Fact[ComputeCapabilities] = Fact(
         ComputeCapabilities((((0, 0), (99, 9)),), cpu=True), "default: all accepted devices"
     )
-    """Devices on which the quantised ones among ``kv_cache_dtypes`` are read."""
+    """Devices that read the quantised ones among ``kv_cache_dtypes``: on others ``plan`` refuses, and no reason offers
+    them."""
     mixed_kv_cache_dtype: Fact[bool] = Fact(False, "default")
     """Whether an unquantised cache may differ from the compute dtype (float16 cache, bfloat16 query)."""
     v_head_size_differs: Fact[bool] = Fact(False, "default")

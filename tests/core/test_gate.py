@@ -401,7 +401,7 @@ def test_one_code_is_given_once_as_the_plan_says_it(spec: MakeSpec) -> None:
 @pytest.mark.parametrize(
     ("device", "supported"), [(H100, ["auto", "bfloat16", "fp8_e4m3"]), (T4, ["auto", "bfloat16"])]
 )
-def test_quantised_caches_may_be_bound_to_devices(
+def test_quantised_caches_are_offered_on_devices_that_read_them(
     spec: MakeSpec, capabilities: MakeCapabilities, device: Device, supported: list[str]
 ) -> None:
     served = capabilities(
@@ -412,8 +412,6 @@ def test_quantised_caches_may_be_bound_to_devices(
     backend = spec(capabilities={"decode": served})
     (found,) = reasons(backend, {**PLAIN, "kv_cache_dtype": "fp8_e5m2"}, device=device)
     assert (found.code, found.supported) == ("kv-cache-dtype", supported)
-    accepted = not reasons(backend, {**PLAIN, "kv_cache_dtype": "fp8_e4m3"}, device=device)
-    assert accepted == (device is H100)
 
 
 def test_what_the_gate_says_of_the_device_stands(spec: MakeSpec) -> None:
