@@ -256,3 +256,20 @@ def test_steps_built_while_the_gpu_is_behind_keep_their_schedules() -> None:
         assert torch.equal(found, wanted)
     assert behind, "the GPU caught up before all steps were built: nothing was shown"
     assert groups.builder_of(group).native.pool.ring.buffers > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{"options": NATIVE}, {"options": NATIVE, "sinks": True}, {}], ids=str)
+def test_steps_built_before_the_first_one_runs(fields: dict[str, Any]) -> None:
+    group = groups.on_gpu(num_heads=8, num_kv_heads=2, **fields)
+    sinks: dict[str, Any] = {"sinks": torch.arange(8.0, device="cuda") / 4} if "sinks" in fields else {}
+    layer = Attention(group, **sinks)
+    steps = []
+    for query_lens, seq_lens in (([1, 1, 200], [900, 5, 400]), ([1, 7], [200, 64]), ([1] * 4, [9, 1000, 64, 65])):
+        common, cache = groups.batch(group, query_lens, seq_lens)
+        expected, _ = groups.reference(group, common, cache, layer, **sinks)
+        steps.append((common, cache, group.build(common), expected))
+    for common, cache, metadata, expected in (*steps, *reversed(steps), *steps):
+        query = groups.drawn_query(group, common.num_actual_tokens)
+        output = layer.forward(query, None, None, cache, metadata, torch.empty_like(query))
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)

@@ -356,3 +356,14 @@ def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: in
             wanted, _ = part.reference(size, kv_cache=held)
             plans = {"decode": group.served["decode"].context.plans["decode"]}
             assert relative_error(output.cpu(), wanted.cpu()).norm <= error_bound(group.config, plans).norm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["fa3", "fa2"])
+def test_steps_built_before_the_first_one_runs_on_the_gpu(kernel: str) -> None:
+    group = on_gpu(kernel, num_heads=16, num_speculative_tokens=2)
+    lengths = ([(1, 300), (3, 9)], [(2, 9), (1, 8), (3, 130)], [(1, 3)])
+    problems = [layers.problem_for(group, each) for each in lengths]
+    steps = [(problem, group.build(layers.common_of(problem))) for problem in problems]
+    for problem, metadata in (*steps, *reversed(steps), *steps):
+        layers.run(group, problem, metadata=metadata)
