@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-
-def _interpret() -> None:
-    """Turn the interpreter on, before any kernel is defined; teach it NumPy 2.4, whose arrays of one are no index."""
-    import torch
-
-    torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        return
-    os.environ["TRITON_INTERPRET"] = "1"
+def _teach_the_interpreter_numpy() -> None:
+    """Give the interpreter's numbers an index: NumPy 2.4 takes arrays of one element for none."""
     from triton.runtime import interpreter
 
     patched = interpreter._patch_lang_tensor
@@ -33,27 +23,8 @@ def _interpret() -> None:
     interpreter._patch_lang_tensor = patch
 
 
-# Where another test brought triton first, its own functions are compiled ones, which cannot be interpreted.
-TOO_LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
-if HAS_TRITON and not TOO_LATE:
-    _interpret()
-
-# Tests are imported one by one, so what they share is put in `sys.modules` by hand.
-for _name in ("layers", "mla_layers") if HAS_TRITON else ():
-    _spec = importlib.util.spec_from_file_location(f"triton_{_name}", Path(__file__).with_name(f"{_name}.py"))
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_spec.name])
-
-
-@pytest.fixture(autouse=True)
-def interpreted(request: pytest.FixtureRequest) -> None:
-    """Skip tests of kernels where they can run in no way."""
-    import torch
-
-    if TOO_LATE and not torch.cuda.is_available() and hasattr(request.module, "torch"):
-        pytest.skip("triton was imported before its interpreter could be turned on: run pytest with TRITON_INTERPRET=1")
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    _teach_the_interpreter_numpy()
 
 
 @pytest.fixture

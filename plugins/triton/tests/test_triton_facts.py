@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,44 +14,28 @@ import pytest
 from attn_select.config import AttentionConfig
 from attn_select.detection import Detection
 from attn_select.device import CPU, Device
-from attn_select.environment import Environment
-from attn_select.gate import check
 from attn_select.layouts import FLASHINFER_HND, MLA
 from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
-from attn_select.spec import BackendPlan, BackendSpec, Fact
+from attn_select.spec import BackendSpec
+from attn_select.testing import check_sources, codes_of, gqa_layer, mla_layer, plan_of, toolkit
+from attn_select.testing.toolkit import Where, codes
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
 from attn_select_triton.facts.planned_kernels import DecodeKernel, MLADecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA
-from attn_select_triton.facts.triton_support import LIBRARIES
 from attn_select_triton.plugin import attn_select_register_backends
 
 SPECS = (TRITON_ATTN, TRITON_MLA, PAGED_ATTENTION)
-ASSUMED = Environment(assume_installed=True)
 GPUS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
 H100 = Device("h100", (9, 0), sm_count=132)
-LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
-DEEPSEEK: dict[str, Any] = {
-    "num_heads": 128,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
 
 
-def device_of(capability: tuple[int, int] | None) -> Device:
-    return CPU if capability is None else Device("gpu", capability)
+def layer_of(spec: BackendSpec, **asked: Any) -> AttentionConfig:
+    return mla_layer(**asked) if spec is TRITON_MLA else gqa_layer(**asked)
 
 
-def ask(spec: BackendSpec, where: tuple[int, int] | Device | None, phase: Any = "decode", **asked: Any) -> Any:
-    config = AttentionConfig(**((DEEPSEEK if spec is TRITON_MLA else LLAMA) | asked))
-    device = where if isinstance(where, Device) else device_of(where)
-    return check(spec, config, device, ASSUMED, spec.options(), phase)
-
-
-def codes(outcome: Any) -> set[str]:
-    return set() if isinstance(outcome, BackendPlan) else {reason.code for reason in outcome}
+def ask(spec: BackendSpec, where: Where, phase: Any = "decode", **asked: Any) -> Any:
+    return toolkit.ask(spec, layer_of(spec, **asked), where, phase)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -173,25 +157,15 @@ def test_triton_attn_says_how_it_reads_pages(where: Any, asked: dict[str, Any], 
 
 @pytest.mark.parametrize(("triton", "gluon"), [("3.6.1", True), ("3.7.0", False)])
 def test_triton_attn_runs_gluon_with_the_release_that_was_run(triton: str, gluon: bool) -> None:
-    environment = Environment(assume_installed=True, pins={"triton": triton})
-    plan = check(TRITON_ATTN, AttentionConfig(**LLAMA), H100, environment, TRITON_ATTN.options(), "prefill")
-    assert isinstance(plan, BackendPlan)
+    plan = plan_of(TRITON_ATTN, gqa_layer(), H100, "prefill", pins={"triton": triton})
     assert plan.kernel == PrefillKernel(warp_specialised=gluon, gather_bytes=128 << 20)
 
 
 def test_triton_attn_reserves_what_it_is_told() -> None:
-    plans = [
-        check(
-            TRITON_ATTN,
-            AttentionConfig(**LLAMA, sinks=True),
-            H100,
-            ASSUMED,
-            TRITON_ATTN.options(gather_workspace_mib=mib),
-            "prefill",
-        )
+    none, some = (
+        plan_of(TRITON_ATTN, gqa_layer(sinks=True), H100, "prefill", options={"gather_workspace_mib": mib})
         for mib in (0, 7)
-    ]
-    none, some = (plan for plan in plans if isinstance(plan, BackendPlan))
+    )
     assert none.kernel == PrefillKernel()
     assert some.workspace_bytes - none.workspace_bytes == 7 << 20
 
@@ -327,7 +301,6 @@ def test_paged_attention_says_v1_or_v2(num_heads: int, rule: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_library_versions(spec: BackendSpec) -> None:
-    config = AttentionConfig(**(DEEPSEEK if spec is TRITON_MLA else LLAMA))
     for version, capability, expected in (
         ("3.5.1", (9, 0), {"library-version"}),
         ("3.6.0", (9, 0), set()),
@@ -335,8 +308,7 @@ def test_library_versions(spec: BackendSpec) -> None:
         ("3.6.0", (11, 0), {"library-version"}),
         ("3.7.0", (11, 0), set()),
     ):
-        there = Environment(assume_installed=True, pins={"triton": version})
-        assert codes(check(spec, config, device_of(capability), there, spec.options(), "decode")) == expected
+        assert codes_of(spec, layer_of(spec), capability, pins={"triton": version}) == expected
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -345,37 +317,28 @@ def test_needs_a_compiler_here(spec: BackendSpec, tmp_path: Any) -> None:
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     path = str(tmp_path)
-    config = AttentionConfig(**(DEEPSEEK if spec is TRITON_MLA else LLAMA))
     for variables, local, expected in (
         ({"PATH": path}, True, {"compiler-missing"}),
         ({"PATH": path}, False, set()),
         ({"PATH": path, "CC": "mycc -O2"}, True, set()),
         ({"PATH": path, "CC": "othercc"}, True, {"compiler-missing"}),
     ):
-        here = Environment(variables=variables)
-        here._states.update((library, "installed") for group in LIBRARIES for library in group)
-        here._versions["triton"] = "3.6.0"
+        installed = {"torch": "2.9.0", "triton": "3.6.0"}
         device = replace(H100, local=local)
-        assert codes(check(spec, config, device, here, spec.options(), "decode")) == expected
+        assert codes_of(spec, layer_of(spec), device, installed=installed, variables=variables) == expected
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_compiles_once_per_shape_class(spec: BackendSpec) -> None:
-    base = DEEPSEEK if spec is TRITON_MLA else LLAMA
-    key = spec.compile_key(AttentionConfig(**base))
-    assert key == spec.compile_key(AttentionConfig(**base, cuda_graph="UNIFORM_BATCH"))
+    key = spec.compile_key(layer_of(spec))
+    assert key == spec.compile_key(layer_of(spec, cuda_graph="UNIFORM_BATCH"))
     others: list[dict[str, Any]] = [{"dtype": "float16"}, {"kv_cache_dtype": "fp8"}, {"block_size": 64}]
-    assert key not in [spec.compile_key(AttentionConfig(**(base | asked))) for asked in others]
+    assert key not in [spec.compile_key(layer_of(spec, **asked)) for asked in others]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_fact_has_a_source(spec: BackendSpec) -> None:
-    for capabilities in spec.capabilities.values():
-        for field in fields(capabilities):
-            fact = getattr(capabilities, field.name)
-            if isinstance(fact, Fact):
-                assert fact.source
-                assert not fact.source.startswith("default") or fact == field.default
+    check_sources(spec, least=20)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

@@ -126,7 +126,11 @@ def mla_config(heads: int, rank: int, rope: int, dtype: str) -> AttentionConfig:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("terms", [Terms(), Terms(window=20, soft_cap=3.0)], ids=["plain", "window"])
+PLAIN = pytest.param(Terms(), marks=pytest.mark.slow, id="plain")
+"""The quick run has it in ``test_triton_attn_run.test_batch_invariance``, through the layer."""
+
+
+@pytest.mark.parametrize("terms", [PLAIN, pytest.param(Terms(window=20, soft_cap=3.0), id="window")])
 def test_decode(terms: Terms, device: torch.device) -> None:
     requests = [request for request in REQUESTS if request[0] < 4]
     problem = random_problem(1, config_of(), FLASHINFER_NHD, requests=requests, device=device)
@@ -134,7 +138,7 @@ def test_decode(terms: Terms, device: torch.device) -> None:
     check(problem, 32, lambda part: decoded(part, kv_cache, terms, Launch(16, 16, 4, 2)))
 
 
-@pytest.mark.parametrize("terms", [Terms(), Terms(window=20)], ids=["plain", "window"])
+@pytest.mark.parametrize("terms", [PLAIN, pytest.param(Terms(window=20), id="window")])
 @pytest.mark.parametrize("gather", [False, True])
 def test_prefill(terms: Terms, gather: bool, device: torch.device) -> None:
     problem = random_problem(2, config_of(), FLASHINFER_NHD, requests=REQUESTS, device=device)

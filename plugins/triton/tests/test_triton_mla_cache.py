@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,13 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from triton_mla_layers import DEVICE, DTYPE, FP8, ON_GPU  # noqa: E402
+
 from attn_select import AttentionConfig  # noqa: E402
 from attn_select.layouts import MLA  # noqa: E402
 from attn_select.runtime import Scales, torch_ops  # noqa: E402
 from attn_select_triton.kernels import mla_cache  # noqa: E402
-
-layers: Any = sys.modules["triton_mla_layers"]
-DEVICE, DTYPE, FP8, ON_GPU = layers.DEVICE, layers.DTYPE, layers.FP8, layers.ON_GPU
 
 
 def plain_config(rank: int, rope: int, dtype: str, cache: str) -> AttentionConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,15 +9,25 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from triton_mla_layers import (  # noqa: E402
+    DEEPSEEK,
+    DEVICE,
+    DTYPE,
+    ON_GPU,
+    batch,
+    close,
+    decode,
+    expected,
+    group_of,
+    layer_config,
+    layer_of,
+    parts_of,
+    queries,
+)
+
 from attn_select.runtime import Capacity, MLAAttention  # noqa: E402
 from attn_select.runtime.cuda_graph import CudaGraphRunner  # noqa: E402
 from attn_select.testing import lse_error, relative_error  # noqa: E402
-
-layers: Any = sys.modules["triton_mla_layers"]
-DEVICE, DTYPE, DEEPSEEK, ON_GPU = layers.DEVICE, layers.DTYPE, layers.DEEPSEEK, layers.ON_GPU
-layer_config, group_of, parts_of, layer_of = layers.layer_config, layers.group_of, layers.parts_of, layers.layer_of
-batch, queries, decode = layers.batch, layers.queries, layers.decode
-expected, close = layers.expected, layers.close
 
 
 def needs_gpu() -> None:

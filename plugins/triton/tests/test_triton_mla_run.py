@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,22 +9,29 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from attn_select.device import lookup  # noqa: E402
-from attn_select.environment import Environment  # noqa: E402
+from triton_mla_layers import (  # noqa: E402
+    DEEPSEEK,
+    DEVICE,
+    DTYPE,
+    ON_GPU,
+    batch,
+    close,
+    decode,
+    expected,
+    group_of,
+    layer_config,
+    layer_of,
+    parts_of,
+    queries,
+)
+
 from attn_select.errors import KernelMismatchError  # noqa: E402
 from attn_select.runtime import BatchError, Capacity, MLAAttention, VarlenMetadata, attention_group  # noqa: E402
-from attn_select.testing import attention_reference, merge_reference, relative_error  # noqa: E402
-from attn_select.testing.toolkit import outcomes, plans_of, selection_for  # noqa: E402
+from attn_select.testing import attention_reference, merge_reference, relative_error, selection_of  # noqa: E402
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel  # noqa: E402
 from attn_select_triton.facts.triton_mla import TRITON_MLA, gluon_lacks  # noqa: E402
 from attn_select_triton.runtime import triton_mla  # noqa: E402
 from attn_select_triton.runtime.triton_mla import fixed_split_tokens  # noqa: E402
-
-layers: Any = sys.modules["triton_mla_layers"]
-DEVICE, DTYPE, DEEPSEEK, ON_GPU = layers.DEVICE, layers.DTYPE, layers.DEEPSEEK, layers.ON_GPU
-layer_config, group_of, parts_of, layer_of = layers.layer_config, layers.group_of, layers.parts_of, layers.layer_of
-batch, queries, decode = layers.batch, layers.queries, layers.decode
-expected, close = layers.expected, layers.close
 
 
 @pytest.fixture(autouse=True)
@@ -164,14 +170,9 @@ def test_builds_nothing_that_moves() -> None:
 
 
 def test_refuses_a_kernel_that_does_not_run_here() -> None:
-    config = layer_config(**DEEPSEEK)
-    device, environment = lookup("h100"), Environment(assume_installed=True)
-    if ON_GPU:
-        environment = Environment(pins={"triton": "3.7.0"})
-    plans = plans_of(outcomes(TRITON_MLA, config, device, environment, TRITON_MLA.options()))
-    assert plans["decode"].kernel == MLADecodeKernel(gluon=not ON_GPU)
-    selection = selection_for(TRITON_MLA, plans, config, device, environment, TRITON_MLA.options())
-    assert selection is not None
+    pins = {"triton": "3.7.0"} if ON_GPU else {}
+    selection = selection_of(TRITON_MLA, layer_config(**DEEPSEEK), "h100", pins=pins)
+    assert selection.plans["decode"].kernel == MLADecodeKernel(gluon=not ON_GPU)
     if ON_GPU:
         attention_group(selection, "cuda", Capacity(8, 64, 512))
         return

@@ -173,9 +173,9 @@ def test_room_and_partitions_that_do_not_fit_are_refused(device: torch.device) -
             block_table=problem.block_table,
         )  # fmt: skip
 
-    with pytest.raises(ValueError, match="room for 7 partial results: 2 partitions of 4 heads take 8"):
+    with pytest.raises(ValueError, match="partials has 7 rows; one sequence of 2 partitions and 4 heads needs 8"):
         call(32)
-    with pytest.raises(ValueError, match="partition_size = 48: multiples of 32 are accepted"):
+    with pytest.raises(ValueError, match="partition_size = 48: accepted are multiples of 32"):
         call(48)
 
 

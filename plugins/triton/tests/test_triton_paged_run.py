@@ -150,8 +150,8 @@ def test_a_batch_of_decodes_runs_in_its_version(seq_lens: list[int], version: st
 @pytest.mark.parametrize("device", DEVICES)
 def test_decodes_alone_choose_the_version_of_a_mixed_batch(device: str) -> None:
     group = group_of(config_of(), Capacity(8, 2048, 1024), device)
-    metadata = check(group, *step_of(group, [1, 1, 5, 530], [40, 17, 30, 530]))
-    assert (metadata.version, tokens_of(metadata)) == ("v1", [535])
+    metadata = check(group, *step_of(group, [1, 1, 5, 60], [40, 17, 30, 540]))
+    assert (metadata.version, tokens_of(metadata)) == ("v1", [65])
     metadata = check(group, *step_of(group, [1, 1, 5], [540, 17, 30]))
     assert (metadata.version, tokens_of(metadata)) == ("v2", [5])
     metadata = check(group, *step_of(group, [5], [30]))

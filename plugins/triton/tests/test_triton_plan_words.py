@@ -13,8 +13,6 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 
 from attn_select.config import AttentionConfig
-from attn_select.device import lookup
-from attn_select.environment import Environment
 from attn_select.runtime import (
     Attention,
     AttentionGroup,
@@ -24,9 +22,8 @@ from attn_select.runtime import (
     attention_group,
     prepare_batch,
 )
-from attn_select.spec import BackendPlan, BackendSpec
-from attn_select.testing import same_bits
-from attn_select.testing.toolkit import outcomes, plans_of, selection_for
+from attn_select.spec import BackendPlan, BackendSpec, Reason
+from attn_select.testing import same_bits, selection_of
 from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA
@@ -42,13 +39,14 @@ QUERY_LENS, SEQ_LENS = [1, 1, 20], [70, 5, 40]
 
 def group_of(spec: BackendSpec, fields: Mapping[str, Any], options: Mapping[str, int], path: str | None) -> Any:
     """Return a group of plans for an H100 in Triton's interpreter, or on this GPU; ``path`` takes the words' place."""
-    config, chosen = AttentionConfig(**fields), spec.options(**options)
-    device, environment = lookup("h100"), Environment(assume_installed=True)
-    plans: dict[Any, BackendPlan] = plans_of(outcomes(spec, config, device, environment, chosen))
-    if path is not None:
-        plans = {phase: replace(plan, path=path, because=path, notes=(path,)) for phase, plan in plans.items()}
-    selection = selection_for(spec, plans, config, device, environment, chosen)
-    assert selection is not None
+
+    def plan(*asked: Any) -> BackendPlan | list[Reason]:
+        found = spec.plan(*asked)
+        if path is None or not isinstance(found, BackendPlan):
+            return found
+        return replace(found, path=path, because=path, notes=(path,))
+
+    selection = selection_of(replace(spec, plan=plan), AttentionConfig(**fields), "h100", options=options)
     return attention_group(selection, "cuda" if torch.cuda.is_available() else "cpu", Capacity(4, 256, 512))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,17 +9,18 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import torch
+import triton_attn_layers as layers
 
 from attn_select.config import AttentionConfig
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Capacity
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
+from attn_select.testing.running import common_of
 from attn_select_triton.kernels import prefill_hopper as kernel
 from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, readable
 from attn_select_triton.runtime import schedule
 
-layers: Any = sys.modules["triton_layers"]
 REQUESTS = ((1, 300), (257, 257), (0, 40), (64, 512), (1, 0), (130, 1000), (128, 128), (63, 129), (5, 3))
 
 
@@ -86,11 +86,11 @@ STEPS = {"mixed": ((1, 700), (1, 3), (200, 900), (130, 130)), "extend": ((16, 20
 def test_a_layer_runs_by_it(step: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     needs_hopper()
     monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: "warps")
-    group = layers.made(torch.device("cuda"), config_of(8, 2, **fields), group_capacity=Capacity(16, 2048, 8192))
+    group = layers.made(torch.device("cuda"), config_of(8, 2, **fields), capacity=Capacity(16, 2048, 8192))
     problem = layers.problem_of(group, STEPS[step])
     calls = []
     monkeypatch.setattr(kernel, "prefill_hopper", lambda *args, **given: calls.append(prefill_hopper(*args, **given)))
-    parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+    parts = group.build(common_of(problem)).parts[0].metadata.parts
     assert parts[-1].warps
     layers.check(group, problem)
     assert len(calls) == sum(part.warps for part in parts)
@@ -99,10 +99,10 @@ def test_a_layer_runs_by_it(step: str, fields: dict[str, Any], monkeypatch: pyte
 @pytest.mark.gpu
 def test_a_layer_takes_it_where_it_is_cheapest() -> None:
     needs_hopper()
-    group = layers.made(torch.device("cuda"), config_of(32, 8), group_capacity=Capacity(16, 8192, 8192))
+    group = layers.made(torch.device("cuda"), config_of(32, 8), capacity=Capacity(16, 8192, 8192))
     for requests, expected in ((((512, 8192),), True), (((4096, 4096),), True), (((256, 256),) * 16, False)):
         problem = layers.problem_of(group, requests)
-        parts = group.build(layers.common_of(problem)).parts[0].metadata.parts
+        parts = group.build(common_of(problem)).parts[0].metadata.parts
         assert [part.warps for part in parts] == [expected]
 
 

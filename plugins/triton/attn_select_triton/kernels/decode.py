@@ -296,7 +296,10 @@ class Decode:
             wanted = decode_workspace(tokens, shape.heads, shape.value_size, num_splits)
             if workspace is None or workspace.numel() < wanted:
                 have = 0 if workspace is None else workspace.numel()
-                raise ValueError(f"workspace of {have} elements: {num_splits} splits of {tokens} tokens take {wanted}")
+                raise ValueError(
+                    f"workspace has {have} float32 elements; {num_splits} splits of {tokens} tokens need {wanted} "
+                    "(decode_workspace computes the number)"
+                )
             partials = tokens * shape.heads * num_splits * shape.value_size
             self._parts, self._part_lse = workspace[:partials], workspace[partials:wanted]
         each, pointer = (1, split_tokens) if isinstance(split_tokens, Tensor) else (split_tokens, None)

@@ -547,7 +547,9 @@ class _Prepared:
         if launch is None:
             launch = paged_launch(capability_of(query.device), group, head_size, query.dtype, key.dtype)
         if partition_size % launch.block_n:
-            raise ValueError(f"partition_size = {partition_size}: multiples of {launch.block_n} are accepted")
+            raise ValueError(
+                f"partition_size = {partition_size}: accepted are multiples of {launch.block_n}, the tile of keys"
+            )
         self.row_tiles = -(-group // launch.block_m)
         self.strides = query.stride()[:2], output.stride()[:2]
         self.cache_strides = *key.stride()[:2], *value.stride()[:2]
@@ -657,7 +659,8 @@ def paged_attention_v2(
     room = len(partials.maxima)
     if room < heads * partitions:
         raise ValueError(
-            f"room for {room} partial results: {partitions} partitions of {heads} heads take {heads * partitions}"
+            f"partials has {room} rows; one sequence of {partitions} partitions and {heads} heads needs "
+            f"{heads * partitions} (Partials.reserve)"
         )
     launches = -(-seqs * heads * partitions // (room - room % (heads * partitions)))
     step = -(-seqs // launches)

@@ -140,9 +140,10 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
         if splits > 1 and wanted > workspace.numel():
             reserved = workspace.numel() // self._per_token
             raise BatchError(
-                f"{common.num_actual_tokens} decode tokens in {splits} splits, for max_seq_len = {common.max_seq_len}: "
-                f"partial results are reserved for {reserved} in all, by max_model_len = {self.context.max_model_len} "
-                f"and max_num_seqs = {self.context.max_num_seqs}"
+                f"{common.num_actual_tokens} decode tokens in {splits} splits for max_seq_len = {common.max_seq_len} "
+                f"need {common.num_actual_tokens * splits} partial results; the workspace holds {reserved}. The "
+                f"capacity of the group sets it: max_model_len = {self.context.max_model_len}, "
+                f"max_num_seqs = {self.context.max_num_seqs}"
             )
         arguments = {
             "query_start_loc": common.query_start_loc,

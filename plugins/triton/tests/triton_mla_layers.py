@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 from attn_select import AttentionConfig, select
-from attn_select.device import lookup
-from attn_select.environment import Environment
 from attn_select.runtime import BlockTable, Capacity, Scales, attention_group, prepare_batch
-from attn_select.testing import attention_reference, lse_error, relative_error
-from attn_select.testing.toolkit import outcomes, plans_of, selection_for
+from attn_select.testing import attention_reference, lse_error, relative_error, selection_of
 from attn_select_triton.facts.triton_mla import TRITON_MLA
 
 ON_GPU = torch.cuda.is_available()
@@ -23,7 +20,8 @@ DTYPE = "bfloat16" if ON_GPU else "float16"
 """Triton's interpreter multiplies the bits of bfloat16 as if they were integers."""
 SMALL = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-OTHER_TRITON = Environment(assume_installed=True, pins={"triton": "3.7.0"})
+OTHER_TRITON = {"triton": "3.7.0"}
+"""Another release than the one whose Gluon was run: the interpreter runs no Gluon."""
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -36,10 +34,7 @@ def group_of(config: AttentionConfig, capacity: Capacity | None = None, **option
     capacity = capacity or Capacity(8, 256, 512)
     if ON_GPU:
         return attention_group(select(config, backend="TRITON_MLA"), capacity=capacity, **options)
-    plans = plans_of(outcomes(TRITON_MLA, config, lookup("h100"), OTHER_TRITON, TRITON_MLA.options()))
-    selection = selection_for(TRITON_MLA, plans, config, lookup("h100"), OTHER_TRITON, TRITON_MLA.options())
-    assert selection is not None
-    return attention_group(selection, "cpu", capacity, **options)
+    return attention_group(selection_of(TRITON_MLA, config, "h100", pins=OTHER_TRITON), "cpu", capacity, **options)
 
 
 def parts_of(group: Any) -> tuple[Any, Any]:
