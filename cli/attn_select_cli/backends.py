@@ -129,7 +129,7 @@ def _fact_text(value: Any) -> Any:
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
     from attn_select import catalog
     from attn_select.render import HANG
-    from attn_select_cli.output import Table, plugin_table
+    from attn_select_cli.table import Table, plugin_table
 
     gpu_only = gpu_libraries(registry)
     rows = []
@@ -160,7 +160,7 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
 
 
 def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> list[Any]:
-    from attn_select_cli.output import Table
+    from attn_select_cli.table import Table
 
     lines: list[Any] = [[(spec.name, "title"), (f"  {spec.summary}", "")], [(f"registered by {owner}", "dim")]]
     for group in spec.libraries:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attn_select.environment import Environment
     from attn_select.registry import Registry
     from attn_select.spec import BackendSpec
-    from attn_select_cli.output import Block
+    from attn_select_cli.table import Block
 
 EPILOG = """\b
 Examples:
@@ -207,7 +207,7 @@ def _lines(findings: dict[str, Any]) -> list[Block]:
     from attn_select import catalog
     from attn_select.errors import shorten
     from attn_select.render import HANG
-    from attn_select_cli.output import Table, plugin_table
+    from attn_select_cli.table import Table, plugin_table
 
     device = findings["device"]
     rows = [

@@ -23,7 +23,8 @@ A GPU that is not listed can be asked about by its compute capability: --gpu sm9
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     """List the GPUs known by name, those that contain every WORD if any is given."""
     from attn_select.device import known_gpus
-    from attn_select_cli.output import Table, print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.table import Table
 
     devices = [
         d

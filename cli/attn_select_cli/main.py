@@ -87,7 +87,7 @@ def main() -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; errors are printed, never raised."""
-    from attn_select.errors import AttnSelectError, NoBackendError
+    from attn_select.errors import AttnSelectError
 
     as_json = "--json" in arguments
     try:
@@ -112,6 +112,8 @@ def run(arguments: list[str]) -> int:
         hint = f"`{shown} --help` shows the options" if shown else None
         return _fail(as_json, "usage", error.format_message(), hint, 2)
     except AttnSelectError as error:
+        from attn_select.selection import NoBackendError
+
         return _fail(as_json, error.code, error.message, error.hint, 1 if isinstance(error, NoBackendError) else 2)
     except BrokenPipeError:
         # The reader (head, less) went away. Python would complain again when it closes stdout.

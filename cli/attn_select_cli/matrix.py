@@ -45,7 +45,8 @@ def command(
     from attn_select.device import known_gpus
     from attn_select_cli import model_configs
     from attn_select_cli.explanation import build_explanations
-    from attn_select_cli.output import Table, markdown_table, print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.table import Table, markdown_table
 
     described = options["num_heads"] is not None and not model and not all_models
     names: tuple[str | None, ...] = tuple(model_configs.presets()) if all_models else model or DEFAULT_MODELS

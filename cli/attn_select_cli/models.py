@@ -23,7 +23,8 @@ Any other model: give --model the path of its config.json, or of the folder that
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     """List the model presets, those that contain every WORD if any is given."""
     from attn_select_cli import model_configs as models
-    from attn_select_cli.output import Table, print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.table import Table
 
     presets = [
         p

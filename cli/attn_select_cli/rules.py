@@ -188,7 +188,8 @@ def path(rules: tuple[str, ...], as_json: bool) -> int:
     """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""
     from attn_select.registry import load_plugins
     from attn_select.rules.layers import inspect_layers
-    from attn_select_cli.output import Table, print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.table import Table
 
     layers = inspect_layers(rules, load_plugins().fragments)
     if as_json:

@@ -11,8 +11,8 @@ from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
     from attn_select_cli.explanation import LayerExplanation
-    from attn_select_cli.output import Block
     from attn_select_cli.serving import Served, Workload
+    from attn_select_cli.table import Block
 
 EPILOG = """\b
 Examples:
@@ -123,7 +123,7 @@ def _progress(kind: str, tokens: int) -> Any:
 
 def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:
     from attn_select.render import byte_text, plan_lines
-    from attn_select_cli.output import Table
+    from attn_select_cli.table import Table
 
     lines = plan_lines(one.selection, one.kind, one.count)
     if isinstance(served, str):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from attn_select.render import HANG, Line
-from attn_select_cli.output import GAP, Block, Table
+from attn_select_cli.table import GAP, Block, Table
 
 ROOM = 36
 """Columns that wrapped text should have; with fewer, continuation lines begin further left."""

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from attn_select.environment import Environment as Environment
     from attn_select.errors import AttnSelectError as AttnSelectError
     from attn_select.errors import ConfigError as ConfigError
-    from attn_select.errors import NoBackendError as NoBackendError
     from attn_select.hookspecs import hookimpl as hookimpl
+    from attn_select.selection import NoBackendError as NoBackendError
     from attn_select.selection import Selection as Selection
     from attn_select.selector import clear_cache as clear_cache
     from attn_select.selector import select as select
@@ -26,7 +26,7 @@ _EXPORTS = {
     "ConfigError": "errors",
     "Device": "device",
     "Environment": "environment",
-    "NoBackendError": "errors",
+    "NoBackendError": "selection",
     "Selection": "selection",
     "clear_cache": "selector",
     "hookimpl": "hookspecs",

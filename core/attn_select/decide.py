@@ -12,6 +12,7 @@ from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, UnknownNameError, shorten, show
+from attn_select.outcome import Candidate, Verdict
 from attn_select.registry import Plugin, Registry
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import import_names
@@ -19,7 +20,7 @@ from attn_select.rules.lint import known_names, rule_warnings
 from attn_select.rules.options import read_options
 from attn_select.rules.ranking import Ranker, Ranking
 from attn_select.rules.rule import Rule
-from attn_select.selection import Candidate, Selection, Verdict
+from attn_select.selection import Selection
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 
 _NO_REASONS: list[Reason] = []

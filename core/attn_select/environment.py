@@ -13,12 +13,9 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from attn_select.errors import ConfigError, show
-
-if TYPE_CHECKING:
-    from attn_select.spec import Library
 
 LibraryState = Literal["installed", "assumed", "missing", "wrong-version", "broken"]
 INSTALLED: Final = "installed"
@@ -58,6 +55,23 @@ def parse_pins(pins: Iterable[str]) -> dict[str, str]:
         if result.setdefault(name, version) != version:
             raise ConfigError(f"with: {name} is given twice, as {result[name]} and as {version}", fields=["with"])
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One way to get a kernel: a distribution that must be installed.
+
+    ``version`` is a PEP 440 specifier (``>=0.6.0``) or empty; ``module`` is the top-level import name probed
+    without importing; ``install`` is a command that was seen to work.
+    """
+
+    distribution: str
+    module: str
+    install: str
+    version: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.distribution)  # plans ask for states by the million; the string keeps its hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,15 @@
-"""Every error that attn-select raises on purpose.
+"""The errors that attn-select raises on purpose.
 
-An error says what was seen, what would be accepted and what to do next. Anything
-else that leaves this package is a bug. The command line prints these without a traceback
-and maps them to exit code 2 (``NoBackendError``: 1).
+An error says what was seen, what would be accepted and what to do next. Any other exception that leaves this package is
+a bug. The command line prints these errors without a traceback and exits with 2. ``NoBackendError`` (exit code 1)
+stands in ``attn_select.selection``, beside the ``Selection`` that it carries.
 """
 
 from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from attn_select.selection import Selection
+from typing import Any
 
 
 class AttnSelectError(Exception):
@@ -121,20 +118,6 @@ class KernelMismatchError(AttnSelectError, ImportError):
     """An installed kernel library whose version, build or signatures are not what its plugin calls."""
 
     code = "kernel-mismatch"
-
-
-class NoBackendError(AttnSelectError):
-    """No backend can run the layer, or the one that was asked for cannot.
-
-    Attributes:
-        selection: the whole decision, with every candidate's reasons.
-    """
-
-    code = "no-valid-backend"
-
-    def __init__(self, message: str, selection: Selection, *, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.selection = selection
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from attn_select import catalog
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
+from attn_select.outcome import Candidate, Outcome, Verdict
 from attn_select.rules.layers import FILE_NAME
 from attn_select.rules.rule import PACKAGED, Rule
-from attn_select.selection import Candidate, Selection, Verdict
 from attn_select.spec import BackendPlan, Reason
 
 Line = list[tuple[str, str]]
@@ -45,13 +45,13 @@ def plain(lines: Iterable[Line]) -> str:
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
 
-def selection_text(selection: Selection) -> str:
+def selection_text(selection: Outcome) -> str:
     """Return ``Selection.explain()``."""
     lines = [*device_lines(selection), [], *layer_lines(selection), *note_lines([selection])]
     return plain([*lines, *warning_lines(selection.warnings)])
 
 
-def device_lines(selection: Selection) -> list[Line]:
+def device_lines(selection: Outcome) -> list[Line]:
     """Say which device and which libraries the decision is for."""
     device, environment = selection.device, selection.environment
     facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
@@ -115,7 +115,7 @@ def config_text(config: AttentionConfig) -> str:
     return ", ".join(parts)
 
 
-def layer_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
+def layer_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
     """Render one layer kind: the plan, every candidate, the rules, the nearest remedies."""
     lines = plan_lines(selection, kind, count)
     lines += _candidate_lines(selection)
@@ -125,7 +125,7 @@ def layer_lines(selection: Selection, kind: str | None = None, count: int | None
     return lines
 
 
-def brief_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
+def brief_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
     """Render one layer kind: the plan, and one line for each rejected backend with the first reason against it."""
     lines: dict[str, Line] = {}
     folded: dict[str, list[str]] = {}
@@ -162,7 +162,7 @@ def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, devic
     return line + (_try(reasons[0], device) if len(reasons) == 1 else [])
 
 
-def plan_lines(selection: Selection, kind: str | None = None, count: int | None = None) -> list[Line]:
+def plan_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
     """Render what one layer kind asks for and the plan of each phase."""
     title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
     lines: list[Line] = [[(f"{title}  ", "title"), HANG, (config_text(selection.config), "")]]
@@ -199,7 +199,7 @@ def plan_lines(selection: Selection, kind: str | None = None, count: int | None 
     return lines
 
 
-def _why_none(selection: Selection, phase: str) -> str:
+def _why_none(selection: Outcome, phase: str) -> str:
     """Say why a phase has no backend; ``phase`` may be the title of both."""
     names = dict.fromkeys(name for p, name in selection.explicit.items() if p in phase)
     if names:
@@ -209,7 +209,7 @@ def _why_none(selection: Selection, phase: str) -> str:
     return "no backend can run this"
 
 
-def _merged_plans(selection: Selection) -> list[tuple[str, str | None, BackendPlan | None]]:
+def _merged_plans(selection: Outcome) -> list[tuple[str, str | None, BackendPlan | None]]:
     selected, plans = selection.selected, selection.plans
     rows: list[tuple[str, str | None, BackendPlan | None]] = [(p, selected[p], plans.get(p)) for p in selected]
     if len(rows) == 2 and rows[0][1:] == rows[1][1:]:
@@ -217,7 +217,7 @@ def _merged_plans(selection: Selection) -> list[tuple[str, str | None, BackendPl
     return rows
 
 
-def _candidate_lines(selection: Selection) -> list[Line]:
+def _candidate_lines(selection: Outcome) -> list[Line]:
     lines: list[Line] = []
     phases = list(selection.backends)
     same = len(phases) == 2 and all(_same(c.phases["prefill"], c.phases["decode"]) for c in selection.candidates)
@@ -232,7 +232,7 @@ def _candidate_lines(selection: Selection) -> list[Line]:
     return lines
 
 
-def _folded(selection: Selection, phase: Phase) -> dict[str, list[str]]:
+def _folded(selection: Outcome, phase: Phase) -> dict[str, list[str]]:
     """Return the backends that can never serve this layer, by why; only where two or more share it."""
     found: dict[str, list[str]] = {}
     for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
@@ -293,7 +293,7 @@ def _remedy(reason: Reason, device: Device) -> Line:
     return [(remedy, "remedy"), (f" ({catalog.NEEDS_GPU})" if elsewhere else "", "dim")]
 
 
-def _rule_lines(selection: Selection) -> list[Line]:
+def _rule_lines(selection: Outcome) -> list[Line]:
     if not selection.rules:
         return []
     lines: list[Line] = [[], [("  Rules applied", "title")]]
@@ -311,7 +311,7 @@ def _origin(rule: Rule) -> str:
     return f"packaged {FILE_NAME}:{rule.line}" if rule.layer == PACKAGED else rule.origin
 
 
-def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
+def _remedy_lines(selection: Outcome, most: int = 3) -> list[Line]:
     """Name the near misses: backends above the chosen one (or any, where none is) that a single remedy would admit."""
     admitted: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
     for phase in selection.backends:
@@ -336,7 +336,7 @@ def _remedy_lines(selection: Selection, most: int = 3) -> list[Line]:
     return [[], [("  Nearest misses", "title")], *lines] if lines else []
 
 
-def _unranked_lines(selection: Selection) -> list[Line]:
+def _unranked_lines(selection: Outcome) -> list[Line]:
     """Say how to choose a backend that no rule ranks, where a phase has no other: by name, or by a rule."""
     phases = [phase for phase, spec in selection.backends.items() if spec is None and phase not in selection.explicit]
     for candidate in selection.candidates:
@@ -363,7 +363,7 @@ def _unranked_lines(selection: Selection) -> list[Line]:
     return []
 
 
-def note_lines(selections: Iterable[Selection]) -> list[Line]:
+def note_lines(selections: Iterable[Outcome]) -> list[Line]:
     """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
     reasons = (r for s in selections for c in s.candidates for v in c.phases.values() for r in v.reasons)
     distributions = {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}

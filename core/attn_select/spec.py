@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
-
-if TYPE_CHECKING:
-    from attn_select.device import Device
-    from attn_select.environment import Environment
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.environment import Library as Library  # plugins find all that a spec is made of here
 
 T_co = TypeVar("T_co", covariant=True)
 UNVERIFIED = "unverified"
@@ -161,23 +160,6 @@ class Capabilities:
     """The most draft tokens per request (decode query length is this plus one)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """One way to get a kernel: a distribution that must be installed.
-
-    ``version`` is a PEP 440 specifier (``>=0.6.0``) or empty; ``module`` is the top-level import name probed
-    without importing; ``install`` is a command that was seen to work.
-    """
-
-    distribution: str
-    module: str
-    install: str
-    version: str = ""
-
-    def __hash__(self) -> int:
-        return hash(self.distribution)  # plans ask for states by the million; the string keeps its hash
-
-
 @dataclass(slots=True, kw_only=True)
 class BackendPlan:
     """How a backend would run one phase of a config on a device. Treat as immutable.
@@ -230,7 +212,7 @@ class BackendOptions(BaseModel):
 
 
 PlanFunction = Callable[
-    [AttentionConfig, "Device", "Environment", Any, Phase],
+    [AttentionConfig, Device, Environment, Any, Phase],
     "BackendPlan | list[Reason]",
 ]
 

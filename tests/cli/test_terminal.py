@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attn_select.render import HANG
-from attn_select_cli.output import Table
+from attn_select_cli.table import Table
 from attn_select_cli.terminal import fitted, wrapped
 
 EXPLAIN = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dtype", "fp8")

@@ -13,7 +13,8 @@ import pytest
 # Loaded so that their errors are among the subclasses.
 from attn_select import AttentionConfig, select
 from attn_select.device import lookup
-from attn_select.errors import AttnSelectError, NoBackendError, RulesError, UnknownNameError
+from attn_select.errors import AttnSelectError, RulesError, UnknownNameError
+from attn_select.selection import NoBackendError
 
 
 def subclasses(base: type[AttnSelectError]) -> Iterator[type[AttnSelectError]]:

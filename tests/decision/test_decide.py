@@ -12,8 +12,9 @@ from attn_select.config import AttentionConfig
 from attn_select.decide import Choice, parse_choice
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, UnknownNameError
+from attn_select.outcome import Candidate
 from attn_select.registry import Plugin
-from attn_select.selection import Candidate, Selection
+from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, Library, Reason
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select import select
+from attn_select import NoBackendError, select
 from attn_select.config import AttentionConfig
-from attn_select.errors import ConfigError, NoBackendError
+from attn_select.errors import ConfigError
 from attn_select.runtime import (
     Attention,
     AttentionGroup,

@@ -7,6 +7,7 @@ mapped to them. The rules are what each ``configuration_*.py`` does when ``layer
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from attn_select.errors import ModelError
 from attn_select_cli.model_configs.fields import MAX_LAYERS, Fields
@@ -241,9 +242,23 @@ def _twice(fields: Fields) -> list[str]:
     return [FULL] * (2 * _count(fields))
 
 
-def _nemotron_nas(fields: Fields) -> list[str]:
-    from attn_select_cli.model_configs.variants import attention_block, blocks
+def blocks(fields: Fields) -> list[Any]:
+    """Return ``block_configs`` of a Nemotron NAS model (vLLM's nemotron_nas.py), one per layer."""
+    found = fields.get("block_configs")
+    if not isinstance(found, list) or not 1 <= len(found) <= MAX_LAYERS:
+        raise fields.wrong("block_configs", found, "a list with one object per layer")
+    return found
 
+
+def attention_block(fields: Fields, block: Any) -> dict[str, Any]:
+    """Return the attention part of one entry of ``block_configs``."""
+    attention = block.get("attention") if isinstance(block, dict) else None
+    if not isinstance(attention, dict):
+        raise fields.wrong("block_configs[]", block, "an object with an object 'attention'")
+    return attention
+
+
+def _nemotron_nas(fields: Fields) -> list[str]:
     return [LINEAR if attention_block(fields, block).get("no_op") else FULL for block in blocks(fields)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from attn_select.errors import ModelError
 from attn_select_cli.model_configs import layer_types as types
@@ -113,27 +112,11 @@ def per_layer(fields: Fields, name: str, count: int) -> list[int] | None:
     return listed
 
 
-def blocks(fields: Fields) -> list[Any]:
-    """Return ``block_configs`` of a Nemotron NAS model (vLLM's nemotron_nas.py), one per layer."""
-    found = fields.get("block_configs")
-    if not isinstance(found, list) or not 1 <= len(found) <= MAX_LAYERS:
-        raise fields.wrong("block_configs", found, "a list with one object per layer")
-    return found
-
-
-def attention_block(fields: Fields, block: Any) -> dict[str, Any]:
-    """Return the attention part of one entry of ``block_configs``."""
-    attention = block.get("attention") if isinstance(block, dict) else None
-    if not isinstance(attention, dict):
-        raise fields.wrong("block_configs[]", block, "an object with an object 'attention'")
-    return attention
-
-
 def _nemotron_nas(fields: Fields) -> list[int]:
     heads = fields.heads("num_attention_heads")
     counts: list[int] = []
-    for block in blocks(fields):
-        group = attention_block(fields, block).get("n_heads_in_group")
+    for block in types.blocks(fields):
+        group = types.attention_block(fields, block).get("n_heads_in_group")
         if group is not None and (type(group) is not int or group < 1 or heads is None or heads % group):
             name = "block_configs[].attention.n_heads_in_group"
             raise fields.wrong(name, group, f"a divisor of {heads} heads, or null")

@@ -33,7 +33,8 @@ from attn_select.environment import (
     version_matches,
 )
 from attn_select.layouts import LAYOUTS, MLA
-from attn_select.selection import Candidate, Selection, Verdict
+from attn_select.outcome import Candidate, Verdict
+from attn_select.selection import Selection
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Fact, Library, Reason
 
 __tracebackhide__ = True  # a failure shows the test that asked, not the toolkit

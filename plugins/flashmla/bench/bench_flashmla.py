@@ -21,9 +21,10 @@ from attn_select import AttentionConfig, detection, gate
 from attn_select.config import Phase
 from attn_select.decide import shared_cache
 from attn_select.environment import Environment
+from attn_select.outcome import Candidate, Verdict
 from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Scales, prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
-from attn_select.selection import Candidate, Selection, Verdict
+from attn_select.selection import Selection
 from attn_select.spec import BackendPlan
 from attn_select.testing import relative_error
 from attn_select.testing.oracle_paged import gather_reference

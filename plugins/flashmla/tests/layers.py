@@ -14,8 +14,9 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.decide import shared_cache
 from attn_select.device import known_gpus
 from attn_select.environment import Environment
+from attn_select.outcome import Candidate, Verdict
 from attn_select.runtime import Capacity, CommonAttentionMetadata, MLAAttention, MLAAttentionGroup, Scales
-from attn_select.selection import Candidate, Selection, Verdict
+from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.testing import MLAProblem, random_mla_problem
 from attn_select_flashmla.flashmla import FLASHMLA

@@ -12,9 +12,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select import AttentionConfig, Environment, select
+from attn_select import AttentionConfig, Environment, NoBackendError, select
 from attn_select.device import lookup
-from attn_select.errors import NoBackendError
 from attn_select.layouts import PAGED_ATTENTION as LAYOUT
 from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner

@@ -23,7 +23,7 @@ from attn_select_torch.facts.torch_library import (
 )
 
 if TYPE_CHECKING:
-    from attn_select_torch.runtime.mla import TorchMLABackend
+    from attn_select.runtime.backend import AttentionBackend
 
 
 def _capabilities(reads_cache: bool) -> Capabilities:
@@ -96,7 +96,7 @@ def plan(
     )
 
 
-def load() -> type[TorchMLABackend]:
+def load() -> type[AttentionBackend]:
     """Import torch and return the runtime backend."""
     from attn_select_torch.runtime.mla import TorchMLABackend
 

@@ -27,7 +27,7 @@ from attn_select_triton.facts.triton_support import (
 )
 
 if TYPE_CHECKING:
-    from attn_select_triton.runtime.triton_mla import TritonMLABackend
+    from attn_select.runtime.backend import AttentionBackend
 
 LORA_RANKS = HeadSizes(multiple_of=16, minimum=16, maximum=512)
 """Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512."""
@@ -195,7 +195,7 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> type[TritonMLABackend]:
+def load() -> type[AttentionBackend]:
     """Import Triton, begin what its first launch would wait for, and return the backend.
 
     Raises:
