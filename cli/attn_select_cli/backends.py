@@ -54,13 +54,13 @@ def command(name: str | None, as_json: bool) -> int:
 
 def backend_dict(name: str, registry: Registry, environment: Environment, *, facts: bool) -> dict[str, Any]:
     """Return what ``--json`` says of one backend; with ``facts`` every capability and its source."""
-    from attn_select import catalog
     from attn_select.decide import absent_backends
+    from attn_select.distributions import known_backends
 
     spec = registry.specs.get(name)
     if spec is None:
         absent = absent_backends(registry)[name]
-        distributions = list(registry.conflicts.get(name) or [catalog.DISTRIBUTIONS[name]])
+        distributions = list(registry.conflicts.get(name) or [known_backends()[name]])
         state, remedy = absent.code, absent.remedy
         return {"name": name, "state": state, "distributions": distributions, "missing": [], "remedy": remedy}
     missing = _missing(name, registry, environment)
@@ -127,7 +127,7 @@ def _fact_text(value: Any) -> Any:
 
 
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
-    from attn_select import catalog
+    from attn_select import distributions
     from attn_select.render import HANG
     from attn_select_cli.table import Table, plugin_table
 
@@ -146,16 +146,16 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
         if any(
             library.distribution in gpu_only for group in _missing(name, registry, environment) for library in group
         ):
-            remedy += f" ({catalog.NEEDS_GPU})"
+            remedy += f" ({distributions.NEEDS_GPU})"
         rows.append([name, entry["state"], phases, ", ".join(installed) or "-", remedy])
     lines: list[Any] = [
         Table(["backend", "on this machine", "phases", "libraries found", "to get what is missing"], rows)
     ]
     lines += [[], plugin_table([plugin.to_dict() for plugin in registry.plugins])]
     lines += [[], [("`attn-select backends NAME` shows one backend's capabilities with their sources.", "dim")]]
-    wanted = [catalog.DISTRIBUTIONS[row[0]] for row in rows if row[1] == "plugin-not-installed"]
-    if not all(catalog.folder_in_clone(distribution) for distribution in wanted):
-        lines.append([("note: ", "warning"), HANG, (catalog.NOT_ON_AN_INDEX, "")])
+    wanted = [distributions.known_backends()[row[0]] for row in rows if row[1] == "plugin-not-installed"]
+    if not all(distributions.folder_in_clone(distribution) for distribution in wanted):
+        lines.append([("note: ", "warning"), HANG, (distributions.NOT_ON_AN_INDEX, "")])
     return lines
 
 

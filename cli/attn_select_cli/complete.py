@@ -37,10 +37,10 @@ def backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     """Complete backend names, also behind ``PHASE=``."""
     from click.shell_completion import CompletionItem
 
-    from attn_select.catalog import DISTRIBUTIONS
+    from attn_select.distributions import known_backends
 
     phase, equals, name = incomplete.rpartition("=")
-    return [CompletionItem(f"{phase}{equals}{item.value}") for item in _starting(DISTRIBUTIONS, name)]
+    return [CompletionItem(f"{phase}{equals}{item.value}") for item in _starting(known_backends(), name)]
 
 
 def choices(*names: str) -> click.types.StringParamType:

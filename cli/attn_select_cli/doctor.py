@@ -149,7 +149,7 @@ def supports(spec: BackendSpec, device: Device) -> bool:
 
 def _way_out(registry: Registry, device: Device, environment: Environment) -> str:
     """Say what to install where no backend can run."""
-    from attn_select import catalog
+    from attn_select import distributions
     from attn_select.decide import absent_backends
 
     wanted: dict[str, list[str]] = {}
@@ -159,9 +159,9 @@ def _way_out(registry: Registry, device: Device, environment: Environment) -> st
             wanted.setdefault(" && ".join(missing), []).append(name)
     if wanted:
         return "; ".join(f"{', '.join(names)}: {command}" for command, names in wanted.items())
-    plugin, absent = catalog.DISTRIBUTIONS["TORCH_SDPA"], absent_backends(registry).get("TORCH_SDPA")
+    plugin, absent = distributions.known_backends()["TORCH_SDPA"], absent_backends(registry).get("TORCH_SDPA")
     if absent is not None and absent.code == "plugin-not-installed":
-        note = "" if catalog.folder_in_clone(plugin) else f". {catalog.NOT_ON_AN_INDEX}"
+        note = "" if distributions.folder_in_clone(plugin) else f". {distributions.NOT_ON_AN_INDEX}"
         return f"{plugin} serves CPUs and GPUs: {absent.remedy}{note}"
     if absent is not None:
         return f"{plugin} serves CPUs and GPUs, and TORCH_SDPA is not usable: {absent.message}"
@@ -204,7 +204,7 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
 
 def _lines(findings: dict[str, Any]) -> list[Block]:
-    from attn_select import catalog
+    from attn_select import distributions
     from attn_select.errors import shorten
     from attn_select.render import HANG
     from attn_select_cli.table import Table, plugin_table
@@ -229,7 +229,7 @@ def _lines(findings: dict[str, Any]) -> list[Block]:
         state = f"does not import: {x['import_error']}" if x["import_error"] else x["state"]
         wanted = "" if x["state"] == "installed" else x["install"]
         if wanted and x["needs_gpu"]:
-            wanted += f" ({catalog.NEEDS_GPU})"
+            wanted += f" ({distributions.NEEDS_GPU})"
         libraries.append([name, x["version"] or "-", state, wanted, ", ".join(x["needed_by"])])
     if libraries:
         blocks += [[], Table(["library", "version", "state", "to get it", "used by"], libraries)]

@@ -123,7 +123,7 @@ def _field(place: tuple[int | str, ...]) -> str:
 
 def _refused(path: str, problem: str) -> ConfigError:
     return ConfigError(
-        f"golden = {show(path)}: {problem}",
+        f"golden = {show(path, 1000)}: {problem}",
         fields=["golden"],
         hint="a golden file is what `attn-select explain --json` writes for one model on one GPU",
     )

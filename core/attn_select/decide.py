@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
-from attn_select import catalog, gate
+from attn_select import distributions, gate
 from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
@@ -313,13 +313,13 @@ def absent_backends(registry: Registry) -> dict[str, Reason]:
         text = f"registered by {' and by '.join(owners)}"
         absent[name] = Reason("duplicate-backend", text, list(owners), "one owner", f"pip uninstall {owners[-1]}")
     failed = {plugin.distribution: plugin for plugin in registry.failed}
-    for name, distribution in catalog.DISTRIBUTIONS.items():
+    for name, distribution in distributions.known_backends().items():
         if name in registry.specs or name in absent:
             continue
         if plugin := failed.get(distribution):
             absent[name] = Reason("plugin-broken", f"{plugin} is broken: {plugin.error}", plugin.error)
         else:
-            command = catalog.install_command(distribution)
+            command = distributions.install_command(distribution)
             absent[name] = Reason(
                 "plugin-not-installed", f"plugin {distribution} is not installed", None, distribution, command
             )

@@ -19,7 +19,7 @@ from typing import Any
 import pluggy
 
 from attn_select import hookspecs
-from attn_select.catalog import DISTRIBUTIONS
+from attn_select.distributions import known_backends
 from attn_select.environment import canonical_distribution, name_and_version
 from attn_select.errors import PluginError, shorten, show
 from attn_select.rules.fragments import Fragment, read_fragment
@@ -70,8 +70,8 @@ class Registry:
         specs: usable backends by name.
         owners: distribution that registered each backend.
         conflicts: backend names registered more than once (hence unusable) with all their owners.
-        ignored: names of the catalogue with the other distributions that register them. The backend of the distribution
-            that the catalogue lists is used.
+        ignored: names of known backends with the other distributions that register them. The backend of the
+            distribution that ``known_backends`` lists is used.
         plugins: all entry points in the order they were loaded.
     """
 
@@ -108,8 +108,8 @@ class Registry:
             lines.append(f"backend {name} is registered by {' and by '.join(owners)}: usable once one owner is left")
         for name, others in self.ignored.items():
             lines.append(
-                f"backend {name} of {' and of '.join(others)} is ignored: the name belongs to {DISTRIBUTIONS[name]}, "
-                "which is installed"
+                f"backend {name} of {' and of '.join(others)} is ignored: the name belongs to "
+                f"{known_backends()[name]}, which is installed"
             )
         return lines
 
@@ -192,14 +192,14 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
 
 def _settle(registry: Registry, name: str, found: list[tuple[str, BackendSpec]]) -> None:
     """Enter a backend name with all its registrations, each the distribution and its spec."""
-    listed = [each for each in found if each[0] == DISTRIBUTIONS.get(name)]
-    if len(listed) == 1 < len(found):
+    if len(found) > 1:
+        listed = [each for each in found if each[0] == known_backends().get(name)]
+        if len(listed) != 1:
+            registry.conflicts[name] = tuple(owner for owner, _ in found)
+            return
         registry.ignored[name] = tuple(owner for owner, _ in found if owner != listed[0][0])
         found = listed
-    if len(found) > 1:
-        registry.conflicts[name] = tuple(owner for owner, _ in found)
-    else:
-        registry.owners[name], registry.specs[name] = found[0]
+    registry.owners[name], registry.specs[name] = found[0]
 
 
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:

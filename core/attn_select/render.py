@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from attn_select import catalog
+from attn_select import distributions
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.outcome import Candidate, Outcome, Verdict
@@ -290,7 +290,7 @@ def _try(reason: Reason, device: Device) -> Line:
 def _remedy(reason: Reason, device: Device) -> Line:
     remedy = reason.remedy or ""
     elsewhere = not device.local and reason.code != "plugin-not-installed" and remedy.startswith("pip install ")
-    return [(remedy, "remedy"), (f" ({catalog.NEEDS_GPU})" if elsewhere else "", "dim")]
+    return [(remedy, "remedy"), (f" ({distributions.NEEDS_GPU})" if elsewhere else "", "dim")]
 
 
 def _rule_lines(selection: Outcome) -> list[Line]:
@@ -366,10 +366,10 @@ def _unranked_lines(selection: Outcome) -> list[Line]:
 def note_lines(selections: Iterable[Outcome]) -> list[Line]:
     """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
     reasons = (r for s in selections for c in s.candidates for v in c.phases.values() for r in v.reasons)
-    distributions = {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}
-    if all(catalog.folder_in_clone(distribution) for distribution in distributions):
+    missing = {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}
+    if all(distributions.folder_in_clone(distribution) for distribution in missing):
         return []
-    return [[], [("note: ", "warning"), HANG, (catalog.NOT_ON_AN_INDEX, "")]]
+    return [[], [("note: ", "warning"), HANG, (distributions.NOT_ON_AN_INDEX, "")]]
 
 
 def warning_lines(warnings: Sequence[str]) -> list[Line]:

@@ -14,9 +14,9 @@ from attn_select.decide import Choice, Decider, parse_choice
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError, show
-from attn_select.pool import share_pool
 from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.selection import Selection
+from attn_select.shared_pool import agree_on_pool
 
 RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
@@ -106,7 +106,7 @@ def select_model(
     """
     decider = decider_for(device, rules, environment)
     choice = parse_choice(backend, decider.names, decider.registry.failed)
-    return share_pool([decider.decide(config, choice) for config in configs], decider, choice)
+    return agree_on_pool([decider.decide(config, choice) for config in configs], decider, choice)
 
 
 def decider_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Decider:

@@ -208,7 +208,7 @@ def test_a_backend_of_two_plugins_is_nobodys(site: Site) -> None:
     assert site.build().conflicts == {"SHARED": ("one", "three", "two")}
 
 
-def test_a_name_of_the_catalogue_belongs_to_the_distribution_that_it_lists(site: Site) -> None:
+def test_a_known_name_belongs_to_the_distribution_that_the_packaged_rules_list(site: Site) -> None:
     site.plugin("aa_stranger", GOOD, "TRITON_ATTN", "OWN")
     site.plugin("zz_other", GOOD, "TRITON_ATTN")
     assert site.build().conflicts == {"TRITON_ATTN": ("aa-stranger", "zz-other")}
@@ -224,7 +224,7 @@ def test_a_name_of_the_catalogue_belongs_to_the_distribution_that_it_lists(site:
     ]
 
 
-def test_a_stranger_alone_may_bring_a_backend_of_the_catalogue(site: Site) -> None:
+def test_a_stranger_alone_may_bring_a_known_backend(site: Site) -> None:
     site.plugin("stranger", GOOD, "TRITON_ATTN")
     found = site.build()
     assert (found.owners, found.warnings) == ({"TRITON_ATTN": "stranger"}, [])

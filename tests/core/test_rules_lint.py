@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_select import catalog
+from attn_select import distributions
 from attn_select.config import PHASES, AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
@@ -36,13 +36,13 @@ def never_reached(*whens: dict[str, Any], phases: tuple[str | None, ...] = ()) -
     return [text.split("'")[1] for _, _, text in unreachable(RuleSet(rules=rules))]
 
 
-def test_known_names_are_those_registered_and_those_of_the_catalogue(spec: Callable[..., BackendSpec]) -> None:
+def test_known_names_are_those_registered_and_those_of_the_packaged_rules(spec: Callable[..., BackendSpec]) -> None:
     registry = Registry(specs={"MINE": spec("MINE")}, conflicts={"TWICE": ("a", "b")})
     names = known_names(registry)
     assert names[:2] == ["MINE", "TWICE"]
-    assert set(names[2:]) == set(catalog.DISTRIBUTIONS)
+    assert set(names[2:]) == set(distributions.known_backends())
     assert len(names) == len(set(names))
-    assert known_names(Registry()) == list(catalog.DISTRIBUTIONS)
+    assert known_names(Registry()) == list(distributions.known_backends())
 
 
 def test_unknown_names_come_with_line_and_nearest_name(rules_file: RulesFile) -> None:

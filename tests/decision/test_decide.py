@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attn_select import catalog
+from attn_select import distributions
 from attn_select.config import AttentionConfig
 from attn_select.decide import Choice, parse_choice
 from attn_select.environment import Environment
@@ -233,7 +233,7 @@ def test_known_backends_without_a_plugin_are_candidates(
 ) -> None:
     selection = make_decider([make_spec("A")], [priority("TRITON_ATTN", "A")]).decide(gqa, Choice())
     assert codes(selection, "TRITON_ATTN") == ["plugin-not-installed"]
-    assert candidate(selection, "TRITON_ATTN").phases["decode"].reasons[0].remedy == catalog.install_command(
+    assert candidate(selection, "TRITON_ATTN").phases["decode"].reasons[0].remedy == distributions.install_command(
         "attn-select-triton"
     )
     assert candidate(selection, "TRITON_ATTN").phases["decode"].rank == 1

@@ -9,10 +9,10 @@ import shlex
 import pytest
 
 import attn_select
-from attn_select import catalog
+from attn_select import distributions
 
 pytestmark = pytest.mark.slow
-PLUGIN_NAMES = sorted(set(catalog.DISTRIBUTIONS.values()))
+PLUGIN_NAMES = sorted(set(distributions.known_backends().values()))
 
 LIST = """
 import importlib.metadata, importlib.resources, json, sys
@@ -22,7 +22,7 @@ for point in importlib.metadata.entry_points(group="attn_select"):
     backends = sorted(spec.name for spec in module.attn_select_register_backends())
     found[point.dist.name] = [backends, point.dist.version, module.__file__]
 import attn_select
-from attn_select import catalog
+from attn_select import distributions
 rules = (importlib.resources.files("attn_select") / "selector_rules.toml").read_text()
 print(json.dumps({"plugins": found, "core": attn_select.__file__, "rules": rules, "torch": "torch" in sys.modules}))
 """
@@ -93,9 +93,9 @@ def test_uninstall_leaves_nothing(dist, make_environment):
     assert sorted(environment.path.rglob("*")) == before
 
 
-def test_catalog_names_every_backend(dist):
+def test_the_packaged_rules_name_every_backend(dist):
     backends = {name: project.distribution for project in dist.built for name in project.backends}
-    assert backends == catalog.DISTRIBUTIONS
+    assert backends == distributions.known_backends()
 
 
 def run_remedy(environment, command: str, **options) -> None:
@@ -110,7 +110,7 @@ def test_remedies_in_a_clone_install_the_plugins(tree, make_environment):
     environment.pip("install", "-e", ".", cwd=tree)
     for cwd in (tree, environment.path):  # by the folder relative to the clone, and from elsewhere by its path
         shown = environment.run("attn-select", "explain", "--model", "llama-3-8b", "--gpu", "h100", code=1, cwd=cwd)
-        assert catalog.NOT_ON_AN_INDEX not in shown
+        assert distributions.NOT_ON_AN_INDEX not in shown
         remedies = sorted(set(re.findall(r"; try (pip install .*)", shown)))
         clone = "." if cwd == tree else tree
         folders = [name.removeprefix("attn-select-").replace("-", "_") for name in PLUGIN_NAMES]
@@ -134,7 +134,7 @@ def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make
     (remedy,) = re.findall(r"problem: no backend can run on this machine: .*: (pip install \S+)\. ", examined)
     assert remedy in remedies
     for shown in (explained, listed, examined):
-        assert shown.count(catalog.NOT_ON_AN_INDEX) == 1
+        assert shown.count(distributions.NOT_ON_AN_INDEX) == 1
     monkeypatch.setenv("PIP_FIND_LINKS", str(dist.folder))
     for remedy in remedies:
         run_remedy(environment, remedy)
@@ -142,7 +142,7 @@ def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make
     explained = environment.run("attn-select", "explain", "--model", "llama-3-8b", "--gpu", "h100")
     assert "pip install" not in explained
     examined = environment.run("attn-select", "doctor", "--no-import", code=1)
-    assert catalog.NOT_ON_AN_INDEX not in examined
+    assert distributions.NOT_ON_AN_INDEX not in examined
 
 
 def test_remedies_for_libraries_say_what_needs_a_gpu(dist, make_environment):
@@ -153,5 +153,5 @@ def test_remedies_for_libraries_say_what_needs_a_gpu(dist, make_environment):
         shown = environment.run("attn-select", *command, code=code)
         for line in shown.splitlines():
             for remedy in re.findall(r"pip install (?!torch)\S+", line):
-                assert f"({catalog.NEEDS_GPU})" in line, remedy
+                assert f"({distributions.NEEDS_GPU})" in line, remedy
     assert re.search(r"TORCH_SDPA.* pip install torch *$", environment.run("attn-select", "backends"), re.MULTILINE)

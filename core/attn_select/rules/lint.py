@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from attn_select import catalog
+from attn_select import distributions
 from attn_select.config import MLA_DIMS, PHASES
 from attn_select.device import CPU, find_gpu
 from attn_select.errors import UnknownNameError, show
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def known_names(registry: Registry) -> list[str]:
-    """Return every backend name that rules may use: registered (also twice), or in the catalogue."""
-    return list(dict.fromkeys((*registry.specs, *registry.conflicts, *catalog.DISTRIBUTIONS)))
+    """Return every backend name that rules may use: registered (also twice), or known."""
+    return list(dict.fromkeys((*registry.specs, *registry.conflicts, *distributions.known_backends())))
 
 
 def unknown_names(rules: RuleSet, known: Sequence[str]) -> list[Problem]:
-    """Return a problem for every backend name that is neither registered nor in the catalogue (the first hundred)."""
+    """Return a problem for every backend name that is neither registered nor known (the first hundred)."""
     problems: list[Problem] = []
     valid = set(known)
     for file, line, what, name in _names(rules):

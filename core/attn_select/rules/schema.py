@@ -56,6 +56,11 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {
             "version": {"const": VERSION},
+            "distributions": {
+                "type": "object",
+                "additionalProperties": {"type": "array", "items": {"type": "string"}},
+                "description": "which distribution brings each backend; has an effect in the packaged rules only",
+            },
             "rules": {"type": "array", "items": rule},
             "backends": {"type": "object", "properties": options, "propertyNames": {"enum": known}},
         },

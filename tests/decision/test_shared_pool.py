@@ -9,7 +9,7 @@ import pytest
 from attn_select.config import AttentionConfig
 from attn_select.decide import Choice
 from attn_select.errors import ConfigError
-from attn_select.pool import share_pool
+from attn_select.shared_pool import agree_on_pool
 from attn_select.spec import BackendPlan, HeadSizes
 
 FULL = AttentionConfig(num_heads=8, head_size=64)
@@ -19,7 +19,7 @@ TWO = [{"name": "order", "priority": ["A", "B"]}]
 
 
 def decide(decider: Any, *configs: AttentionConfig) -> Any:
-    return share_pool([decider.decide(c, Choice()) for c in configs], decider, Choice())
+    return agree_on_pool([decider.decide(c, Choice()) for c in configs], decider, Choice())
 
 
 def test_kinds_that_already_agree_stay_as_they_are(make_spec: Any, make_decider: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_backend_that_no_rule_ranks_costs_more_than_any_that_one_does(make_spe
     decider, choice = make_decider(specs, rules), Choice(default="X")
     selections = [decider.decide(config, choice) for config in (FULL, WINDOW)]
     assert [s.block_size for s in selections] == [16, 64]
-    assert [s.block_size for s in share_pool(selections, decider, choice)] == [64, 64]
+    assert [s.block_size for s in agree_on_pool(selections, decider, choice)] == [64, 64]
 
 
 def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:

@@ -1,28 +1,11 @@
-"""The backends that are known by name even where their plugin is not installed, and how to install a plugin."""
+"""This project's plugins: which distribution brings each backend, and how to install it."""
 
 from __future__ import annotations
 
+import functools
 import os
+import tomllib
 from pathlib import Path
-
-DISTRIBUTIONS = {
-    "FLASH_ATTN": "attn-select-flash-attn",
-    "FLASH_ATTN_MLA": "attn-select-flash-attn",
-    "FLASHINFER": "attn-select-flashinfer",
-    "FLASHINFER_MLA": "attn-select-flashinfer",
-    "FLASHINFER_MLA_SPARSE": "attn-select-flashinfer",
-    "FLASHMLA": "attn-select-flashmla",
-    "FLASHMLA_SPARSE": "attn-select-flashmla",
-    "CUTLASS_MLA": "attn-select-cutlass-mla",
-    "TRITON_ATTN": "attn-select-triton",
-    "TRITON_MLA": "attn-select-triton",
-    "PAGED_ATTENTION": "attn-select-triton",
-    "TORCH_SDPA": "attn-select-torch",
-    "FLEX_ATTENTION": "attn-select-torch",
-    "TORCH_MLA": "attn-select-torch",
-}
-"""Backend name → distribution that registers it."""
-
 
 NOT_ON_AN_INDEX = (
     "attn-select and its plugins are on no package index yet. `make dist` in a clone of the repository builds their "
@@ -32,8 +15,19 @@ NEEDS_GPU = "needs a GPU machine"
 """What is said of the install command of a kernel library that is of no use without a GPU."""
 
 
+@functools.cache
+def known_backends() -> dict[str, str]:
+    """Return the backends that are known by name, also where their plugin is not installed, with its distribution.
+
+    They stand in the table ``[distributions]`` of the packaged rules, above the rules, which are not parsed here.
+    """
+    text = Path(__file__).with_name("selector_rules.toml").read_text(encoding="utf-8")
+    table: dict[str, list[str]] = tomllib.loads(text.partition("\n[[")[0])["distributions"]
+    return {backend: distribution for distribution, backends in table.items() for backend in backends}
+
+
 def install_command(distribution: str) -> str:
-    """Return the command that installs one of this project's plugins: by its folder in a clone, elsewhere by name.
+    """Return the command that installs a plugin of this project: by its folder in a clone, elsewhere by its name.
 
     Outside a clone it needs what ``NOT_ON_AN_INDEX`` says.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attn_select.decide import Choice, Decider
 
 
-def share_pool(selections: Sequence[Selection], decider: Decider, choice: Choice) -> tuple[Selection, ...]:
+def agree_on_pool(selections: Sequence[Selection], decider: Decider, choice: Choice) -> tuple[Selection, ...]:
     """Return the selections, re-decided where kinds of one pool want different layouts or block sizes.
 
     Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of
