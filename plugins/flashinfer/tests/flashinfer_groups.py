@@ -13,10 +13,9 @@ from attn_select.detection import detect_device
 from attn_select.device import lookup
 from attn_select.runtime import Attention, AttentionGroup, BlockTable, Capacity, attention_group
 from attn_select.runtime.batch import prepare_batch
-from attn_select.runtime.kv_cache import key_value_views
 from attn_select.selector import environment_for
 from attn_select.testing import gqa_layer, selection_of
-from attn_select.testing.oracle import attention_reference
+from attn_select.testing.oracle_paged import paged_reference
 from attn_select_flashinfer.facts.mha import FLASHINFER
 
 
@@ -94,17 +93,11 @@ def run(
     return output, wanted
 
 
-def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -> tuple[Any, Any]:
-    """Attend request by request in float64 to the queries that ``run`` draws."""
-    query = drawn_query(group, common.num_actual_tokens)
-    key, value = key_value_views(cache, group.kv_layout, group.config)
-    scales, parts = layer.scales, []
-    for request, (first, last) in enumerate(common.query_start_loc_cpu.unfold(0, 2, 1).tolist()):
-        length, size = int(common.seq_lens_cpu[request]), key.shape[1]
-        table = common.block_table_tensor[request, : -(-length // size)].long()
-        halves = (half.view(torch.uint8) if half.element_size() == 1 else half for half in (key, value))
-        keys, values = (half[table].view(cache.dtype).flatten(0, 1)[:length].double() for half in halves)
-        if cache.element_size() == 1:
-            keys, values = keys * scales.k_float, values * scales.v_float
-        parts.append(attention_reference(query[first:last], keys, values, scale=layer.scale, **options))
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+def reference(group: Any, common: Any, cache: Any, layer: Any, sinks: Any = None) -> tuple[Any, Any]:
+    """Return output and LSE of the queries that ``run`` draws, in float64."""
+    config = group.config.model_copy(update={"non_causal": group.config.non_causal or not common.causal})
+    scales = {"k_scale": layer.scales.k, "v_scale": layer.scales.v} if cache.element_size() == 1 else {}
+    return paged_reference(
+        drawn_query(group, common.num_actual_tokens), cache, group.kv_layout, common.block_table_tensor,
+        common.query_start_loc, common.seq_lens, config, layer.scale, sinks=sinks, **scales,
+    )  # fmt: skip

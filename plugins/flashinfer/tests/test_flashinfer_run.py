@@ -147,7 +147,7 @@ def test_a_step_that_is_not_causal_is_prefilled_natively(emulate: Emulate) -> No
     assert groups.builder_of(group).native is None
     common.causal = False
     output, lse = groups.run(group, common, cache, layer)
-    expected, expected_lse = groups.reference(group, common, cache, layer, causal=False)
+    expected, expected_lse = groups.reference(group, common, cache, layer)
     torch.testing.assert_close(output[1:].double(), expected[1:], atol=2e-2, rtol=0)
     torch.testing.assert_close(lse[1:].double(), expected_lse[1:], atol=LSE, rtol=0)
     ran = groups.builder_of(group).ran
@@ -162,7 +162,7 @@ def test_drafts_of_trtllm_gen_are_prefilled_where_the_step_is_not_causal(emulate
     common, cache = groups.batch(group, [3, 3, 2], [30, 40, 2])
     common.causal = False
     output, _ = groups.run(group, common, cache, layer)
-    expected, _ = groups.reference(group, common, cache, layer, causal=False)
+    expected, _ = groups.reference(group, common, cache, layer)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
     assert groups.builder_of(group).ran == {"prefill: native fa2 (step not causal)": 1}
 
@@ -184,7 +184,7 @@ def test_single_tokens_with_sinks_and_a_window_need_no_causality(emulate: Emulat
     common.causal = False
     layer = Attention(group, sinks=sinks)
     output, _ = groups.run(group, common, cache, layer)
-    expected, _ = groups.reference(group, common, cache, layer, sinks=sinks, sliding_window=8)
+    expected, _ = groups.reference(group, common, cache, layer, sinks=sinks)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
 
 

@@ -75,7 +75,7 @@ def test_xqa_masks_nothing_where_attention_is_not_causal(emulate: Emulate) -> No
     common, cache = groups.batch(group, [3, 3], [30, 17])
     common.causal = False
     output, _ = groups.run(group, common, cache, layer, lse=False)
-    expected, _ = groups.reference(group, common, cache, layer, causal=False)
+    expected, _ = groups.reference(group, common, cache, layer)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
     assert world.named("trtllm_batch_decode_with_kv_cache")[0]["mask"].tolist() == [[[7, 0]] * 3] * 2
     fp8 = groups.made(num_speculative_tokens=2, kv_cache_dtype="fp8_e4m3")

@@ -3,6 +3,7 @@
 fa2 and fa3 stand behind ``BatchPrefillWithRaggedKVCacheWrapper``, which plans on the host. A step's own tokens and each
 chunk of context are calls of their own, whose plans are all in use until the last layer has run: each has a wrapper and
 a schedule.
+
 trtllm-gen and CUTLASS are functions. What they do with a request without keys is not defined
 (flashinfer-ai/flashinfer #3779), so they are called for each run of requests that have some. (CUTLASS's wrapper reads
 its prefix sums back from the device; its function does not.)

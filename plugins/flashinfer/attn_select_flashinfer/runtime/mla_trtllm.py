@@ -1,9 +1,10 @@
 """Decode of ``FLASHINFER_MLA`` by ``trtllm_batch_decode_with_kv_cache_mla``: trtllm-gen on 10.x, XQA on 12.x.
 
-The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are
-``(B, q_len, H, R + Pr)``, causal. Of several lengths they are one behind the other with their bounds, where that is
-right (``RAGGED``) and no LSE is asked for; else, and without causality, each is a row of its own, with the keys that it
-sees as its length. Before 0.6.18 a query is a CTA of its own anyway, so rows cost no more than a table of them.
+The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are passed as
+``(B, q_len, H, R + Pr)`` and are causal. Queries of several lengths are passed one behind the other with their bounds,
+where that is right (``RAGGED``) and no LSE is asked for. Otherwise, and without causality, each query becomes a row of
+its own, whose length is the number of keys that it sees. Before 0.6.18 a query is a CTA of its own anyway, so that rows
+cost no more than a table of them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Work:
 
 
 class Heads:
-    """One layer's queries and outputs.
+    """One layer's queries and outputs as FlashInfer's Blackwell MLA kernels take them.
+
+    They take padded heads and FP8 queries, and write bfloat16.
 
     Args:
         config: the layer.
@@ -151,7 +154,7 @@ class TrtllmCall:
         blank: bool ``(T,)``, queries whose request has no keys; None where there is none.
         builder: keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries.
         common: the batch.
-        number: which use of the tensors that CUDA graphs read this is; None where the lists are the call's own.
+        number: the builder's ``number`` after this build; None where the lists are the call's own.
     """
 
     num_tokens: int
@@ -181,8 +184,7 @@ class TrtllmCall:
         """
         if self.number != self.builder.number:
             raise BatchError(
-                "a later build has overwritten the lengths that this metadata is read by: CUDA graphs need them in one "
-                "place",
+                "a later build has overwritten the lengths of this batch, which CUDA graphs keep in one place",
                 hint="with CUDA graphs, run each batch before the next one is built, or build it again",
             )
 
