@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pytest
 
-from attn_select.environment import Environment, installed_version
-from attn_select_flashmla.flashmla import FLASHMLA
-from attn_select_flashmla.flashmla_sparse import FLASHMLA_SPARSE
-from attn_select_flashmla.providers import KERNELS
-
 pytest.importorskip("torch")
 
-
-from attn_select.testing import BackendConformance
+from attn_select.environment import Environment, installed_version
+from attn_select.testing import BackendConformance, environment_of
+from attn_select_flashmla.facts.builds import BUILDS
+from attn_select_flashmla.facts.flashmla import FLASHMLA
+from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE
 
 
 class Emulated(BackendConformance):
@@ -24,19 +22,14 @@ class Emulated(BackendConformance):
 
     device = "cpu"
     gate_device = "h100"
-    environment = Environment(assume_installed=True, pins={"vllm": "0.26.0"})
-    num_configs: ClassVar[int] = 40
+    environment = environment_of()
+    num_configs = 40
     heads = ((1, 1), (4, 4), (40, 40))
-    provider: ClassVar[str] = "vllm"
+    options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
 
     @pytest.fixture(autouse=True)
-    def build(self, emulate: Callable[[str], list[str]]) -> None:
-        emulate(self.provider)
-
-    @classmethod
-    def of(cls, provider: str) -> dict[str, Any]:
-        """Return the attributes of a suite of another build; few configurations, since only the calls differ."""
-        return {"provider": provider, "options": {"provider": provider}, "num_configs": 15}
+    def _emulated(self, emulate: Callable[[str], list[str]]) -> None:
+        emulate(self.options["provider"])
 
 
 class TestEmulatedDense(Emulated):
@@ -47,10 +40,63 @@ class TestEmulatedSparse(Emulated):
     spec = FLASHMLA_SPARSE
 
 
-for _kernel in KERNELS[1:]:
-    for _suite in (TestEmulatedDense, TestEmulatedSparse):
-        _name = f"{_suite.__name__}_{_kernel.library.distribution.replace('-', '_')}"
-        globals()[_name] = type(_name, (_suite,), {**Emulated.of(_kernel.library.distribution), "__module__": __name__})
+class AnotherBuild(Emulated):
+    """The same kernels from another distribution: only what the adapter passes differs."""
+
+    num_configs = 10
+
+
+class TestSglFlashMlaDense(AnotherBuild):
+    spec = FLASHMLA
+    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-flash-mla"}
+
+
+class TestSglFlashMlaSparse(AnotherBuild):
+    spec = FLASHMLA_SPARSE
+    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-flash-mla"}
+
+
+class TestSglangKernelDense(AnotherBuild):
+    spec = FLASHMLA
+    options: ClassVar[Mapping[str, Any]] = {"provider": "sglang-kernel"}
+
+
+class TestSglangKernelSparse(AnotherBuild):
+    spec = FLASHMLA_SPARSE
+    options: ClassVar[Mapping[str, Any]] = {"provider": "sglang-kernel"}
+
+
+class TestSglKernelDense(AnotherBuild):
+    spec = FLASHMLA
+    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
+
+
+class TestSglKernelSparse(AnotherBuild):
+    spec = FLASHMLA_SPARSE
+    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
+
+
+class TestUpstreamDense(AnotherBuild):
+    spec = FLASHMLA
+    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-mla"}
+
+
+class TestUpstreamSparse(AnotherBuild):
+    spec = FLASHMLA_SPARSE
+    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-mla"}
+
+
+def test_every_build_is_held_to_both_specs() -> None:
+    held = {
+        (suite.spec.name, suite.options["provider"])
+        for suite in (Emulated, *_below(Emulated))
+        if "spec" in suite.__dict__
+    }
+    assert held == {(spec.name, build.distribution) for spec in (FLASHMLA, FLASHMLA_SPARSE) for build in BUILDS}
+
+
+def _below(suite: type[Emulated]) -> list[type[Emulated]]:
+    return [each for direct in suite.__subclasses__() for each in (direct, *_below(direct))]
 
 
 def built() -> Environment | None:

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 
 from attn_select.environment import Environment
-from attn_select_flashmla.providers import KERNELS, SGL_FLASH_MLA, Kernel
+from attn_select_flashmla.facts.builds import BUILDS, SGL_FLASH_MLA, FlashMLABuild, kernel_of
 
 pytest.importorskip("torch")
 
 import flashmla_emulated
 
-from attn_select_flashmla.adapters import adapter_for
+from attn_select_flashmla.runtime.adapters import adapter_for, adapter_of
 
-MODULES = [(kernel, name) for kernel in KERNELS for name in flashmla_emulated.MODULES[kernel.library.distribution]]
+MODULES = [(build, name) for build in BUILDS for name in flashmla_emulated.MODULES[build.distribution]]
 
 
-def source_of(kernel: Kernel, module: str) -> ast.Module:
+def source_of(build: FlashMLABuild, module: str) -> ast.Module:
     """Return an installed module's source; skip where the build is not installed."""
-    if not Environment().has(kernel.library):
-        pytest.skip(f"{kernel.library.distribution} is not installed")
+    if not Environment().has(build.library):
+        pytest.skip(f"{build.distribution} is not installed")
     top, *parts = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
@@ -60,30 +60,30 @@ def emulated_signature(function: Callable[..., Any]) -> list[tuple[str, str | No
     return found
 
 
-@pytest.mark.parametrize(("kernel", "module"), MODULES, ids=[f"{k.library.distribution} {m}" for k, m in MODULES])
-def test_emulated_signatures_are_the_installed_ones(kernel: Kernel, module: str) -> None:
-    tree = source_of(kernel, module)
-    for name, function in flashmla_emulated.MODULES[kernel.library.distribution][module].items():
+@pytest.mark.parametrize(("build", "module"), MODULES, ids=[f"{b.distribution} {m}" for b, m in MODULES])
+def test_emulated_signatures_are_the_installed_ones(build: FlashMLABuild, module: str) -> None:
+    tree = source_of(build, module)
+    for name, function in flashmla_emulated.MODULES[build.distribution][module].items():
         wanted, found = emulated_signature(function), signature_of(tree, name)
         assert found[: len(wanted)] == wanted, name
         added = [parameter for parameter, default in found[len(wanted) :] if default is None]
         assert not added, f"{name} wants {added} now"
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.library.distribution)
-def test_adapters_take_the_emulated_builds(kernel: Kernel, emulate: Callable[[str], list[str]]) -> None:
-    emulate(kernel.library.distribution)
-    adapter = adapter_for(kernel.provider)
-    assert adapter.kernel is kernel
-    assert adapter_for(kernel.provider) is adapter  # one per build
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.distribution)
+def test_adapters_take_the_emulated_builds(build: FlashMLABuild, emulate: Callable[[str], list[str]]) -> None:
+    emulate(build.distribution)
+    adapter = adapter_for(kernel_of(build, "dense"))
+    assert adapter.build is build
+    assert adapter_for(kernel_of(build, "sparse_decode")) is adapter  # one per build
 
 
 def test_the_base_of_the_sparse_lse(emulate: Callable[[str], list[str]]) -> None:
     """sgl_kernel's is base 2 as its docstrings say, the others' natural."""
     bases = {}
-    for kernel in KERNELS:
-        emulate(kernel.library.distribution)
-        bases[kernel.library.distribution] = adapter_for(kernel.provider).sparse_lse_base2
+    for build in BUILDS:
+        emulate(build.distribution)
+        bases[build.distribution] = adapter_of(build).sparse_lse_base2
     assert [name for name, base2 in bases.items() if base2] == ["sglang-kernel", "sgl-kernel"]
 
 

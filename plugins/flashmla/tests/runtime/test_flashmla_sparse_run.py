@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-import flashmla_layers as layers
 import torch
+from flashmla_layers import check, group_of, layer_config, sparse_config, with_indices
 
-from attn_select.runtime import BatchError, Capacity, MLAAttentionGroup
-from attn_select.testing import error_bound, lse_error, pack_fp8_ds_mla, relative_error, unpack_fp8_ds_mla
-from attn_select_flashmla import sparse_runtime
-from attn_select_flashmla.flashmla_sparse import DEQUANTISED
-from attn_select_flashmla.providers import KERNELS
-from attn_select_flashmla.sparse_runtime import FlashMLASparseImpl, dequantised
+from attn_select.runtime import BatchError, Capacity
+from attn_select.testing import pack_fp8_ds_mla, unpack_fp8_ds_mla
+from attn_select.testing.running import common_of, layer_of, problem_for
+from attn_select_flashmla.facts.builds import BUILDS
+from attn_select_flashmla.runtime import flashmla_sparse
+from attn_select_flashmla.runtime.flashmla_sparse import FlashMLASparseImpl, dequantised
 
 Emulate = Callable[[str], list[str]]
-BUILDS = [kernel.library.distribution for kernel in KERNELS]
+NAMES = [build.distribution for build in BUILDS]
 MIXED = [(1, 1), (1, 64), (1, 70), (5, 5), (20, 90), (70, 70)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def sparse_config(**fields: Any) -> Any:
-    return layers.layer_config(**{"sparse_top_k": 64, **fields})
-
-
-def check(group: MLAAttentionGroup, requests: list[tuple[int, int]], seed: int = 0, **changes: Any) -> None:
-    """Run a batch through a layer and compare with the oracle."""
-    problem = layers.problem_for(group, requests, seed)
-    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, **changes))
-    output, lse, cache = layers.run_layer(group, problem)
-    wanted, wanted_lse = problem.reference(kv_cache=cache)
-    bound = error_bound(group.config, group.served["decode"].context.plans)
-    assert relative_error(output.cpu(), wanted.cpu()).norm <= bound.norm
-    assert lse_error(lse.cpu(), wanted_lse.cpu()) <= bound.lse
-
-
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", NAMES)
 @pytest.mark.parametrize(
     ("fields", "called"),
     [
@@ -66,20 +41,20 @@ def check(group: MLAAttentionGroup, requests: list[tuple[int, int]], seed: int =
 )
 def test_every_build_and_path(emulate: Emulate, build: str, fields: dict[str, Any], called: set[str]) -> None:
     calls = emulate(build)
-    group = layers.make_group(sparse_config(**fields), build)
+    group = group_of(sparse_config(**fields), build)
     if fields.get("kv_cache_dtype") == "fp8_e4m3":  # the oracle packs what is called fp8_ds_mla
         group.config = sparse_config(**{**fields, "kv_cache_dtype": "fp8_ds_mla"})
     check(group, MIXED)
     assert set(calls) == called
 
 
-@pytest.mark.parametrize("build", [kernel.library.distribution for kernel in KERNELS if kernel.sinks.value])
+@pytest.mark.parametrize("build", [build.distribution for build in BUILDS if build.sinks.value])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
 @pytest.mark.parametrize("num_heads", [3, 64])
 def test_sinks(emulate: Emulate, build: str, kv_cache_dtype: str, num_heads: int) -> None:
     emulate(build)
     config = sparse_config(num_heads=num_heads, sinks=True, kv_cache_dtype=kv_cache_dtype)
-    check(layers.make_group(config, build), [(1, 9), (1, 0), (6, 70)])
+    check(group_of(config, build), [(1, 9), (1, 0), (6, 70)])
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
@@ -88,14 +63,14 @@ def test_sinks(emulate: Emulate, build: str, kv_cache_dtype: str, num_heads: int
 def test_void_indices(emulate: Emulate, kv_cache_dtype: str, num_heads: int, sinks: bool) -> None:
     """-1 is void anywhere in its row, and so may be the whole row."""
     emulate("vllm")
-    group = layers.make_group(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype, sinks=sinks))
-    problem = layers.problem_for(group, [(1, 66), (1, 70), (4, 68)])
+    group = group_of(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype, sinks=sinks))
+    problem = problem_for(group, [(1, 66), (1, 70), (4, 68)])
     indices = problem.step.topk_indices
     assert indices is not None
     indices = indices.clone()
     indices[:, ::3] = -1
     indices[2:4] = -1
-    check(group, [(1, 66), (1, 70), (4, 68)], topk_indices=indices)
+    check(group, [], with_indices(problem, indices))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
@@ -105,29 +80,29 @@ def test_checked_mode_names_an_index_that_is_no_slot(
 ) -> None:
     monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
     calls = emulate("vllm")
-    group = layers.make_group(sparse_config(kv_cache_dtype=kv_cache_dtype))
-    problem = layers.problem_for(group, [(1, 66), (4, 68)])
+    group = group_of(sparse_config(kv_cache_dtype=kv_cache_dtype))
+    problem = problem_for(group, [(1, 66), (4, 68)])
     assert problem.step.topk_indices is not None
     indices = problem.step.topk_indices.clone()
     indices[3, 17] = wrong
     if accepted:
-        check(group, [(1, 66), (4, 68)], topk_indices=indices)
+        check(group, [], with_indices(problem, indices))
         return
     with pytest.raises(BatchError, match=rf"^topk_indices\[3, 17\] = {wrong}: accepted are slots 0 to \d+, and -1 for"):
-        check(group, [(1, 66), (4, 68)], topk_indices=indices)
+        check(group, [], with_indices(problem, indices))
     assert calls == []
 
 
 def test_a_top_k_of_any_size(emulate: Emulate) -> None:
     emulate("vllm")
     for kv_cache_dtype in ("auto", "fp8_ds_mla"):
-        check(layers.make_group(sparse_config(sparse_top_k=70, kv_cache_dtype=kv_cache_dtype)), [(1, 90), (5, 80)])
+        check(group_of(sparse_config(sparse_top_k=70, kv_cache_dtype=kv_cache_dtype)), [(1, 90), (5, 80)])
 
 
 @pytest.mark.parametrize("block_size", [1, 64, 192])
 def test_a_bfloat16_cache_of_any_block_size(emulate: Emulate, block_size: int) -> None:
     emulate("vllm")
-    check(layers.make_group(sparse_config(block_size=block_size)), [(1, 9), (1, 193), (5, 70)])
+    check(group_of(sparse_config(block_size=block_size)), [(1, 9), (1, 193), (5, 70)])
 
 
 def test_only_a_copy_wants_decodes_first(emulate: Emulate) -> None:
@@ -137,7 +112,7 @@ def test_only_a_copy_wants_decodes_first(emulate: Emulate) -> None:
         ({"num_heads": 4, "kv_cache_dtype": "fp8_ds_mla"}, None),
         ({"num_heads": 40, "kv_cache_dtype": "fp8_ds_mla"}, 3),
     ):
-        group = layers.make_group(sparse_config(num_speculative_tokens=2, **fields))
+        group = group_of(sparse_config(num_speculative_tokens=2, **fields))
         assert group.reorder_batch_threshold == threshold
 
 
@@ -145,8 +120,8 @@ def test_a_copy_is_made_in_parts(emulate: Emulate) -> None:
     """As many requests at a time as have ``max_model_len`` tokens together."""
     calls = emulate("vllm")
     config = sparse_config(num_heads=40, kv_cache_dtype="fp8_ds_mla")
-    group = layers.make_group(config, capacity=Capacity(16, 512, 192))
-    assert group.served["prefill"].context.plans["prefill"].path == DEQUANTISED
+    group = group_of(config, capacity=Capacity(16, 512, 192))
+    assert group.served["prefill"].context.plans["prefill"].kernel.copies_cache
     check(group, [(1, 9), (5, 70), (2, 64), (3, 192), (2, 2), (30, 40)])
     assert calls.count("flash_mla_sparse_fwd") == 3  # 2 + 1 blocks, 3, 1 + 1
     calls.clear()
@@ -157,17 +132,15 @@ def test_a_copy_is_made_in_parts(emulate: Emulate) -> None:
 def test_prefill_alone(emulate: Emulate) -> None:
     calls = emulate("vllm")
     config = sparse_config(num_heads=40, kv_cache_dtype="fp8_ds_mla")
-    group = layers.make_group(config, phases=["prefill"])
-    problem = layers.problem_for(group, [(5, 70), (2, 64)])
-    output, _, cache = layers.run_layer(group, problem)
-    assert relative_error(output, problem.reference(kv_cache=cache)[0]).norm < 0.02
+    group = group_of(config, phases=["prefill"])
+    check(group, [(5, 70), (2, 64)])
     assert calls == ["flash_mla_sparse_fwd"]
 
 
 def test_long_prefills_run_in_parts(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_runtime, "MAX_DECODE_ROWS", 8)
+    monkeypatch.setattr(flashmla_sparse, "MAX_DECODE_ROWS", 8)
     calls = emulate("vllm")
-    check(layers.make_group(sparse_config(kv_cache_dtype="fp8_ds_mla")), [(1, 9), (20, 40)])
+    check(group_of(sparse_config(kv_cache_dtype="fp8_ds_mla")), [(1, 9), (20, 40)])
     # 8 + 8 + 5 tokens: a schedule serves both parts of 8.
     assert calls.count("flash_mla_with_kvcache") == 3
     assert calls.count("schedule") == 2
@@ -176,14 +149,14 @@ def test_long_prefills_run_in_parts(emulate: Emulate, monkeypatch: pytest.Monkey
 def test_captures_begin_with_an_empty_schedule(emulate: Emulate) -> None:
     calls = emulate("vllm")
     config = sparse_config(num_heads=40, kv_cache_dtype="fp8_ds_mla", num_speculative_tokens=1)
-    group = layers.make_group(config, cuda_graphs=True)
-    problem = layers.problem_for(group, [(2, 9), (2, 70)])
-    metadata = group.build_for_cudagraph_capture(layers.common_of(problem))
+    group = group_of(config, cuda_graphs=True)
+    problem = problem_for(group, [(2, 9), (2, 70)])
+    metadata = group.build_for_cudagraph_capture(common_of(problem))
     (span,) = metadata.parts[0].metadata.spans
     assert span.schedule.tile_scheduler_metadata is None
     step = problem.step
     for _ in range(2):
-        layer = layers.make_layer(group, problem)
+        layer = layer_of(group, problem)
         layer(problem.query, step.key, step.value, step.kv_cache, metadata, topk_indices=step.topk_indices)
     assert calls.count("schedule") == 1
     assert span.schedule.tile_scheduler_metadata is not None
@@ -192,25 +165,25 @@ def test_captures_begin_with_an_empty_schedule(emulate: Emulate) -> None:
 def test_a_batch_without_tokens(emulate: Emulate) -> None:
     calls = emulate("vllm")
     for num_heads, kv_cache_dtype in ((4, "auto"), (4, "fp8_ds_mla"), (40, "fp8_ds_mla")):
-        group = layers.make_group(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype))
-        problem = layers.problem_for(group, [(1, 9)])
+        group = group_of(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype))
+        problem = problem_for(group, [(1, 9)])
         none = torch.zeros(2, dtype=torch.int32)
         changes = {"query_start_loc": none, "query_start_loc_cpu": none, "slot_mapping": none[:0].long()}
-        common = layers.common_of(problem, num_actual_tokens=0, max_query_len=0, **changes)
+        common = common_of(problem, num_actual_tokens=0, max_query_len=0, **changes)
         metadata = group.build(common).parts[0].metadata
-        impl = layers.make_layer(group, problem).impls["decode"]
+        impl = layer_of(group, problem).impls["decode"]
         assert isinstance(impl, FlashMLASparseImpl)
         nothing = torch.empty(0, num_heads, 512, dtype=torch.bfloat16)
         query, indices = torch.empty(0, num_heads, 576, dtype=torch.bfloat16), torch.empty(0, 64, dtype=torch.int32)
         assert problem.step.kv_cache is not None
-        layer = layers.make_layer(group, problem)
+        layer = layer_of(group, problem)
         impl.forward_mqa(layer, query, problem.step.kv_cache, metadata, nothing, topk_indices=indices)
     assert calls == []
 
 
 @pytest.mark.parametrize("power_of_two_scales", [True, False])
 def test_dequantised_is_the_inverse_of_packing(power_of_two_scales: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_runtime, "COPIED_BLOCKS", 2)
+    monkeypatch.setattr(flashmla_sparse, "COPIED_BLOCKS", 2)
     draw = torch.Generator().manual_seed(0)
     latent = 5 * torch.randn(5, 64, 512, generator=draw)
     rope = torch.randn(5, 64, 64, generator=draw)
@@ -223,11 +196,11 @@ def test_dequantised_is_the_inverse_of_packing(power_of_two_scales: bool, monkey
 
 def test_more_than_128_heads_are_refused_by_the_gate() -> None:
     with pytest.raises(AssertionError, match="at most 128"):
-        layers.make_group(sparse_config(num_heads=129))
+        group_of(sparse_config(num_heads=129))
 
 
 def test_no_cascade(emulate: Emulate) -> None:
     emulate("vllm")
-    for config in (sparse_config(), layers.layer_config()):
-        builder = layers.make_group(config).served["decode"].builder
+    for config in (sparse_config(), layer_config()):
+        builder = group_of(config).served["decode"].builder
         assert not builder.use_cascade_attention(1024, None)  # type: ignore[arg-type]

@@ -8,8 +8,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-import flashmla_layers as layers
 import torch
+from flashmla_layers import group_of, layer_config
+
+from attn_select.testing.running import common_of, layer_of, problem_for
 
 Emulate = Callable[[str], list[str]]
 
@@ -17,14 +19,14 @@ Emulate = Callable[[str], list[str]]
 @pytest.mark.parametrize("fields", [{}, {"sparse_top_k": 64}, {"sparse_top_k": 64, "kv_cache_dtype": "fp8_ds_mla"}])
 def test_a_layer_reads_the_cache_that_it_is_given(emulate: Emulate, fields: dict[str, object]) -> None:
     emulate("vllm")
-    group = layers.make_group(layers.layer_config(**fields))
-    problem = layers.problem_for(group, [(1, 9), (1, 70)])
-    layer, step = layers.make_layer(group, problem), problem.step
+    group = group_of(layer_config(**fields))
+    problem = problem_for(group, [(1, 9), (1, 70)])
+    layer, step = layer_of(group, problem), problem.step
     impl, query = layer.impls["decode"], torch.randn(2, 4, 576).bfloat16()
     caches = [step.written_cache(), step.written_cache().zero_()]
     outputs = []
     for cache in (*caches, caches[0]):
-        metadata = group.build(layers.common_of(problem)).parts[0].metadata
+        metadata = group.build(common_of(problem)).parts[0].metadata
         output = torch.empty(2, 4, 512, dtype=torch.bfloat16)
         impl.forward_mqa(layer, query, cache, metadata, output, topk_indices=step.topk_indices)
         outputs.append(output)

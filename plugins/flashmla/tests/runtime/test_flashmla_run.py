@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,57 +11,35 @@ import pytest
 pytest.importorskip("torch")
 
 import flashmla_emulated
-import flashmla_layers as layers
 import torch
+from flashmla_layers import check, group_of, layer_config
 
 from attn_select.errors import KernelMismatchError
-from attn_select.runtime import MLAAttentionGroup
-from attn_select.testing import error_bound, lse_error, relative_error
-from attn_select_flashmla.adapter_base import TensorSchedule
-from attn_select_flashmla.providers import KERNELS
-from attn_select_flashmla.runtime import FlashMLAMetadata
+from attn_select.testing.running import common_of, layer_of, problem_for
+from attn_select_flashmla.facts.builds import BUILDS
+from attn_select_flashmla.runtime.adapters import TensorSchedule
+from attn_select_flashmla.runtime.flashmla import FlashMLAMetadata
 
 Emulate = Callable[[str], list[str]]
-BUILDS = [kernel.library.distribution for kernel in KERNELS]
-FP8_BUILDS = [kernel.library.distribution for kernel in KERNELS if kernel.dense_fp8.value]
+NAMES = [build.distribution for build in BUILDS]
+FP8_NAMES = [build.distribution for build in BUILDS if build.dense_fp8.value]
 DECODES = [(1, 1), (1, 64), (1, 65), (1, 200)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def check(group: MLAAttentionGroup, requests: list[tuple[int, int]], seed: int = 0, **changes: Any) -> None:
-    """Run a batch of decodes through a layer and compare with the oracle."""
-    problem = layers.problem_for(group, requests, seed)
-    output, lse, cache = layers.run_layer(group, problem, layers.common_of(problem, **changes))
-    plan = group.served["decode"].context.plans["decode"]
-    query_dtype = plan.query_dtype if plan.query_dtype.startswith("fp8") else None
-    wanted, wanted_lse = problem.reference(len(requests), kv_cache=cache, query_dtype=query_dtype)
-    bound = error_bound(group.config, {"decode": plan})
-    assert relative_error(output.cpu(), wanted.cpu()).norm <= bound.norm
-    assert lse_error(lse.cpu(), wanted_lse.cpu()) <= bound.lse
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", NAMES)
 def test_every_build(emulate: Emulate, build: str, dtype: str) -> None:
     calls = emulate(build)
-    check(layers.make_group(layers.layer_config(dtype=dtype), build), DECODES)
+    check(group_of(layer_config(dtype=dtype), build), DECODES)
     assert set(calls) == {"schedule", "flash_mla_with_kvcache"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("build", FP8_BUILDS)
+@pytest.mark.parametrize("build", FP8_NAMES)
 def test_fp8(emulate: Emulate, build: str, dtype: str) -> None:
     calls = emulate(build)
-    config = layers.layer_config(dtype=dtype, kv_cache_dtype="fp8_e4m3", per_head_quant_scales=dtype == "float16")
-    check(layers.make_group(config, build), DECODES)
+    config = layer_config(dtype=dtype, kv_cache_dtype="fp8_e4m3", per_head_quant_scales=dtype == "float16")
+    check(group_of(config, build), DECODES)
     assert calls == ["schedule", "flash_mla_with_kvcache_fp8"]
 
 
@@ -77,48 +55,48 @@ def test_fp8(emulate: Emulate, build: str, dtype: str) -> None:
 )
 def test_queries_of_several_tokens(emulate: Emulate, requests: list[tuple[int, int]], kv_cache_dtype: str) -> None:
     emulate("vllm")
-    config = layers.layer_config(num_speculative_tokens=2, kv_cache_dtype=kv_cache_dtype)
-    check(layers.make_group(config), requests)
+    config = layer_config(num_speculative_tokens=2, kv_cache_dtype=kv_cache_dtype)
+    check(group_of(config), requests)
 
 
 def test_a_request_without_tokens(emulate: Emulate) -> None:
     emulate("vllm")
-    group = layers.make_group(layers.layer_config(num_speculative_tokens=2))
+    group = group_of(layer_config(num_speculative_tokens=2))
     check(group, [(2, 10), (0, 7), (1, 3), (0, 5)])
 
 
 def test_query_lengths_bounded_from_above(emulate: Emulate) -> None:
     emulate("vllm")
-    check(layers.make_group(layers.layer_config(num_speculative_tokens=3)), [(2, 10), (2, 70)], max_query_len=4)
+    check(group_of(layer_config(num_speculative_tokens=3)), [(2, 10), (2, 70)], max_query_len=4)
 
 
 def test_both_directions(emulate: Emulate) -> None:
     emulate("vllm")
-    check(layers.make_group(layers.layer_config(num_speculative_tokens=2, non_causal=True)), [(3, 40), (1, 9), (3, 70)])
+    check(group_of(layer_config(num_speculative_tokens=2, non_causal=True)), [(3, 40), (1, 9), (3, 70)])
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", NAMES)
 def test_rows_without_keys(emulate: Emulate, build: str) -> None:
     emulate(build)
-    group = layers.make_group(layers.layer_config(num_speculative_tokens=1), build)
-    problem = layers.problem_for(group, [(2, 9), (2, 0)])
-    output, lse, _ = layers.run_layer(group, problem)
-    assert torch.equal(output[2:], torch.zeros_like(output[2:]))
-    assert bool(lse[2:].isneginf().all())
-    assert bool(lse[:2].isfinite().all())
+    group = group_of(layer_config(num_speculative_tokens=1), build)
+    result = check(group, [(2, 9), (2, 0)])
+    assert result.lse is not None
+    assert bool((result.output[2:] == 0).all())
+    assert bool(result.lse[2:].isneginf().all())
+    assert bool(result.lse[:2].isfinite().all())
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", NAMES)
 def test_layers_share_one_schedule(emulate: Emulate, build: str) -> None:
     calls = emulate(build)
-    group = layers.make_group(layers.layer_config(), build)
-    problem = layers.problem_for(group, DECODES)
+    group = group_of(layer_config(), build)
+    problem = problem_for(group, DECODES)
     step = problem.step
     assert step.kv_cache is not None
-    metadata = group.build(layers.common_of(problem))
+    metadata = group.build(common_of(problem))
     assert calls == []  # nothing is launched by build
     for _ in range(3):
-        layer = layers.make_layer(group, problem)
+        layer = layer_of(group, problem)
         layer(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
     assert calls.count("schedule") == 1
     assert calls.count("flash_mla_with_kvcache") == 3
@@ -128,9 +106,9 @@ def test_layers_share_one_schedule(emulate: Emulate, build: str) -> None:
 def test_captures_begin_with_an_empty_schedule(emulate: Emulate, build: str, kv_cache_dtype: str) -> None:
     """So that the graph holds the scheduling, and a replay with other lengths schedules anew."""
     emulate(build)
-    group = layers.make_group(layers.layer_config(kv_cache_dtype=kv_cache_dtype), build, cuda_graphs=True)
-    problem = layers.problem_for(group, DECODES)
-    common = layers.common_of(problem)
+    group = group_of(layer_config(kv_cache_dtype=kv_cache_dtype), build, cuda_graphs=True)
+    problem = problem_for(group, DECODES)
+    common = common_of(problem)
     step = problem.step
     assert step.kv_cache is not None
     made = []
@@ -140,7 +118,7 @@ def test_captures_begin_with_an_empty_schedule(emulate: Emulate, build: str, kv_
         made.append(inner.schedule)
         attribute = "tiles" if isinstance(inner.schedule, TensorSchedule) else "tile_scheduler_metadata"
         assert getattr(inner.schedule, attribute) is None
-        layers.make_layer(group, problem)(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
+        layer_of(group, problem)(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
         assert getattr(inner.schedule, attribute) is not None
         # What kernels read stays where the batch has it.
         assert inner.seq_lens.data_ptr() == common.seq_lens.data_ptr()
@@ -157,7 +135,7 @@ def test_output_is_written_in_place_where_the_build_can(emulate: Emulate, monkey
 
     monkeypatch.setattr(flashmla_emulated, "_written", spy)
     emulate("vllm")
-    group = layers.make_group(layers.layer_config(num_speculative_tokens=1))
+    group = group_of(layer_config(num_speculative_tokens=1))
     check(group, [(2, 9), (2, 70)])
     check(group, [(1, 9), (2, 70)])
     assert seen == [True, False]
@@ -165,15 +143,15 @@ def test_output_is_written_in_place_where_the_build_can(emulate: Emulate, monkey
 
 def test_an_output_with_strides(emulate: Emulate) -> None:
     emulate("vllm")
-    group = layers.make_group(layers.layer_config())
-    problem = layers.problem_for(group, DECODES)
+    group = group_of(layer_config())
+    problem = problem_for(group, DECODES)
     step = problem.step
     cache = step.written_cache()
-    impl = layers.make_layer(group, problem).impls["decode"]
-    metadata = group.build(layers.common_of(problem)).parts[0].metadata
+    impl = layer_of(group, problem).impls["decode"]
+    metadata = group.build(common_of(problem)).parts[0].metadata
     query = step.query.to(torch.bfloat16)
     plain, strided = torch.empty(4, 4, 512, dtype=torch.bfloat16), torch.empty(4, 512, 4, dtype=torch.bfloat16)
-    layer = layers.make_layer(group, problem)
+    layer = layer_of(group, problem)
     impl.forward_mqa(layer, query, cache, metadata, plain)
     impl.forward_mqa(layer, query, cache, metadata, strided.transpose(1, 2))
     assert torch.equal(plain, strided.transpose(1, 2))
@@ -181,8 +159,8 @@ def test_an_output_with_strides(emulate: Emulate) -> None:
 
 def test_a_build_that_cannot_be_imported_is_named(emulate: Emulate) -> None:
     emulate("vllm")
-    with pytest.raises(KernelMismatchError, match=r"^sgl-flash-mla .*flash_mla.* cannot be imported"):
-        layers.make_group(layers.layer_config(), "sgl-flash-mla")
+    with pytest.raises(KernelMismatchError, match=r"^FlashMLA of sgl-flash-mla: flash_mla.* cannot be imported"):
+        group_of(layer_config(), "sgl-flash-mla")
 
 
 def test_another_signature_is_named(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +172,9 @@ def test_another_signature_is_named(emulate: Emulate, monkeypatch: pytest.Monkey
     monkeypatch.setitem(flashmla_emulated.MODULES["vllm"], name, functions)
     emulate("vllm")
     with pytest.raises(
-        KernelMismatchError, match=r"flash_mla_with_kvcache takes \(q, cache, table\): accepted is \(q, k_"
+        KernelMismatchError, match=r"flash_mla_with_kvcache has another .* It takes \(q, cache, table\)"
     ):
-        layers.make_group(layers.layer_config())
+        group_of(layer_config())
 
 
 def test_upstream_from_before_schedule_objects_is_refused(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,20 +183,19 @@ def test_upstream_from_before_schedule_objects_is_refused(emulate: Emulate, monk
     functions = {**flashmla_emulated.MODULES["flash-mla"][name], "get_mla_metadata": old}
     monkeypatch.setitem(flashmla_emulated.MODULES["flash-mla"], name, functions)
     emulate("flash-mla")
-    with pytest.raises(KernelMismatchError, match=r"get_mla_metadata.* wants arguments") as caught:
-        layers.make_group(layers.layer_config(), "flash-mla")
-    assert "FlashMLASchedMeta" in (caught.value.hint or "")
+    with pytest.raises(KernelMismatchError, match=r"get_mla_metadata.* requires cache_seqlens, .*does not pass"):
+        group_of(layer_config(), "flash-mla")
 
 
 def test_emulated_kernels_refuse_a_stale_schedule(emulate: Emulate) -> None:
     """Else a test could pass although a schedule outlived its lengths."""
     emulate("vllm")
-    group = layers.make_group(layers.layer_config())
-    first, second = (layers.problem_for(group, requests) for requests in ([(1, 9), (1, 70)], [(1, 9), (1, 71)]))
-    metadata = group.build(layers.common_of(first))
-    layers.make_layer(group, first)(first.query, first.step.key, first.step.value, first.step.kv_cache, metadata)
+    group = group_of(layer_config())
+    first, second = (problem_for(group, requests) for requests in ([(1, 9), (1, 70)], [(1, 9), (1, 71)]))
+    metadata = group.build(common_of(first))
+    layer_of(group, first)(first.query, first.step.key, first.step.value, first.step.kv_cache, metadata)
     part = metadata.parts[0]
     stale = dataclasses.replace(part.metadata, seq_lens=second.step.seq_lens)
     metadata = dataclasses.replace(metadata, parts=(dataclasses.replace(part, metadata=stale),))
     with pytest.raises(AssertionError, match="other lengths"):
-        layers.make_layer(group, first)(first.query, first.step.key, first.step.value, first.step.kv_cache, metadata)
+        layer_of(group, first)(first.query, first.step.key, first.step.value, first.step.kv_cache, metadata)

@@ -10,23 +10,22 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
+from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_flashmla.providers import (
+from attn_select_flashmla.facts.builds import (
+    BUILDS,
     LIBRARIES,
     RAN,
     SM90,
     UPSTREAM,
     VLLM_FP8,
-    Kernel,
-    Objection,
+    FlashMLABuild,
     ProviderName,
-    Subject,
-    pinned,
-    refuse,
+    kernel_of,
 )
 
 if TYPE_CHECKING:
-    from attn_select_flashmla.runtime import FlashMLABackend
+    from attn_select.runtime.backend import AttentionBackend
 
 _DENSE = f"{UPSTREAM}/dense_decode.h"
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashmla.py 0.33.0"
@@ -55,9 +54,7 @@ DECODE = Capabilities(
 class FlashMLAOptions(BackendOptions):
     """``[backends.FLASHMLA]``."""
 
-    provider: ProviderName = Field(
-        "auto", description="the distribution to take the kernel from; auto is the first that serves the layer"
-    )
+    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
 
 
 _LAYOUTS = (MLA,)
@@ -66,73 +63,64 @@ _SPLITS = (
     "split-KV partial sums take (batch + SM parts) x query heads x query length x (kv_lora_rank + 1) x 4 bytes per call"
 )
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
-_PIN = "FlashMLA's dense decode, from the provider that the options name"
 
 
-def objections(kernel: Kernel, config: AttentionConfig) -> list[Objection]:
-    """Return what speaks against one build; empty: it runs."""
+def objections(build: FlashMLABuild, config: AttentionConfig) -> list[Objection]:
+    """Return what speaks against one build; nothing: it serves the layer."""
     found: list[Objection] = []
     if config.kv_lora_rank != 512:
-        found.append(("kv-lora-rank", "512"))
-    if config.kv_cache_dtype == "fp8_e4m3" and not kernel.dense_fp8.value:
-        found.append(("kv-cache-dtype", "16-bit KV only in dense decode"))
+        found.append(Objection("kv-lora-rank", "512", f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank))
+    if config.kv_cache_dtype == "fp8_e4m3" and not build.dense_fp8.value:
+        accepts, remedy = "16-bit KV only in dense decode", "--kv-cache-dtype auto"
+        found.append(Objection("kv-cache-dtype", accepts, "KV-cache dtype fp8_e4m3", "fp8_e4m3", remedy))
     return found
-
-
-def _describe(code: str, config: AttentionConfig) -> Subject:
-    if code == "kv-lora-rank":
-        return Subject(f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank)
-    return Subject(f"KV-cache dtype {config.kv_cache_dtype}", config.kv_cache_dtype, "--kv-cache-dtype auto")
 
 
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashMLAOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the layer, or what each one lacks."""
-    judged = []
-    for kernel in pinned(options.provider):
-        if environment.has(kernel.library):
-            found = objections(kernel, config)
-            if not found:
-                return _plan(kernel, config, options)
-            judged.append((kernel, found))
-    return refuse(
-        judged,
-        "FLASHMLA",
-        options.provider,
+    pins = pin_provider("FLASHMLA", options.provider)
+    chosen = choose(
+        BUILDS,
         environment,
-        lambda kernel: objections(kernel, config),
-        lambda code: _describe(code, config),
+        lambda build: objections(build, config),
+        pins=pins,
+        device=f"compute capability {device.capability_text}",
     )
+    if not isinstance(chosen, FlashMLABuild):
+        return chosen
+    return _plan(chosen, config, describe_pins(pins) or "Hopper's dense decode")
 
 
-def _plan(kernel: Kernel, config: AttentionConfig, options: FlashMLAOptions) -> BackendPlan:
+def _plan(build: FlashMLABuild, config: AttentionConfig, because: str) -> BackendPlan:
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
-    notes = kernel.notes
+    notes = build.notes
     if fp8 and config.dtype == "float16":
         notes = (*notes, _CONVERTED)
     if config.cuda_graph != "NEVER":
         notes = (*notes, _SPLITS)
     return BackendPlan(
+        kernel=kernel_of(build, "dense_fp8" if fp8 else "dense"),
         path="dense FP8" if fp8 else "dense",
-        because="Hopper's dense decode" if options.provider == "auto" else _PIN,
+        because=because,
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=True,
         kv_layouts=_LAYOUTS,
         kernel_block_sizes=_BLOCKS,
         cuda_graph="UNIFORM_BATCH",
-        provider=kernel.provider,
+        provider=build.provider,
         notes=notes,
     )
 
 
-def load() -> type[FlashMLABackend]:
-    """Import torch and return the runtime backend; the kernels are imported when a group is made.
+def load() -> type[AttentionBackend]:
+    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
 
     Raises:
         ImportError: torch is not installed.
     """
-    from attn_select_flashmla.runtime import FlashMLABackend
+    from attn_select_flashmla.runtime.flashmla import FlashMLABackend  # facts are read without torch
 
     return FlashMLABackend
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -493,13 +492,3 @@ MODULES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """By distribution and module, the functions."""
-
-
-def modules(distribution: str) -> dict[str, ModuleType]:
-    """Return modules that stand in for a distribution's, by name."""
-    made = {}
-    for name, functions in MODULES[distribution].items():
-        made[name] = ModuleType(name)
-        for function_name, function in functions.items():
-            setattr(made[name], function_name, function)
-    return made

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attn_select.layouts import FP8_DS_MLA
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,
@@ -30,10 +29,10 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
-from attn_select_flashmla.adapter_base import RANK
-from attn_select_flashmla.adapters import adapter_for
-from attn_select_flashmla.flashmla_sparse import DEQUANTISED, MOST_HEADS
-from attn_select_flashmla.runtime import store_lse
+from attn_select_flashmla.facts.builds import FlashMLAKernel
+from attn_select_flashmla.facts.flashmla_sparse import MOST_HEADS
+from attn_select_flashmla.runtime.adapters import RANK, adapter_for
+from attn_select_flashmla.runtime.lse import store_lse
 
 BLOCK = 64
 """Tokens per block of the FP8 cache."""
@@ -82,17 +81,22 @@ class FlashMLASparseMetadata:
     spans: tuple[Span, ...]
 
 
+def _kernels(context: BackendContext) -> list[FlashMLAKernel]:
+    """Return the kernels of the phases that are served here; all are of one build."""
+    kernels = [plan.kernel for plan in context.plans.values()]
+    return [kernel for kernel in kernels if isinstance(kernel, FlashMLAKernel)]
+
+
 class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetadata]):
     """Builds without a kernel launch, but for the list of blocks to copy."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        plans = context.plans
-        self._adapter = adapter_for(next(iter(plans.values())).provider)
-        self._fp8 = context.kv_layout == FP8_DS_MLA
-        self._copies = "prefill" in plans and plans["prefill"].path == DEQUANTISED
-        self._decodes = "decode" in plans
-        if self._copies and self._decodes:
+        kernels = _kernels(context)
+        self._adapter = adapter_for(kernels[0])
+        self._reads_fp8 = any(kernel.function == "sparse_decode" for kernel in kernels)
+        self._copies = any(kernel.copies_cache for kernel in kernels)
+        if self._copies and "decode" in context.plans:
             # Only here do the phases differ; elsewhere any order will do.
             self.reorder_batch_threshold = 1 + context.config.num_speculative_tokens
 
@@ -120,7 +124,7 @@ class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetad
 
     def _direct(self, tokens: int) -> FlashMLASparseMetadata:
         """Return the spans of the first tokens, which read the cache itself."""
-        if not self._fp8:
+        if not self._reads_fp8:
             return FlashMLASparseMetadata((Span(slice(0, tokens)),))
         edges = [*range(0, tokens, MAX_DECODE_ROWS), tokens]
         # A schedule depends on how many tokens there are alone, so full spans share one.
@@ -163,7 +167,7 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
-        adapter = adapter_for(next(iter(context.plans.values())).provider)
+        adapter = adapter_for(_kernels(context)[0])
         self._decode, self._prefill = adapter.sparse_decode, adapter.sparse_prefill
         self._checked = checks_enabled()
         heads = context.config.num_heads

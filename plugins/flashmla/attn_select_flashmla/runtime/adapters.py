@@ -1,39 +1,46 @@
-"""What every build of FlashMLA is called like, and the two kinds of schedule that builds have.
+"""One adapter per build of FlashMLA (vLLM's, SGLang's, upstream's): the runtime calls all of them alike.
 
 FlashMLA splits each request's keys into parts by a schedule that depends on the lengths. Builds that have
-``FlashMLASchedMeta`` fill one at the first call, older ones and dense FP8 take the two tensors of ``get_mla_metadata``.
-Either way a schedule here begins empty and is filled by the first call that it is given to: nothing runs while metadata
-is built, all layers of a step share it, and a CUDA graph that is captured with an empty one schedules anew at each
-replay.
+``FlashMLASchedMeta`` fill one at the first call; older ones, and dense FP8, take the two tensors of
+``get_mla_metadata``. Either way a schedule here begins empty and is filled by the first call that it is given to:
+nothing runs while metadata is built, all layers of a step share it, and a CUDA graph that is captured with an empty
+schedule makes it anew at each replay.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from attn_select.errors import KernelMismatchError
-from attn_select_flashmla.providers import Kernel
+from attn_select.runtime.providers import InstalledBuild
+from attn_select_flashmla.facts.builds import (
+    FLASH_MLA,
+    SGL_FLASH_MLA,
+    SGL_KERNEL,
+    SGLANG_KERNEL,
+    VLLM,
+    FlashMLABuild,
+    FlashMLAKernel,
+    build_of,
+)
 
 Result = tuple[Tensor, Tensor]
 RANK = 512
 """Width of the latents, and so of the output."""
 
 _CACHE = ("k_cache", "block_table", "cache_seqlens", "head_dim_v")
-CALL = ("q", *_CACHE, "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal")
-CALL_OPTIONS = ("is_fp8_kvcache", "indices")
-DESCALES = ("descale_q", "descale_k")
+_CALL = ("q", *_CACHE, "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal")
+_CALL_OPTIONS = ("is_fp8_kvcache", "indices")
+_DESCALES = ("descale_q", "descale_k")
 _SPARSE_FWD = ("q", "kv", "indices", "sm_scale", "d_v")
-TENSOR_METADATA = ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k")
+_TENSOR_METADATA = ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k")
 _SPARSE_METADATA = ("num_heads_q", "is_fp8_kvcache", "topk")
 
 
@@ -44,7 +51,7 @@ class TensorSchedule:
     Attributes:
         tiles: int32 ``(num_sm_parts, 8)``.
         splits: int32 ``(B + 1,)``.
-        seq_lens, block_table: what sparse decoding of such builds asks for and does not read.
+        seq_lens, block_table: sparse decoding of such builds asks for them and does not read them.
     """
 
     tiles: Tensor | None = None
@@ -54,62 +61,39 @@ class TensorSchedule:
 
 
 class Adapter(ABC):
-    """FlashMLA as one distribution brings it. Shapes: B requests of ``q_len`` queries, H heads, int32 index tensors.
+    """FlashMLA as one distribution builds it. Shapes: B requests of ``q_len`` queries, H heads, int32 index tensors.
 
     The returned LSE is the natural logarithm, float32, +inf in a row without keys, and without the sinks.
 
     Args:
-        kernel: the build.
+        build: whose functions are called.
 
     Attributes:
         writes_output: whether the 16-bit and sparse kernels write where they are told to; else ``out`` is ignored.
 
     Raises:
-        KernelMismatchError: a module cannot be imported, a function is missing or has another signature.
+        KernelMismatchError: the build cannot be imported, its version is another, or a function is missing or has
+            another signature.
     """
 
-    module_name: ClassVar[str]
     writes_output: ClassVar[bool] = False
     extra: ClassVar[dict[str, Any]] = {}
     """Passed to every call."""
     sparse_lse_base2: ClassVar[bool] = False
+    _takes_descales: ClassVar[bool] = False
+    # Builds with dense FP8 set these two.
+    _fp8_metadata: Callable[..., Result]
+    _fp8_decode: Callable[..., Result]
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self.module = self._import(self.module_name)
-        sinks = ("attn_sink",) if kernel.sinks.value else ()
+    def __init__(self, build: FlashMLABuild) -> None:
+        self.build = build
+        installed = self._installed = InstalledBuild(build)
+        sinks = ("attn_sink",) if build.sinks.value else ()
         out = ("out",) if self.writes_output else ()
-        options = (*CALL_OPTIONS, *sinks, *out, *self.extra, *self._descale_options())
-        self._decode = self._function("flash_mla_with_kvcache", CALL, options)
-        self._sparse = self._function("flash_mla_sparse_fwd", _SPARSE_FWD, (*sinks, *out, *self.extra))
-
-    def _descale_options(self) -> tuple[str, ...]:
-        return ()
-
-    def _import(self, name: str) -> ModuleType:
-        try:
-            return importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError) as error:
-            text = f"{self.kernel.provider}: {name} cannot be imported ({type(error).__name__}: {error})"
-            raise KernelMismatchError(text, hint=f"reinstall it: {self.kernel.library.install}") from error
-
-    def _function(
-        self, name: str, positional: Iterable[str], keywords: Iterable[str] = (), module: ModuleType | None = None
-    ) -> Callable[..., Any]:
-        """Return a function of the build after comparing its signature with what is passed to it."""
-        place = module or self.module
-        where = f"{self.kernel.provider}: {place.__name__}.{name}"
-        wanted = f"{self.kernel.library.distribution}{self.kernel.library.version or ''}"
-        hint = f"this plugin calls the functions of {wanted}; option provider chooses another build"
-        function: Callable[..., Any] | None = getattr(place, name, None)
-        if function is None:
-            raise KernelMismatchError(f"{where} does not exist", hint=hint)
-        has, positional = list(inspect.signature(function).parameters), list(positional)
-        missing = [argument for argument in keywords if argument not in has]
-        if has[: len(positional)] != positional or missing:
-            wants = f"({', '.join(positional)}, …)" + f" with {', '.join(missing)}" * bool(missing)
-            raise KernelMismatchError(f"{where} takes ({', '.join(has)}): accepted is {wants}", hint=hint)
-        return function
+        descales = _DESCALES if self._takes_descales else ()
+        options = (*_CALL_OPTIONS, *sinks, *out, *self.extra, *descales)
+        self._decode = installed.function("flash_mla_with_kvcache", _CALL, options)
+        self._sparse = installed.function("flash_mla_sparse_fwd", _SPARSE_FWD, (*sinks, *out, *self.extra))
 
     @abstractmethod
     def new_schedule(self) -> Any:
@@ -157,15 +141,9 @@ class Adapter(ABC):
     ) -> Result:
         """As ``dense`` with query and cache in e4m3; ``descales`` float32 ``(1,)`` of both; the output is bfloat16."""
         if schedule.tiles is None:
-            tokens = query.shape[1] * query.shape[2]
-            schedule.tiles, schedule.splits = self._fp8_metadata(seq_lens, tokens)
-        return self._fp8(query, kv_cache, block_table, seq_lens, schedule, scale, causal, descales)
-
-    def _fp8_metadata(self, seq_lens: Tensor, tokens_per_kv_head: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError(f"{self.kernel.provider} has no dense FP8 kernel, so no plan may ask for one")
-
-    def _fp8(self, query: Tensor, kv_cache: Tensor, block_table: Tensor, *arguments: Any) -> Result:
-        raise NotImplementedError(f"{self.kernel.provider} has no dense FP8 kernel, so no plan may ask for one")
+            schedule.tiles, schedule.splits = self._fp8_metadata(seq_lens, query.shape[1] * query.shape[2], 1)
+        call = (query, kv_cache, block_table, seq_lens, RANK, schedule.tiles, schedule.splits, scale, causal)
+        return self._fp8_decode(*call, descale_q=descales[0], descale_k=descales[1])
 
     @abstractmethod
     def sparse_decode(
@@ -214,18 +192,11 @@ class Adapter(ABC):
 
 
 class ScheduleObjects(Adapter):
-    """Builds that fill a ``FlashMLASchedMeta``."""
+    """Builds that fill a ``FlashMLASchedMeta``, which their ``get_mla_metadata`` returns without arguments."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel)
-        self._new = self._function("get_mla_metadata", ())
-        try:
-            inspect.signature(self._new).bind()
-        except TypeError as error:
-            text = f"{kernel.provider}: get_mla_metadata{inspect.signature(self._new)} wants arguments"
-            raise KernelMismatchError(
-                text, hint=f"accepted is {kernel.library.version} with FlashMLASchedMeta"
-            ) from error
+    def __init__(self, build: FlashMLABuild) -> None:
+        super().__init__(build)
+        self._new = self._installed.function("get_mla_metadata")
 
     def new_schedule(self) -> Any:
         """Return a ``FlashMLASchedMeta``."""
@@ -268,9 +239,9 @@ class ScheduleObjects(Adapter):
 class ScheduleTensors(Adapter):
     """Builds from before ``FlashMLASchedMeta``: the two tensors of ``get_mla_metadata``."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel)
-        self._metadata = self._function("get_mla_metadata", TENSOR_METADATA, _SPARSE_METADATA)
+    def __init__(self, build: FlashMLABuild) -> None:
+        super().__init__(build)
+        self._metadata = self._installed.function("get_mla_metadata", _TENSOR_METADATA, _SPARSE_METADATA)
 
     def new_schedule(self) -> TensorSchedule:
         """Return an empty ``TensorSchedule``."""
@@ -327,3 +298,101 @@ class ScheduleTensors(Adapter):
             indices=indices,
         )
         return result
+
+
+class Vllm(ScheduleObjects):
+    """vLLM's build, which has dense FP8 in an extension of its own."""
+
+    writes_output = True
+
+    def __init__(self, build: FlashMLABuild) -> None:
+        super().__init__(build)
+        installed = self._installed
+        fp8 = installed.imported("vllm.v1.attention.ops.flashmla")
+        self._fp8_metadata = installed.function("get_mla_metadata_dense_fp8", _TENSOR_METADATA, module=fp8)
+        self._fp8_decode = installed.function("flash_mla_with_kvcache_fp8", (*_CALL, *_DESCALES), module=fp8)
+
+
+class SglFlashMla(ScheduleObjects):
+    """SGLang's build of its own, which keeps what upstream dropped behind ``use_legacy``."""
+
+    extra: ClassVar[dict[str, Any]] = {"use_legacy": True}
+    _takes_descales = True
+
+    def __init__(self, build: FlashMLABuild) -> None:
+        super().__init__(build)
+        positional, keywords = ("seqlens_k", "num_q_tokens_per_head_k", "h_k"), ("is_fp8_kvcache", "use_legacy")
+        metadata = self._installed.function("get_mla_decoding_metadata", positional, keywords)
+        self._fp8_metadata = partial(metadata, is_fp8_kvcache=True, use_legacy=True)
+        self._fp8_decode = self._decode_with_tensors
+
+    def _decode_with_tensors(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        rank: int,
+        tiles: Tensor,
+        splits: Tensor,
+        *arguments: Any,
+        **descales: Tensor,
+    ) -> Result:
+        meta = self.new_schedule()
+        meta.tile_scheduler_metadata, meta.num_splits = tiles, splits
+        call = (query, kv_cache, block_table, seq_lens, rank, meta, None, *arguments)
+        found: Result = self._decode(*call, is_fp8_kvcache=True, **descales, **self.extra)
+        return found
+
+
+class _SglKernelFp8(Adapter):
+    """Dense FP8 of ``sgl_kernel``: the same functions, chosen by the query's dtype."""
+
+    sparse_lse_base2 = True
+    _takes_descales = True
+
+    def __init__(self, build: FlashMLABuild) -> None:
+        super().__init__(build)
+        metadata = self._installed.function("get_mla_metadata", _TENSOR_METADATA, ("is_fp8_kvcache",))
+        self._fp8_metadata = partial(metadata, is_fp8_kvcache=True)
+        self._fp8_decode = self._decode
+
+
+class SglangKernel(_SglKernelFp8, ScheduleObjects):
+    """``sglang-kernel``."""
+
+
+class SglKernel(_SglKernelFp8, ScheduleTensors):
+    """``sgl-kernel``, the older distribution of the same module."""
+
+
+class Upstream(ScheduleObjects):
+    """Upstream's package; releases from before ``FlashMLASchedMeta`` are refused, whatever their version says."""
+
+
+_ADAPTERS: dict[str, type[Adapter]] = {
+    VLLM.distribution: Vllm,
+    SGL_FLASH_MLA.distribution: SglFlashMla,
+    SGLANG_KERNEL.distribution: SglangKernel,
+    SGL_KERNEL.distribution: SglKernel,
+    FLASH_MLA.distribution: Upstream,
+}
+
+
+@cache
+def adapter_of(build: FlashMLABuild) -> Adapter:
+    """Return the adapter of a build; imports its library. One per build.
+
+    Raises:
+        KernelMismatchError: as ``Adapter``.
+    """
+    return _ADAPTERS[build.distribution](build)
+
+
+def adapter_for(kernel: FlashMLAKernel) -> Adapter:
+    """Return the adapter of the build that a plan's kernel names.
+
+    Raises:
+        KernelMismatchError: as ``Adapter``.
+    """
+    return adapter_of(build_of(kernel))

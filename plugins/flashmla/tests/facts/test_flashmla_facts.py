@@ -2,69 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from flashmla_layers import installed
 from pydantic import ValidationError
 
-from attn_select import gate
 from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.environment import Environment
 from attn_select.layouts import FP8_DS_MLA, MLA
-from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
+from attn_select.spec import BackendPlan, BackendSpec, Reason
+from attn_select.testing import check_sources, codes_of, environment_of, gqa_layer, mla_layer
+from attn_select.testing import plan_of as plan_of_spec
+from attn_select.testing import reasons_of as reasons_of_spec
+from attn_select_flashmla.facts.builds import BUILDS, LIBRARIES, FlashMLAKernel
 from attn_select_flashmla.plugin import attn_select_register_backends
-from attn_select_flashmla.providers import KERNELS, LIBRARIES
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
 DENSE, SPARSE = SPECS["FLASHMLA"], SPECS["FLASHMLA_SPARSE"]
-DISTRIBUTIONS = [kernel.library.distribution for kernel in KERNELS]
-
-
-def gpu(major: int, minor: int = 0) -> Device:
-    return Device(f"sm{major}{minor}", (major, minor))
+DISTRIBUTIONS = [build.distribution for build in BUILDS]
+HOPPER = (9, 0)
 
 
 def layer(**fields: Any) -> AttentionConfig:
-    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    return AttentionConfig(**{"num_heads": 64, **dims, **fields})
+    return mla_layer(**{"num_heads": 64, **fields})
 
 
 def sparse(**fields: Any) -> AttentionConfig:
     return layer(**{"sparse_top_k": 2048, **fields})
 
 
-def ask(
-    config: AttentionConfig,
-    device: Device,
-    environment: Environment | None = None,
-    phase: Any = "decode",
-    **options: Any,
-) -> BackendPlan | list[Reason]:
-    environment = environment or Environment(assume_installed=True)
-    spec = SPARSE if config.sparse else DENSE
-    return gate.check(spec, config, device, environment, spec.options(**options), phase)
+def plan_of(config: AttentionConfig, where: tuple[int, int] = HOPPER, **asked: Any) -> BackendPlan:
+    return plan_of_spec(SPARSE if config.sparse else DENSE, config, where, **asked)
 
 
-def plan_of(*args: Any, **kwargs: Any) -> BackendPlan:
-    outcome = ask(*args, **kwargs)
-    assert isinstance(outcome, BackendPlan), outcome
-    return outcome
-
-
-def reasons_of(*args: Any, **kwargs: Any) -> dict[str, Reason]:
-    outcome = ask(*args, **kwargs)
-    assert isinstance(outcome, list), outcome
-    assert len({reason.code for reason in outcome}) == len(outcome)
-    return {reason.code: reason for reason in outcome}
-
-
-def facts(value: Any) -> Iterator[Fact[Any]]:
-    for field in dataclasses.fields(value):
-        if isinstance(found := getattr(value, field.name), Fact):
-            yield found
+def reasons_of(config: AttentionConfig, where: tuple[int, int] = HOPPER, **asked: Any) -> dict[str, Reason]:
+    return reasons_of_spec(SPARSE if config.sparse else DENSE, config, where, **asked)
 
 
 # --- Facts -------------------------------------------------------------------------------------
@@ -78,14 +50,13 @@ def test_registers_both_backends() -> None:
 
 
 def test_every_fact_has_a_source() -> None:
-    holders = [*KERNELS, *(c for spec in SPECS.values() for c in spec.capabilities.values())]
-    sources = [fact.source for holder in holders for fact in facts(holder)]
-    assert len(sources) > 60
-    assert all(sources)
+    check_sources(DENSE, *BUILDS, least=30)
+    check_sources(SPARSE, least=30)
 
 
-def test_kernels_come_from_declared_libraries() -> None:
-    assert tuple(kernel.library for kernel in KERNELS) == LIBRARIES[1]
+def test_builds_come_from_declared_libraries() -> None:
+    assert tuple(build.library for build in BUILDS) == LIBRARIES[1]
+    assert all(build.module.split(".")[0] == build.library.module for build in BUILDS)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
@@ -98,26 +69,26 @@ def test_load_returns_the_runtime_without_a_kernel_library(spec: BackendSpec) ->
 
 
 def test_dense_decode_on_hopper() -> None:
-    plan = plan_of(layer(), gpu(9))
+    plan = plan_of(layer())
     assert (plan.path, plan.query_dtype, plan.returns_lse) == ("dense", "bfloat16", True)
     assert (plan.kv_layouts, plan.kernel_block_sizes, plan.cuda_graph) == ((MLA,), (64,), "UNIFORM_BATCH")
 
 
 def test_dense_serves_decode_only() -> None:
-    assert set(reasons_of(layer(), gpu(9), phase="prefill")) == {"phase-not-served"}
+    assert set(reasons_of(layer(), phase="prefill")) == {"phase-not-served"}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (10, 3), (12, 0)])
 def test_dense_is_hopper_only(capability: tuple[int, int]) -> None:
-    reason = reasons_of(layer(), gpu(*capability))["compute-capability"]
+    reason = reasons_of(layer(), capability)["compute-capability"]
     assert reason.observed == f"{capability[0]}.{capability[1]}"
     assert reason.supported == "9.0"
 
 
 def test_dense_fp8_quantises_the_query() -> None:
-    plan = plan_of(layer(kv_cache_dtype="fp8", per_head_quant_scales=True), gpu(9))
+    plan = plan_of(layer(kv_cache_dtype="fp8", per_head_quant_scales=True))
     assert (plan.path, plan.query_dtype, plan.kv_layouts) == ("dense FP8", "fp8_e4m3", (MLA,))
-    assert any("float16" in note for note in plan_of(layer(kv_cache_dtype="fp8", dtype="float16"), gpu(9)).notes)
+    assert any("float16" in note for note in plan_of(layer(kv_cache_dtype="fp8", dtype="float16")).notes)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +105,7 @@ def test_dense_fp8_quantises_the_query() -> None:
     ids=lambda fields: "-".join(fields),
 )
 def test_dense_accepts(fields: dict[str, Any]) -> None:
-    assert isinstance(ask(layer(**fields), gpu(9)), BackendPlan)
+    assert plan_of(layer(**fields))
 
 
 @pytest.mark.parametrize(
@@ -153,14 +124,12 @@ def test_dense_accepts(fields: dict[str, Any]) -> None:
     ],
 )
 def test_dense_rejects(fields: dict[str, Any], code: str) -> None:
-    assert code in reasons_of(layer(**fields), gpu(9))
+    assert code in reasons_of(layer(**fields))
 
 
 def test_dense_serves_no_sparse_and_no_plain_layers() -> None:
-    for config, code in ((sparse(), "sparse-unsupported"), (AttentionConfig(num_heads=8, head_size=128), "mla-only")):
-        outcome = gate.check(DENSE, config, gpu(9), Environment(assume_installed=True), DENSE.options(), "decode")
-        assert isinstance(outcome, list)
-        assert code in {reason.code for reason in outcome}
+    for config, code in ((sparse(), "sparse-unsupported"), (gqa_layer(), "mla-only")):
+        assert code in codes_of(DENSE, config, HOPPER)
 
 
 # --- Sparse ------------------------------------------------------------------------------------
@@ -169,7 +138,7 @@ def test_dense_serves_no_sparse_and_no_plain_layers() -> None:
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_sparse_bf16(capability: tuple[int, int], phase: str) -> None:
-    plan = plan_of(sparse(), gpu(*capability), phase=phase)
+    plan = plan_of(sparse(), capability, phase=phase)
     assert (plan.path, plan.query_dtype, plan.kv_layouts) == ("sparse bf16", "bfloat16", (MLA,))
     assert plan.kernel_block_sizes == (64, 1)
     assert not plan.notes
@@ -177,7 +146,7 @@ def test_sparse_bf16(capability: tuple[int, int], phase: str) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (11, 0), (12, 0)])
 def test_sparse_elsewhere(capability: tuple[int, int]) -> None:
-    assert set(reasons_of(sparse(), gpu(*capability))) == {"compute-capability"}
+    assert set(reasons_of(sparse(), capability)) == {"compute-capability"}
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_ds_mla"])
@@ -191,7 +160,7 @@ def test_sparse_elsewhere(capability: tuple[int, int]) -> None:
     ],
 )
 def test_sparse_fp8(dtype: str, heads: int, phase: str, path: str) -> None:
-    plan = plan_of(sparse(num_heads=heads, kv_cache_dtype=dtype), gpu(9), phase=phase)
+    plan = plan_of(sparse(num_heads=heads, kv_cache_dtype=dtype), phase=phase)
     assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == (path, (FP8_DS_MLA,), (64,))
     assert plan.query_dtype == "bfloat16"
     assert any("fp8_ds_mla" in note for note in plan.notes) is (dtype == "fp8")
@@ -199,23 +168,23 @@ def test_sparse_fp8(dtype: str, heads: int, phase: str, path: str) -> None:
 
 
 def test_sparse_fp8_wants_pages_of_64() -> None:
-    assert isinstance(ask(sparse(block_size=1), gpu(9)), BackendPlan)
-    assert isinstance(ask(sparse(block_size=128, kv_cache_dtype="fp8_ds_mla"), gpu(9)), BackendPlan)
-    reason = reasons_of(sparse(block_size=16, kv_cache_dtype="fp8_ds_mla"), gpu(9))["block-size"]
+    assert plan_of(sparse(block_size=1))
+    assert plan_of(sparse(block_size=128, kv_cache_dtype="fp8_ds_mla"))
+    reason = reasons_of(sparse(block_size=16, kv_cache_dtype="fp8_ds_mla"))["block-size"]
     assert (reason.observed, reason.remedy) == (16, "--block-size 64")
 
 
 @pytest.mark.parametrize(("heads", "padded"), [(16, 64), (64, None), (72, 128), (128, None)])
 def test_sparse_pads_heads(heads: int, padded: int | None) -> None:
-    notes = [note for note in plan_of(sparse(num_heads=heads), gpu(9)).notes if "padded" in note]
+    notes = [note for note in plan_of(sparse(num_heads=heads)).notes if "padded" in note]
     assert notes == ([f"query heads are padded from {heads} to {padded}"] if padded else [])
 
 
 def test_sparse_takes_128_heads_over_all_ranks() -> None:
-    reason = reasons_of(sparse(num_heads=160), gpu(9))["num-heads"]
+    reason = reasons_of(sparse(num_heads=160))["num-heads"]
     assert (reason.observed, "160" in reason.message) == (160, True)
-    assert isinstance(ask(sparse(num_heads=16, decode_context_parallel_size=8), gpu(9)), BackendPlan)
-    reason = reasons_of(sparse(num_heads=64, decode_context_parallel_size=4), gpu(9))["num-heads"]
+    assert plan_of(sparse(num_heads=16, decode_context_parallel_size=8))
+    reason = reasons_of(sparse(num_heads=64, decode_context_parallel_size=4))["num-heads"]
     assert (reason.observed, "64 from each of 4 ranks" in reason.message) == (256, True)
 
 
@@ -224,9 +193,7 @@ def test_sparse_takes_128_heads_over_all_ranks() -> None:
     [(2048, "auto", None), (192, "auto", 128), (192, "fp8_ds_mla", None), (100, "fp8_ds_mla", 64)],
 )
 def test_sparse_pads_indices(top_k: int, dtype: str, multiple: int | None) -> None:
-    notes = [
-        note for note in plan_of(sparse(sparse_top_k=top_k, kv_cache_dtype=dtype), gpu(9)).notes if "top-k" in note
-    ]
+    notes = [note for note in plan_of(sparse(sparse_top_k=top_k, kv_cache_dtype=dtype)).notes if "top-k" in note]
     assert [note.rsplit(" ", 1)[-1] for note in notes] == ([str(multiple)] if multiple else [])
 
 
@@ -242,62 +209,90 @@ def test_sparse_pads_indices(top_k: int, dtype: str, multiple: int | None) -> No
     ],
 )
 def test_sparse_rejects(fields: dict[str, Any], code: str) -> None:
-    assert code in reasons_of(sparse(**fields), gpu(9))
+    assert code in reasons_of(sparse(**fields))
 
 
-# --- Providers ---------------------------------------------------------------------------------
+# --- Kernels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "phase", "kernel"),
+    [
+        (layer(), "decode", FlashMLAKernel("vllm", "dense")),
+        (layer(kv_cache_dtype="fp8"), "decode", FlashMLAKernel("vllm", "dense_fp8")),
+        (sparse(), "prefill", FlashMLAKernel("vllm", "sparse_prefill")),
+        (sparse(), "decode", FlashMLAKernel("vllm", "sparse_prefill")),
+        (sparse(kv_cache_dtype="fp8_ds_mla"), "decode", FlashMLAKernel("vllm", "sparse_decode")),
+        (sparse(kv_cache_dtype="fp8"), "prefill", FlashMLAKernel("vllm", "sparse_prefill", copies_cache=True)),
+        (sparse(kv_cache_dtype="fp8", num_heads=31), "prefill", FlashMLAKernel("vllm", "sparse_decode")),
+        (
+            sparse(kv_cache_dtype="fp8", num_heads=32),
+            "prefill",
+            FlashMLAKernel("vllm", "sparse_prefill", copies_cache=True),
+        ),
+    ],
+    ids=lambda value: value.cache_dtype if isinstance(value, AttentionConfig) else str(value),
+)
+def test_the_kernel_is_data(config: AttentionConfig, phase: str, kernel: FlashMLAKernel) -> None:
+    found = plan_of(config, phase=phase).kernel
+    assert found == kernel
+    assert hash(found) == hash(kernel)
+
+
+# --- Builds ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_each_build_serves_dense_decode(installed: Any, distribution: str) -> None:
+def test_each_build_serves_dense_decode(distribution: str) -> None:
     versions = {"vllm": "0.33.0", "sgl_kernel": "0.3.21", "sglang_kernel": "0.4.10"}
     name = distribution.replace("-", "_")
-    plan = plan_of(layer(), gpu(9), installed(**{name: versions.get(name, "1.0.0")}))
+    plan = plan_of(layer(), environment=installed(**{name: versions.get(name, "1.0.0")}))
+    assert plan.kernel == FlashMLAKernel(distribution, "dense")
     assert plan.provider is not None
     assert plan.provider.startswith(f"{distribution} (")
 
 
-def test_upstream_has_no_dense_fp8(installed: Any) -> None:
+def test_upstream_has_no_dense_fp8() -> None:
     environment = installed(flash_mla="1.0.0+9241ae3")
-    plan = plan_of(layer(), gpu(9), environment)
+    plan = plan_of(layer(), environment=environment)
     assert any("2026-09-30" in note for note in plan.notes)
-    reason = reasons_of(layer(kv_cache_dtype="fp8"), gpu(9), environment)["kv-cache-dtype"]
+    reason = reasons_of(layer(kv_cache_dtype="fp8"), environment=environment)["kv-cache-dtype"]
     assert "FlashMLA of flash-mla" in reason.message
     assert reason.remedy == "--kv-cache-dtype auto"
 
 
-def test_sinks_choose_a_build_that_has_them(installed: Any) -> None:
-    assert plan_of(sparse(sinks=True), gpu(9)).provider == "vllm (vllm.third_party.flashmla)"
-    reason = reasons_of(sparse(sinks=True), gpu(9), installed(sgl_kernel="0.3.21"))["sinks"]
+def test_sinks_choose_a_build_that_has_them() -> None:
+    assert plan_of(sparse(sinks=True)).provider == "vllm (vllm.third_party.flashmla.flash_mla_interface)"
+    reason = reasons_of(sparse(sinks=True), environment=installed(sgl_kernel="0.3.21"))["sinks"]
     assert reason.remedy == "pip install vllm"
 
 
-def test_code_for_sm100a_does_not_run_on_10_3(installed: Any) -> None:
+def test_code_for_sm100a_does_not_run_on_10_3() -> None:
     environment = installed(sgl_kernel="0.3.21")
-    assert isinstance(ask(sparse(), gpu(10), environment), BackendPlan)
-    reason = reasons_of(sparse(), gpu(10, 3), environment)["compute-capability"]
+    assert plan_of(sparse(), (10, 0), environment=environment)
+    reason = reasons_of(sparse(), (10, 3), environment=environment)["compute-capability"]
     assert (reason.observed, reason.remedy) == ("10.3", "pip install vllm")
 
 
-def test_nothing_installed(installed: Any) -> None:
-    reasons = reasons_of(layer(kv_lora_rank=448, qk_rope_head_dim=128), gpu(9), installed())
+def test_nothing_installed() -> None:
+    reasons = reasons_of(layer(kv_lora_rank=448, qk_rope_head_dim=128), environment=installed())
     assert set(reasons) == {"library-missing", "kv-lora-rank"}
     assert reasons["library-missing"].remedy == "pip install vllm"
 
 
 def test_old_releases_do_not_count() -> None:
     pins = {"vllm": "0.8.0"}
-    environment = Environment(assume_installed=True, pins=pins)
-    assert plan_of(layer(), gpu(9), environment).provider == "sgl-flash-mla (flash_mla, use_legacy=True)"
-    reason = reasons_of(layer(), gpu(9), environment, provider="vllm")["library-version"]
+    environment = environment_of(pins=pins)
+    assert plan_of(layer(), environment=environment).provider == "sgl-flash-mla (flash_mla.flash_mla_interface)"
+    reason = reasons_of(layer(), environment=environment, options={"provider": "vllm"})["library-version"]
     assert "vllm 0.8.0 (needs >=0.26)" in reason.message
     assert reason.remedy == 'backends.FLASHMLA.provider = "auto"'
 
 
-def test_pinned_provider(installed: Any) -> None:
-    assert plan_of(layer(), gpu(9), provider="sgl-kernel").provider == "sgl-kernel (sgl_kernel.flash_mla)"
+def test_pinned_provider() -> None:
+    assert plan_of(layer(), options={"provider": "sgl-kernel"}).provider == "sgl-kernel (sgl_kernel.flash_mla)"
     environment = installed(vllm="0.33.0")
-    reason = reasons_of(sparse(), gpu(9), environment, provider="flash-mla")["library-missing"]
+    reason = reasons_of(sparse(), environment=environment, options={"provider": "flash-mla"})["library-missing"]
     assert 'backends.FLASHMLA_SPARSE.provider = "flash-mla"' in reason.message
     assert reason.remedy == 'backends.FLASHMLA_SPARSE.provider = "auto"'
 
@@ -309,8 +304,8 @@ def test_bad_options(spec: BackendSpec, options: dict[str, Any]) -> None:
         spec.options(**options)
 
 
-def test_sglangs_module_does_not_pass_for_upstreams(installed: Any) -> None:
-    environment = installed(sgl_flash_mla="1.0.0")
-    assert plan_of(layer(), gpu(9), environment).provider == "sgl-flash-mla (flash_mla, use_legacy=True)"
-    reason = reasons_of(layer(), gpu(9), environment, provider="flash-mla")["library-version"]
+def test_sglangs_module_does_not_pass_for_upstreams() -> None:
+    environment = environment_of(installed={"torch": "2.11.0", "sgl-flash-mla": "1.0.0", "flash-mla": None})
+    assert plan_of(layer(), environment=environment).provider == "sgl-flash-mla (flash_mla.flash_mla_interface)"
+    reason = reasons_of(layer(), environment=environment, options={"provider": "flash-mla"})["library-version"]
     assert "flash-mla of unknown version" in reason.message

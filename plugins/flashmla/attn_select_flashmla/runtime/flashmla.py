@@ -25,8 +25,9 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
-from attn_select_flashmla.adapter_base import RANK, Adapter
-from attn_select_flashmla.adapters import adapter_for
+from attn_select_flashmla.facts.builds import FlashMLAKernel
+from attn_select_flashmla.runtime.adapters import RANK, adapter_for
+from attn_select_flashmla.runtime.lse import store_lse
 
 
 @dataclass(slots=True)
@@ -65,13 +66,20 @@ class FlashMLAMetadata:
     padding: Padding | None = None
 
 
+def _kernel(context: BackendContext) -> FlashMLAKernel:
+    kernel = context.plans["decode"].kernel
+    assert isinstance(kernel, FlashMLAKernel)
+    return kernel
+
+
 class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
     """Launches nothing: the schedule is made by the first layer's call, in a CUDA graph at each replay."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        adapter = adapter_for(context.plans["decode"].provider)
-        self._new_schedule = adapter.new_fp8_schedule if quantized(context) else adapter.new_schedule
+        kernel = _kernel(context)
+        adapter = adapter_for(kernel)
+        self._new_schedule = adapter.new_fp8_schedule if kernel.function == "dense_fp8" else adapter.new_schedule
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -104,8 +112,8 @@ class FlashMLAImpl(MLAAttentionImpl):
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
-        self._adapter: Adapter = adapter_for(context.plans["decode"].provider)
-        self._fp8 = quantized(context)
+        kernel = _kernel(context)
+        self._adapter, self._fp8 = adapter_for(kernel), kernel.function == "dense_fp8"
         self._dense = self._adapter.dense
         self._direct = self._adapter.writes_output and not self._fp8
         self._heads, self._width = context.config.num_heads, context.config.head_size
@@ -164,11 +172,6 @@ class FlashMLAImpl(MLAAttentionImpl):
         return self._descales[1]
 
 
-def quantized(context: BackendContext) -> bool:
-    """Whether the cache is FP8 with one scale."""
-    return context.config.cache_dtype == "fp8_e4m3"
-
-
 def padded(common: CommonAttentionMetadata) -> tuple[int, Padding]:
     """Return the longest query's length, and how the others are padded to it. One copy to the device, not waiting."""
     lens, starts = common.query_lens_cpu, common.query_start_loc_cpu[:-1]
@@ -180,14 +183,6 @@ def padded(common: CommonAttentionMetadata) -> tuple[int, Padding]:
     places = (offsets >= firsts).flatten().nonzero().flatten()
     both = to_device(torch.cat([sources.flatten().long(), places]), common.seq_lens.device)
     return most, Padding(both[: requests * most], both[requests * most :])
-
-
-def store_lse(target: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
-    """Write FlashMLA's LSE ``(T, H)`` as the protocol has it: -inf without keys, sinks ``(H,)`` counted."""
-    target.copy_(lse)
-    target.masked_fill_(target == torch.inf, -torch.inf)
-    if sinks is not None:
-        torch.logaddexp(target, sinks, out=target)
 
 
 class FlashMLABackend(AttentionBackend):

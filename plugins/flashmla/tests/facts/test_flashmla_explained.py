@@ -6,23 +6,21 @@ from typing import Any
 
 import pytest
 
-from attn_select import gate
 from attn_select.config import AttentionConfig
-from attn_select.device import lookup
-from attn_select.environment import Environment
 from attn_select.spec import BackendPlan
+from attn_select.testing import ask
+from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_flashmla.plugin import attn_select_register_backends
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
-DEEPSEEK = {"num_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LAYERS: dict[str, dict[str, Any]] = {
-    "llama": {"num_heads": 32, "num_kv_heads": 8, "head_size": 128},
-    "deepseek": DEEPSEEK,
-    "deepseek fp8": {**DEEPSEEK, "kv_cache_dtype": "fp8"},
-    "deepseek sparse": {**DEEPSEEK, "sparse_top_k": 2048},
-    "deepseek sparse fp8": {**DEEPSEEK, "sparse_top_k": 2048, "kv_cache_dtype": "fp8_ds_mla"},
+    "llama": {**GQA_FIELDS},
+    "deepseek": {**MLA_FIELDS},
+    "deepseek fp8": {**MLA_FIELDS, "kv_cache_dtype": "fp8"},
+    "deepseek sparse": {**MLA_FIELDS, "sparse_top_k": 2048},
+    "deepseek sparse fp8": {**MLA_FIELDS, "sparse_top_k": 2048, "kv_cache_dtype": "fp8_ds_mla"},
     "deepseek sparse fp8, 16 heads": {
-        **DEEPSEEK,
+        **MLA_FIELDS,
         "num_heads": 16,
         "sparse_top_k": 2048,
         "kv_cache_dtype": "fp8_ds_mla",
@@ -37,11 +35,8 @@ FP8 = "sparse FP8: the decode kernel reads fp8_ds_mla"
 
 def said(name: str, layer: str, gpu: str, phase: Any) -> list[str]:
     """Return path and reason of a plan, or the reasons against."""
-    device = lookup(gpu)
-    dtype = "float16" if device.compute_capability == (7, 5) else "bfloat16"
-    config = AttentionConfig(**LAYERS[layer], dtype=dtype)
-    spec, environment = SPECS[name], Environment(assume_installed=True)
-    outcome = gate.check(spec, config, device, environment, spec.options(), phase)
+    dtype = "float16" if gpu == "t4" else "bfloat16"
+    outcome = ask(SPECS[name], AttentionConfig(**LAYERS[layer], dtype=dtype), gpu, phase)
     if isinstance(outcome, BackendPlan):
         return [f"{outcome.path}: {outcome.because}"]
     return [reason.message for reason in outcome]

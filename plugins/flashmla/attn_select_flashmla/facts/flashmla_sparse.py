@@ -1,0 +1,181 @@
+"""``FLASHMLA_SPARSE``: FlashMLA's token-sparse prefill and decode on Hopper and SM100."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.providers import PROVIDER_OPTION, Objection, choose, pin_provider
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select_flashmla.facts.builds import (
+    BUILDS,
+    LIBRARIES,
+    SM90_AND_SM100,
+    UPSTREAM,
+    VLLM_SPARSE,
+    FlashMLABuild,
+    KernelFunction,
+    ProviderName,
+    kernel_of,
+)
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
+
+_DECODE = f"{UPSTREAM}/sparse_decode.h"
+_PREFILL = f"{UPSTREAM}/sparse_fwd.h"
+_BOTH = f"{_DECODE}; {_PREFILL}"
+
+# Both phases read the cache: bfloat16 through the prefill kernel, which serves decode too; FP8 has a decode kernel.
+CAPABILITIES = Capabilities(
+    mla=True,
+    sparse=True,
+    compute_capabilities=Fact(SM90_AND_SM100, f"{_BOTH} (is_sm90a, is_sm100f)"),
+    dtypes=Fact(("bfloat16",), _BOTH),
+    kv_cache_dtypes=Fact(
+        ("bfloat16", "fp8_ds_mla", "fp8_e4m3"),
+        f"{_DECODE} (656 bytes a token); {_PREFILL}; {VLLM_SPARSE} (fp8: alias)",
+    ),
+    head_sizes=Fact(HeadSizes(values=(576,)), f"{_BOTH} (576; 512 is another model's format)"),
+    block_sizes=Fact((1,), f"{_PREFILL} (the cache is one flat run of tokens); FP8: {VLLM_SPARSE} (64-token pages)"),
+    sinks=Fact(True, f"{_BOTH} (attn_sink)"),
+    # Nothing is masked but by the indices.
+    non_causal=Fact(True, _BOTH),
+    # vLLM declares none; enable_batch_invariant of its flash_mla_interface.py 0.33.0 raises on SM90.
+    batch_invariant=Fact(False, "unverified"),
+    decode_context_parallel=Fact(True, f"{_BOTH} (return the LSE); {VLLM_SPARSE} (other ranks' indices become -1)"),
+)
+
+
+class FlashMLASparseOptions(BackendOptions):
+    """``[backends.FLASHMLA_SPARSE]``."""
+
+    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
+
+
+MOST_HEADS = 128
+"""Query heads are padded to 64 or 128 (csrc/api/sparse_decode.h and sparse_fwd.h 9241ae3)."""
+FEW_HEADS = 32
+"""Below this FP8 prefill runs through the decode kernel, as in vLLM (MIN_HEADS_FOR_BF16_PREFILL, 0.33.0)."""
+
+_FP8_LAYOUTS, _FP8_BLOCKS = (FP8_DS_MLA,), (64,)
+_BF16_LAYOUTS, _BF16_BLOCKS = (MLA,), (64, 1)
+_ALIAS = "fp8_e4m3 is stored as fp8_ds_mla (656 bytes a token)"
+_PATHS = {"sparse_prefill": "sparse bf16", "sparse_decode": "sparse FP8"}
+_WORKSPACE = "prefill gathers and dequantises the context: 1152 bytes a token"
+
+
+def objections(build: FlashMLABuild, config: AttentionConfig, device: Device) -> list[Objection]:
+    """Return what speaks against one build on a device; nothing: it serves the layer."""
+    found: list[Objection] = []
+    size, ranks = config.block_size, config.decode_context_parallel_size
+    heads = config.num_heads * ranks
+    if _reads_fp8(config) and size is not None and size % 64:
+        found.append(Objection("block-size", 64, f"block size {size}", size))
+    if config.kv_lora_rank != 512:
+        found.append(Objection("kv-lora-rank", "512", f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank))
+    if heads > MOST_HEADS:
+        what = f"{heads} query heads" + f", {config.num_heads} from each of {ranks} ranks" * (ranks > 1)
+        found.append(Objection("num-heads", f"at most {MOST_HEADS}", what, heads))
+    if not build.sparse.value.accepts(device.compute_capability):
+        seen = device.capability_text
+        found.append(Objection("compute-capability", str(build.sparse.value), f"compute capability {seen}", seen))
+    if config.sinks and not build.sinks.value:
+        found.append(Objection("sinks", "none", "attention sinks", True))
+    return found
+
+
+def _reads_fp8(config: AttentionConfig) -> bool:
+    return config.kv_cache_dtype in ("fp8_ds_mla", "fp8_e4m3")
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashMLASparseOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the first installed build that runs the phase, or what each one lacks.
+
+    Both phases get the same build: nothing that speaks against a build depends on the phase.
+    """
+    devices = CAPABILITIES.compute_capabilities.value
+    if not devices.accepts(device.compute_capability):
+        # No build has kernels for the device, so it does not matter what each of them lacks besides.
+        seen = device.capability_text
+        return [Reason("compute-capability", f"compute capability {seen} (supported: {devices})", seen, str(devices))]
+    chosen = choose(
+        BUILDS,
+        environment,
+        lambda build: objections(build, config, device),
+        pins=pin_provider("FLASHMLA_SPARSE", options.provider),
+        device=f"compute capability {device.capability_text}",
+    )
+    return _plan(chosen, config, phase) if isinstance(chosen, FlashMLABuild) else chosen
+
+
+def _plan(build: FlashMLABuild, config: AttentionConfig, phase: Phase) -> BackendPlan:
+    heads, fp8 = config.num_heads * config.decode_context_parallel_size, _reads_fp8(config)
+    function, copies_cache, because = _function(fp8, phase, heads)
+    path, notes = _PATHS[function], build.notes
+    if copies_cache:
+        path, notes = f"{path} over dequantised KV", (*notes, _WORKSPACE)
+    if config.kv_cache_dtype == "fp8_e4m3":
+        notes = (*notes, _ALIAS)
+    if heads not in (64, MOST_HEADS):
+        notes = (*notes, f"query heads are padded from {heads} to {64 if heads < 64 else MOST_HEADS}")
+    # 64 in the FP8 kernel, 128 in the other (csrc/sm90, csrc/sm100 9241ae3); -1 marks an index as void.
+    multiple = 64 if function == "sparse_decode" else 128
+    if (config.sparse_top_k or 0) % multiple:
+        notes = (*notes, f"top-k indices are padded with -1 from {config.sparse_top_k} to a multiple of {multiple}")
+    return BackendPlan(
+        kernel=kernel_of(build, function, copies_cache),
+        path=path,
+        because=because,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=_FP8_LAYOUTS if fp8 else _BF16_LAYOUTS,
+        kernel_block_sizes=_FP8_BLOCKS if fp8 else _BF16_BLOCKS,
+        cuda_graph="UNIFORM_BATCH",
+        provider=build.provider,
+        notes=notes,
+    )
+
+
+def _function(fp8: bool, phase: Phase, heads: int) -> tuple[KernelFunction, bool, str]:
+    """Return which function runs, whether on a bfloat16 copy of the cache, and why."""
+    if not fp8:
+        if phase == "prefill":
+            return "sparse_prefill", False, "the prefill kernel reads the bfloat16 cache"
+        why = "the decode kernel reads FP8 only, so the prefill kernel serves decode"
+        return "sparse_prefill", False, why
+    if phase == "decode":
+        return "sparse_decode", False, "the decode kernel reads fp8_ds_mla"
+    if heads < FEW_HEADS:
+        why = f"below {FEW_HEADS} query heads the decode kernel serves prefill without a bfloat16 copy"
+        return "sparse_decode", False, why
+    return "sparse_prefill", True, f"from {FEW_HEADS} query heads on the bfloat16 kernel is worth a copy"
+
+
+def load() -> type[AttentionBackend]:
+    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    from attn_select_flashmla.runtime.flashmla_sparse import FlashMLASparseBackend  # facts are read without torch
+
+    return FlashMLASparseBackend
+
+
+FLASHMLA_SPARSE = BackendSpec(
+    name="FLASHMLA_SPARSE",
+    summary="FlashMLA's token-sparse MLA on Hopper and SM100, bfloat16 or 656-byte FP8 cache",
+    capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
+    plan=plan,
+    load=load,
+    libraries=LIBRARIES,
+    options=FlashMLASparseOptions,
+)
