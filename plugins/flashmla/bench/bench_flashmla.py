@@ -17,23 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select import AttentionConfig, detection, gate
+from attn_select import AttentionConfig, detection
 from attn_select.config import Phase
-from attn_select.decide import shared_cache
 from attn_select.environment import Environment
-from attn_select.outcome import Candidate, Verdict
-from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Scales, prepare_batch
+from attn_select.runtime import (
+    AttentionGroup,
+    BlockTable,
+    Capacity,
+    MLAAttention,
+    Scales,
+    attention_group,
+    prepare_batch,
+)
 from attn_select.runtime.cuda_graph import CudaGraphRunner
-from attn_select.selection import Selection
-from attn_select.spec import BackendPlan
-from attn_select.testing import relative_error
+from attn_select.testing import mla_layer, relative_error, selection_of
 from attn_select.testing.oracle_paged import gather_reference
 from attn_select.testing.oracle_quant import pack_fp8_ds_mla, quantize_query
-from attn_select_flashmla.flashmla import FLASHMLA
-from attn_select_flashmla.flashmla_sparse import FLASHMLA_SPARSE
+from attn_select_flashmla.facts.flashmla import FLASHMLA
+from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE
 
 Run = Callable[[], Any]
-DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SCALE = 192**-0.5
 CALLS_PER_GRAPH, CALLS_PER_ROUND = 20, 50
 
@@ -55,7 +58,7 @@ class Case:
         torch.manual_seed(0)
         self.name, self.query_len, self.phase = name, query_len, phase
         spec_tokens = query_len - 1 if phase == "decode" else 0
-        config = AttentionConfig(num_heads=heads, **DIMS, num_speculative_tokens=spec_tokens, **fields)
+        config = mla_layer(num_heads=heads, num_speculative_tokens=spec_tokens, **fields)
         self.config, self.scales = config, Scales.make("cuda", q=0.02, k=0.02)
         self.group = group_for(config, environment, batch, seq_len, query_len)
         table = BlockTable(batch, -(-seq_len // 64), 64, "cuda")
@@ -127,37 +130,18 @@ class Case:
 
 def group_for(
     config: AttentionConfig, environment: Environment, batch: int, seq_len: int, query_len: int
-) -> MLAAttentionGroup:
+) -> AttentionGroup:
     """Return a group of the backend alone, made for graphs."""
     spec = FLASHMLA_SPARSE if config.sparse else FLASHMLA
-    device = detection.detect_device().device
-    plans: dict[Phase, BackendPlan] = {}
-    for phase in spec.capabilities:
-        found = gate.check(spec, config, device, environment, spec.options(), phase)
-        if not isinstance(found, BackendPlan):
-            raise SystemExit(f"{spec.name} cannot run here: {'; '.join(reason.message for reason in found)}")
-        plans[phase] = found
-    cache = shared_cache([*plans.values()], None, None)
-    assert cache is not None
-    verdicts: dict[Phase, Verdict] = {phase: Verdict(1, "selected", [], plan) for phase, plan in plans.items()}
-    selection = Selection(
-        config=config,
-        device=device,
-        environment=environment,
-        backends=dict.fromkeys(plans, spec),
-        block_size=cache[1],
-        kv_layout=cache[0],
-        candidates=(Candidate(spec.name, verdicts),),
-        rules=(),
-        explicit={},
-        warnings=(),
-        options={spec.name: spec.options()},
-    )
+    try:
+        selection = selection_of(spec, config, detection.detect_device().device, environment=environment)
+    except AssertionError as refused:
+        raise SystemExit(f"it cannot run here: {refused}") from None
     capacity = Capacity(max(batch, 256), max(batch * query_len, 1024), seq_len)
-    return MLAAttentionGroup(selection, "cuda", capacity, cuda_graphs=True, phases=[*plans])
+    return attention_group(selection, "cuda", capacity, cuda_graphs=True, phases=[*selection.backends])
 
 
-def filled_cache(group: MLAAttentionGroup, blocks: int) -> Tensor:
+def filled_cache(group: AttentionGroup, blocks: int) -> Tensor:
     """Return a cache of standard normal latents, of e4m3 at a scale of 0.02."""
     cache = group.allocate_kv_cache(blocks)
     for part in cache.split(512):

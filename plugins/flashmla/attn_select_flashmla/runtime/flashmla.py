@@ -2,7 +2,7 @@
 
 The kernel takes queries of one length, ``(B, q_len, H, 576)``. Where the decodes of a batch have different lengths, up
 to ``1 + num_speculative_tokens``, shorter ones get rows in front, so that the last query still stands at the last key;
-what comes out of these is dropped. Which rows those are is known on the host, so nothing waits for the device.
+what comes out of these is dropped. The host knows which rows those are, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def padded(common: CommonAttentionMetadata) -> tuple[int, Padding]:
     requests, most = len(lens), int(lens.max())
     firsts = (most - lens).unsqueeze(1)
     offsets = torch.arange(most, dtype=torch.int32)
-    # A request without a query takes its neighbour's token, which is as good as any.
+    # A request without a query repeats a neighbour's token. What comes out of it is dropped.
     sources = (starts.unsqueeze(1) + (offsets - firsts).clamp_min(0)).clamp_max(int(common.query_start_loc_cpu[-1]) - 1)
     places = (offsets >= firsts).flatten().nonzero().flatten()
     both = to_device(torch.cat([sources.flatten().long(), places]), common.seq_lens.device)

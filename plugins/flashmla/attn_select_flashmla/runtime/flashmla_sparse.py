@@ -223,7 +223,7 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         heads, padded = self._heads, self._padded
         in_place = self._writes_output and output.is_contiguous()
         if padded != heads:
-            # What the other heads hold is nobody's: rows of the kernel's products do not mix.
+            # What the padding's rows hold is never read: the kernel computes every head by itself.
             own, query = query, query.new_empty(query.shape[0], padded, query.shape[2])
             query[:, :heads] = own
         if span.schedule is not None:
