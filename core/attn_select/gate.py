@@ -385,9 +385,9 @@ class CapabilityGate:
             reasons.append(self._against_dtype[config.dtype])
         if config.attn_type in self._against_attn_type:
             reasons.append(self._against_attn_type[config.attn_type])
+        if demands.has_cache and demands.cache in self._against_cache_dtype:
+            reasons.append(self._against_cache_dtype[demands.cache])
         if demands.has_cache and self._reads_cache:
-            if demands.cache in self._against_cache_dtype:
-                reasons.append(self._against_cache_dtype[demands.cache])
             size = config.block_size
             if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
                 reasons.append(block_size_reason(size, self._block_sizes))
@@ -422,10 +422,14 @@ def _against_cache_dtype(capabilities: Capabilities, offered: Sequence[str], ask
 
     ``offered`` are those of the capabilities' ``kv_cache_dtypes`` that the device reads.
 
-    NVFP4 is refused whatever the backend lists: the runtime has no layout for NVFP4 data with its block scales.
+    NVFP4 is refused whatever the backend lists: the runtime has no layout for NVFP4 data with its block scales. A phase
+    that does not read the cache refuses nothing else: the layer's tokens are still stored there.
     """
-    listed, mixed = capabilities.kv_cache_dtypes.value, capabilities.mixed_kv_cache_dtype.value
-    allocatable = asked != "nvfp4"
+    allocatable, reads = asked != "nvfp4", capabilities.reads_cache
+    if not reads:
+        offered = [name for name in KV_CACHE_DTYPES if name not in ("auto", "fp8_ds_mla")]  # the latter is sparse MLA's
+    listed = capabilities.kv_cache_dtypes.value if reads else offered
+    mixed = capabilities.mixed_kv_cache_dtype.value or not reads
     if asked == "auto" or (allocatable and asked in listed and (asked == dtype or mixed or is_quantized(asked))):
         return None
     if asked == dtype and dtype not in capabilities.dtypes.value:

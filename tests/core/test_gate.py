@@ -361,6 +361,18 @@ def test_an_nvfp4_cache_is_refused_whatever_the_backend_lists(
         assert "attn_select.runtime cannot allocate a KV cache of dtype nvfp4" in reason.message
 
 
+def test_an_nvfp4_cache_is_refused_in_a_phase_that_does_not_read_it(
+    spec: MakeSpec, capabilities: MakeCapabilities
+) -> None:
+    prefill = capabilities(reads_cache=False, mla=True, kv_cache_dtypes=("bfloat16",), head_sizes=HeadSizes())
+    backend = spec(capabilities={"prefill": prefill})
+    (reason,) = reasons(backend, {**MLA, "kv_cache_dtype": "nvfp4"}, phase="prefill")
+    assert (reason.code, reason.observed, reason.remedy) == ("kv-cache-dtype", "nvfp4", "--kv-cache-dtype auto")
+    assert reason.supported == ["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
+    for stored in reason.supported:
+        assert reasons(backend, {**MLA, "kv_cache_dtype": stored}, phase="prefill") == []
+
+
 # --- plan() ---
 
 
