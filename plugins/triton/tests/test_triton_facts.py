@@ -337,6 +337,14 @@ def test_compiles_once_per_shape_class(spec: BackendSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_nan_behind_a_sequence_is_declared_harmless(spec: BackendSpec) -> None:
+    """The conformance suites run every plan that declares it with NaN there."""
+    for phase, capabilities in spec.capabilities.items():
+        assert capabilities.nan_tail_safe.value
+        assert plan_of(spec, layer_of(spec), H100, phase).nan_tail_safe
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_fact_has_a_source(spec: BackendSpec) -> None:
     check_sources(spec, least=20)
 

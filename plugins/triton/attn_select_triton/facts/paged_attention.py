@@ -19,6 +19,7 @@ from attn_select_triton.facts.triton_support import (
     DTYPES,
     KV_CACHE_DTYPES,
     LIBRARIES,
+    NAN_TAIL_SAFE,
     OWN,
     TMA_FROM,
     TURING_AND_UP,
@@ -65,6 +66,7 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(False, _KERNELS),
     output_quantizations=Fact((), _KERNELS),
     decode_context_parallel=Fact(False, f"{_KERNELS}: returns no log-sum-exp"),
+    nan_tail_safe=NAN_TAIL_SAFE,
     speculative_tokens=Fact(0, f"{_KERNELS}: the query is (num_seqs, num_heads, head_size), one token each"),
 )
 

@@ -21,6 +21,7 @@ from attn_select_triton.facts.triton_support import (
     KV_CACHE_DTYPES,
     LIBRARIES,
     MASK,
+    NAN_TAIL_SAFE,
     OWN,
     PREFILL_HEAD_SIZES,
     TMA_FROM,
@@ -66,6 +67,7 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(False, f"{OWN}: one scale per tensor"),
     output_quantizations=Fact((), f"{OWN}: no output scale"),
     decode_context_parallel=Fact(True, f"{OWN}: returns the log-sum-exp; positions come from a tensor"),
+    nan_tail_safe=NAN_TAIL_SAFE,
 )
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)

@@ -18,6 +18,7 @@ from attn_select_triton.facts.triton_support import (
     GLUON_TRITON,
     KV_CACHE_DTYPES,
     LIBRARIES,
+    NAN_TAIL_SAFE,
     OWN,
     PREFILL_HEAD_SIZES,
     TURING_AND_UP,
@@ -57,6 +58,7 @@ def _capabilities(reads_cache: bool) -> Capabilities:
         per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
         output_quantizations=Fact((), f"{OWN}: no output scale"),
         decode_context_parallel=Fact(True, f"{OWN}: returns the log-sum-exp; positions come from a tensor"),
+        nan_tail_safe=NAN_TAIL_SAFE,
     )
 
 

@@ -36,6 +36,7 @@ PREFILL_HEAD_SIZES = HeadSizes(multiple_of=8, minimum=32, maximum=256)
 """Of QK and of V, each by itself: own prefill and decode kernels; rows are padded to a power of two under a mask."""
 
 ANY_STRIDE = f"{OWN}: reads the cache by strides, one page-table entry per tile of 16 tokens or more"
+NAN_TAIL_SAFE = Fact(True, f"{OWN}: what lies behind a sequence's end is loaded as 0 or cleared on chip")
 MASK = f"{OWN}: a term of the mask or the score, chosen at compilation"
 
 E4M3_FROM = (8, 9)
