@@ -52,7 +52,7 @@ check: venv ## Lint and type-check
 	$(TEST_ENV)/bin/ruff format --check
 	$(TEST_ENV)/bin/mypy
 
-venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all seven projects, editable
+venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all projects, editable
 
 format: venv ## Rewrite the sources as `make test` wants them
 	$(TEST_ENV)/bin/ruff check --fix
@@ -67,7 +67,7 @@ bench-select: venv ## Measure selection: cold start, cached and uncached select,
 bench-runtime: venv ## Measure the runtime's host time: metadata and dispatch
 	$(TEST_ENV)/bin/python tests/bench/bench_runtime.py $(ARGS)
 
-dist: venv ## Build the wheels and sdists of all seven projects into dist/
+dist: venv ## Build the wheels and sdists of all projects into dist/
 	rm -rf dist
 	@set -e; for project in . $(PLUGINS); do \
 		$(TEST_ENV)/bin/python -m build --no-isolation --outdir dist $$project; \

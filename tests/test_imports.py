@@ -17,10 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "attn_select"
 CLI = ROOT / "cli" / "attn_select_cli"
-PLUGINS = {
-    f"attn_select_{name}": ROOT / "plugins" / name / f"attn_select_{name}"
-    for name in ("cutlass_mla", "flash_attn", "flashinfer", "flashmla", "torch", "triton")
-}
+PLUGINS = {package.name: package for package in sorted(ROOT.glob("plugins/*/attn_select_*"))}
 
 # What selection may load beside the standard library and the project itself. A list of what is allowed, not of what is
 # forbidden, so that a kernel library nobody thought of is found as well.

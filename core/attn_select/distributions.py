@@ -40,7 +40,7 @@ def install_command(distribution: str) -> str:
 def folder_in_clone(distribution: str) -> str | None:
     """Return the folder of a plugin in the clone that this package runs from, None where it was installed otherwise.
 
-    The path is relative (``./plugins/torch``) where the clone is the working directory.
+    The path is relative (``./plugins/NAME``) where the clone is the working directory.
     """
     clone = Path(__file__).resolve().parents[2]
     folder = clone / "plugins" / distribution.removeprefix("attn-select-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""Builds the seven distributions once, from a copy of the tree."""
+"""Builds all distributions once, from a copy of the tree."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.distributions import known_backends
+
+ROOT = Path(__file__).resolve().parents[2]
 collect_ignore = ["example_plugin"]  # its tests run where it is installed (test_third_party.py)
 SAFELY: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 """Python 3.11.4 brought filters, and later releases want one."""
@@ -45,15 +48,13 @@ class Project:
 
 CORE = Project(".", "attn-select", ("core/attn_select", "cli/attn_select_cli"))
 PLUGINS = tuple(
-    Project(f"plugins/{folder}", f"attn-select-{folder.replace('_', '-')}", (f"attn_select_{folder}",), backends)
-    for folder, backends in {
-        "cutlass_mla": ("CUTLASS_MLA",),
-        "flash_attn": ("FLASH_ATTN", "FLASH_ATTN_MLA"),
-        "flashinfer": ("FLASHINFER", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"),
-        "flashmla": ("FLASHMLA", "FLASHMLA_SPARSE"),
-        "torch": ("FLEX_ATTENTION", "TORCH_MLA", "TORCH_SDPA"),
-        "triton": ("PAGED_ATTENTION", "TRITON_ATTN", "TRITON_MLA"),
-    }.items()
+    Project(
+        f"plugins/{file.parent.name}",
+        distribution := f"attn-select-{file.parent.name.replace('_', '-')}",
+        (f"attn_select_{file.parent.name}",),
+        tuple(sorted(name for name, owner in known_backends().items() if owner == distribution)),
+    )
+    for file in sorted(ROOT.glob("plugins/*/pyproject.toml"))
 )
 PROJECTS = (CORE, *PLUGINS)
 
@@ -80,7 +81,7 @@ class Dist:
     """``make dist`` in a temporary folder."""
 
     folder: Path
-    """Holds seven wheels and seven sdists."""
+    """Holds a wheel and an sdist of each project."""
     built: dict[Project, Built]
 
 
@@ -99,7 +100,7 @@ def tree(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Dist:
-    """All seven projects, built: the sdist and a wheel from the tree, and a second wheel from the sdist."""
+    """All projects, built: the sdist and a wheel from the tree, and a second wheel from the sdist."""
     folder = tmp_path_factory.mktemp("dist")
     built = {}
     for project in PROJECTS:

@@ -26,9 +26,7 @@ def metadata(files: dict[str, bytes], project) -> email.message.Message:
     return email.message_from_bytes(files[f"{project.normalized}-{VERSION}.dist-info/METADATA"])
 
 
-def test_every_project_is_built(dist, root):
-    pyprojects = {str(file.parent.relative_to(root)) for file in root.glob("plugins/*/pyproject.toml")}
-    assert {project.folder for project in dist.built} == {".", *pyprojects}
+def test_every_project_is_built(dist):
     assert sorted(os.listdir(dist.folder)) == sorted(
         name
         for project in dist.built

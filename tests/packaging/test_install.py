@@ -93,11 +93,6 @@ def test_uninstall_leaves_nothing(dist, make_environment):
     assert sorted(environment.path.rglob("*")) == before
 
 
-def test_the_packaged_rules_name_every_backend(dist):
-    backends = {name: project.distribution for project in dist.built for name in project.backends}
-    assert backends == distributions.known_backends()
-
-
 def run_remedy(environment, command: str, **options) -> None:
     program, *arguments = shlex.split(command)
     assert program == "pip"
