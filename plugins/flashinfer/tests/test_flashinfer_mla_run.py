@@ -235,14 +235,25 @@ def test_a_step_is_refused_whose_buffers_a_later_graph_step_has_overwritten(emul
     layers.run(group, eager)
 
 
-def test_words_for_people_decide_nothing(emulate: Emulate) -> None:
-    calls = []
+@pytest.mark.parametrize(
+    ("gpu", "capability", "fields"),
+    [
+        ("h100", (9, 0), {}),
+        ("b200", (10, 0), {}),
+        ("rtx5090", (12, 0), {"num_heads": 128, "kv_cache_dtype": "fp8"}),
+        ("b200", (10, 0), {"sparse_top_k": 100}),
+        ("rtx5090", (12, 0), {"sparse_top_k": 2048, "kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_words_for_people_decide_nothing(gpu: str, capability: Any, fields: dict[str, Any], emulate: Emulate) -> None:
+    seen = []
     for change in (None, nonsense):
-        world = emulate()
-        group = layers.group_for("h100", layers.mla_config(), change=change)
-        layers.run(group, layers.problem_for(group, [(1, 70), (9, 9)]))
-        calls.append([(call["entry"], call.get("backend")) for call in world.calls])
-    assert calls[0] == calls[1]
+        world = emulate(capability)
+        group = layers.group_for(gpu, layers.mla_config(**fields), change=change)
+        output = layers.run(group, layers.problem_for(group, [(1, 70), (9, 9)])).output
+        seen.append(([(call["entry"], call.get("backend")) for call in world.calls], output))
+    assert seen[0][0] == seen[1][0]
+    assert torch.equal(seen[0][1], seen[1][1])
 
 
 def test_a_capacity_that_overflows_a_schedule(emulate: Emulate) -> None:
