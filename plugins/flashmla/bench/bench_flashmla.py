@@ -20,15 +20,7 @@ from torch import Tensor
 from attn_select import AttentionConfig, detection
 from attn_select.config import Phase
 from attn_select.environment import Environment
-from attn_select.runtime import (
-    AttentionGroup,
-    BlockTable,
-    Capacity,
-    MLAAttention,
-    Scales,
-    attention_group,
-    prepare_batch,
-)
+from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Scales, prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import mla_layer, relative_error, selection_of
 from attn_select.testing.oracle_paged import gather_reference
@@ -130,7 +122,7 @@ class Case:
 
 def group_for(
     config: AttentionConfig, environment: Environment, batch: int, seq_len: int, query_len: int
-) -> AttentionGroup:
+) -> MLAAttentionGroup:
     """Return a group of the backend alone, made for graphs."""
     spec = FLASHMLA_SPARSE if config.sparse else FLASHMLA
     try:
@@ -138,7 +130,7 @@ def group_for(
     except AssertionError as refused:
         raise SystemExit(f"it cannot run here: {refused}") from None
     capacity = Capacity(max(batch, 256), max(batch * query_len, 1024), seq_len)
-    return attention_group(selection, "cuda", capacity, cuda_graphs=True, phases=[*selection.backends])
+    return MLAAttentionGroup(selection, "cuda", capacity, cuda_graphs=True, phases=[*selection.backends])
 
 
 def filled_cache(group: AttentionGroup, blocks: int) -> Tensor:

@@ -42,8 +42,6 @@ MIXED = [(1, 1), (1, 64), (1, 70), (5, 5), (20, 90), (70, 70)]
 def test_every_build_and_path(emulate: Emulate, build: str, fields: dict[str, Any], called: set[str]) -> None:
     calls = emulate(build)
     group = group_of(sparse_config(**fields), build)
-    if fields.get("kv_cache_dtype") == "fp8_e4m3":  # the oracle packs what is called fp8_ds_mla
-        group.config = sparse_config(**{**fields, "kv_cache_dtype": "fp8_ds_mla"})
     check(group, MIXED)
     assert set(calls) == called
 
