@@ -133,7 +133,7 @@ def group_for(
     return MLAAttentionGroup(selection, "cuda", capacity, cuda_graphs=True, phases=[*selection.backends])
 
 
-def filled_cache(group: AttentionGroup, blocks: int) -> Tensor:
+def filled_cache(group: MLAAttentionGroup, blocks: int) -> Tensor:
     """Return a cache of standard normal latents, of e4m3 at a scale of 0.02."""
     cache = group.allocate_kv_cache(blocks)
     for part in cache.split(512):

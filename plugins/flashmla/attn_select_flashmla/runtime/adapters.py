@@ -60,6 +60,23 @@ class TensorSchedule:
     block_table: Tensor | None = None
 
 
+@dataclass(slots=True)
+class DenseBatch:
+    """What dense decoding needs of a batch of B requests.
+
+    Attributes:
+        block_table: int32 ``(B, W)``.
+        seq_lens: int32 ``(B,)`` on the device.
+        causal: whether a query sees no key after itself; the last query stands at the last key.
+        schedule: shared by all layers, filled by the first.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    causal: bool
+    schedule: Any
+
+
 class Adapter(ABC):
     """FlashMLA as one distribution builds it. Shapes: B requests of ``q_len`` queries, H heads, int32 index tensors.
 
@@ -104,24 +121,13 @@ class Adapter(ABC):
         return TensorSchedule()
 
     @abstractmethod
-    def dense(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        schedule: Any,
-        scale: float,
-        causal: bool,
-        out: Tensor | None,
-    ) -> Result:
+    def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
         """Attend over a 16-bit cache.
 
         Args:
             query: ``(B, q_len, H, 576)``.
             kv_cache: ``(blocks, 64, 1, 576)`` in the query's dtype.
-            block_table: ``(B, W)``, seq_lens ``(B,)``.
-            causal: the last query stands at the last key.
+            batch: with a schedule of ``new_schedule``.
             out: ``(B, 1, q_len * H, 512)``, contiguous: the output's own shape is documented, but this one is checked.
 
         Returns:
@@ -129,20 +135,13 @@ class Adapter(ABC):
         """
 
     def dense_fp8(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        schedule: TensorSchedule,
-        scale: float,
-        causal: bool,
-        descales: tuple[Tensor, ...],
+        self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, descales: tuple[Tensor, ...]
     ) -> Result:
-        """As ``dense`` with query and cache in e4m3; ``descales`` float32 ``(1,)`` of both; the output is bfloat16."""
-        if schedule.tiles is None:
-            schedule.tiles, schedule.splits = self._fp8_metadata(seq_lens, query.shape[1] * query.shape[2], 1)
-        call = (query, kv_cache, block_table, seq_lens, RANK, schedule.tiles, schedule.splits, scale, causal)
+        """As ``dense`` with query and cache in e4m3, and a schedule of ``new_fp8_schedule``; the output is bfloat16.
+
+        ``descales`` float32 ``(1,)`` undo the quantisation of query and cache.
+        """
+        call = _with_tensors(query, kv_cache, batch, scale, self._fp8_metadata)
         return self._fp8_decode(*call, descale_q=descales[0], descale_k=descales[1])
 
     @abstractmethod
@@ -191,6 +190,17 @@ class Adapter(ABC):
         return output, lse * math.log(2) if self.sparse_lse_base2 else lse
 
 
+def _with_tensors(
+    query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, metadata: Callable[..., Result]
+) -> tuple[Any, ...]:
+    """Return the arguments of a dense call whose schedule is tensors, which ``metadata`` makes at the first call."""
+    schedule = batch.schedule
+    if schedule.tiles is None:
+        schedule.tiles, schedule.splits = metadata(batch.seq_lens, query.shape[1] * query.shape[2], 1)
+    tensors = (query, kv_cache, batch.block_table, batch.seq_lens)
+    return (*tensors, RANK, schedule.tiles, schedule.splits, scale, batch.causal)
+
+
 class ScheduleObjects(Adapter):
     """Builds that fill a ``FlashMLASchedMeta``, which their ``get_mla_metadata`` returns without arguments."""
 
@@ -202,20 +212,11 @@ class ScheduleObjects(Adapter):
         """Return a ``FlashMLASchedMeta``."""
         return self._new()[0]
 
-    def dense(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        schedule: Any,
-        scale: float,
-        causal: bool,
-        out: Tensor | None,
-    ) -> Result:
+    def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
         """As ``Adapter.dense``."""
-        call, extra = self._decode, {"out": out} if out is not None and self.writes_output else self.extra
-        found: Result = call(query, kv_cache, block_table, seq_lens, RANK, schedule, None, scale, causal, **extra)
+        extra = {"out": out} if out is not None and self.writes_output else self.extra
+        call = (query, kv_cache, batch.block_table, batch.seq_lens, RANK, batch.schedule, None, scale, batch.causal)
+        found: Result = self._decode(*call, **extra)
         return found
 
     def sparse_decode(
@@ -247,23 +248,10 @@ class ScheduleTensors(Adapter):
         """Return an empty ``TensorSchedule``."""
         return TensorSchedule()
 
-    def dense(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        schedule: TensorSchedule,
-        scale: float,
-        causal: bool,
-        out: Tensor | None,
-    ) -> Result:
+    def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
         """As ``Adapter.dense``."""
-        if schedule.tiles is None:
-            schedule.tiles, schedule.splits = self._metadata(seq_lens, query.shape[1] * query.shape[2], 1)
-        call = (query, kv_cache, block_table, seq_lens, RANK, schedule.tiles, schedule.splits, scale, causal)
-        result: Result = self._decode(*call)
-        return result
+        found: Result = self._decode(*_with_tensors(query, kv_cache, batch, scale, self._metadata))
+        return found
 
     def sparse_decode(
         self,

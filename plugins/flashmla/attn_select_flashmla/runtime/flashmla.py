@@ -8,7 +8,6 @@ what comes out of these is dropped. The host knows which rows those are, so noth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select_flashmla.facts.builds import FlashMLAKernel
-from attn_select_flashmla.runtime.adapters import RANK, adapter_for
+from attn_select_flashmla.runtime.adapters import RANK, DenseBatch, adapter_for
 from attn_select_flashmla.runtime.lse import store_lse
 
 
@@ -44,26 +43,18 @@ class Padding:
 
 
 @dataclass(slots=True)
-class FlashMLAMetadata:
+class FlashMLAMetadata(DenseBatch):
     """One batch of B decodes.
 
     Attributes:
         num_reqs: B.
         query_len: the longest query.
-        block_table: int32 ``(B, W)``.
-        seq_lens: int32 ``(B,)`` on the device.
-        causal: whether a query sees no key after itself.
-        schedule: shared by all layers, filled by the first.
         padding: None where all queries are ``query_len`` long.
     """
 
     num_reqs: int
     query_len: int
-    block_table: Tensor
-    seq_lens: Tensor
-    causal: bool
-    schedule: Any
-    padding: Padding | None = None
+    padding: Padding | None
 
 
 def _kernel(context: BackendContext) -> FlashMLAKernel:
@@ -135,23 +126,21 @@ class FlashMLAImpl(MLAAttentionImpl):
         requests, query_len, padding = metadata.num_reqs, metadata.query_len, metadata.padding
         if not query_len:
             return output
-        cache, table, seq_lens = self._one_kv_head(kv_cache), metadata.block_table, metadata.seq_lens
-        schedule, scale, causal = metadata.schedule, self.scale, metadata.causal
+        cache, scale = self._one_kv_head(kv_cache), self.scale
         if self._direct and padding is None and output.is_contiguous():
             rows = query.view(requests, query_len, heads, self._width)
             into = output.view(requests, 1, query_len * heads, RANK)
-            lse = self._dense(rows, cache, table, seq_lens, schedule, scale, causal, into)[1]
+            lse = self._dense(rows, cache, metadata, scale, into)[1]
         else:
             if padding is not None:
                 query = query.index_select(0, padding.sources)
             if self._fp8:
                 query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
-                rows = query.view(requests, query_len, heads, self._width)
-                descales = self._descales_of(layer.scales)
-                found, lse = self._adapter.dense_fp8(rows, cache, table, seq_lens, schedule, scale, causal, descales)
+            rows = query.view(requests, query_len, heads, self._width)
+            if self._fp8:
+                found, lse = self._adapter.dense_fp8(rows, cache, metadata, scale, self._descales_of(layer.scales))
             else:
-                rows = query.view(requests, query_len, heads, self._width)
-                found, lse = self._dense(rows, cache, table, seq_lens, schedule, scale, causal, None)
+                found, lse = self._dense(rows, cache, metadata, scale, None)
             found = found.reshape(requests * query_len, heads, RANK)
             if padding is None:
                 output.copy_(found)

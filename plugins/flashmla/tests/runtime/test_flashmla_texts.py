@@ -19,28 +19,19 @@ from attn_select_flashmla.facts.flashmla import FLASHMLA
 from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE
 
 DECODES, MIXED = [(1, 40), (1, 3), (1, 70)], [(1, 40), (1, 3), (17, 70)]
-LAYERS: list[tuple[BackendSpec, dict[str, Any], list[tuple[int, int]]]] = [
-    (FLASHMLA, {}, DECODES),
-    (FLASHMLA, {"kv_cache_dtype": "fp8_e4m3"}, DECODES),
-    (FLASHMLA_SPARSE, {"sparse_top_k": 64}, MIXED),
-    (FLASHMLA_SPARSE, {"sparse_top_k": 64, "kv_cache_dtype": "fp8_ds_mla"}, MIXED),
-    (FLASHMLA_SPARSE, {"sparse_top_k": 64, "kv_cache_dtype": "fp8_ds_mla", "num_heads": 40}, MIXED),
-]
+LAYERS: dict[str, tuple[BackendSpec, dict[str, Any], list[tuple[int, int]]]] = {
+    "dense": (FLASHMLA, {}, DECODES),
+    "dense FP8": (FLASHMLA, {"kv_cache_dtype": "fp8_e4m3"}, DECODES),
+    "sparse": (FLASHMLA_SPARSE, {"sparse_top_k": 64}, MIXED),
+    "sparse FP8": (FLASHMLA_SPARSE, {"sparse_top_k": 64, "kv_cache_dtype": "fp8_ds_mla"}, MIXED),
+    "copy": (FLASHMLA_SPARSE, {"sparse_top_k": 64, "kv_cache_dtype": "fp8_ds_mla", "num_heads": 40}, MIXED),
+}
+CASES = [(build, name) for build in BUILDS for name in LAYERS if name != "dense FP8" or build.dense_fp8.value]
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.distribution)
-@pytest.mark.parametrize(
-    ("spec", "fields", "requests"), LAYERS, ids=["dense", "dense FP8", "sparse", "sparse FP8", "sparse FP8 with a copy"]
-)
-def test_texts_decide_nothing(
-    spec: BackendSpec,
-    fields: dict[str, Any],
-    requests: list[tuple[int, int]],
-    build: FlashMLABuild,
-    emulate: Callable[[str], Any],
-) -> None:
-    if fields.get("kv_cache_dtype") == "fp8_e4m3" and not build.dense_fp8.value:
-        pytest.skip(f"{build.label} has no dense FP8")
+@pytest.mark.parametrize(("build", "name"), CASES, ids=[f"{build.distribution}, {name}" for build, name in CASES])
+def test_texts_decide_nothing(build: FlashMLABuild, name: str, emulate: Callable[[str], list[str]]) -> None:
+    spec, fields, requests = LAYERS[name]
     calls = emulate(build.distribution)
     seen = []
     for one in (spec, with_other_texts(spec)):
