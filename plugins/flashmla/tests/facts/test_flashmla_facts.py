@@ -277,6 +277,7 @@ def test_code_for_sm100a_does_not_run_on_10_3() -> None:
 def test_nothing_installed() -> None:
     reasons = reasons_of(layer(kv_lora_rank=448, qk_rope_head_dim=128), environment=installed())
     assert set(reasons) == {"library-missing", "kv-lora-rank"}
+    assert "vllm is not installed" in reasons["library-missing"].message
     assert reasons["library-missing"].remedy == "pip install vllm"
 
 
