@@ -7,62 +7,40 @@ from typing import Any, TypeVar
 
 import click
 
+from attn_select.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig
+from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, canonical
+from attn_select.features import FEATURES, Feature
 from attn_select_cli import complete
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Option → AttentionConfig field, for everything that overrides what the model says.
-_FIELDS = {
-    "dtype": "dtype",
-    "kv_cache_dtype": "kv_cache_dtype",
-    "block_size": "block_size",
-    "num_heads": "num_heads",
-    "num_kv_heads": "num_kv_heads",
-    "head_size": "head_size",
-    "v_head_size": "v_head_size",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "sparse_top_k": "sparse_top_k",
-    "attn_type": "attn_type",
-    "sliding_window": "sliding_window",
-    "soft_cap": "logits_soft_cap",
-    "sinks": "sinks",
-    "alibi": "alibi",
-    "mm_prefix": "mm_prefix",
-    "non_causal": "non_causal",
-    "batch_invariant": "batch_invariant",
-    "per_head_quant_scales": "per_head_quant_scales",
-    "output_quantization": "output_quantization",
-    "dcp": "decode_context_parallel_size",
-    "speculative_tokens": "num_speculative_tokens",
-    "cuda_graph": "cuda_graph",
-}
 # What `--mla` alone means: the dims of DeepSeek-V2 and V3 (arXiv 2405.04434, table 1; 2412.19437, section 4.2).
 _DEEPSEEK_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
-_KV_CACHE_DTYPES = complete.choices("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e5m2", "fp8_ds_mla", "nvfp4")
-_ATTN_TYPES = complete.choices("decoder", "encoder", "encoder_only", "encoder_decoder")
+def _feature_option(feature: Feature) -> Callable[[Any], Any]:
+    """Return the option by which a feature is asked for; its value is passed as the feature's field."""
+    if feature.off is False:
+        flags = f"{feature.flag}/--no-{feature.flag.removeprefix('--')}"
+        return click.option(flags, feature.field, default=None, help=feature.help)
+    example = feature.examples[0]
+    accepted = complete.choices(feature.off, *feature.examples) if isinstance(example, str) else type(example)
+    return click.option(feature.flag, feature.field, type=accepted, metavar=feature.metavar, help=feature.help)
 
 
-def _flag(name: str, text: str) -> Callable[[F], F]:
-    return click.option(f"--{name}/--no-{name}", default=None, help=text)
-
-
+# The value of an option that sets a field of AttentionConfig is passed under the field's name.
 _LAYER: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--dtype",
-        type=complete.choices("auto", "bfloat16", "float16", "float32"),
+        type=complete.choices("auto", *DTYPES),
         metavar="DTYPE",
-        help="Compute dtype: bfloat16, float16, float32 [default: the model's].",
+        help=f"Compute dtype: {', '.join(DTYPES)} [default: the model's].",
     ),
     click.option(
         "--kv-cache-dtype",
-        type=_KV_CACHE_DTYPES,
+        type=complete.choices(*KV_CACHE_DTYPES),
         metavar="DTYPE",
-        help="auto, bfloat16, float16, float32, fp8 (= fp8_e4m3), fp8_e5m2, fp8_ds_mla, nvfp4.",
+        help=f"Stored dtype of the KV cache: {', '.join(KV_CACHE_DTYPES)}; fp8 is {canonical('fp8')}.",
     ),
     click.option(
         "--block-size", type=int, metavar="TOKENS", help="Tokens per cache block [default: the selection chooses]."
@@ -87,28 +65,19 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--attn-type",
-        type=_ATTN_TYPES,
+        type=complete.choices(*ATTENTION_TYPES),
         metavar="TYPE",
-        help="decoder, encoder, encoder_only, encoder_decoder (cross-attention).",
+        help=f"{', '.join(ATTENTION_TYPES)} (cross-attention).",
     ),
-    click.option("--sliding-window", type=int, metavar="TOKENS", help="Tokens that a query sees; 0: no window."),
-    click.option("--soft-cap", type=float, help="Logits soft cap; 0: none."),
-    _flag("sinks", "A learned sink logit per head."),
-    _flag("alibi", "ALiBi slopes."),
-    _flag("mm-prefix", "Image tokens attend to each other in both directions."),
-    _flag("non-causal", "Bidirectional attention over the paged cache."),
-    _flag("batch-invariant", "Results must not depend on the batch."),
-    _flag("per-head-quant-scales", "One FP8 scale per KV head."),
-    click.option("--output-quantization", metavar="KIND", help="Quantise the output in the kernel: none, fp8, fp4."),
+    *map(_feature_option, FEATURES),
     click.option(
         "--tensor-parallel", "-tp", type=int, default=1, show_default=True, help="Ranks that share the heads."
     ),
-    click.option("--dcp", type=int, metavar="RANKS", help="Decode context parallel size."),
-    click.option("--speculative-tokens", type=int, metavar="N", help="Draft tokens per request and step."),
     click.option(
         "--cuda-graph",
+        type=complete.choices(*CUDA_GRAPH_LEVELS),
         metavar="LEVEL",
-        help="Least level needed: NEVER, UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH, ALWAYS.",
+        help=f"Least level needed: {', '.join(CUDA_GRAPH_LEVELS)}.",
     ),
 )
 _CONTEXT: tuple[Callable[[Any], Any], ...] = (
@@ -204,7 +173,7 @@ def run_options(function: F) -> F:
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``AttentionConfig`` fields that the options set."""
-    overrides = {field: options[option] for option, field in _FIELDS.items() if options.get(option) is not None}
+    overrides = {field: options[field] for field in AttentionConfig.model_fields if options.get(field) is not None}
     if overrides.get("dtype") == "auto":
         del overrides["dtype"]
     if options.get("mla"):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from attn_select import dtypes
 from attn_select.errors import ConfigError, UnknownNameError, show
+from attn_select.features import FEATURES, MOST_SPECULATIVE_TOKENS
 
 Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
+ATTENTION_TYPES: tuple[AttentionType, ...] = get_args(AttentionType)
 CudaGraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
-CUDA_GRAPH_LEVELS: tuple[CudaGraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
+CUDA_GRAPH_LEVELS: tuple[CudaGraphLevel, ...] = get_args(CudaGraphLevel)
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """The fields that make a layer multi-head latent attention; set together."""
 
@@ -26,11 +28,8 @@ def _canonical(value: object) -> object:
 _MAX = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=_MAX)]
 HeadSize = Annotated[int, Field(ge=1, le=8192)]
-DType = Annotated[Literal["bfloat16", "float16", "float32"], BeforeValidator(_canonical)]
-KVCacheDType = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4"],
-    BeforeValidator(_canonical),
-]
+DType = Annotated[dtypes.DTypeName, BeforeValidator(_canonical)]
+KVCacheDType = Annotated[dtypes.KVCacheDTypeName, BeforeValidator(_canonical)]
 
 
 class AttentionConfig(BaseModel):
@@ -89,11 +88,11 @@ class AttentionConfig(BaseModel):
     """A request's result must be bitwise the same whatever else is in the batch."""
     per_head_quant_scales: bool = False
     """One FP8 scale per KV head instead of one per tensor."""
-    output_quantization: Literal["none", "fp8", "fp4"] = "none"
+    output_quantization: dtypes.OutputQuantization = "none"
     """Quantise the output inside the kernel."""
     decode_context_parallel_size: Positive = 1
     """Ranks that share one request's KV cache in decode (DCP)."""
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MOST_SPECULATIVE_TOKENS)] = 0
     """Draft tokens per request and step: decode queries are this plus one long."""
     cuda_graph: CudaGraphLevel = "NEVER"
     """The least CUDA-graph level that the engine needs; NEVER asks for none."""
@@ -193,22 +192,15 @@ def _mla_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], s
         yield ("attn_type",), f"attn_type = {c.attn_type!r}: with MLA it is 'decoder'"
 
 
-_NOT_IN_ENCODERS = {
-    "non_causal": (False, "encoders attend in both directions anyway"),
-    "mm_prefix": (False, "encoders attend in both directions anyway"),
-    "num_speculative_tokens": (0, "encoders have no decode"),
-    "decode_context_parallel_size": (1, "encoders have no decode"),
-}
-
-
 def _encoder_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     where = f"with attn_type = {c.attn_type!r}"
     if c.kv_cache_dtype not in ("auto", c.dtype):
         text = f"kv_cache_dtype = {c.kv_cache_dtype!r} {where}: encoders keep no KV cache (accepted: 'auto')"
         yield ("kv_cache_dtype", "attn_type"), text
-    for field, (accepted, why) in _NOT_IN_ENCODERS.items():
-        if (value := getattr(c, field)) != accepted:
-            yield (field, "attn_type"), f"{field} = {value} {where}: {why} (accepted: {accepted})"
+    for feature in FEATURES:
+        if feature.not_in_encoders and (value := getattr(c, feature.field)) != feature.off:
+            text = f"{feature.field} = {value} {where}: {feature.not_in_encoders} (accepted: {feature.off})"
+            yield (feature.field, "attn_type"), text
 
 
 def _config_error(error: ValidationError, fields: list[str]) -> ConfigError:

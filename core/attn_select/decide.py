@@ -26,6 +26,9 @@ from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 _NO_REASONS: list[Reason] = []
 _Cache = tuple[str | None, int | None]
 """KV layout and block size (tokens)."""
+_Plans = dict[Phase, dict[str, BackendPlan]]
+_Refusals = dict[Phase, dict[str, list[Reason]]]
+_MOST_SHAPES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,10 @@ class _Judged:
         self.not_served = {phase: [gate.phase_not_served(spec, phase)] for phase in PHASES if phase not in self.gates}
 
 
+_Row = tuple[BackendSpec, BackendOptions, dict[Phase, tuple[gate.CapabilityGate | None, list[Reason], bool]]]
+"""A backend before one shape of layer: per phase its gate, what already speaks against it, and whether the kind fits."""
+
+
 class Decider:
     """Everything that one device, environment and rule set fix, compiled; ``decide`` does the rest per config.
 
@@ -120,10 +127,11 @@ class Decider:
     def __init__(self, registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> None:
         self.registry, self.rules, self.device, self.environment = registry, rules, device, environment
         self._specs: dict[str, BackendSpec] = dict(registry.specs)
-        self._absent = absent_backends(registry)
+        self._absent = {name: [reason] for name, reason in absent_backends(registry).items()}
         self.names = known_names(registry)
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
+        self._by_shape: dict[tuple[object, ...], list[_Row]] = {}
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs), import_names(self._specs))
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
@@ -133,36 +141,26 @@ class Decider:
         warnings = list(self._warnings)
         rankings = self._ranker.rank(config, phases)
         forced = self._forced(choice, phases, rankings, warnings)
-        verdicts = self._verdicts(config, phases, rankings, forced, kv_layout)
-        for name, reason in self._absent.items():
-            verdicts[name] = {phase: Verdict(None, "rejected", [reason], None) for phase in phases}
+        plans, refusals = self._judge(config, rankings, forced, kv_layout)
+        orders: dict[Phase, list[str]] = {}
         valid: dict[Phase, list[str]] = {}
         for phase, ranking in rankings.items():
-            found = [(name, plan) for name, by in verdicts.items() if (plan := by[phase].plan) is not None]
-            unverified = [name for name, plan in found if plan.unverified]
-            if 0 < len(unverified) < len(found):
-                ranking.put_behind(unverified)
-            names = [name for name in ranking.order if name in verdicts]
-            for rank, name in enumerate(names, 1):
-                verdicts[name][phase].rank = rank
+            runs, refused = plans[phase], refusals[phase]
+            unverified = [name for name, plan in runs.items() if plan.unverified]
+            order = ranking.with_behind(unverified) if 0 < len(unverified) < len(runs) else ranking.order
+            orders[phase] = names = [name for name in order if name in runs or name in refused]
             if phase in forced:
                 names = [forced[phase]]
             elif not ranking.by_rule:
                 warnings.append(
                     f"no priority rule matches this layer in {phase}: backends are taken in the order registered"
                 )
-            valid[phase] = [name for name in names if verdicts[name][phase].verdict == "valid"]
-        chosen = self._choose(config, rankings, valid, verdicts, forced, kv_layout, warnings)
+            valid[phase] = [name for name in names if name in runs]
+        chosen = self._choose(config, rankings, valid, plans, forced, kv_layout, warnings)
         cache: _Cache | None = None
-        plans: list[BackendPlan] = []
-        for phase, winner in reversed(chosen.items()):
-            if winner is not None:
-                verdict = verdicts[winner][phase]
-                verdict.verdict = "selected"
-                if verdict.plan is not None:
-                    plans.append(verdict.plan)
         if config.has_cache:
-            cache = shared_cache(plans, config.block_size, kv_layout)
+            winners = [plans[phase][name] for phase, name in reversed(chosen.items()) if name is not None]
+            cache = shared_cache(winners, config.block_size, kv_layout)
         return Selection(
             config=config,
             device=self.device,
@@ -170,52 +168,79 @@ class Decider:
             backends={phase: None if name is None else self._specs[name] for phase, name in chosen.items()},
             block_size=cache[1] if cache else None,
             kv_layout=cache[0] if cache else None,
-            candidates=_in_order(verdicts, rankings),
+            candidates=_candidates((*self._specs, *self._absent), plans, refusals, orders, chosen),
             explicit=forced,
-            rules=tuple(dict.fromkeys(rule for ranking in rankings.values() for rule in ranking.rules)),
+            rules=tuple(dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules])),
             warnings=tuple(warnings),
             options=self._options,
         )
 
-    def _verdicts(
+    def _judge(
         self,
         config: AttentionConfig,
-        phases: Sequence[Phase],
         rankings: Mapping[Phase, Ranking],
         forced: Mapping[Phase, str],
         kv_layout: str | None,
-    ) -> dict[str, dict[Phase, Verdict]]:
-        """Put every registered backend through the gate, once for capabilities that phases share."""
+    ) -> tuple[_Plans, _Refusals]:
+        """Put every known backend through the gate: per phase the plans of those that run, the reasons against others.
+
+        What no feature decides is worked out once per shape of layer. Capabilities that both phases share are compared
+        once.
+        """
         demands, judge = gate.Demands(config), gate.judge
         device, environment = self.device, self.environment
-        denials = any(ranking.denied for ranking in rankings.values())
-        verdicts: dict[str, dict[Phase, Verdict]] = {}
-        for judged in self._judged:
-            spec, gates, options = judged.spec, judged.gates, judged.options
-            verdicts[spec.name] = by_phase = {}
-            last = None
-            for phase in phases:
-                outcome: BackendPlan | list[Reason]
-                capability_gate = gates.get(phase)
-                if capability_gate is None:
-                    outcome = judged.not_served[phase]
-                else:
-                    if capability_gate is not last:
-                        last, static = capability_gate, capability_gate.reasons(config, demands)
-                        fits = capability_gate.kind == demands.kind
-                    outcome = judge(spec, config, device, environment, options, phase, static) if fits else static
-                    if type(outcome) is BackendPlan:
-                        outcome = capability_gate.marked(outcome, config, demands)
+        plans: _Plans = {phase: {} for phase in rankings}
+        refusals: _Refusals = {phase: {} for phase in rankings}
+        phases = [(phase, plans[phase], refusals[phase], ranking.denied) for phase, ranking in rankings.items()]
+        refused_by_all = demands.always is not None
+        outcome: BackendPlan | list[Reason]
+        for spec, options, gates in self._by_shape.get(demands.shape) or self._rows(config, demands):
+            name = spec.name
+            compared: gate.CapabilityGate | None = None
+            for phase, runs, refused, denied in phases:
+                capability_gate, outcome, fits = gates[phase]
+                if capability_gate is not None:
+                    if capability_gate is not compared:
+                        compared, static = capability_gate, outcome
+                        if refused_by_all or demands.bits & capability_gate.refusing:
+                            static = capability_gate.with_features(outcome, demands)
+                    outcome = static
+                    if fits:
+                        outcome = judge(spec, config, device, environment, options, phase, static)
+                        if type(outcome) is BackendPlan and (demands.unverified or capability_gate.doubtful):
+                            outcome = capability_gate.marked(outcome, config, demands)
                 if kv_layout is not None:
                     outcome = _restricted(outcome, kv_layout)
-                if denials and spec.name in rankings[phase].denied and forced.get(phase) != spec.name:
+                if denied and name in denied and forced.get(phase) != name:
                     more = outcome if isinstance(outcome, list) else ()
-                    outcome = [_denied(spec.name, rankings[phase].denied[spec.name]), *more]
-                if isinstance(outcome, BackendPlan):
-                    by_phase[phase] = Verdict(None, "valid", _NO_REASONS, outcome)
+                    outcome = [_denied(name, denied[name]), *more]
+                if type(outcome) is BackendPlan:
+                    runs[name] = outcome
                 else:
-                    by_phase[phase] = Verdict(None, "rejected", outcome, None)
-        return verdicts
+                    refused[name] = outcome
+        for refused in refusals.values():
+            refused.update(self._absent)
+        return plans, refusals
+
+    def _rows(self, config: AttentionConfig, demands: gate.Demands) -> list[_Row]:
+        """Return every registered backend before layers of this config's shape. Cached."""
+        if len(self._by_shape) >= _MOST_SHAPES:
+            self._by_shape.clear()
+        rows: list[_Row] = []
+        for judged in self._judged:
+            found: dict[gate.CapabilityGate, list[Reason]] = {}
+            by_phase: dict[Phase, tuple[gate.CapabilityGate | None, list[Reason], bool]] = {}
+            for phase in PHASES:
+                capability_gate = judged.gates.get(phase)
+                if capability_gate is None:
+                    by_phase[phase] = None, judged.not_served[phase], False
+                    continue
+                if capability_gate not in found:
+                    found[capability_gate] = capability_gate.of_shape(config, demands)
+                by_phase[phase] = capability_gate, found[capability_gate], capability_gate.kind == demands.kind
+            rows.append((judged.spec, judged.options, by_phase))
+        self._by_shape[demands.shape] = rows
+        return rows
 
     def _forced(
         self, choice: Choice, phases: Sequence[Phase], rankings: Mapping[Phase, Ranking], warnings: list[str]
@@ -251,7 +276,7 @@ class Decider:
         config: AttentionConfig,
         rankings: Mapping[Phase, Ranking],
         valid: Mapping[Phase, list[str]],
-        verdicts: Mapping[str, Mapping[Phase, Verdict]],
+        plans: _Plans,
         forced: Mapping[Phase, str],
         kv_layout: str | None,
         warnings: list[str],
@@ -265,8 +290,8 @@ class Decider:
         else:
             pairs = []
         for decode, prefill in chain(pairs, product(valid["decode"], valid["prefill"])):
-            plans = [verdicts[decode]["decode"].plan, verdicts[prefill]["prefill"].plan]
-            if shared_cache([plan for plan in plans if plan is not None], config.block_size, kv_layout) is not None:
+            pair = [plans["decode"][decode], plans["prefill"][prefill]]
+            if shared_cache(pair, config.block_size, kv_layout) is not None:
                 return {"prefill": prefill, "decode": decode}
         warnings.append(
             f"no pair of backends shares a KV layout and block size: prefill could use {', '.join(valid['prefill'])}, "
@@ -333,7 +358,24 @@ def _denied(name: str, rule: Rule) -> Reason:
     )
 
 
-def _in_order(verdicts: Mapping[str, dict[Phase, Verdict]], rankings: Mapping[Phase, Ranking]) -> tuple[Candidate, ...]:
-    """Order candidates by decode rank, then prefill rank, the unranked last as registered."""
-    ranked = [name for phase in reversed([*rankings]) for name in rankings[phase].order if name in verdicts]
-    return tuple([Candidate(name, verdicts[name]) for name in dict.fromkeys((*ranked, *verdicts))])
+def _candidates(
+    names: Sequence[str],
+    plans: _Plans,
+    refusals: _Refusals,
+    orders: Mapping[Phase, list[str]],
+    chosen: Mapping[Phase, str | None],
+) -> tuple[Candidate, ...]:
+    """Return the verdicts on all ``names``, by decode rank, then prefill rank, the unranked last in the order given."""
+    ranks = {phase: {name: rank for rank, name in enumerate(order, 1)} for phase, order in orders.items()}
+    ranked = [name for phase in reversed([*orders]) for name in orders[phase]]
+    candidates = []
+    for name in dict.fromkeys((*ranked, *names)):
+        verdicts: dict[Phase, Verdict] = {}
+        for phase, runs in plans.items():
+            rank, plan = ranks[phase].get(name), runs.get(name)
+            if plan is None:
+                verdicts[phase] = Verdict(rank, "rejected", refusals[phase][name], None)
+            else:
+                verdicts[phase] = Verdict(rank, "selected" if name == chosen[phase] else "valid", _NO_REASONS, plan)
+        candidates.append(Candidate(name, verdicts))
+    return tuple(candidates)

@@ -6,9 +6,14 @@ computes in, ``fp8`` means ``fp8_e4m3``, ``fp8_ds_mla`` is DeepSeek's 656-byte t
 
 from __future__ import annotations
 
-DTYPES = ("bfloat16", "float16", "float32")
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4")
-OUTPUT_QUANTIZATIONS = ("none", "fp8", "fp4")
+from typing import Literal, get_args
+
+DTypeName = Literal["bfloat16", "float16", "float32"]
+KVCacheDTypeName = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4"]
+OutputQuantization = Literal["none", "fp8", "fp4"]
+DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
+KV_CACHE_DTYPES: tuple[KVCacheDTypeName, ...] = get_args(KVCacheDTypeName)
+OUTPUT_QUANTIZATIONS: tuple[OutputQuantization, ...] = get_args(OutputQuantization)
 
 ALIASES = {
     "bf16": "bfloat16",

@@ -9,16 +9,18 @@ Every selection puts all backends through the gate, so what does not depend on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any
 
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, AttentionType, Phase
+from attn_select.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, is_quantized
 from attn_select.environment import BROKEN, WRONG_VERSION, Environment
 from attn_select.errors import shorten, show
+from attn_select.features import FEATURES, Feature
 from attn_select.layouts import LAYOUTS
 from attn_select.spec import UNVERIFIED, BackendOptions, BackendPlan, BackendSpec, Capabilities, Library, Reason
 
@@ -27,9 +29,6 @@ _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
 
 _PLACE = ("compute-capability", "library-missing", "library-version")
 """Codes of the reasons that speak of the device and its libraries, and not of the layer."""
-_MOST_SHAPES = 1024
-
-_Maker = Callable[[AttentionConfig], "Reason | None"]
 
 
 def check(
@@ -162,33 +161,6 @@ def _plan_problem(plan: BackendPlan) -> str | None:
     return None
 
 
-def _feature(code: str, field: str, what: str) -> tuple[str, _Maker]:
-    """Return a question that a capability of the same name answers with yes or no."""
-    get = attrgetter(field)
-
-    def make(config: AttentionConfig) -> Reason | None:
-        asked = get(config)
-        if asked is None or asked is False:
-            return None
-        return Reason(code, f"no {what}" if asked is True else f"no {what} (asked for {asked})", asked, False)
-
-    return field, make
-
-
-def _v_head_size(config: AttentionConfig) -> Reason | None:
-    size = config.v_head_size
-    if size is None or size == config.head_size:
-        return None
-    return _reason("v-head-size", "V head size", size, config.head_size)
-
-
-def _context_parallel(config: AttentionConfig) -> Reason | None:
-    ranks = config.decode_context_parallel_size
-    if ranks == 1:
-        return None
-    return _reason("decode-context-parallel", "decode context parallel size", ranks, 1, "--dcp 1")
-
-
 def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
     """Return what no kernel can do under decode context parallelism: a rank counts only its own, interleaved tokens."""
     names = [f"a sliding window of {config.sliding_window}"] if config.sliding_window is not None else []
@@ -202,44 +174,25 @@ def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
     return Reason("decode-context-parallel-distance", text, ranks, 1, "--dcp 1")
 
 
-# What a config asks for that no kernel of any backend was ever executed with, as the mark on its plans.
-_NEVER_EXECUTED: tuple[tuple[Callable[[AttentionConfig], bool], str], ...] = (
-    (
-        lambda config: config.decode_context_parallel_size > 1,
-        "decode context parallelism was never executed: the runtime does not run it",
-    ),
-    (
-        lambda config: config.output_quantization == "fp4",
-        "FP4 output was never executed on a GPU, and the conformance suite has no reference for it",
-    ),
-)
-
-# Capability → what a config asks of it, as the reason against a backend that lacks it; None where nothing is asked.
-_FEATURES: tuple[tuple[str, _Maker], ...] = (
-    ("v_head_size_differs", _v_head_size),
-    _feature("sliding-window", "sliding_window", "sliding window"),
-    _feature("logits-soft-cap", "logits_soft_cap", "logits soft cap"),
-    _feature("alibi", "alibi", "ALiBi slopes"),
-    _feature("sinks", "sinks", "attention sinks"),
-    _feature("mm-prefix", "mm_prefix", "bidirectional multimodal prefix"),
-    _feature("non-causal", "non_causal", "non-causal attention over the paged cache"),
-    _feature("batch-invariant", "batch_invariant", "batch invariance"),
-    _feature("per-head-quant-scales", "per_head_quant_scales", "per-head quantisation scales"),
-    ("decode_context_parallel", _context_parallel),
-)
+_FEATURE_VALUES = attrgetter(*[feature.field for feature in FEATURES])
+_OFF = tuple([feature.off for feature in FEATURES])
+_BITS = tuple([(1 << index, feature) for index, feature in enumerate(FEATURES)])
 
 
 class Demands:
-    """What one config asks of every backend alike: one bit per feature, with the reason against who lacks it.
+    """What one config asks of every backend alike.
 
     Attributes:
         kind: the kind of attention, MLA and sparse or not; ``spec.plan`` is asked only where a gate has the same.
-        shape: all that the most common reasons depend on.
+        shape: all that ``CapabilityGate.of_shape`` depends on.
+        cache: the stored dtype and the compute dtype.
+        bits: one bit per feature that is asked for.
+        asked: these features, each with its bit and the value asked for.
         always: the reason that holds against every backend, or None.
         unverified: the marks that every plan for this config gets.
     """
 
-    __slots__ = ("always", "bits", "cache", "has_cache", "kind", "reasons", "shape", "unverified")
+    __slots__ = ("_refusals", "always", "asked", "bits", "cache", "has_cache", "kind", "shape", "unverified")
 
     def __init__(self, config: AttentionConfig) -> None:
         self.kind, self.has_cache = (config.mla, config.sparse), config.has_cache
@@ -247,21 +200,49 @@ class Demands:
         self.shape = (
             self.kind,
             self.cache,
-            self.has_cache,
             config.head_size,
+            config.v_head_size,
             config.block_size,
             config.attn_type,
             config.sparse_top_k,
         )
-        self.always = _distance_across_ranks(config) if config.decode_context_parallel_size > 1 else None
-        self.unverified = tuple([clause for asks, clause in _NEVER_EXECUTED if asks(config)])
-        self.bits = 0
-        self.reasons: list[tuple[int, Reason]] = []
-        for index, (_, make) in enumerate(_FEATURES):
-            reason = make(config)
-            if reason is not None:
-                self.bits |= 1 << index
-                self.reasons.append((1 << index, reason))
+        self.bits, self.always, self.unverified = 0, None, ()
+        self.asked: list[tuple[int, Feature, Any]] = []
+        self._refusals: dict[int, list[Reason]] = {}
+        values = _FEATURE_VALUES(config)
+        if values == _OFF:
+            return
+        for (bit, feature), value in zip(_BITS, values, strict=True):
+            if value != feature.off:
+                self.bits |= bit
+                self.asked.append((bit, feature, value))
+                if feature.executed is not None and value not in feature.executed:
+                    self.unverified = (*self.unverified, feature.never_executed)
+        if config.decode_context_parallel_size > 1:
+            self.always = _distance_across_ranks(config)
+
+    def refusals(self, lacked: int) -> list[Reason]:
+        """Return the reasons against a backend that lacks the features of these bits. The list is shared."""
+        found = self._refusals.get(lacked)
+        if found is None:
+            found = [] if self.always is None else [self.always]
+            found += [_refusal(feature, value, False) for bit, feature, value in self.asked if bit & lacked]
+            self._refusals[lacked] = found
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _refusal(feature: Feature, value: Any, declared: Any) -> Reason:
+    """Return the reason against a backend whose fact ``declared`` does not accept this value of a feature."""
+    if declared is False and feature.off in (None, False):
+        text = f"no {feature.what}" if value is True else f"no {feature.what} (asked for {value})"
+        return Reason(feature.code, text, value, False)
+    supported, nearest = feature.off, feature.off
+    if isinstance(declared, tuple):
+        supported = [feature.off, *declared]
+    elif declared is not False:
+        supported, nearest = f"at most {declared}", declared
+    return _reason(feature.code, feature.what, value, supported, f"{feature.flag} {nearest}")
 
 
 class CapabilityGate:
@@ -279,28 +260,34 @@ class CapabilityGate:
         "_against_cache_dtype",
         "_against_dtype",
         "_block_sizes",
-        "_by_shape",
-        "_doubtful",
         "_every",
         "_head_sizes_text",
-        "_lacks",
-        "_most_speculative",
-        "_output_quantizations",
+        "_lacked",
+        "_limits",
         "_reads_cache",
+        "_v_head_size_differs",
+        "doubtful",
         "kind",
+        "refusing",
     )
 
     def __init__(self, capabilities: Capabilities, device: Device, missing: Sequence[Reason]) -> None:
         self.kind = (capabilities.mla, capabilities.sparse)
-        self._by_shape: dict[tuple[object, ...], list[Reason]] = {}
         self._accepts_head_size = capabilities.head_sizes.value.accepts
         self._head_sizes_text = str(capabilities.head_sizes.value)
+        self._v_head_size_differs = capabilities.v_head_size_differs.value
         self._reads_cache = capabilities.reads_cache
         self._block_sizes = capabilities.block_sizes.value
-        self._output_quantizations = ("none", *capabilities.output_quantizations.value)
-        self._most_speculative = capabilities.speculative_tokens.value
-        self._lacks = sum(1 << i for i, (name, _) in enumerate(_FEATURES) if not getattr(capabilities, name).value)
-        self._doubtful = [
+        self._lacked = 0
+        self._limits: dict[int, Any] = {}
+        for bit, feature in _BITS:
+            declared = getattr(capabilities, feature.fact).value
+            if declared is False:
+                self._lacked |= bit
+            elif declared is not True and declared != feature.most:
+                self._limits[bit] = declared
+        self.refusing = self._lacked | sum(self._limits)
+        self.doubtful = [
             field.name
             for field in fields(capabilities)
             if getattr(getattr(capabilities, field.name), "source", None) == UNVERIFIED
@@ -320,7 +307,7 @@ class CapabilityGate:
         }
         self._against_attn_type = {
             name: _reason("attn-type", "attention type", name, list(types))
-            for name in get_args(AttentionType)
+            for name in ATTENTION_TYPES
             if name not in types
         }
         reads_quantized = capabilities.quantized_kv_cache_on.value.accepts(device.compute_capability)
@@ -333,42 +320,22 @@ class CapabilityGate:
         }
 
     def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
-        """Return what plain capabilities and missing libraries say against a config; kind reasons come first.
+        """Return what plain capabilities and missing libraries say against a config; kind reasons come first."""
+        return self.with_features(self.of_shape(config, demands), demands)
 
-        The list may be shared with other configs.
-        """
-        reasons = self._by_shape.get(demands.shape)
-        if reasons is None:
-            if len(self._by_shape) >= _MOST_SHAPES:
-                self._by_shape.clear()
-            reasons = self._by_shape[demands.shape] = self._reasons_of_shape(config, demands)
-        missing, tokens, output = (
-            demands.bits & self._lacks,
-            config.num_speculative_tokens,
-            config.output_quantization,
-        )
-        if (
-            not missing
-            and demands.always is None
-            and tokens <= self._most_speculative
-            and output in self._output_quantizations
-        ):
+    def with_features(self, reasons: list[Reason], demands: Demands) -> list[Reason]:
+        """Return ``reasons``, and behind them those against the features that are asked for; neither list changes."""
+        refused = demands.bits & self.refusing
+        if not refused and demands.always is None:
             return reasons
-        reasons = list(reasons)
-        if demands.always is not None:
-            reasons.append(demands.always)
-        if missing:
-            reasons += [reason for bit, reason in demands.reasons if bit & missing]
-        if output not in self._output_quantizations:
-            remedy, supported = "--output-quantization none", list(self._output_quantizations)
-            reasons.append(_reason("output-quantization", "output quantisation", output, supported, remedy))
-        if tokens > self._most_speculative:
-            most = self._most_speculative
-            fewer = f"--speculative-tokens {most}"
-            reasons.append(_reason("speculative-tokens", "speculative tokens", tokens, f"at most {most}", fewer))
+        reasons = reasons + demands.refusals(refused & self._lacked)
+        for bit, feature, value in demands.asked:
+            if bit in self._limits and not feature.accepts(self._limits[bit], value):
+                reasons.append(_refusal(feature, value, self._limits[bit]))
         return reasons
 
-    def _reasons_of_shape(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
+    def of_shape(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
+        """Return what speaks against all configs of this ``demands.shape``; reasons about the kind come first."""
         reasons: list[Reason] = []
         (mla, sparse), (asked_mla, asked_sparse) = self.kind, demands.kind
         if asked_mla is not mla:
@@ -391,6 +358,9 @@ class CapabilityGate:
             size = config.block_size
             if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
                 reasons.append(block_size_reason(size, self._block_sizes))
+        width = config.v_head_size
+        if width is not None and width != config.head_size and not self._v_head_size_differs:
+            reasons.append(_reason("v-head-size", "V head size", width, config.head_size))
         return reasons
 
     def marked(self, plan: BackendPlan, config: AttentionConfig, demands: Demands) -> BackendPlan:
@@ -400,20 +370,18 @@ class CapabilityGate:
 
     def unverified(self, config: AttentionConfig, demands: Demands) -> tuple[str, ...]:
         """Return a clause for everything that ``config`` uses and that no source proves, or that never ran anywhere."""
-        if not self._doubtful:
+        if not self.doubtful:
             return demands.unverified
         used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types"}
-        used |= {name for index, (name, _) in enumerate(_FEATURES) if demands.bits & 1 << index}
+        used |= {feature.fact for _, feature, _ in demands.asked}
+        if config.value_head_size != config.head_size:
+            used.add("v_head_size_differs")
         if demands.has_cache and self._reads_cache:
             used |= {"kv_cache_dtypes", "block_sizes"}
             asked, dtype = demands.cache
             if asked != dtype and not is_quantized(asked):
                 used.add("mixed_kv_cache_dtype")
-        if config.output_quantization != "none":
-            used.add("output_quantizations")
-        if config.num_speculative_tokens:
-            used.add("speculative_tokens")
-        clauses = [f"no source proves the capability {name}" for name in self._doubtful if name in used]
+        clauses = [f"no source proves the capability {name}" for name in self.doubtful if name in used]
         return (*clauses, *demands.unverified)
 
 

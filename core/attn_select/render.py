@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attn_select import distributions
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
+from attn_select.features import FEATURES
 from attn_select.outcome import Candidate, Outcome, Verdict
 from attn_select.rules.layers import FILE_NAME
 from attn_select.rules.rule import PACKAGED, Rule
@@ -96,20 +97,10 @@ def config_text(config: AttentionConfig) -> str:
         parts.append(config.attn_type)
     if config.block_size is not None:
         parts.append(f"block size {config.block_size}")
-    if config.sliding_window is not None:
-        parts.append(f"window {config.sliding_window}")
-    if config.logits_soft_cap is not None:
-        parts.append(f"soft cap {config.logits_soft_cap:g}")
     if config.sparse_top_k is not None:
         parts.append(f"sparse top-k {config.sparse_top_k}")
-    flags = ("alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant", "per_head_quant_scales")
-    parts += [flag.replace("_", " ") for flag in flags if getattr(config, flag)]
-    if config.output_quantization != "none":
-        parts.append(f"output {config.output_quantization}")
-    if config.decode_context_parallel_size > 1:
-        parts.append(f"DCP {config.decode_context_parallel_size}")
-    if config.num_speculative_tokens:
-        parts.append(f"{config.num_speculative_tokens} speculative tokens")
+    asked = [(feature, getattr(config, feature.field)) for feature in FEATURES]
+    parts += [feature.says.format(value) for feature, value in asked if value != feature.off]
     if config.cuda_graph != "NEVER":
         parts.append(f"CUDA graphs {config.cuda_graph}")
     return ", ".join(parts)

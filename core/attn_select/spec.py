@@ -20,6 +20,7 @@ from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.environment import Library as Library  # plugins find all that a spec is made of here
+from attn_select.features import MOST_SPECULATIVE_TOKENS
 
 T_co = TypeVar("T_co", covariant=True)
 UNVERIFIED = "unverified"
@@ -156,7 +157,7 @@ class Capabilities:
     """Whether a request's result is right whatever the unused tail of its last block holds, NaN included. Blocks are
     handed from request to request: a backend that is not safe shows one request's NaN to the next. False where any path
     is not safe; the path's plan says so too."""
-    speculative_tokens: Fact[int] = Fact(1024, "default: any uniform query length")
+    speculative_tokens: Fact[int] = Fact(MOST_SPECULATIVE_TOKENS, "default: any uniform query length")
     """The most draft tokens per request (decode query length is this plus one)."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 from attn_select import dtypes
-from attn_select.config import PHASES, AttentionType
+from attn_select.config import ATTENTION_TYPES, PHASES
 from attn_select.errors import shorten, show
 from attn_select.spec import BackendOptions, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Library
 
@@ -72,7 +72,7 @@ _FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, tuple) and all(_is_count(size, 1) for size in value),
         "a tuple of integers from 1",
     ),
-    "attn_types": (_names(get_args(AttentionType), 1), f"a tuple of {', '.join(get_args(AttentionType))}"),
+    "attn_types": (_names(ATTENTION_TYPES, 1), f"a tuple of {', '.join(ATTENTION_TYPES)}"),
     "output_quantizations": (
         _names(dtypes.OUTPUT_QUANTIZATIONS),
         f"a tuple of {', '.join(dtypes.OUTPUT_QUANTIZATIONS)}",

@@ -113,8 +113,7 @@ def behind(tables: list[dict[str, Any]], layers: list[int], *unverified: str) ->
         for index, (table, layer) in enumerate(zip(tables, layers, strict=True))
     ]
     ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)["decode"]
-    ranking.put_behind(unverified)
-    return ranking.order
+    return ranking.with_behind(unverified)
 
 
 @pytest.mark.parametrize(

@@ -8,28 +8,22 @@ from typing import Any
 
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
+from attn_select.features import FEATURES
 from attn_select_cli.model_configs.layer import MLA_DIMS, Layer
 
 _CACHE_FIELDS = (
     "kv_cache_dtype",
     "block_size",
-    "decode_context_parallel_size",
-    "num_speculative_tokens",
-    "per_head_quant_scales",
+    *(feature.field for feature in FEATURES if feature.belongs_to == "cache"),
 )
 """Flags that mean something only where there is a KV cache: encoders go without."""
 _SELF_FIELDS = (
-    "sliding_window",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "mm_prefix",
-    "non_causal",
+    *(feature.field for feature in FEATURES if feature.belongs_to == "past"),
     "sparse_top_k",
     *MLA_DIMS,
 )
 """Flags about a token's own past: not for the encoder and the cross-attention of an encoder-decoder model."""
-_ZERO_IS_NONE = ("sliding_window", "logits_soft_cap", "sparse_top_k")
+_ZERO_IS_NONE = (*(feature.field for feature in FEATURES if feature.off is None), "sparse_top_k")
 _FLAGS = {
     "num_heads": ("num_attention_heads", "--num-heads"),
     "num_kv_heads": ("num_key_value_heads", "--num-kv-heads"),

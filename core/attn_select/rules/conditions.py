@@ -9,17 +9,18 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from attn_select import config, dtypes
 from attn_select.errors import UnknownNameError, show
+from attn_select.features import MOST_SPECULATIVE_TOKENS
 from attn_select.rules import predicates
 from attn_select.rules.predicates import ConditionError, Predicate
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "dtype": dtypes.DTYPES,
     "kv_cache_dtype": dtypes.KV_CACHE_DTYPES,
-    "attn_type": get_args(config.AttentionType),
+    "attn_type": config.ATTENTION_TYPES,
     "output_quantization": dtypes.OUTPUT_QUANTIZATIONS,
     "cuda_graph": config.CUDA_GRAPH_LEVELS,
 }
@@ -32,7 +33,7 @@ _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_
 FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "compute_capability", "cuda", "library")
 """Every name that may stand in ``when``."""
 
-_LIMITS = {"head_size": (1, 8192), "v_head_size": (1, 8192), "num_speculative_tokens": (0, 1024)}
+_LIMITS = {"head_size": (1, 8192), "v_head_size": (1, 8192), "num_speculative_tokens": (0, MOST_SPECULATIVE_TOKENS)}
 """Where a field of ``AttentionConfig`` has other limits than 1 to 2**31 - 1."""
 _LONGEST = 200
 

@@ -10,6 +10,7 @@ from attn_select import distributions
 from attn_select.config import MLA_DIMS, PHASES
 from attn_select.device import CPU, find_gpu
 from attn_select.errors import UnknownNameError, show
+from attn_select.features import FEATURES
 from attn_select.rules.conditions import Condition, compile_when, is_number, limits
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.layers import RuleSet
@@ -100,10 +101,7 @@ _FOLLOWS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"v_head_size": ">0"}, {"mla": False}),
     ({"mla": True}, {"attn_type": "decoder", "num_kv_heads": 1}),
     ({"per_head_quant_scales": True}, {"kv_cache_dtype": ["fp8*", "nvfp4"]}),
-    (
-        {"attn_type": ["encoder", "encoder_only"]},
-        {"num_speculative_tokens": 0, "decode_context_parallel_size": 1, "non_causal": False, "mm_prefix": False},
-    ),
+    ({"attn_type": ["encoder", "encoder_only"]}, {f.field: f.off for f in FEATURES if f.not_in_encoders}),
 )
 
 

@@ -36,19 +36,19 @@ class Ranking:
     _later: list[Rule]
     """The users' rules that change that order, in the order they are applied."""
 
-    def put_behind(self, unverified: Collection[str]) -> None:
-        """Put backends that nothing proves behind all others, except where the users' own rules place them.
+    def with_behind(self, unverified: Collection[str]) -> list[str]:
+        """Return the order with backends that nothing proves behind all others, except where users' rules place them.
 
         The packaged rules, the plugins' fragments and the registered order are defaults, and defaults prefer what was
         proved. A user's priority stands as written, and a user's prefer and avoid apply after the move.
         """
         if self._default_order is None:
-            return
+            return self.order
         order = [name for name in self._default_order if name not in unverified]
         order += [name for name in self._default_order if name in unverified]
         for rule in self._later:
             order = _applied(rule, order)
-        self.order = order
+        return order
 
 
 _Test = tuple[Callable[[AttentionConfig], Any], Callable[[Any], bool]]
