@@ -28,7 +28,7 @@ _Cache = tuple[str | None, int | None]
 """KV layout and block size (tokens)."""
 _Plans = dict[Phase, dict[str, BackendPlan]]
 _Refusals = dict[Phase, dict[str, list[Reason]]]
-_MOST_SHAPES = 1024
+_MOST_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _Judged:
 
 
 _Row = tuple[BackendSpec, BackendOptions, dict[Phase, tuple[gate.CapabilityGate | None, list[Reason], bool]]]
-"""A backend before one shape of layer: per phase its gate, what already speaks against it, and whether the kind fits."""
+"""A backend and layers of the same types: per phase its gate, what already speaks against it, whether the kind fits."""
 
 
 class Decider:
@@ -131,7 +131,7 @@ class Decider:
         self.names = known_names(registry)
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
-        self._by_shape: dict[tuple[object, ...], list[_Row]] = {}
+        self._by_types: dict[tuple[object, ...], list[_Row]] = {}
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs), import_names(self._specs))
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
@@ -184,26 +184,24 @@ class Decider:
     ) -> tuple[_Plans, _Refusals]:
         """Put every known backend through the gate: per phase the plans of those that run, the reasons against others.
 
-        What no feature decides is worked out once per shape of layer. Capabilities that both phases share are compared
-        once.
+        What speaks against the types of a layer is kept: few layers differ in them. Capabilities that both phases share
+        are compared once.
         """
         demands, judge = gate.Demands(config), gate.judge
         device, environment = self.device, self.environment
         plans: _Plans = {phase: {} for phase in rankings}
         refusals: _Refusals = {phase: {} for phase in rankings}
         phases = [(phase, plans[phase], refusals[phase], ranking.denied) for phase, ranking in rankings.items()]
-        refused_by_all = demands.always is not None
         outcome: BackendPlan | list[Reason]
-        for spec, options, gates in self._by_shape.get(demands.shape) or self._rows(config, demands):
+        for spec, options, gates in self._by_types.get(demands.types) or self._rows(config, demands):
             name = spec.name
             compared: gate.CapabilityGate | None = None
             for phase, runs, refused, denied in phases:
-                capability_gate, outcome, fits = gates[phase]
+                capability_gate, against, fits = gates[phase]
+                outcome = against
                 if capability_gate is not None:
                     if capability_gate is not compared:
-                        compared, static = capability_gate, outcome
-                        if refused_by_all or demands.bits & capability_gate.refusing:
-                            static = capability_gate.with_features(outcome, demands)
+                        compared, static = capability_gate, capability_gate.compare(against, demands)
                     outcome = static
                     if fits:
                         outcome = judge(spec, config, device, environment, options, phase, static)
@@ -214,7 +212,7 @@ class Decider:
                 if denied and name in denied and forced.get(phase) != name:
                     more = outcome if isinstance(outcome, list) else ()
                     outcome = [_denied(name, denied[name]), *more]
-                if type(outcome) is BackendPlan:
+                if isinstance(outcome, BackendPlan):
                     runs[name] = outcome
                 else:
                     refused[name] = outcome
@@ -223,9 +221,9 @@ class Decider:
         return plans, refusals
 
     def _rows(self, config: AttentionConfig, demands: gate.Demands) -> list[_Row]:
-        """Return every registered backend before layers of this config's shape. Cached."""
-        if len(self._by_shape) >= _MOST_SHAPES:
-            self._by_shape.clear()
+        """Return every registered backend for layers of this config's types. Kept for the next of them."""
+        if len(self._by_types) >= _MOST_ROWS:
+            self._by_types.clear()
         rows: list[_Row] = []
         for judged in self._judged:
             found: dict[gate.CapabilityGate, list[Reason]] = {}
@@ -236,10 +234,10 @@ class Decider:
                     by_phase[phase] = None, judged.not_served[phase], False
                     continue
                 if capability_gate not in found:
-                    found[capability_gate] = capability_gate.of_shape(config, demands)
+                    found[capability_gate] = capability_gate.of_types(config, demands)
                 by_phase[phase] = capability_gate, found[capability_gate], capability_gate.kind == demands.kind
             rows.append((judged.spec, judged.options, by_phase))
-        self._by_shape[demands.shape] = rows
+        self._by_types[demands.types] = rows
         return rows
 
     def _forced(
@@ -368,14 +366,17 @@ def _candidates(
     """Return the verdicts on all ``names``, by decode rank, then prefill rank, the unranked last in the order given."""
     ranks = {phase: {name: rank for rank, name in enumerate(order, 1)} for phase, order in orders.items()}
     ranked = [name for phase in reversed([*orders]) for name in orders[phase]]
+    phases = [(phase, ranks[phase].get, runs, refusals[phase], chosen[phase]) for phase, runs in plans.items()]
     candidates = []
     for name in dict.fromkeys((*ranked, *names)):
         verdicts: dict[Phase, Verdict] = {}
-        for phase, runs in plans.items():
-            rank, plan = ranks[phase].get(name), runs.get(name)
-            if plan is None:
-                verdicts[phase] = Verdict(rank, "rejected", refusals[phase][name], None)
-            else:
-                verdicts[phase] = Verdict(rank, "selected" if name == chosen[phase] else "valid", _NO_REASONS, plan)
+        verdict: Verdict | None = None
+        for phase, rank_of, runs, refused, winner in phases:
+            rank, plan = rank_of(name), runs.get(name)
+            if plan is not None:
+                verdict = Verdict(rank, "selected" if name == winner else "valid", _NO_REASONS, plan)
+            elif verdict is None or verdict.reasons is not refused[name] or verdict.rank != rank:
+                verdict = Verdict(rank, "rejected", refused[name], None)
+            verdicts[phase] = verdict
         candidates.append(Candidate(name, verdicts))
     return tuple(candidates)

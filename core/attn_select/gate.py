@@ -184,29 +184,41 @@ class Demands:
 
     Attributes:
         kind: the kind of attention, MLA and sparse or not; ``spec.plan`` is asked only where a gate has the same.
-        shape: all that ``CapabilityGate.of_shape`` depends on.
+        types: all that ``CapabilityGate.of_types`` depends on: few layers differ in it.
         cache: the stored dtype and the compute dtype.
+        head_size, v_head_size: elements; the latter None where it is the former.
+        block_size: tokens; None where it is open or there is no cache.
         bits: one bit per feature that is asked for.
         asked: these features, each with its bit and the value asked for.
         always: the reason that holds against every backend, or None.
         unverified: the marks that every plan for this config gets.
     """
 
-    __slots__ = ("_refusals", "always", "asked", "bits", "cache", "has_cache", "kind", "shape", "unverified")
+    __slots__ = (
+        "_refusals",
+        "always",
+        "asked",
+        "bits",
+        "block_size",
+        "cache",
+        "has_cache",
+        "head_size",
+        "kind",
+        "types",
+        "unverified",
+        "v_head_size",
+    )
 
     def __init__(self, config: AttentionConfig) -> None:
         self.kind, self.has_cache = (config.mla, config.sparse), config.has_cache
         self.cache = (config.cache_dtype, config.dtype)
-        self.shape = (
-            self.kind,
-            self.cache,
-            config.head_size,
-            config.v_head_size,
-            config.block_size,
-            config.attn_type,
-            config.sparse_top_k,
-        )
-        self.bits, self.always, self.unverified = 0, None, ()
+        self.types = (self.kind, self.cache, config.attn_type, config.sparse_top_k)
+        self.head_size, width = config.head_size, config.v_head_size
+        self.v_head_size = None if width == self.head_size else width
+        self.block_size = config.block_size if self.has_cache else None
+        self.bits = 0
+        self.always: Reason | None = None
+        self.unverified: tuple[str, ...] = ()
         self.asked: list[tuple[int, Feature, Any]] = []
         self._refusals: dict[int, list[Reason]] = {}
         values = _FEATURE_VALUES(config)
@@ -231,7 +243,10 @@ class Demands:
         return found
 
 
-@functools.lru_cache(maxsize=1024)
+_kept = functools.lru_cache(maxsize=1024)
+
+
+@_kept
 def _refusal(feature: Feature, value: Any, declared: Any) -> Reason:
     """Return the reason against a backend whose fact ``declared`` does not accept this value of a feature."""
     if declared is False and feature.off in (None, False):
@@ -255,29 +270,27 @@ class CapabilityGate:
     """
 
     __slots__ = (
-        "_accepts_head_size",
         "_against_attn_type",
+        "_against_block_size",
         "_against_cache_dtype",
         "_against_dtype",
-        "_block_sizes",
+        "_against_head_size",
         "_every",
-        "_head_sizes_text",
         "_lacked",
         "_limits",
         "_reads_cache",
+        "_refusing",
         "_v_head_size_differs",
         "doubtful",
         "kind",
-        "refusing",
     )
 
     def __init__(self, capabilities: Capabilities, device: Device, missing: Sequence[Reason]) -> None:
         self.kind = (capabilities.mla, capabilities.sparse)
-        self._accepts_head_size = capabilities.head_sizes.value.accepts
-        self._head_sizes_text = str(capabilities.head_sizes.value)
+        self._against_head_size = _kept(functools.partial(_against_head_size, capabilities))
+        self._against_block_size = _kept(functools.partial(_against_block_size, capabilities))
         self._v_head_size_differs = capabilities.v_head_size_differs.value
         self._reads_cache = capabilities.reads_cache
-        self._block_sizes = capabilities.block_sizes.value
         self._lacked = 0
         self._limits: dict[int, Any] = {}
         for bit, feature in _BITS:
@@ -286,7 +299,7 @@ class CapabilityGate:
                 self._lacked |= bit
             elif declared is not True and declared != feature.most:
                 self._limits[bit] = declared
-        self.refusing = self._lacked | sum(self._limits)
+        self._refusing = self._lacked | sum(self._limits)
         self.doubtful = [
             field.name
             for field in fields(capabilities)
@@ -321,21 +334,10 @@ class CapabilityGate:
 
     def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
         """Return what plain capabilities and missing libraries say against a config; kind reasons come first."""
-        return self.with_features(self.of_shape(config, demands), demands)
+        return self.compare(self.of_types(config, demands), demands)
 
-    def with_features(self, reasons: list[Reason], demands: Demands) -> list[Reason]:
-        """Return ``reasons``, and behind them those against the features that are asked for; neither list changes."""
-        refused = demands.bits & self.refusing
-        if not refused and demands.always is None:
-            return reasons
-        reasons = reasons + demands.refusals(refused & self._lacked)
-        for bit, feature, value in demands.asked:
-            if bit in self._limits and not feature.accepts(self._limits[bit], value):
-                reasons.append(_refusal(feature, value, self._limits[bit]))
-        return reasons
-
-    def of_shape(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
-        """Return what speaks against all configs of this ``demands.shape``; reasons about the kind come first."""
+    def of_types(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
+        """Return what speaks against all configs of the same ``demands.types``."""
         reasons: list[Reason] = []
         (mla, sparse), (asked_mla, asked_sparse) = self.kind, demands.kind
         if asked_mla is not mla:
@@ -344,24 +346,33 @@ class CapabilityGate:
             top_k = f"sparse_top_k {config.sparse_top_k}"
             unsupported = Reason("sparse-unsupported", "serves no sparse MLA", top_k, "dense MLA")
             reasons.append(_SPARSE_ONLY if sparse else unsupported)
-        elif not self._accepts_head_size(config.head_size):
-            reasons.append(_reason("head-size", "head size", config.head_size, self._head_sizes_text))
-        if self._every:
-            reasons += self._every
+        reasons += self._every
         if config.dtype in self._against_dtype:
             reasons.append(self._against_dtype[config.dtype])
         if config.attn_type in self._against_attn_type:
             reasons.append(self._against_attn_type[config.attn_type])
         if demands.has_cache and demands.cache in self._against_cache_dtype:
             reasons.append(self._against_cache_dtype[demands.cache])
-        if demands.has_cache and self._reads_cache:
-            size = config.block_size
-            if size is not None and not any([size % kernel == 0 for kernel in self._block_sizes]):
-                reasons.append(block_size_reason(size, self._block_sizes))
-        width = config.v_head_size
-        if width is not None and width != config.head_size and not self._v_head_size_differs:
-            reasons.append(_reason("v-head-size", "V head size", width, config.head_size))
         return reasons
+
+    def compare(self, reasons: list[Reason], demands: Demands) -> list[Reason]:
+        """Add what speaks against the sizes and features to the ``reasons`` of ``of_types``, which stay as they are."""
+        head = self._against_head_size(demands.head_size) if self.kind == demands.kind else None
+        block = None if demands.block_size is None else self._against_block_size(demands.block_size)
+        width, refused = demands.v_head_size, demands.bits & self._refusing
+        if head is None and block is None and width is None and demands.always is None and not refused:
+            return reasons
+        found = [*reasons] if head is None else [head, *reasons]
+        if block is not None:
+            found.append(block)
+        if width is not None and not self._v_head_size_differs:
+            found.append(_reason("v-head-size", "V head size", width, demands.head_size))
+        found += demands.refusals(refused & self._lacked)
+        if refused & ~self._lacked:
+            for bit, feature, value in demands.asked:
+                if bit in self._limits and not feature.accepts(self._limits[bit], value):
+                    found.append(_refusal(feature, value, self._limits[bit]))
+        return found
 
     def marked(self, plan: BackendPlan, config: AttentionConfig, demands: Demands) -> BackendPlan:
         """Return an accepted plan with the marks of ``unverified`` behind its own."""
@@ -374,7 +385,7 @@ class CapabilityGate:
             return demands.unverified
         used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types"}
         used |= {feature.fact for _, feature, _ in demands.asked}
-        if config.value_head_size != config.head_size:
+        if demands.v_head_size is not None:
             used.add("v_head_size_differs")
         if demands.has_cache and self._reads_cache:
             used |= {"kv_cache_dtypes", "block_sizes"}
@@ -383,6 +394,18 @@ class CapabilityGate:
                 used.add("mixed_kv_cache_dtype")
         clauses = [f"no source proves the capability {name}" for name in self.doubtful if name in used]
         return (*clauses, *demands.unverified)
+
+
+def _against_head_size(capabilities: Capabilities, size: int) -> Reason | None:
+    sizes = capabilities.head_sizes.value
+    return None if sizes.accepts(size) else _reason("head-size", "head size", size, str(sizes))
+
+
+def _against_block_size(capabilities: Capabilities, size: int) -> Reason | None:
+    kernels = capabilities.block_sizes.value
+    if not capabilities.reads_cache or any([size % kernel == 0 for kernel in kernels]):
+        return None
+    return block_size_reason(size, kernels)
 
 
 def _against_cache_dtype(capabilities: Capabilities, offered: Sequence[str], asked: str, dtype: str) -> Reason | None:

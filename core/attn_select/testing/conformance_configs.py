@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from attn_select.config import AttentionConfig, AttentionType, Phase
-from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, OUTPUT_QUANTIZATIONS, is_quantized
+from attn_select.config import ATTENTION_TYPES, MLA_DIMS, AttentionConfig, Phase
+from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, is_quantized
 from attn_select.errors import ConfigError
+from attn_select.features import FEATURES
 from attn_select.spec import BackendSpec, Capabilities
 
 Fields = dict[str, Any]
@@ -29,15 +30,11 @@ _MLA_DIMS = (
     (40, 24, 8, 16),
     (3, 5, 2, 4),
 )
-"""In the order of ``_MLA_FIELDS``: DeepSeek-V3's first."""
-_MLA_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_MLA = dict(zip(_MLA_FIELDS, _MLA_DIMS[0], strict=True))
-SWITCHES = ("alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant", "per_head_quant_scales")
-_CODES = {
-    "decode_context_parallel_size": "decode-context-parallel",
-    "num_speculative_tokens": "speculative-tokens",
-    "kv_lora_rank": "head-size",
-}
+"""In the order of ``config.MLA_DIMS``: DeepSeek-V3's first."""
+_MLA = dict(zip(MLA_DIMS, _MLA_DIMS[0], strict=True))
+_RARE = ("decode_context_parallel_size",)
+"""Features that exclude others: no kernel measures the distances of windows and ALiBi across ranks."""
+_CODES = {"kv_lora_rank": "head-size", **{feature.field: feature.code for feature in FEATURES}}
 """Reason codes that are not the field's own name."""
 _MOST_TRIES = 1000
 
@@ -143,7 +140,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
     fields: Fields = {"num_heads": num_heads, "dtype": rng.choice(capabilities.dtypes.value)}
     if capabilities.mla:
         dims = [d for d in _MLA_DIMS if capabilities.head_sizes.value.accepts(d[0] + d[2])]
-        fields |= zip(_MLA_FIELDS, rng.choice(dims or _MLA_DIMS), strict=True)
+        fields |= zip(MLA_DIMS, rng.choice(dims or _MLA_DIMS), strict=True)
         if capabilities.sparse:
             fields["sparse_top_k"] = rng.choice((64, 128))
     else:
@@ -158,26 +155,16 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
         fields["kv_cache_dtype"] = rng.choice(stored)
     if rng.random() < 0.6:
         fields["block_size"] = rng.choice(capabilities.block_sizes.value or (16,)) * rng.choice((1, 2, 3))
-    some: Fields = {
-        "sliding_window": rng.choice((1, 5, 16, 33, 100)),
-        "logits_soft_cap": rng.choice((5.0, 30.0)),
-        **dict.fromkeys(SWITCHES, True),
-        "decode_context_parallel_size": 2,
-    }
-    for name, value in some.items():
-        declared = getattr(capabilities, name.removesuffix("_size")).value
-        likely = 0.05 if name == "decode_context_parallel_size" else 0.2
-        if declared and rng.random() < likely and not (encoder and name in ("mm_prefix", "non_causal")):
-            fields[name] = value
-    if fields.get("decode_context_parallel_size"):  # no kernel measures distances across ranks
+    for feature in FEATURES:
+        declared = getattr(capabilities, feature.fact).value
+        accepted = [value for value in feature.examples if feature.accepts(declared, value)]
+        likely = 0.05 if feature.field in _RARE else 0.2
+        if accepted and rng.random() < likely and not (encoder and feature.not_in_encoders):
+            fields[feature.field] = rng.choice(accepted)
+    if fields.get("decode_context_parallel_size"):
         fields = {name: value for name, value in fields.items() if name not in ("sliding_window", "alibi")}
     if not is_quantized(fields.get("kv_cache_dtype", "auto")):
         fields.pop("per_head_quant_scales", None)
-    most = min(4, capabilities.speculative_tokens.value)
-    if most and not encoder and rng.random() < 0.3:
-        fields["num_speculative_tokens"] = rng.randint(1, most)
-    if rng.random() < 0.1:
-        fields["output_quantization"] = rng.choice(("none", *capabilities.output_quantizations.value))
     return fields
 
 
@@ -205,7 +192,7 @@ def _undeclared(capabilities: Capabilities, config: AttentionConfig) -> Iterator
         if 1 <= other <= 8192 and not capabilities.head_sizes.value.accepts(other):
             yield "head_size", other
     yield from (("dtype", dtype) for dtype in DTYPES if dtype not in capabilities.dtypes.value)
-    yield from (("attn_type", name) for name in get_args(AttentionType) if name not in capabilities.attn_types.value)
+    yield from (("attn_type", name) for name in ATTENTION_TYPES if name not in capabilities.attn_types.value)
     if capabilities.reads_cache and config.has_cache:
         taken = _cache_dtypes(capabilities, config.dtype, config.sparse)
         yield from (("kv_cache_dtype", dtype) for dtype in KV_CACHE_DTYPES if dtype not in taken)
@@ -216,17 +203,9 @@ def _undeclared(capabilities: Capabilities, config: AttentionConfig) -> Iterator
                 yield "block_size", other
     if not capabilities.v_head_size_differs.value:
         yield from (("v_head_size", other) for other in (size + 8, max(1, size // 2)) if other != size)
-    values: Fields = {
-        "sliding_window": 16,
-        "logits_soft_cap": 30.0,
-        **dict.fromkeys(SWITCHES, True),
-        "decode_context_parallel_size": 2,
-    }
-    for name, value in values.items():
-        if not getattr(capabilities, name.removesuffix("_size")).value:
-            yield name, value
-    for name in OUTPUT_QUANTIZATIONS:
-        if name not in ("none", *capabilities.output_quantizations.value):
-            yield "output_quantization", name
-    if (most := capabilities.speculative_tokens.value) < 1024:
-        yield "num_speculative_tokens", most + 1
+    for feature in FEATURES:
+        declared = getattr(capabilities, feature.fact).value
+        beyond = (declared + 1,) if feature.most is not None and declared < feature.most else ()
+        for value in (*feature.examples, *beyond):
+            if not feature.accepts(declared, value):
+                yield feature.field, value

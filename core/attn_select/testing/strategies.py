@@ -8,23 +8,31 @@ def test_every_config_is_answered(config, where):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, AttentionType
+from attn_select.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, MLA_DIMS, AttentionConfig
 from attn_select.device import known_gpus
-from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, OUTPUT_QUANTIZATIONS
+from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError
+from attn_select.features import FEATURES, Feature
 from attn_select.spec import Library
-from attn_select.testing.conformance_configs import SWITCHES
 from attn_select.testing.toolkit import MLA_FIELDS, environment_of
 
 HEADS = (1, 2, 5, 7, 8, 16, 32, 64, 71, 96, 128, 160, 256, 1024)
 SIZES = (1, 2, 3, 5, 8, 15, 16, 20, 24, 32, 40, 48, 64, 96, 100, 120, 128, 192, 256, 264, 448, 512, 576, 1024, 2048)
 """Head sizes, block sizes, windows and widths: what kernels take, and what lies beside it."""
+
+
+def values_of(feature: Feature) -> st.SearchStrategy[Any]:
+    """Draw what a layer may ask of a feature: the table's examples, and other sizes where it is a number of things."""
+    examples = st.sampled_from(feature.examples)
+    if type(feature.examples[0]) is not int:
+        return examples
+    return examples | st.sampled_from([size for size in SIZES if feature.most is None or size <= feature.most])
 
 
 @st.composite
@@ -43,26 +51,19 @@ def configs(
     sizes = st.sampled_from(SIZES)
     asked: dict[str, Any] = {"num_heads": heads}
     some: dict[str, Any] = {
-        **dict.fromkeys(SWITCHES, st.just(True)),
+        **{feature.field: values_of(feature) for feature in FEATURES},
         "dtype": st.sampled_from(DTYPES),
         "kv_cache_dtype": st.sampled_from(KV_CACHE_DTYPES),
         "block_size": sizes,
-        "sliding_window": sizes,
-        "logits_soft_cap": st.just(30.0),
-        "decode_context_parallel_size": st.integers(2, 8),
-        "num_speculative_tokens": st.integers(1, 5) | st.just(1024),
         "cuda_graph": st.sampled_from(CUDA_GRAPH_LEVELS),
-        "output_quantization": st.sampled_from(OUTPUT_QUANTIZATIONS),
     }
     if draw(st.booleans()) if mla is None else mla:
-        for name, usual in MLA_FIELDS.items():
-            if name != "num_heads":
-                asked[name] = draw(st.just(usual) | sizes)
+        asked |= {name: draw(st.just(MLA_FIELDS[name]) | sizes) for name in MLA_DIMS}
         if draw(st.booleans()) if sparse is None else sparse:
             asked["sparse_top_k"] = draw(sizes)
     else:
         asked |= {"head_size": draw(sizes), "num_kv_heads": draw(st.sampled_from([1, heads, max(1, heads // 4)]))}
-        some |= {"v_head_size": sizes, "attn_type": st.sampled_from(get_args(AttentionType))}
+        some |= {"v_head_size": sizes, "attn_type": st.sampled_from(ATTENTION_TYPES)}
     for name, given in fields.items():
         some.pop(name, None)
         if given is not None:
