@@ -36,10 +36,10 @@ def parse_pins(pins: Iterable[str]) -> dict[str, str]:
     Raises:
         ConfigError: a value that is not ``NAME==VERSION`` with a PEP 440 version, or two versions of one distribution.
     """
-    from packaging.version import InvalidVersion, Version
-
     result: dict[str, str] = {}
     for pin in pins:
+        from packaging.version import InvalidVersion, Version  # most starts have no pin
+
         name, equals, text = pin.partition("==")
         try:
             if not equals or not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", name.strip()):

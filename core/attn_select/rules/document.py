@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
 import re
@@ -113,7 +114,7 @@ def read_document(content: bytes, file: str, layer: int, problems: list[Problem]
 def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
     """Return the file as text and as TOML of the one version that we know."""
     try:
-        text = content.decode("utf-8-sig")
+        text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         byte, line = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
         raise _Unreadable(f"is not UTF-8 (byte 0x{byte:02x}): save it as UTF-8", line) from None

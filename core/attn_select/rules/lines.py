@@ -22,7 +22,7 @@ _STRING_OR_COMMENT = (
     r"|#[^\n]*+"  # comment
 )
 _TOKEN = re.compile(_STRING_OR_COMMENT + r"|[\[\]{}]", re.DOTALL)
-_KEY_TOKEN = re.compile(_STRING_OR_COMMENT + r"|[\[\]{},=\n]|[^\s\[\]{},=#\"']++", re.DOTALL)
+_KEY_TOKEN = _STRING_OR_COMMENT + r"|[\[\]{},=\n]|[^\s\[\]{},=#\"']++"  # compiled when the first key is looked for
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.-]+")
 _BARE_HEADER = re.compile(r"\[(\[)?[ \t]*([A-Za-z0-9_.-]+)[ \t]*\]")
 
@@ -70,7 +70,8 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     key_start: int | None = None
     in_key = True
     line, counted, position = 1, 0, 0
-    while token := _KEY_TOKEN.search(text, position):
+    key_token = re.compile(_KEY_TOKEN, re.DOTALL)
+    while token := key_token.search(text, position):
         start, position = token.span()
         kind = text[start]
         if kind == "#":
