@@ -283,13 +283,17 @@ def _attend(
     need(out.dtype == out_dtype and tuple(out.shape) == (total, heads, value_size) and out.stride(-1) == 1, "out")
     lse = torch.full((heads, total), torch.nan)
     for r in range(batch):
-        rows = slice(ends[r], ends[r + 1])
+        rows, unused = slice(ends[r], ends[r + 1]), v[:0]
         keys = int(sizes[r]) if sizes is not None else key_bounds[r + 1] - key_bounds[r]
         need(keys <= key_bound, f"{keys} keys, max_seqlen_k {key_bound}")
         if table is not None:
             need(keys <= table.shape[1] * page, f"{keys} keys in a table of {table.shape[1]} pages")
             used = table[r, : -(-keys // page)].long()
-            k_r, v_r = (_rows(t, used).flatten(0, 1)[:keys] for t in (k, v))
+            k_r, v_r = (_rows(t, used).flatten(0, 1) for t in (k, v))
+            if qv is not None and value_size > 256 and page % 64 == 0 and a["max_seqlen_q"] * heads > 64 * kv_heads:
+                # Pages come by TMA, in whole tiles of 64 keys: what lies behind the last key gets weight 0.
+                unused = v_r[keys : -(-keys // 64) * 64]
+            k_r, v_r = k_r[:keys], v_r[:keys]
         else:
             part = slice(key_bounds[r], key_bounds[r + 1])
             k_r, v_r = k[part], v[part]
@@ -322,6 +326,8 @@ def _attend(
             row_lse[blind] = torch.inf
             if a.get("alibi_slopes") is not None and causal and (left < 0 or left >= key_bound):
                 row_lse = row_lse + positions[:, None] * a["alibi_slopes"]
+        if len(unused):
+            result = result + (0 * unused.double()).sum(0)
         out[rows] = result.to(out_dtype)
         lse[:, rows] = row_lse.T.float()
     return out, lse

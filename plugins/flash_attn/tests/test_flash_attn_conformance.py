@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from attn_select.testing import BackendConformance
+from attn_select.testing import BackendConformance, mla_layer, selection_of
 from attn_select.testing.comparison import ErrorBound, error_bound
 from attn_select.testing.conformance_run import Rig, Terms
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
@@ -100,6 +100,34 @@ class TestUpstreamMLA(AnotherBuild):
 class TestSglKernelMLA(AnotherBuild):
     spec = FLASH_ATTN_MLA
     options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
+
+
+@pytest.mark.parametrize("nan_tails", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_heads": 4, "batch_invariant": True, "num_speculative_tokens": 3},  # failed with NaN on an H200
+        {"num_heads": 80},
+        {"num_heads": 80, "block_size": 32},
+        {"num_heads": 4},
+    ],
+    ids=str,
+)
+def test_nan_in_a_page_that_is_loaded_whole(
+    fields: dict[str, Any], nan_tails: bool, emulate: Callable[[str], Any]
+) -> None:
+    """A NaN behind a request's end reaches its result exactly where the plan says that it may."""
+    emulate("vllm")
+    selection = selection_of(FLASH_ATTN_MLA, mla_layer(**fields), options={"provider": "vllm"})
+    rig = Rig(selection, torch.device("cpu"), 185, Terms(error_bound))
+    safe = selection.plans["decode"].nan_tail_safe
+    assert rig.batches.nan_tails is safe
+    rig.batches.nan_tails = nan_tails
+    if nan_tails and not safe:
+        with pytest.raises(AssertionError, match="holds NaN or infinity"):
+            rig.check_batches()
+    else:
+        rig.check_batches()
 
 
 def here() -> Environment | None:

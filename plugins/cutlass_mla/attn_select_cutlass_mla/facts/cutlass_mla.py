@@ -69,7 +69,11 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{VLLM_CSRC}: writes 16 bits"),
     decode_context_parallel=Fact(True, f"{VLLM_CSRC} (lse); vLLM's kernel only"),
-    nan_tail_safe=Fact(False, f"unproved: {VLLM_CSRC} masks scores, and a weight of 0 times NaN is NaN"),
+    nan_tail_safe=Fact(
+        False,
+        "vllm-project/vllm csrc/attention/mla/cutlass_sm100_mla/kernel/sm100_fmha_mla_tma_warpspecialized.hpp 236e0fe: "
+        "load_tma copies whole pages of 128 tokens; softmax masks scores alone, and a weight of 0 times NaN is NaN",
+    ),
     speculative_tokens=Fact(0, f"{VLLM_CSRC}: one query token per request"),
 )
 

@@ -70,6 +70,12 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(True, f"{UPSTREAM_FA3} (descale is batch x KV heads)"),
     output_quantizations=Fact((), f"{VLLM_PYTHON} (output_scale is FA4's)"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
+    nan_tail_safe=Fact(
+        True,
+        f"{UPSTREAM_FA2} (flash_fwd_kernel.h fills V with zeros behind the last key); {UPSTREAM_FA3} (get_pagedkv_tma "
+        "loads whole pages only where their size is a multiple of the tile, at least 64 keys; plans use smaller ones, "
+        "and paged_kv.h load_V fills V with zeros); every configuration run on H200 with NaN there, 2026-11-22",
+    ),
 )
 
 

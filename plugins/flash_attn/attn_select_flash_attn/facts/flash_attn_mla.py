@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla.py 0.33.0"
 _VLLM_PREFILL = "vllm-project/vllm v1/attention/backends/mla/prefill/flash_attn.py 0.33.0"
+_VLLM_REFUSES = f"{_VLLM_BACKEND} (FlashAttnMLAImpl raises for alibi_slopes, sliding_window and logits_soft_cap)"
 _BOTH = f"{UPSTREAM_FA2}; {UPSTREAM_FA3}"
 
 DECODE = Capabilities(
@@ -54,13 +55,19 @@ DECODE = Capabilities(
     # q is the rope part (at most 64), v the latent (256 to 512); `plan` compares both.
     head_sizes=Fact(HeadSizes(multiple_of=8, minimum=264, maximum=576), f"{UPSTREAM_FA3}; {RAN} (512 + 64)"),
     block_sizes=Fact((1,), f"{UPSTREAM_FA3} (any page size); {RAN} (64 with q_v, 1 to 256 without)"),
-    sliding_window=Fact(False, "unverified"),
-    logits_soft_cap=Fact(False, "unverified"),
+    sliding_window=Fact(False, _VLLM_REFUSES),
+    logits_soft_cap=Fact(False, _VLLM_REFUSES),
     alibi=Fact(False, f"{UPSTREAM_FA3} (FA3 has no slopes)"),
     sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),
     non_causal=Fact(True, f"{UPSTREAM_FA3} (is_causal)"),
     batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1)"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
+    nan_tail_safe=Fact(
+        False,
+        f"{UPSTREAM_FA3} and {VLLM_FA3} (get_pagedkv_tma: pages of 64 tokens are loaded whole where a request has more "
+        "than 64 query rows; scores alone are masked, and 0 times NaN is NaN); seen on H200 with batch invariance, "
+        "2026-11-22; a row-by-row load fills V with zeros (hopper/paged_kv.h load_V)",
+    ),
 )
 
 PREFILL = Capabilities(
@@ -74,9 +81,9 @@ PREFILL = Capabilities(
     kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{_VLLM_PREFILL} (K and V are decompressed to the compute dtype)"),
     head_sizes=Fact(HeadSizes(), f"{_VLLM_PREFILL} (the latent is decompressed before)"),
     block_sizes=Fact((1,), f"{_VLLM_PREFILL} (the cache is gathered before)"),
-    sliding_window=Fact(False, "unverified"),
-    logits_soft_cap=Fact(False, "unverified"),
-    alibi=Fact(False, "unverified"),
+    sliding_window=Fact(False, _VLLM_REFUSES),
+    logits_soft_cap=Fact(False, _VLLM_REFUSES),
+    alibi=Fact(False, _VLLM_REFUSES),
     sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),
     non_causal=Fact(True, f"{_BOTH} (is_causal)"),
     batch_invariant=Fact(True, f"{_VLLM_PREFILL} (num_splits=1)"),
@@ -100,6 +107,9 @@ _LAYOUTS = (MLA,)
 _PAGES = (64, 32, 16, 1)
 """Any size runs. FA3 loads pages of 64 whole, its tile for a latent of 512, and gathers other pages row by row
 (hopper/flash_api.cpp 0251105, get_pagedkv_tma)."""
+_TILE = 64
+"""FA3's tile with a latent above 256: query rows (tokens times heads) and keys (hopper/tile_size.h 0251105)."""
+_GATHERED_BLOCKS = "with block_size 32 the kernel reads single rows, and no unused one"
 _SPLIT_BYTES = (
     "inside CUDA graphs FA3's split-KV partial sums take num_splits x query heads x (kv_lora_rank + 1) x 4 bytes "
     "per token (vLLM 0.33 caps num_splits at 32)"
@@ -158,10 +168,25 @@ def plan(
     return _prefill_plan(chosen, config, capability, describe_pins(pins) or why_this_build(chosen, capability))
 
 
+def _loads_whole_pages(config: AttentionConfig) -> bool:
+    """Return whether FA3 may load the unused rows of a request's last page (hopper/flash_api.cpp, get_pagedkv_tma).
+
+    The page has 64 tokens where the block size is a multiple of that; None may become one. A batch-invariant layer
+    passes the largest query length that the capacity allows (``runtime.schedule``).
+    """
+    if (config.kv_lora_rank or 0) <= 256 or (config.block_size is not None and config.block_size % _TILE):
+        return False
+    rows = (1 + config.num_speculative_tokens) * config.num_heads * config.decode_context_parallel_size
+    return config.batch_invariant or rows > _TILE
+
+
 def _decode_plan(build: FlashAttnBuild, config: AttentionConfig, because: str) -> BackendPlan:
     said = notes_on_build(build, HOPPER)
     if config.cuda_graph != "NEVER":
         said = (*said, _SPLIT_BYTES)
+    whole = _loads_whole_pages(config)
+    if whole:
+        said = (*said, _GATHERED_BLOCKS)
     return BackendPlan(
         kernel=kernel_of(build, True),
         path="FA3 with q_v",
@@ -173,6 +198,7 @@ def _decode_plan(build: FlashAttnBuild, config: AttentionConfig, because: str) -
         cuda_graph="UNIFORM_BATCH",
         provider=build.provider,
         notes=said,
+        nan_tail_safe=not whole,
     )
 
 

@@ -113,3 +113,29 @@ def test_mla_prefill_version_pin() -> None:
         "pinned-kernel"
     ]
     assert reason.remedy == 'backends.FLASH_ATTN_MLA.prefill_version = "auto"'
+
+
+@pytest.mark.parametrize(
+    ("fields", "safe"),
+    [
+        ({"num_heads": 16}, True),
+        ({"num_heads": 65}, False),
+        ({"num_heads": 16, "num_speculative_tokens": 3}, True),
+        ({"num_heads": 16, "num_speculative_tokens": 4}, False),
+        ({"num_heads": 16, "decode_context_parallel_size": 8}, False),
+        ({"num_heads": 4, "batch_invariant": True}, False),
+        ({"num_heads": 128, "block_size": 64}, False),
+        ({"num_heads": 128, "block_size": 192}, False),
+        ({"num_heads": 128, "block_size": 32}, True),
+        ({"num_heads": 128, "block_size": 96}, True),
+        ({"num_heads": 128, "kv_lora_rank": 256}, True),
+        ({"num_heads": 128, "kv_lora_rank": 264}, False),
+    ],
+)
+def test_decode_says_where_unused_rows_of_a_page_are_loaded(fields: dict[str, Any], safe: bool) -> None:
+    config = mla_layer(**fields)
+    plan = plan_of(FLASH_ATTN_MLA, config, (9, 0))
+    assert plan.nan_tail_safe is safe
+    assert any("block_size 32" in note for note in plan.notes) is not safe
+    assert not FLASH_ATTN_MLA.capabilities["decode"].nan_tail_safe.value
+    assert plan_of(FLASH_ATTN_MLA, config, (9, 0), phase="prefill").nan_tail_safe  # reads no cache

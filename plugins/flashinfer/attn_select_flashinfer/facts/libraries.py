@@ -54,7 +54,11 @@ XQA_DRAFT_MASK_FP8: Fact[Release] = Fact(
 )
 
 DECODERS: Fact[tuple[str, ...]] = Fact(("decoder",), "MLA layers are decoders")
-ONE_CACHE_DTYPE = Fact(False, "unverified")
+ONE_CACHE_DTYPE = Fact(
+    False,
+    "flashinfer include/flashinfer/attention v0.6.14: prefill.cuh, mla.cuh and hopper/kernel_traits.cuh give 16-bit "
+    "keys unconverted to an MMA of the query's dtype",
+)
 NO_V_HEAD_SIZE = Fact(False, "MLA layers have v_head_dim instead")
 
 MIB = 1 << 20

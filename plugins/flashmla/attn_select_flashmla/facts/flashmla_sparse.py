@@ -46,8 +46,9 @@ CAPABILITIES = Capabilities(
     sinks=Fact(True, f"{_BOTH} (attn_sink)"),
     # Nothing is masked but by the indices.
     non_causal=Fact(True, _BOTH),
-    # vLLM declares none; enable_batch_invariant of its flash_mla_interface.py 0.33.0 raises on SM90.
-    batch_invariant=Fact(False, "unverified"),
+    batch_invariant=Fact(
+        False, f"{VLLM_SPARSE}: not declared; enable_batch_invariant of flash_mla_interface.py 0.33.0 raises on SM90"
+    ),
     decode_context_parallel=Fact(True, f"{_BOTH} (return the LSE); {VLLM_SPARSE} (other ranks' indices become -1)"),
 )
 
