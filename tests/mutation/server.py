@@ -1,0 +1,154 @@
+"""A pytest plugin that collects tests once and then runs chosen ones in forked children, with or without a fault.
+
+Loaded by mutate.py with ``-p server``. A request is one line of JSON on the file descriptor MUTATE_REQUESTS, its answer one
+line on MUTATE_ANSWERS. A child shares the imported modules: a fault in the body of a function costs no import of torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import time
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+# What a test found under one fault must not decide about another one; and a failing example need not be small.
+hypothesis.settings.register_profile(
+    "mutate",
+    database=None,
+    derandomize=True,
+    deadline=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
+hypothesis.settings.load_profile("mutate")
+
+CAUGHT, SURVIVED, OUT_OF_TIME = "caught", "survived", "out of time"
+
+
+class Server:
+    """Answers requests in place of pytest's own loop over the tests."""
+
+    def __init__(self, requests: int, answers: int) -> None:
+        self.requests = os.fdopen(requests)
+        self.answers = os.fdopen(answers, "w")
+        self.failed = ""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Serve until the requests end."""
+        if session.testsfailed:
+            return False  # a module cannot be imported: the process ends without an answer
+        self.items = {item.nodeid: item for item in session.items}
+        self._answer({"tests": list(self.items)})
+        for line in self.requests:
+            request = json.loads(line)
+            self._answer(self._fork(request))
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed = report.nodeid
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=self.answers, flush=True)
+
+    def _fork(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do a request in a child of its own; end it, and what it started, at the limit."""
+        read, write = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # threads do not survive a fork; none is needed here
+            child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            os.close(read)
+            seconds = int(request["seconds"]) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            os.write(write, json.dumps(self._child(request)).encode())
+            os._exit(0)
+        os.close(write)
+        # The limit counts processor time, which a busy machine does not stretch; a child that sleeps ends by the clock.
+        end = time.monotonic() + 10 * request["seconds"]
+        text = b""
+        while left := max(0.0, end - time.monotonic()):
+            if not select.select([read], [], [], left)[0]:
+                break
+            if not (chunk := os.read(read, 1 << 20)):
+                break
+            text += chunk
+        os.close(read)
+        try:
+            os.killpg(child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        os.waitpid(child, 0)
+        try:
+            answer: dict[str, Any] = json.loads(text)
+        except ValueError:
+            answer = {"outcome": OUT_OF_TIME, "test": ""}  # a fault that ends the process counts the same
+        return answer
+
+    def _child(self, request: dict[str, Any]) -> dict[str, Any]:
+        if file := request.get("swap"):
+            swap_functions(file)
+        items = [self.items[each] for each in request["tests"] if each in self.items]
+        if request.get("record"):
+            return self._record(items, request["record"])
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failed:
+                return {"outcome": CAUGHT, "test": item.nodeid}
+        return {"outcome": SURVIVED, "test": ""}
+
+    def _record(self, items: list[pytest.Item], source: str) -> dict[str, Any]:
+        """Per test: its seconds, whether it passes, and the lines below ``source`` that it runs."""
+        import coverage
+
+        recorder = coverage.Coverage(data_file=None, config_file=False, source=[source], messages=False)
+        recorded: dict[str, dict[str, Any]] = {}
+        recorder.start()
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            recorder.switch_context(item.nodeid)
+            self.failed = ""
+            start = time.perf_counter()
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            seconds = round(time.perf_counter() - start, 4)
+            recorded[item.nodeid] = {"seconds": seconds, "passes": not self.failed, "lines": {}}
+        recorder.stop()
+        data = recorder.get_data()
+        for file in data.measured_files():
+            for line, names in data.contexts_by_lineno(file).items():
+                for name in names:
+                    if name in recorded:
+                        recorded[name]["lines"].setdefault(os.path.relpath(file), []).append(line)
+        return recorded
+
+
+def swap_functions(file: str) -> None:
+    """Give all functions of an imported file the code that the file has now."""
+    code = compile(Path(file).read_bytes(), file, "exec")
+    codes: dict[tuple[str, int], types.CodeType | None] = {}
+    waiting = [code]
+    while waiting:
+        each = waiting.pop()
+        key = each.co_qualname, each.co_firstlineno
+        codes[key] = None if key in codes else each  # two lambdas of one line cannot be told apart
+        waiting.extend(constant for constant in each.co_consts if isinstance(constant, types.CodeType))
+    for function in gc.get_objects():
+        if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
+            old = function.__code__
+            new = codes.get((old.co_qualname, old.co_firstlineno))
+            if new is not None and new.co_freevars == old.co_freevars:
+                function.__code__ = new
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Server(int(os.environ["MUTATE_REQUESTS"]), int(os.environ["MUTATE_ANSWERS"])))
