@@ -83,6 +83,8 @@ class Zygote:
         if not line:
             raise BrokenError
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            sys.exit(answer["error"])
         return answer
 
     def close(self) -> None:
@@ -301,7 +303,7 @@ def record_all(workers: Sequence[Worker], files: Sequence[str], shared: str, pla
             start = time.monotonic()
             recorded = worker.record(file)
             if "outcome" in recorded:
-                sys.exit(f"{file} cannot be recorded: it ends or stops its process")
+                sys.exit(f"{file} cannot be recorded: it ends its process")
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(recorded))
             plan.add(recorded)

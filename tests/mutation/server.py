@@ -6,6 +6,7 @@ line on MUTATE_ANSWERS. A child shares the imported modules: a fault in the body
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import resource
 import select
 import signal
 import time
+import traceback
 import types
 import warnings
 from pathlib import Path
@@ -72,7 +74,12 @@ class Server:
             os.close(read)
             seconds = int(request["seconds"]) + 1
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-            os.write(write, json.dumps(self._child(request)).encode())
+            try:
+                text = json.dumps(self._child(request))
+            except BaseException:
+                text = json.dumps({"error": traceback.format_exc()})
+            with os.fdopen(write, "w") as out:
+                out.write(text)
             os._exit(0)
         os.close(write)
         # The limit counts processor time, which a busy machine does not stretch; a child that sleeps ends by the clock.
@@ -85,10 +92,8 @@ class Server:
                 break
             text += chunk
         os.close(read)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         os.waitpid(child, 0)
         try:
             answer: dict[str, Any] = json.loads(text)
@@ -113,6 +118,7 @@ class Server:
         import coverage
 
         recorder = coverage.Coverage(data_file=None, config_file=False, source=[source], messages=False)
+        recorder.set_option("run:disable_warnings", ["no-data-collected"])  # all tests of a file may be skipped
         recorded: dict[str, dict[str, Any]] = {}
         recorder.start()
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -143,7 +149,7 @@ def swap_functions(file: str) -> None:
         codes[key] = None if key in codes else each  # two lambdas of one line cannot be told apart
         waiting.extend(constant for constant in each.co_consts if isinstance(constant, types.CodeType))
     for function in gc.get_objects():
-        if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
+        if type(function) is types.FunctionType and function.__code__.co_filename == file:
             old = function.__code__
             new = codes.get((old.co_qualname, old.co_firstlineno))
             if new is not None and new.co_freevars == old.co_freevars:
