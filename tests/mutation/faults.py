@@ -1,7 +1,7 @@
-"""All single faults that can be planted in one source file: a comparison turned, a condition dropped, a constant off by one.
+"""All single faults that can be planted in one source file: a turned comparison, a number off by 1 and the like.
 
-A fault is one replaced expression or statement. It is known by its file, its function and the text of the change, so that it
-keeps its name when lines above it move.
+A fault is one replaced expression or statement. It is known by its file, its function and the text of the change, so
+that it keeps its name when lines above it move.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,8 +42,13 @@ LONG = 120
 CONTEXT = 30
 NEGATED_BY_A_COMPARISON = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 TYPING_CALLS = {"cast", "NewType", "TypeVar", "overload"}
-NO_BEHAVIOUR = {"slots", "strict"}
-"""Keywords that are left alone: ``slots`` of a dataclass saves memory, ``strict`` of ``zip`` states what already holds."""
+NO_BEHAVIOUR = {
+    "defer_build",  # of a pydantic model: saves time at import
+    "non_blocking",  # of a copy: the device's order is the same; tests/runtime/test_gpu_build.py sees a wait on a GPU
+    "slots",  # of a dataclass: saves memory
+    "strict",  # of zip: states what holds already
+}
+"""Keywords whose value and absence are no faults: no result depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Fault:
     function: str
     """Qualified name of the function or class around it; ``<module>`` outside of any."""
     change: str
-    """Source before and after, white space folded; ``(2)`` follows where a function has the same change twice."""
+    """Source before and after, white space folded; ``(2)`` is the second change of that text in a function."""
     line: int
     last_line: int
     start: int
@@ -80,7 +84,7 @@ class Fault:
         return source[: self.start] + self.text.encode() + source[self.end :]
 
     def rank(self, seed: int) -> str:
-        """Place in the draw of a seed. It depends on nothing but the key: a change elsewhere keeps the rest of a sample."""
+        """Place in the draw of a seed. It depends on the key alone: a change elsewhere keeps the rest of a sample."""
         return hashlib.sha256(f"{seed} {self.key}".encode()).hexdigest()
 
 
@@ -181,13 +185,19 @@ def _change(before: str, after: str) -> str:
     """Both texts, white space folded; of long ones the place that differs."""
     before, after = " ".join(before.split()), " ".join(after.split())
     if max(len(before), len(after)) > LONG:
-        head = len(os.path.commonprefix([before, after]))
-        tail = len(os.path.commonprefix([before[:head:-1], after[:head:-1]]))
+        head = _shared(before, after)
+        tail = _shared(before[:head:-1], after[:head:-1])
         first, last = max(0, head - CONTEXT), max(0, tail - CONTEXT)
         before, after = (
             ("…" if first else "") + each[first : len(each) - last] + ("…" if last else "") for each in (before, after)
         )
     return f"{before}  ->  {after}"
+
+
+def _shared(one: str, two: str) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
 
 
 def _is_left_alone(node: ast.AST) -> bool:

@@ -1,8 +1,8 @@
 """Plant faults in core, one at a time, and count how many the tests notice. `make mutate` runs it.
 
 First the named faults of planted.toml, then a sample that a seed draws from all faults that faults.py finds in
-core/attn_select without testing/. All work happens on copies. Results of an interrupted run are kept in build/mutate and
-taken up again while no file has changed.
+core/attn_select without testing/. All work happens on copies. Results of an interrupted run are kept in build/mutate
+and taken up again while no file has changed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import compileall
+import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +24,6 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -135,7 +135,7 @@ class Plan:
         return self.seconds[test] * (0.1 if stem in test.partition("::")[0] else 1.0)
 
     def _of_lines(self, file: str, first: int, last: int) -> set[str]:
-        return set().union(*(self.by_line.get((file, line), ()) for line in range(first, min(last, 5000) + 1)))
+        return set().union(*(self.by_line.get((file, line), ()) for line in range(first, last + 1)))
 
 
 class Worker:
@@ -167,7 +167,7 @@ class Worker:
             self.plan.left_out.add(test)
         return {"key": fault.key, "name": fault.name, **verdict, "seconds": round(time.monotonic() - start, 1)}
 
-    @contextmanager
+    @contextlib.contextmanager
     def _planted(self, fault: Fault) -> Iterator[None]:
         path = self.copy / fault.file
         source = path.read_bytes()
@@ -216,9 +216,7 @@ def planted_faults(root: Path) -> list[Fault]:
         source = (root / entry["file"]).read_bytes()
         old = entry["old"].encode()
         if source.count(old) != 1:
-            sys.exit(
-                f"planted.toml, {entry['name']}: {entry['file']} holds {entry['old']!r} {source.count(old)} times, not once"
-            )
+            sys.exit(f"planted.toml, {entry['name']}: {entry['file']} holds {entry['old']!r} {source.count(old)} times")
         start = source.index(old)
         line = source.count(b"\n", 0, start) + 1
         last_line = line + entry["old"].rstrip("\n").count("\n")
@@ -356,12 +354,41 @@ def report(planted: Sequence[Fault], drawn: Sequence[Fault], verdicts: dict[str,
     lost = [fault for fault in survivors if fault.name]
     counted = [fault for fault in drawn if fault.key not in reasons]
     caught = len(counted) - sum(not fault.name for fault in survivors)
-    score = caught / len(counted) if counted else 1.0
+    score, equal = caught / len(counted) if counted else 1.0, len(drawn) - len(counted)
     print(f"\nplanted: {len(planted) - len(lost)} of {len(planted)} caught")
     print(
         f"drawn with seed {seed}: {caught} of {len(counted)} caught ({score:.1%}), {len(drawn) - len(counted)} equivalent"
     )
     return not lost and score >= EXPECTED
+
+
+def drawn_from(root: Path) -> list[Fault]:
+    """All faults of core without testing/, in order of files and lines."""
+    sources = sorted(str(path.relative_to(root)) for path in root.glob(f"{SOURCES}/**/*.py"))
+    found = [fault for file in sources if "/testing/" not in file for fault in find_faults(root, file)]
+    if unknown := set(equivalents()) - {fault.key for fault in found}:
+        sys.exit("equivalent.toml names faults that no longer exist:\n" + "\n".join(sorted(unknown)))
+    return found
+
+
+def guards(root: Path) -> list[str]:
+    """The test files that may notice a fault."""
+    folders = [str(path.relative_to(root)) for name in TESTS for path in sorted((root / name).glob("test_*.py"))]
+    return [*TESTS_ALONE, *folders]
+
+
+def files_of(root: Path) -> list[str]:
+    """All files of a copy."""
+    return [
+        str(path.relative_to(root))
+        for path in root.rglob("*")
+        if path.is_file() and path.name != "pytest.log" and "__pycache__" not in path.parts
+    ]
+
+
+def bears_on_recording(file: str) -> bool:
+    """Whether a file may change what the tests of other files execute."""
+    return not file.startswith(("docs/", "tests/mutation/")) and not Path(file).name.startswith("test_")
 
 
 def main() -> None:
@@ -370,65 +397,39 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw (1)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument(
-        "--budget", type=float, default=60, help="seconds of tests per fault, the quick ones first (60)"
+        "--budget", type=float, default=30, help="seconds of tests per fault, the quick ones first (30)"
     )
     parser.add_argument("--fault", action="append", default=[], help="only faults whose key or name holds this text")
     parser.add_argument(
-        "--tests", action="append", default=[], help="run all tests of these files instead of the recorded choice"
+        "--tests", action="append", default=[], help="run these files, not the recorded choice of tests"
     )
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, contextlib.ExitStack() as stack:
         copies = [Path(folder) / str(i) for i in range(options.jobs)]
         for copy in copies:
             copy_tree(copy)
-        first = copies[0]
-        planted = planted_faults(first)
-        sources = sorted(str(path.relative_to(first)) for path in first.glob(f"{SOURCES}/**/*.py"))
-        every = [fault for file in sources if "/testing/" not in file for fault in find_faults(first, file)]
-        if unknown := set(equivalents()) - {fault.key for fault in every}:
-            sys.exit("equivalent.toml names faults that no longer exist:\n" + "\n".join(sorted(unknown)))
+        planted, every = planted_faults(copies[0]), drawn_from(copies[0])
         if options.fault:
-            wanted = [
-                fault
-                for fault in [*planted, *every]
-                if any(each in fault.key or each == fault.name for each in options.fault)
-            ]
-            planted, drawn = [fault for fault in wanted if fault.name], [fault for fault in wanted if not fault.name]
+            planted, drawn = (
+                [fault for fault in faults if any(each in (fault.name or fault.key) for each in options.fault)]
+                for faults in (planted, every)
+            )
         else:
             drawn = sorted(every, key=lambda fault: fault.rank(options.seed))[: options.count]
-
-        files = [
-            *TESTS_ALONE,
-            *(str(path.relative_to(first)) for name in TESTS for path in sorted((first / name).glob("test_*.py"))),
-        ]
+        files, all_files = options.tests or guards(copies[0]), files_of(copies[0])
         plan = Plan(options.budget)
-        all_files = [
-            str(path.relative_to(first))
-            for path in first.rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts
-        ]
-        chosen = options.tests or files
         with ThreadPoolExecutor(options.jobs) as pool:
-            workers = list(pool.map(lambda copy: Worker(copy, chosen, plan), copies))
-        try:
-            if not options.tests:
-                documents = {
-                    file for file in all_files if file.startswith("docs/") or file.startswith("tests/mutation/")
-                }
-                shared = digest(
-                    first,
-                    set(all_files) - documents - {file for file in all_files if Path(file).name.startswith("test_")},
-                )
-                record_all(workers, files, shared, plan)
-                if plan.left_out:
-                    print("left out, since they fail without a fault:", *sorted(plan.left_out), sep="\n  ")
-            tests = workers[0].zygote.tests if options.tests else []
-            kept = STATE / "verdicts" / f"{digest(first, all_files)}.jsonl"
-            verdicts = judge_all(workers, [*planted, *drawn], kept, tests)
-        finally:
-            for worker in workers:
-                worker.zygote.close()
+            workers = list(pool.map(lambda copy: Worker(copy, files, plan), copies))
+        for worker in workers:
+            stack.callback(worker.zygote.close)
+        if not options.tests:
+            record_all(workers, files, digest(copies[0], filter(bears_on_recording, all_files)), plan)
+            if plan.left_out:
+                print("left out, since they fail without a fault:", *sorted(plan.left_out), sep="\n  ")
+        tests = workers[0].zygote.tests if options.tests else []
+        kept = STATE / "verdicts" / f"{digest(copies[0], all_files)}.jsonl"
+        verdicts = judge_all(workers, [*planted, *drawn], kept, tests)
         fine = report(planted, drawn, verdicts, options.seed)
     sys.exit(0 if fine else 1)
 

@@ -1,7 +1,7 @@
 """A pytest plugin that collects tests once and then runs chosen ones in forked children, with or without a fault.
 
-Loaded by mutate.py with ``-p server``. A request is one line of JSON on the file descriptor MUTATE_REQUESTS, its answer one
-line on MUTATE_ANSWERS. A child shares the imported modules: a fault in the body of a function costs no import of torch.
+Loaded by mutate.py with ``-p server``. A request is one line of JSON on the file descriptor MUTATE_REQUESTS, its answer
+one line on MUTATE_ANSWERS. A child shares the imported modules: a fault in a function's body costs no import of torch.
 """
 
 from __future__ import annotations

@@ -94,6 +94,16 @@ def test_sdpa_computes_float16_in_float32_on_a_cpu() -> None:
     assert not any("float32" in note for note in ask(TORCH_SDPA, (9, 0), dtype="float16").notes)
 
 
+@pytest.mark.parametrize(
+    ("spec", "refused", "accepted"),
+    [(TORCH_SDPA, (3, 7), (5, 0)), (TORCH_MLA, (3, 7), (5, 0)), (FLEX_ATTENTION, (6, 1), (7, 0))],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_oldest_gpu_that_is_served(spec: BackendSpec, refused: tuple[int, int], accepted: tuple[int, int]) -> None:
+    assert codes(ask(spec, refused, dtype="float16")) == {"compute-capability"}
+    assert codes(ask(spec, accepted, dtype="float16")) == set()
+
+
 def test_sdpa_warns_of_old_gpus() -> None:
     assert any("emulated" in note for note in ask(TORCH_SDPA, (7, 5)).notes)
     assert not any("emulated" in note for note in ask(TORCH_SDPA, (7, 5), dtype="float16").notes)
