@@ -114,13 +114,14 @@ class Plan:
     def tests(self, fault: Fault) -> list[str]:
         """Tests for a fault within the budget of seconds; none where nothing executes its lines.
 
-        A line outside of functions runs at import: the tests of its class or function stand for it, else those of its file.
+        What runs at import has no tests of its own: those of its class or function stand for it, else those of its
+        file, else all.
         """
-        found = self._of_lines(fault.file, fault.line, fault.last_line)
-        if not fault.in_body:
-            found = (
-                self._of_lines(fault.file, *fault.scope) or self._of_lines(fault.file, 1, 10**6) or set(self.seconds)
-            )
+        found = self._of_lines(fault.file, fault.line, fault.last_line) if fault.in_body else set()
+        for first, last in (fault.scope, (1, 5000)):
+            found = found or self._of_lines(fault.file, first, last)
+        if not found and not fault.in_body:
+            found = set(self.seconds)
         stem = Path(fault.file).stem
         budget, chosen = self.budget, []
         for test in sorted(found - self.left_out, key=lambda test: self._cost(test, stem)):
