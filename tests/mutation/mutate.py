@@ -357,9 +357,7 @@ def report(planted: Sequence[Fault], drawn: Sequence[Fault], verdicts: dict[str,
     caught = len(counted) - sum(not fault.name for fault in survivors)
     score, equal = caught / len(counted) if counted else 1.0, len(drawn) - len(counted)
     print(f"\nplanted: {len(planted) - len(lost)} of {len(planted)} caught")
-    print(
-        f"drawn with seed {seed}: {caught} of {len(counted)} caught ({score:.1%}), {len(drawn) - len(counted)} equivalent"
-    )
+    print(f"drawn with seed {seed}: {caught} of {len(counted)} caught ({score:.1%}); {equal} more are equivalent")
     return not lost and score >= EXPECTED
 
 
