@@ -59,7 +59,7 @@ def test_each_phase_runs_by_its_plan_and_is_counted(
     for query_lens, seq_lens in (([1, 1, 20], [30, 5, 40]), ([1, 1], [31, 6])):
         common, _ = groups.batch(group, query_lens, seq_lens)
         parts = parts_of(group.build(common))
-        assert [(type(part), part.path) for part in parts] == [decode, prefill][: len(set(query_lens))]
+        assert [(type(part), part.label) for part in parts] == [decode, prefill][: len(set(query_lens))]
     assert builder.ran == {f"decode: {decode[1]}": 2, f"prefill: {prefill[1]}": 1}
     for phase, (_, path) in (("decode", decode), ("prefill", prefill)):
         assert group.selection.plans[phase].path == path

@@ -30,7 +30,6 @@ from attn_select_flash_attn.facts.builds import (
 
 Arguments = dict[str, Any]
 _DESCALES = ("q_descale", "k_descale", "v_descale")
-_LSE = ("return_softmax_lse",)
 _SCHEDULE_POSITIONAL = ("batch_size", "max_seqlen_q", "max_seqlen_k")
 _SCHEDULE_HEADS = {False: ("num_heads_q", "num_heads_kv"), True: ("num_heads", "num_heads_k")}
 """By whether it is SGLang's build."""
@@ -124,6 +123,11 @@ class Adapter(ABC):
     tensors: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     latent_query: ClassVar[str] = "qv"
 
+    @property
+    def lse_argument(self) -> str:
+        """Name of the argument that asks for the LSE."""
+        return "return_softmax_lse"
+
     def __init__(self, build: FlashAttnBuild, *, paged: bool) -> None:
         self.build, self.paged = build, paged
         installed = InstalledBuild(build)
@@ -200,7 +204,6 @@ class Adapter(ABC):
             **step.mask,
         )
 
-    @abstractmethod
     def run(
         self,
         query: Tensor,
@@ -227,6 +230,13 @@ class Adapter(ABC):
         Returns:
             The output, and where wanted the LSE as the kernel gives it, float32 ``(num_heads, T)``.
         """
+        arguments = {**layer, **step, **extra}
+        if out is not None:
+            arguments["out"] = out
+        if not lse:
+            return self.function(query, key, value, **arguments), None
+        result = self.function(query, key, value, **arguments, **{self.lse_argument: True})
+        return result[0], result[1]
 
 
 class VllmAdapter(Adapter):
@@ -237,7 +247,7 @@ class VllmAdapter(Adapter):
     def _passes(self) -> tuple[str, ...]:
         names = ("max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "cu_seqlens_k", "seqused_k", "block_table", "q_v")
         masks = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "s_aux")
-        return (*names, *masks, *_DESCALES, "scheduler_metadata", "num_splits", "out", *_LSE, "fa_version")
+        return (*names, *masks, *_DESCALES, "scheduler_metadata", "num_splits", "out", self.lse_argument, "fa_version")
 
     def layer_arguments(
         self, scale: float, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
@@ -260,19 +270,6 @@ class VllmAdapter(Adapter):
             **step.mask,
         }
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        lse: bool,
-        layer: Arguments,
-        step: Arguments,
-        extra: Arguments,
-    ) -> tuple[Tensor, Tensor | None]:
-        result = self.function(query, key, value, out=out, return_softmax_lse=lse, **layer, **step, **extra)
-        return result if lse else (result, None)
 
 
 class KvCacheAdapter(Adapter):
@@ -284,7 +281,7 @@ class KvCacheAdapter(Adapter):
     def _passes(self) -> tuple[str, ...]:
         names = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "qv", *_DESCALES)
         masks = ("softmax_scale", "causal", "window_size", "softcap", "scheduler_metadata", "num_splits")
-        return (*names, *masks, *_LSE, *_own(self.build))
+        return (*names, *masks, self.lse_argument, *_own(self.build))
 
     def key_bound(self, step: Step, shape: Shape) -> int:
         """Return what the table holds: the function is not told (hopper/flash_api.cpp 0251105, mha_fwd, seqlen_k)."""
@@ -304,38 +301,22 @@ class KvCacheAdapter(Adapter):
             **step.mask,
         }
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        lse: bool,
-        layer: Arguments,
-        step: Arguments,
-        extra: Arguments,
-    ) -> tuple[Tensor, Tensor | None]:
-        if out is not None:
-            extra = {"out": out, **extra}
-        result = self.function(query, key, value, return_softmax_lse=lse, **layer, **step, **extra)
-        return (result[0], result[1]) if lse else (result, None)
 
 
 class VarlenAdapter(Adapter):
     """Packed K and V with upstream's FA3 and SGLang's; upstream's FA2 also pages so."""
 
-    def __init__(self, build: FlashAttnBuild, *, paged: bool) -> None:
-        super().__init__(build, paged=paged)
-        upstream = build.library in (FLASH_ATTN_2, FLASH_ATTN_3)
-        self._lse: Arguments = {"return_attn_probs" if upstream else "return_softmax_lse": True}
+    @property
+    def lse_argument(self) -> str:
+        """Name of the argument that asks for the LSE."""
+        upstream = self.build.library in (FLASH_ATTN_2, FLASH_ATTN_3)
+        return "return_attn_probs" if upstream else "return_softmax_lse"
 
     def _passes(self) -> tuple[str, ...]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         masks = ("softmax_scale", "causal", "window_size", "softcap")
-        if self.build.version == 2:
-            return (*names, *masks, "return_attn_probs", "alibi_slopes", "block_table")
-        lse = "return_attn_probs" if self.build.library is FLASH_ATTN_3 else "return_softmax_lse"
-        return (*names, *masks, lse, "num_splits", *_own(self.build))
+        more = ("alibi_slopes", "block_table") if self.build.version == 2 else ("num_splits", *_own(self.build))
+        return (*names, *masks, self.lse_argument, *more)
 
     def step_arguments(
         self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
@@ -359,23 +340,6 @@ class VarlenAdapter(Adapter):
             arguments["num_splits"] = step.num_splits
         return arguments
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        lse: bool,
-        layer: Arguments,
-        step: Arguments,
-        extra: Arguments,
-    ) -> tuple[Tensor, Tensor | None]:
-        if out is not None:
-            extra = {"out": out, **extra}
-        if not lse:
-            return self.function(query, key, value, **layer, **step, **extra), None
-        result = self.function(query, key, value, **layer, **step, **extra, **self._lse)
-        return result[0], result[1]
 
 
 def _own(build: FlashAttnBuild) -> tuple[str, ...]:

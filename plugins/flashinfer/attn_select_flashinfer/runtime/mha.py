@@ -159,7 +159,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     def _metadata(self, common: CommonAttentionMetadata, parts: list[Part]) -> FlashInferMetadata:
         for part in parts:
-            self.ran[f"{part.phase}: {part.path}"] += 1
+            self.ran[f"{part.phase}: {part.label}"] += 1
         return FlashInferMetadata(common.num_actual_tokens, parts)
 
     def _native(self) -> NativeBuilder:
@@ -192,8 +192,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             if prefill is None:
                 parts.append(self._trtllm_prefill(common, decodes))
             else:
-                path = None if "prefill" in self._kernels else f"{prefill.label} ({NOT_CAUSAL})"
-                parts.append(self._native().prefill(common, prefill, decodes, requests, path=path))
+                label = None if "prefill" in self._kernels else f"{prefill.label} ({NOT_CAUSAL})"
+                parts.append(self._native().prefill(common, prefill, decodes, requests, label=label))
         return parts
 
     def _split(self, common: CommonAttentionMetadata) -> tuple[int, int]:
@@ -238,7 +238,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         bounds = common.query_start_loc_cpu
         return {
             "phase": phase,
-            "path": str(kernel),
+            "label": str(kernel),
             "start": int(bounds[first]),
             "end": int(bounds[last]),
             "workspace": workspace if phase == "decode" else workspace[COUNTERS:],

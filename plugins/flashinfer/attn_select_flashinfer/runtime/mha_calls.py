@@ -135,11 +135,11 @@ class Part(ABC):
 
     Attributes:
         phase: whose plan the call follows.
-        path: which kernel it is, in words.
+        label: which kernel it is, in words.
     """
 
     phase: str
-    path: str
+    label: str
     start: int
     end: int
 

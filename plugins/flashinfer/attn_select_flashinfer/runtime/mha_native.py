@@ -40,7 +40,7 @@ class NativeBuilder:
         given = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
         plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
         end = len(lists.seq_lens)
-        return FIDecode(phase="decode", path=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists)
+        return FIDecode(phase="decode", label=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists)
 
     def prefill(
         self,
@@ -50,7 +50,7 @@ class NativeBuilder:
         last: int,
         *,
         phase: str = "prefill",
-        path: str | None = None,
+        label: str | None = None,
         skipped: int = 0,
         single: bool = False,
     ) -> FIPrefill:
@@ -79,7 +79,7 @@ class NativeBuilder:
         self._flatten(plan, common, lists, first, skipped)
         return FIPrefill(
             phase=phase,
-            path=path or kernel.label,
+            label=label or kernel.label,
             start=start,
             end=end,
             plan=plan,
@@ -129,7 +129,7 @@ class NativeBuilder:
             qo_indptr = torch.arange(requests + 1, dtype=torch.int32)
             part = FIPrefill(
                 phase="decode",
-                path=kernel.label,
+                label=kernel.label,
                 start=0,
                 end=requests,
                 plan=self._plan(wrapper, kernel, qo_indptr, lists, True, 1),
@@ -157,7 +157,7 @@ class NativeBuilder:
         qo_indptr = torch.tensor([0, tokens], dtype=torch.int32)
         prefix = FIPrefill(
             phase="prefill",
-            path=own.label,
+            label=own.label,
             start=0,
             end=tokens,
             plan=self._plan(self.pool.eager(own, "prefill"), own, qo_indptr, lists, False, tokens),
@@ -166,5 +166,5 @@ class NativeBuilder:
             qo_indptr=qo_indptr,
             causal=False,
         )
-        path = f"cascade, {kernel.label}"
-        return FICascade(phase="decode", path=path, start=0, end=tokens, prefix=prefix, rest=rest)
+        label = f"cascade, {kernel.label}"
+        return FICascade(phase="decode", label=label, start=0, end=tokens, prefix=prefix, rest=rest)
