@@ -1,6 +1,7 @@
 """The words of a plan (``path``, ``because``, ``notes``) are for people: nothing that runs reads an attribute so named.
 
-Rendering, JSON and the gate's messages read them, in ``core/attn_select`` outside ``runtime``. A plugin's facts write them.
+Rendering, JSON and the gate's messages read them, in ``core/attn_select`` outside ``runtime``; a plugin's facts make
+them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ FOLDERS = (
 def reads_of_words(source: str) -> Iterator[int]:
     """Yield the line of each place that reads such an attribute, ``os.path`` and ``sys.path`` left out."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr in WORDS:
-            if ast.unparse(node) not in ("os.path", "sys.path"):
-                yield node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "attrgetter", "operator.attrgetter"):
-            if any(isinstance(argument, ast.Constant) and argument.value in WORDS for argument in node.args):
-                yield node.lineno
+        text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Call) else ""
+        if isinstance(node, ast.Attribute):
+            found = node.attr in WORDS and text not in ("os.path", "sys.path")
+        else:
+            found = text.startswith("getattr(") and any(f"'{word}'" in text for word in WORDS)
+        if found:
+            yield node.lineno  # type: ignore[attr-defined]
 
 
 def test_nothing_that_runs_reads_the_words_of_a_plan() -> None:

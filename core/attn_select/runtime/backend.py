@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.dtypes import BITS
 from attn_select.runtime import ops
 from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
@@ -84,9 +85,11 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     Attributes:
         reorder_batch_threshold: queries up to this many tokens count as decodes and must come first in the batch; None:
             any order.
+        least_cascade_bytes: bytes of keys and values that a cascade must save from being read again.
     """
 
     reorder_batch_threshold: int | None = None
+    least_cascade_bytes: int = 0
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
@@ -120,14 +123,15 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """Whether to attend to a common prefix apart. Backends whose ``build`` ignores ``common_prefix_len`` say False.
 
         By default: a prefix of at least ``MIN_PREFIX`` tokens, at least ``MIN_REQUESTS`` requests, and a layer whose
-        mask is the same for every query on the prefix: a causal decoder without window, ALiBi and image ranges. All
-        plans must return the LSE, a request's result may depend on the rest of the batch, and the steps are not
-        captured, since the split changes from step to step.
+        mask is the same for every query on the prefix: a causal decoder without window, ALiBi and image ranges, and
+        not MLA. All plans must return the LSE, a request's result may depend on the rest of the batch, and the steps
+        are not captured, since the split changes from step to step. The cascade must save ``least_cascade_bytes``.
         """
         context, config = self.context, self.context.config
         return (
             common_prefix_len >= MIN_PREFIX
             and common_attn_metadata.num_reqs >= MIN_REQUESTS
+            and not config.mla
             and common_attn_metadata.causal
             and all(plan.returns_lse for plan in context.plans.values())
             and not context.cuda_graphs
@@ -137,7 +141,14 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             and not config.mm_prefix
             and not config.non_causal
             and not config.batch_invariant
+            and self._cascade_bytes(common_prefix_len, common_attn_metadata.num_reqs) >= self.least_cascade_bytes
         )
+
+    def _cascade_bytes(self, prefix_len: int, num_reqs: int) -> int:
+        """Return the bytes of keys and values that are read once instead of by every request."""
+        config = self.context.config
+        elements = config.num_kv_heads * (config.head_size + config.value_head_size)
+        return (num_reqs - 1) * prefix_len * elements * BITS[config.cache_dtype] // 8
 
     def build_prefill(self, varlen: VarlenMetadata) -> Any:
         """Return the metadata of one ``forward_mha`` call (MLA prefill only); by default ``varlen`` itself."""

@@ -86,7 +86,7 @@ class Bench:
         """Return the largest relative error of some rows against float64."""
         self.output.fill_(torch.nan)
         if prefix:  # also where it does not pay
-            self.group.backends[0].builder._least_saved = 0  # type: ignore[attr-defined]
+            self.group.backends[0].builder.least_cascade_bytes = 0
         metadata = self.group.build(common or self.common, prefix)
         layer(self.query, None, None, self.cache, metadata, self.output)
         worst, bounds = 0.0, self.common.query_start_loc_cpu.tolist()
@@ -124,7 +124,7 @@ def raw_call(bench: Bench, layer: Attention, output: torch.Tensor, schedule: boo
     key, value = impl._views(bench.cache)
     adapter = impl._adapter
     given = {**impl._layer, **part.arguments, "return_softmax_lse": False}
-    if adapter.kernel.out.value:
+    if adapter.build.out.value:
         given["out"] = output
     return lambda: adapter.function(bench.query, key, value, **given)
 
@@ -279,7 +279,7 @@ def mla(environment: Environment | None) -> None:
         adapter = impl._decode
 
         tensors, own = (rope_query, rope, latent), {adapter.latent_query: latent_query, "return_softmax_lse": False}
-        if adapter.kernel.out.value:
+        if adapter.build.out.value:
             own["out"] = output
         raw, scheduled = (
             partial(adapter.function, *tensors, **impl._decode_layer, **made.arguments, **own) for made in (plain, call)

@@ -100,7 +100,7 @@ def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -
 
 
 def always_cascade(group: Any) -> None:
-    group.backends[0].builder._least_saved = 0
+    group.backends[0].builder.least_cascade_bytes = 0
 
 
 def on_gpu(**fields: Any) -> Any:

@@ -33,7 +33,7 @@ def test_cascade_gives_what_the_plain_path_gives(
     fields: dict[str, Any], emulate: Emulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = emulate()
-    monkeypatch.setattr("attn_select_flashinfer.runtime.mha.LEAST_SAVED", 0)
+    monkeypatch.setattr("attn_select_flashinfer.runtime.mha.FlashInferMetadataBuilder.least_cascade_bytes", 0)
     group = groups.made(options=NATIVE, block_size=16, **fields)
     sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
     layer = Attention(group, scale=0.2, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25), **sinks)

@@ -305,7 +305,7 @@ def test_steps_in_both_directions(device: torch.device) -> None:
 )
 def test_cascade(fields: dict[str, Any], device: torch.device) -> None:
     group = many_sms(layers.made(device, layers.layer_config(**fields)))
-    builder_of(group)._least_saved = 0
+    builder_of(group).least_cascade_bytes = 0
     requests = (*((1, 256 + 10 + i) for i in range(7)), (20, 290))
     problem = shared_prefix(layers.problem_of(group, requests), 256 // group.block_size)
     metadata = group.build(common_of(problem), common_prefix_len=256).parts[0].metadata

@@ -271,7 +271,6 @@ class VllmAdapter(Adapter):
         }
 
 
-
 class KvCacheAdapter(Adapter):
     """Paged FA3, upstream's and SGLang's: ``flash_attn_with_kvcache`` with packed queries."""
 
@@ -300,7 +299,6 @@ class KvCacheAdapter(Adapter):
             "num_splits": step.num_splits,
             **step.mask,
         }
-
 
 
 class VarlenAdapter(Adapter):
@@ -339,7 +337,6 @@ class VarlenAdapter(Adapter):
         if self.build.version == 3:
             arguments["num_splits"] = step.num_splits
         return arguments
-
 
 
 def _own(build: FlashAttnBuild) -> tuple[str, ...]:

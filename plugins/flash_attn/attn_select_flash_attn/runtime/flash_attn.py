@@ -101,14 +101,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if adapter.build.version == 2 and adapter.paged:
             self._keyless, self._guarded = KeylessRequests(context), Scheduler(context, adapter, shape)
         self._causal = config.attn_type == "decoder" and not config.non_causal
-        self._key_bytes = shape.num_kv_heads * (shape.head_size + shape.value_size) * shape.dtype.itemsize
         merged_by = ops.implementation("merge_attn_states", context.device)[1]
-        self._least_saved = LEAST_SAVED["torch" if merged_by == "torch" else "fused"]
-
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return whether to attend to a common prefix apart: core's rule, and it saves at least ``LEAST_SAVED``."""
-        saved = (common_attn_metadata.num_reqs - 1) * common_prefix_len * self._key_bytes
-        return saved >= self._least_saved and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
+        self.least_cascade_bytes = LEAST_SAVED["torch" if merged_by == "torch" else "fused"]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -99,10 +99,6 @@ class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         )
         return MLACall(common.num_actual_tokens, self._decode.arguments(step, fast_build=fast_build))
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: ``build`` ignores a common prefix."""
-        return False
-
     def build_prefill(self, varlen: VarlenMetadata) -> MLACall:
         """Return the metadata of one ``forward_mha`` call."""
         assert self._prefill is not None

@@ -104,6 +104,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         workspace: the TRT-LLM kernels' zeroed buffer; None where no phase runs by them.
     """
 
+    least_cascade_bytes = LEAST_SAVED
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, plans = context.config, context.plans
@@ -149,13 +151,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return self._metadata(common_attn_metadata, self._parts(common_attn_metadata, capture=True))
 
     def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether to attend to a common prefix apart: the shared rule, natively, where ``LEAST_SAVED`` is spared."""
-        kernel = self._kernels.get("decode")
-        if kernel is None or len(self._kernels) < len(self.context.plans):
-            return False
-        token = 2 * kernel.num_kv_heads * kernel.head_size * kernel.cache_dtype.itemsize
-        saved = (common_attn_metadata.num_reqs - 1) * common_prefix_len * token
-        return saved >= LEAST_SAVED and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
+        """Whether to attend to a common prefix apart: the shared rule, where decodes and prefills run natively."""
+        native = "decode" in self._kernels and len(self._kernels) == len(self.context.plans)
+        return native and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
 
     def _metadata(self, common: CommonAttentionMetadata, parts: list[Part]) -> FlashInferMetadata:
         for part in parts:

@@ -69,10 +69,6 @@ class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
             return self._decode.capture(common_attn_metadata)
         return self.build(0, common_attn_metadata)
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: ``build`` ignores a common prefix."""
-        return False
-
     def build_prefill(self, varlen: VarlenMetadata) -> RaggedCall:
         """Return the metadata of one ``forward_mha`` call."""
         assert self._prefill is not None

@@ -56,10 +56,6 @@ class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata
         """As ``AttentionMetadataBuilder.build``."""
         return SparseMetadata(common_attn_metadata.num_actual_tokens, self._workspace)
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: there is no such path."""
-        return False
-
 
 class FlashInferMLASparseImpl(MLAAttentionImpl):
     """Runs one layer, both phases by one kernel."""

@@ -143,10 +143,6 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         chunk = Chunk(0, common.num_reqs, common.num_actual_tokens, None, 0)
         return PagedAttentionMetadata(prefills=self._prefills(common, 0, [chunk]), causal=common.causal)
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: the kernels return no log-sum-exp to merge by."""
-        return False
-
     def _decodes(
         self, metadata: PagedAttentionMetadata, common: CommonAttentionMetadata, count: int, kernel: ClassicDecodeKernel
     ) -> None:

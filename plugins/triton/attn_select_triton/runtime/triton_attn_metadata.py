@@ -114,6 +114,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         KernelMismatchError: the plan's prefill is a Gluon kernel, which does not run on this device or by this Triton.
     """
 
+    least_cascade_bytes = LEAST_SAVED
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, device = context.config, context.device
@@ -143,9 +145,6 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if context.cuda_graphs:
             self._split_tokens = torch.ones(1, dtype=torch.int32, device=device)
         self._reserve()
-        self._least_saved = LEAST_SAVED
-        self._key_bytes = self.shape.kv_heads * (self.shape.head_size + self.shape.value_size)
-        self._key_bytes *= self.shape.cache_dtype.itemsize
 
     def _reserve(self) -> None:
         """Allocate the plans' workspaces: partial results of splits, and what is gathered."""
@@ -196,11 +195,6 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if not self._window:
             return seq_len
         return min(seq_len, query_len - 1 + self._window * (1 if self._causal else 2))
-
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether to attend to a common prefix apart: the shared rule, and what it saves is above ``LEAST_SAVED``."""
-        saved = (common_attn_metadata.num_reqs - 1) * common_prefix_len * self._key_bytes
-        return saved >= self._least_saved and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -158,10 +158,6 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
         }
         return MLADecode(common.num_actual_tokens, arguments)
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: ``build`` ignores a common prefix."""
-        return False
-
     def build_prefill(self, varlen: VarlenMetadata) -> MLAPrefill:
         """Return the metadata of one ``forward_mha`` call."""
         starts = varlen.key_start_loc
