@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, product
 
 from attn_select import distributions, gate
@@ -27,7 +27,6 @@ _NO_REASONS: list[Reason] = []
 _Cache = tuple[str | None, int | None]
 """KV layout and block size (tokens)."""
 _Plans = dict[Phase, dict[str, BackendPlan]]
-_Refusals = dict[Phase, dict[str, list[Reason]]]
 _MOST_ROWS = 1024
 
 
@@ -132,7 +131,9 @@ class Decider:
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
         self._by_types: dict[tuple[object, ...], list[_Row]] = {}
-        self._ranker = Ranker(rules.rules, device, environment, list(self._specs), import_names(self._specs))
+        candidates = {*self._specs, *self._absent}
+        modules = import_names(self._specs)
+        self._ranker = Ranker(rules.rules, device, environment, list(self._specs), modules, candidates)
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
     def decide(self, config: AttentionConfig, choice: Choice, kv_layout: str | None = None) -> Selection:
@@ -141,34 +142,38 @@ class Decider:
         warnings = list(self._warnings)
         rankings = self._ranker.rank(config, phases)
         forced = self._forced(choice, phases, rankings, warnings)
-        plans, refusals = self._judge(config, rankings, forced, kv_layout)
-        orders: dict[Phase, list[str]] = {}
+        candidates, plans = self._judge(config, rankings, forced, kv_layout)
         valid: dict[Phase, list[str]] = {}
-        for phase, ranking in rankings.items():
-            runs, refused = plans[phase], refusals[phase]
+        for phase, runs in plans.items():
             unverified = [name for name, plan in runs.items() if plan.unverified]
-            order = ranking.with_behind(unverified) if 0 < len(unverified) < len(runs) else ranking.order
-            orders[phase] = names = [name for name in order if name in runs or name in refused]
+            if 0 < len(unverified) < len(runs):
+                rankings = {**rankings, phase: rankings[phase].with_behind(unverified)}
+                for name, candidate in candidates.items():
+                    rank = rankings[phase].ranks.get(name)
+                    candidate.phases[phase] = replace(candidate.phases[phase], rank=rank)
+            names: Iterable[str] = rankings[phase].ranks
             if phase in forced:
                 names = [forced[phase]]
-            elif not ranking.by_rule:
+            elif not rankings[phase].by_rule:
                 warnings.append(
                     f"no priority rule matches this layer in {phase}: backends are taken in the order registered"
                 )
             valid[phase] = [name for name in names if name in runs]
-        chosen = self._choose(config, rankings, valid, plans, forced, kv_layout, warnings)
-        cache: _Cache | None = None
-        if config.has_cache:
-            winners = [plans[phase][name] for phase, name in reversed(chosen.items()) if name is not None]
-            cache = shared_cache(winners, config.block_size, kv_layout)
+        chosen, cache = self._choose(config, rankings, valid, plans, forced, kv_layout, warnings)
+        for phase, winner in chosen.items():
+            if winner is not None:
+                candidates[winner].phases[phase].verdict = "selected"
+        layout, block_size = cache or (None, None)
+        # By decode rank, then prefill rank, the unranked last as registered.
+        ranked = [name for phase in reversed(phases) for name in rankings[phase].ranks]
         return Selection(
             config=config,
             device=self.device,
             environment=self.environment,
             backends={phase: None if name is None else self._specs[name] for phase, name in chosen.items()},
-            block_size=cache[1] if cache else None,
-            kv_layout=cache[0] if cache else None,
-            candidates=_candidates((*self._specs, *self._absent), plans, refusals, orders, chosen),
+            block_size=block_size,
+            kv_layout=layout,
+            candidates=tuple([candidates[name] for name in dict.fromkeys((*ranked, *candidates))]),
             explicit=forced,
             rules=tuple(dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules])),
             warnings=tuple(warnings),
@@ -181,22 +186,23 @@ class Decider:
         rankings: Mapping[Phase, Ranking],
         forced: Mapping[Phase, str],
         kv_layout: str | None,
-    ) -> tuple[_Plans, _Refusals]:
-        """Put every known backend through the gate: per phase the plans of those that run, the reasons against others.
+    ) -> tuple[dict[str, Candidate], _Plans]:
+        """Put every known backend through the gate: the verdicts on it, and per phase the plans of those that run.
 
         What speaks against the types of a layer is kept: few layers differ in them. Capabilities that both phases share
-        are compared once.
+        are compared once, and where the same is said against both phases they share the verdict.
         """
         demands, judge = gate.Demands(config), gate.judge
         device, environment = self.device, self.environment
+        candidates: dict[str, Candidate] = {}
         plans: _Plans = {phase: {} for phase in rankings}
-        refusals: _Refusals = {phase: {} for phase in rankings}
-        phases = [(phase, plans[phase], refusals[phase], ranking.denied) for phase, ranking in rankings.items()]
+        phases = [(phase, plans[phase], ranking.ranks.get, ranking.denied) for phase, ranking in rankings.items()]
         outcome: BackendPlan | list[Reason]
         for spec, options, gates in self._by_types.get(demands.types) or self._rows(config, demands):
-            name = spec.name
-            compared: gate.CapabilityGate | None = None
-            for phase, runs, refused, denied in phases:
+            name, compared = spec.name, None
+            rejected: Verdict | None = None
+            verdicts: dict[Phase, Verdict] = {}
+            for phase, runs, rank_of, denied in phases:
                 capability_gate, against, fits = gates[phase]
                 outcome = against
                 if capability_gate is not None:
@@ -212,13 +218,22 @@ class Decider:
                 if denied and name in denied and forced.get(phase) != name:
                     more = outcome if isinstance(outcome, list) else ()
                     outcome = [_denied(name, denied[name]), *more]
+                rank = rank_of(name)
                 if isinstance(outcome, BackendPlan):
                     runs[name] = outcome
+                    verdicts[phase] = Verdict(rank, "valid", _NO_REASONS, outcome)
                 else:
-                    refused[name] = outcome
-        for refused in refusals.values():
-            refused.update(self._absent)
-        return plans, refusals
+                    if rejected is None or rejected.reasons is not outcome or rejected.rank != rank:
+                        rejected = Verdict(rank, "rejected", outcome, None)
+                    verdicts[phase] = rejected
+            candidates[name] = Candidate(name, verdicts)
+        for name, reasons in self._absent.items():
+            absent = {
+                phase: Verdict(ranking.ranks.get(name), "rejected", reasons, None)
+                for phase, ranking in rankings.items()
+            }
+            candidates[name] = Candidate(name, absent)
+        return candidates, plans
 
     def _rows(self, config: AttentionConfig, demands: gate.Demands) -> list[_Row]:
         """Return every registered backend for layers of this config's types. Kept for the next of them."""
@@ -278,24 +293,27 @@ class Decider:
         forced: Mapping[Phase, str],
         kv_layout: str | None,
         warnings: list[str],
-    ) -> dict[Phase, str | None]:
-        """Return one backend per phase: the first for all, else the compatible pair of lowest ranks, decode first."""
+    ) -> tuple[dict[Phase, str | None], _Cache | None]:
+        """Return one backend per phase: the first for all, else the compatible pair of lowest ranks, decode first.
+
+        Beside it the KV layout and block size that they share.
+        """
         if len(rankings) == 1 or not (valid["prefill"] and valid["decode"]):
-            return {phase: names[0] if names else None for phase, names in valid.items()}
-        by_phase = any(rule.phase is not None for ranking in rankings.values() for rule in ranking.rules)
-        if not by_phase and not forced:
-            pairs = [(name, name) for name in valid["decode"] if name in valid["prefill"]]
-        else:
-            pairs = []
-        for decode, prefill in chain(pairs, product(valid["decode"], valid["prefill"])):
+            chosen = {phase: names[0] if names else None for phase, names in valid.items()}
+            found = [plans[phase][name] for phase, name in chosen.items() if name is not None]
+            return chosen, shared_cache(found, config.block_size, kv_layout) if config.has_cache else None
+        by_phase = any([rule.phase is not None for ranking in rankings.values() for rule in ranking.rules])
+        both = () if by_phase or forced else [name for name in valid["decode"] if name in plans["prefill"]]
+        for decode, prefill in chain(zip(both, both, strict=True), product(valid["decode"], valid["prefill"])):
             pair = [plans["decode"][decode], plans["prefill"][prefill]]
-            if shared_cache(pair, config.block_size, kv_layout) is not None:
-                return {"prefill": prefill, "decode": decode}
+            cache = shared_cache(pair, config.block_size, kv_layout)
+            if cache is not None:
+                return {"prefill": prefill, "decode": decode}, cache
         warnings.append(
             f"no pair of backends shares a KV layout and block size: prefill could use {', '.join(valid['prefill'])}, "
             f"decode {', '.join(valid['decode'])}"
         )
-        return {"prefill": None, "decode": None}
+        return {"prefill": None, "decode": None}, shared_cache([], config.block_size, kv_layout)
 
 
 def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout: str | None = None) -> _Cache | None:
@@ -354,29 +372,3 @@ def _denied(name: str, rule: Rule) -> Reason:
     return Reason(
         gate.DENIED, f"denied by rule {rule.name!r} ({rule.origin}){because}", rule.name, None, f"--backend {name}"
     )
-
-
-def _candidates(
-    names: Sequence[str],
-    plans: _Plans,
-    refusals: _Refusals,
-    orders: Mapping[Phase, list[str]],
-    chosen: Mapping[Phase, str | None],
-) -> tuple[Candidate, ...]:
-    """Return the verdicts on all ``names``, by decode rank, then prefill rank, the unranked last in the order given."""
-    ranks = {phase: {name: rank for rank, name in enumerate(order, 1)} for phase, order in orders.items()}
-    ranked = [name for phase in reversed([*orders]) for name in orders[phase]]
-    phases = [(phase, ranks[phase].get, runs, refusals[phase], chosen[phase]) for phase, runs in plans.items()]
-    candidates = []
-    for name in dict.fromkeys((*ranked, *names)):
-        verdicts: dict[Phase, Verdict] = {}
-        verdict: Verdict | None = None
-        for phase, rank_of, runs, refused, winner in phases:
-            rank, plan = rank_of(name), runs.get(name)
-            if plan is not None:
-                verdict = Verdict(rank, "selected" if name == winner else "valid", _NO_REASONS, plan)
-            elif verdict is None or verdict.reasons is not refused[name] or verdict.rank != rank:
-                verdict = Verdict(rank, "rejected", refused[name], None)
-            verdicts[phase] = verdict
-        candidates.append(Candidate(name, verdicts))
-    return tuple(candidates)

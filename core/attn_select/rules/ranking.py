@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +18,11 @@ from attn_select.rules.rule import PACKAGED, Rule
 
 @dataclass(slots=True)
 class Ranking:
-    """The effective order for one phase.
+    """The effective order for one phase. Treat as immutable: layers that match the same rules share it.
 
     Attributes:
         order: backend names, best first.
+        ranks: position from 1 of every candidate in that order.
         denied: backend name → the rule that denies it.
         rules: the rules that took part, in the order they were applied.
         by_rule: False where no priority rule matched and the registered order was taken.
@@ -35,22 +36,30 @@ class Ranking:
     """The order before the users' own rules; None where one of them gives the priority."""
     _later: list[Rule]
     """The users' rules that change that order, in the order they are applied."""
+    _candidates: Collection[str] | None
+    """The backends that count; None: all."""
+    ranks: dict[str, int] = field(init=False)
 
-    def with_behind(self, unverified: Collection[str]) -> list[str]:
-        """Return the order with backends that nothing proves behind all others, except where users' rules place them.
+    def __post_init__(self) -> None:
+        ranked = [name for name in self.order if self._candidates is None or name in self._candidates]
+        self.ranks = {name: rank for rank, name in enumerate(ranked, 1)}
+
+    def with_behind(self, unverified: Collection[str]) -> Ranking:
+        """Return the ranking with backends that nothing proves behind all others, except where users' rules place them.
 
         The packaged rules, the plugins' fragments and the registered order are defaults, and defaults prefer what was
         proved. A user's priority stands as written, and a user's prefer and avoid apply after the move.
         """
         if self._default_order is None:
-            return self.order
+            return self
         order = [name for name in self._default_order if name not in unverified]
         order += [name for name in self._default_order if name in unverified]
         for rule in self._later:
             order = _applied(rule, order)
-        return order
+        return replace(self, order=order)
 
 
+_MOST_RANKINGS = 1024
 _Test = tuple[Callable[[AttentionConfig], Any], Callable[[Any], bool]]
 
 
@@ -74,7 +83,8 @@ class Ranker:
     """Rules compiled for one device and environment: what depends on neither config nor phase is decided once.
 
     ``registered`` is the order that counts where no priority rule matches. ``modules`` are the distributions that an
-    import name in ``library.NAME`` stands for (``libraries.import_names``).
+    import name in ``library.NAME`` stands for (``libraries.import_names``). ``candidates`` are the backends that get a
+    rank; None: every name that a rule gives.
     """
 
     def __init__(
@@ -84,7 +94,10 @@ class Ranker:
         environment: Environment,
         registered: Sequence[str],
         modules: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        candidates: Collection[str] | None = None,
     ) -> None:
+        self._candidates = candidates
+        self._rankings: dict[tuple[object, ...], dict[Phase, Ranking]] = {}
         self._registered = list(registered)
         self._priorities: list[tuple[Rule, list[_Test]]] = []
         self._effects: list[tuple[Rule, list[_Test]]] = []
@@ -101,12 +114,18 @@ class Ranker:
         self._priorities.sort(key=lambda item: -item[0].layer)
 
     def rank(self, config: AttentionConfig, phases: Sequence[Phase]) -> dict[Phase, Ranking]:
-        """Return the ranking of every phase."""
-        priorities = [rule for rule, tests in self._priorities if _matches(tests, config)]
-        effects = [rule for rule, tests in self._effects if _matches(tests, config)]
-        return {phase: self._rank(phase, priorities, effects) for phase in phases}
+        """Return the ranking of every phase. Layers that match the same rules share it."""
+        priorities = tuple([rule for rule, tests in self._priorities if _matches(tests, config)])
+        effects = tuple([rule for rule, tests in self._effects if _matches(tests, config)])
+        key = (priorities, effects, *phases)
+        found = self._rankings.get(key)
+        if found is None:
+            if len(self._rankings) >= _MOST_RANKINGS:
+                self._rankings.clear()
+            found = self._rankings[key] = {phase: self._rank(phase, priorities, effects) for phase in phases}
+        return found
 
-    def _rank(self, phase: Phase, priorities: list[Rule], effects: list[Rule]) -> Ranking:
+    def _rank(self, phase: Phase, priorities: Sequence[Rule], effects: Sequence[Rule]) -> Ranking:
         applied: list[Rule] = []
         order = self._registered
         for rule in priorities:
@@ -133,7 +152,7 @@ class Ranker:
                 elif not users:
                     default_order = order
             applied.append(rule)
-        return Ranking(order, denied, applied, by_rule, default_order, later)
+        return Ranking(order, denied, applied, by_rule, default_order, later, self._candidates)
 
 
 def _applied(rule: Rule, order: list[str]) -> list[str]:
