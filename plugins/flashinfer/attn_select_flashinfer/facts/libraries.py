@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.spec import Fact, Library, Reason
+from attn_select.spec import Capabilities, Fact, Library, Reason
 
 RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
 DECODE = "flashinfer-ai/flashinfer flashinfer/decode.py 0.6.14"
@@ -60,6 +61,8 @@ ONE_CACHE_DTYPE = Fact(
     "keys unconverted to an MMA of the query's dtype",
 )
 NO_V_HEAD_SIZE = Fact(False, "MLA layers have v_head_dim instead")
+NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
+CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 
 MIB = 1 << 20
 INT_WORKSPACE = 8 * MIB
@@ -98,6 +101,12 @@ def pages(sizes: Sequence[int], block_size: int | None) -> tuple[int, ...]:
     if block_size is None:
         return tuple(sizes)
     return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))
+
+
+def wrong_device(capabilities: Capabilities, device: Device) -> list[Reason]:
+    """Return the reason against a device that the capabilities do not accept."""
+    seen, accepted = device.capability_text, str(capabilities.compute_capabilities.value)
+    return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
 
 
 def merge_refusals(refused: Sequence[Sequence[Reason]]) -> list[Reason]:

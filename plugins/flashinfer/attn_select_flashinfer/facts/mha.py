@@ -34,6 +34,7 @@ from attn_select_flashinfer.facts.libraries import (
     RAN,
     VLLM,
     pages,
+    wrong_device,
 )
 from attn_select_flashinfer.facts.mha_kernels import (
     GEN_PAGES,
@@ -139,8 +140,7 @@ def plan(
     """Plan one phase: native or TRT-LLM, which kernel, and why; or every reason why neither runs."""
     capability = device.compute_capability
     if capability is None or capability < (8, 0):
-        seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
-        return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+        return wrong_device(CAPABILITIES, device)
     name = kernel_for(capability, phase)
     case = Case(config, phase, capability, name, options.use_trtllm, options.prefill_kernel, environment)
     reasons: list[Reason] = []

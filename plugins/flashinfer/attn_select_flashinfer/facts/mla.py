@@ -21,28 +21,34 @@ from attn_select.spec import (
     Reason,
 )
 from attn_select_flashinfer.facts.libraries import (
+    CONVERTED,
     DECODERS,
     MIB,
     MLA_CORE,
     MLA_LIBRARIES,
     NO_V_HEAD_SIZE,
+    NO_VARIANTS,
     ONE_CACHE_DTYPE,
     PREFILL,
     RAN,
-    merge_refusals,
     pages,
+    wrong_device,
 )
 from attn_select_flashinfer.facts.mla_kernels import (
     FA2,
     FA3,
     KERNELS,
+    PREFILL_KERNELS,
     TILE,
     DecodeFacts,
     DecodeKernel,
     MLAKernel,
+    PrefillFacts,
     PrefillKernel,
+    RaggedKernel,
     candidates,
-    plan_prefill,
+    choose_kernel,
+    prefill_candidates,
 )
 
 _VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
@@ -50,7 +56,6 @@ _CAPABILITIES = Fact(
     ComputeCapabilities((((8, 0), (12, 1)),)),
     f"{RAN} (fa2 and fa3); {MLA_CORE} (trtllm-gen on 10.x, XQA on 12.x); vLLM 0.33.0 offers it on 10.x only",
 )
-_NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
 
 DECODE = Capabilities(
     mla=True,
@@ -64,10 +69,10 @@ DECODE = Capabilities(
     attn_types=DECODERS,
     mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
     v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=_NO_VARIANTS,
-    logits_soft_cap=_NO_VARIANTS,
-    alibi=_NO_VARIANTS,
-    mm_prefix=_NO_VARIANTS,
+    sliding_window=NO_VARIANTS,
+    logits_soft_cap=NO_VARIANTS,
+    alibi=NO_VARIANTS,
+    mm_prefix=NO_VARIANTS,
     sinks=Fact(True, f"{MLA_CORE} (trtllm-gen)"),
     non_causal=Fact(True, f"{MLA_CORE} (wrapper: causal=False); {_VLLM_MLA} (one row per query token)"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107; vllm-project/vllm #28967"),
@@ -135,33 +140,31 @@ def plan(
     """Plan one phase: which kernel, and why; or every reason why none runs."""
     capability = device.compute_capability
     if capability is None or capability < (8, 0):
-        seen, accepted = device.capability_text, str(_CAPABILITIES.value)
-        return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+        return wrong_device(DECODE, device)
     if phase == "prefill":
-        return plan_prefill(config, capability, options.prefill_kernel)
-    because = ""
-    refused: list[list[Reason]] = []
-    offered = candidates(capability)
-    if options.decode_kernel != "auto":
-        forced = options.decode_kernel
-        if all(name != forced for name, _ in offered):
-            names = [name for name, _ in offered]
-            where = f"compute capability {device.capability_text}"
-            message = f'decode_kernel = "{forced}" does not exist for {where} ({", ".join(names)})'
-            return [Reason("forced-path", message, forced, names, 'backends.FLASHINFER_MLA.decode_kernel = "auto"')]
-        offered = ((forced, f'decode_kernel = "{forced}"'),)
-    for name, why in offered:
-        kernel = KERNELS[name]
-        reasons = kernel.objections(config)
-        if not reasons:
-            return _decode_plan(config, kernel, why or because, options, capability[0] >= 10)
-        because = because or reasons[0].message
-        refused.append(reasons)
-    return merge_refusals(refused)
+        wanted, offered = options.prefill_kernel, prefill_candidates(capability)
+        ragged = choose_kernel("prefill_kernel", wanted, offered, PREFILL_KERNELS, config, device)
+        return ragged if isinstance(ragged, list) else _prefill_plan(config, *ragged)
+    chosen = choose_kernel("decode_kernel", options.decode_kernel, candidates(capability), KERNELS, config, device)
+    return chosen if isinstance(chosen, list) else _decode_plan(config, *chosen, options, capability[0] >= 10)
+
+
+def _prefill_plan(config: AttentionConfig, kernel: PrefillFacts, because: str) -> BackendPlan:
+    return BackendPlan(
+        kernel=RaggedKernel(kernel.name),
+        path=kernel.path,
+        because=because,
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=(),
+        kernel_block_sizes=(),
+        cuda_graph="UNIFORM_BATCH",
+        workspace_bytes=kernel.workspace_bytes,
+        notes=(kernel.workspace_note,),
+    )
 
 
 _NOT_BLACKWELLS = "fa2 was not made for Blackwell and is slow there with MLA layers"
-_CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 _SLOW_FP8 = (
     "with an FP8 cache fa3 takes 2.3 times as long as with bfloat16 (H100, 64 requests of 4096 tokens, 128 heads)"
 )
@@ -183,7 +186,7 @@ def _decode_plan(
     if blackwell and kernel is FA2:
         notes = (*notes, _NOT_BLACKWELLS)
     if config.dtype == "float16" and fp8_query:
-        notes = (*notes, _CONVERTED)
+        notes = (*notes, CONVERTED)
     if kernel is FA3 and fp8:
         notes = (*notes, _SLOW_FP8)
     if kernel in (FA2, FA3) and config.num_speculative_tokens and TILE.value % config.num_heads:

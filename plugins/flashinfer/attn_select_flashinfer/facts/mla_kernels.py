@@ -11,13 +11,14 @@ behind ``fmha_varlen`` (its wrapper reads prefix sums back from the device).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from attn_select.config import AttentionConfig, CudaGraphLevel
+from attn_select.device import Device
 from attn_select.gate import block_size_reason
-from attn_select.spec import BackendPlan, Fact, Reason
+from attn_select.spec import Fact, Reason
 from attn_select_flashinfer.facts.libraries import (
     INT_WORKSPACE,
     MIB,
@@ -31,6 +32,8 @@ from attn_select_flashinfer.facts.libraries import (
 
 DecodeKernel = Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"]
 PrefillKernel = Literal["auto", "trtllm-gen", "cutlass", "fa3", "fa2"]
+Offered = tuple[tuple[str, str], ...]
+"""Names of kernels, best first, each with why it is the best; empty for one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +270,7 @@ _ON_12 = (("xqa", "the MLA kernel for compute capability 12.x"), ("fa2", ""))
 _ELSEWHERE = (("fa2", "the MLA kernel for every compute capability from 8.0 up"),)
 
 
-def candidates(capability: tuple[int, int]) -> tuple[tuple[str, str], ...]:
+def candidates(capability: tuple[int, int]) -> Offered:
     """Return the kernels that a device has, best first, each with why it is the best."""
     if capability in TRTLLM_GEN_CAPABILITIES:
         return _ON_10
@@ -309,6 +312,7 @@ def head_dims(config: AttentionConfig) -> tuple[int, int]:
     return (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
 
 
+K = TypeVar("K", DecodeFacts, PrefillFacts)
 _BOTH = ("bfloat16", "float16")
 _SCHEDULE = "8 MiB of the workspace are for the schedule; each chunk of context adds one, no larger"
 _FA = ((192, 128), (128, 128), (64, 64), (256, 256))
@@ -355,7 +359,7 @@ PREFILL_KERNELS: dict[str, PrefillFacts] = {
     ),
 }
 
-_RAGGED_FA2: tuple[tuple[str, str], ...] = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
+_RAGGED_FA2: Offered = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
 _RAGGED_BY_MAJOR = {
     9: (("fa3", "Hopper's own ragged kernel"), ("fa2", "")),
     11: (("cutlass", "Blackwell's own ragged kernel"), ("fa2", "")),
@@ -364,38 +368,36 @@ _RAGGED_BY_MAJOR = {
 _RAGGED_ON_10 = (("trtllm-gen", "Blackwell's own ragged kernel"), ("cutlass", ""), ("fa2", ""))
 
 
-def plan_prefill(
-    config: AttentionConfig, capability: tuple[int, int], wanted: PrefillKernel
-) -> BackendPlan | list[Reason]:
-    """Plan prefill: the first kernel of the device that runs the layer, or every reason why none does."""
-    offered = _RAGGED_BY_MAJOR.get(capability[0], _RAGGED_FA2)
+def prefill_candidates(capability: tuple[int, int]) -> Offered:
+    """Return the ragged kernels that a device has, best first, each with why it is the best."""
     if capability in TRTLLM_GEN_CAPABILITIES:
-        offered = _RAGGED_ON_10
+        return _RAGGED_ON_10
+    return _RAGGED_BY_MAJOR.get(capability[0], _RAGGED_FA2)
+
+
+def choose_kernel(
+    option: str, wanted: str, offered: Offered, kernels: Mapping[str, K], config: AttentionConfig, device: Device
+) -> tuple[K, str] | list[Reason]:
+    """Return the first kernel that runs the layer and why it is chosen, or every reason why none runs it.
+
+    Args:
+        option: key of the option that names one kernel, and ``wanted`` its value.
+        offered: the device's kernels, best first.
+        kernels: by name.
+    """
     if wanted != "auto":
-        if all(name != wanted for name, _ in offered):
-            names = [name for name, _ in offered]
-            where = f"compute capability {capability[0]}.{capability[1]}"
-            message = f'prefill_kernel = "{wanted}" does not exist for {where} ({", ".join(names)})'
-            return [Reason("forced-path", message, wanted, names, 'backends.FLASHINFER_MLA.prefill_kernel = "auto"')]
-        offered = ((wanted, f'prefill_kernel = "{wanted}"'),)
+        names = [name for name, _ in offered]
+        if wanted not in names:
+            where = f"compute capability {device.capability_text}"
+            message = f'{option} = "{wanted}" does not exist for {where} ({", ".join(names)})'
+            return [Reason("forced-path", message, wanted, names, f'backends.FLASHINFER_MLA.{option} = "auto"')]
+        offered = ((wanted, f'{option} = "{wanted}"'),)
     because = ""
     refused: list[list[Reason]] = []
     for name, why in offered:
-        kernel = PREFILL_KERNELS[name]
-        reasons = kernel.objections(config)
+        reasons = kernels[name].objections(config)
         if not reasons:
-            return BackendPlan(
-                kernel=RaggedKernel(kernel.name),
-                path=kernel.path,
-                because=why or because,
-                query_dtype=config.dtype,
-                returns_lse=True,
-                kv_layouts=(),
-                kernel_block_sizes=(),
-                cuda_graph="UNIFORM_BATCH",
-                workspace_bytes=kernel.workspace_bytes,
-                notes=(kernel.workspace_note,),
-            )
+            return kernels[name], why or because
         because = because or reasons[0].message
         refused.append(reasons)
     return merge_refusals(refused)

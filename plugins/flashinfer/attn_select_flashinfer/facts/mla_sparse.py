@@ -27,18 +27,21 @@ from attn_select.spec import (
     Reason,
 )
 from attn_select_flashinfer.facts.libraries import (
+    CONVERTED,
     DECODERS,
     LAUNCHER,
     LIBRARIES,
     MIB,
     MLA_CORE,
     NO_V_HEAD_SIZE,
+    NO_VARIANTS,
     ONE_CACHE_DTYPE,
     TRTLLM_GEN_CAPABILITIES,
     padded_heads,
     pages,
+    wrong_device,
 )
-from attn_select_flashinfer.facts.mla_kernels import MLAKernel
+from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
@@ -47,8 +50,6 @@ NAN_SLOT_SAFE_12 = Fact(
     "flashinfer include/flashinfer/attention/sparse_mla_sm120/decode_dsv3_2_kernel.cuh v0.6.14: slots of -1 are read "
     "as slot 0 and masked by their score; vllm-project/vllm #57158",
 )
-_NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
-MAX_HEADS = 128
 TOP_K_SM12X = 2048
 """The only top-k with a 12.x prefill kernel (csrc/sparse_mla_sm120_prefill.cu v0.6.14, dispatch_v32)."""
 
@@ -73,10 +74,10 @@ CAPABILITIES = Capabilities(
     attn_types=DECODERS,
     mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
     v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=_NO_VARIANTS,
-    logits_soft_cap=_NO_VARIANTS,
-    alibi=_NO_VARIANTS,
-    mm_prefix=_NO_VARIANTS,
+    sliding_window=NO_VARIANTS,
+    logits_soft_cap=NO_VARIANTS,
+    alibi=NO_VARIANTS,
+    mm_prefix=NO_VARIANTS,
     sinks=Fact(True, f"{MLA_CORE} (sinks; attn_sink on 12.x)"),
     non_causal=Fact(True, f"{MLA_CORE}: what a token sees is the list of slots that it is given"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107"),
@@ -104,7 +105,6 @@ _PAGES_10, _PAGES_12 = (64, 32), (64,)
 _CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
 _CACHE_ON_12 = ("fp8_ds_mla", "fp8_e4m3")
 _ALIAS = "fp8_e4m3 is stored as fp8_ds_mla, the one FP8 format of sparse MLA here"
-_CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 _NOTES_12 = ("both phases share the workspace", "one row of top-k token slots per query token")
 _NOTES_10 = (
     "both phases share the workspace, which is zeroed before its first use",
@@ -120,8 +120,7 @@ def plan(
     """Plan one phase; both run the same kernel and differ in nothing but their queries."""
     capability = device.compute_capability
     if capability not in _DEVICES:
-        seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
-        return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+        return wrong_device(CAPABILITIES, device)
     on_10 = capability in TRTLLM_GEN_CAPABILITIES
     reasons: list[Reason] = []
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
@@ -164,7 +163,7 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: b
     if fp8 and not on_10:
         notes = (*notes, _ALIAS)
     if config.dtype == "float16":
-        notes = (*notes, _CONVERTED)
+        notes = (*notes, CONVERTED)
     fp8_query = fp8 and on_10
     return BackendPlan(
         kernel=MLAKernel("trtllm-gen" if on_10 else "sparse", heads, fp8_query),

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -71,10 +71,6 @@ class Wrapper:
         fi.on_device(float_workspace_buffer, int_workspace_buffer)
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
         self._pin_memory_int_workspace_buffer = torch.empty_like(int_workspace_buffer)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
 
     def _choose(self, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         """Settle ``auto`` for good at the first plan (``determine_attention_backend``)."""
@@ -424,8 +420,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         most = self._max_total_num_rows or queries[-1]
         self._send(schedule, most, self._dims[1], not disable_split_kv, fixed_split_size)
 
-    begin_forward = plan
-
     def run(
         self,
         q: Any,
@@ -477,8 +471,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         )
         fi.launch(partial(self._attend, schedule, fi.moment(q), (k, v), lists, out, lse, v_scale, call))
         return (out, lse) if return_lse else out
-
-    run_return_lse = partialmethod(run, return_lse=True)
 
     def _attend(
         self,
@@ -578,10 +570,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )  # fmt: skip
         fi.world.calls.pop()
 
-    @property
-    def use_tensor_cores(self) -> bool:
-        return True
-
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
         super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
@@ -630,8 +618,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )  # fmt: skip
         fi.world.calls.pop()
         fi.world.syncs[seen:] = [each.replace("BatchPrefill", "BatchDecode") for each in fi.world.syncs[seen:]]
-
-    begin_forward = plan
 
     def run(
         self,
@@ -791,8 +777,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         schedule = Schedule(tuple(queries), tuple(keys), lens, num_qo_heads, num_kv_heads, 1, causal, window_left)
         self._send(schedule, queries[-1], self._dims[1], not disable_split_kv, fixed_split_size)
 
-    begin_forward = plan
-
     def run(
         self,
         q: Any,
@@ -829,8 +813,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         out, lse = self._results(q, v.shape[-1], out, lse, return_lse)
         fi.launch(partial(self._attend, schedule, fi.moment(q), (k, v), out, lse, {"scale": scale, **fp8}))
         return (out, lse) if return_lse else out
-
-    run_return_lse = partialmethod(run, return_lse=True)
 
     def _attend(
         self, planned: Any, q: Tensor, halves: Any, out: Tensor, lse: Tensor | None, call: dict[str, Any]
@@ -875,10 +857,6 @@ class MLASchedule:
         tile = 64 * self.cluster
         lens = [end - first for first, end in zip(self.q_indptr, self.q_indptr[1:], strict=False)]
         return sum(-(-length * self.heads // tile) for length in lens) + SMS // self.cluster
-
-
-_written: dict[int, Schedule] = {}
-"""By address what pinned buffers hold, and what has arrived in schedules on the device."""
 
 
 class BatchMLAPagedAttentionWrapper:
