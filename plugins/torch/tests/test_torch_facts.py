@@ -218,7 +218,7 @@ def test_flex_needs_a_compiler_here(
 
 def test_flex_needs_x86_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_select_torch.facts.flex_attention._cpu_has_template", lambda: False)
-    monkeypatch.setattr("attn_select_torch.facts.flex_attention.compiler_reason", lambda device, environment: None)
+    monkeypatch.setattr("attn_select_torch.facts.flex_attention.compiler_reason", lambda *_: None)
     here = Environment()
     here._states.update(dict.fromkeys(FLEX_ATTENTION.libraries[0], "installed"))
     outcome = check(FLEX_ATTENTION, AttentionConfig(**LLAMA), CPU, here, FLEX_ATTENTION.options(), "decode")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from attn_select.compilers import compiler_reason
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.dtypes import BITS
@@ -23,7 +24,6 @@ from attn_select.spec import (
     Library,
     Reason,
 )
-from attn_select_torch.facts.compiler import COMPILER_VARIABLES, compiler_reason
 from attn_select_torch.facts.torch_library import RAN_ON_CPU
 
 if TYPE_CHECKING:
@@ -173,7 +173,10 @@ def plan(
         reasons = _cpu_reasons(config, environment, device)
     else:
         reasons = _gpu_reasons(config, environment, capability)
-    if (missing := compiler_reason(device, environment)) is not None:
+    # On a CPU inductor calls $CXX or g++ (torch/_inductor/config.py v2.13.0, cpp.cxx). On a GPU Triton builds its
+    # driver module with $CC, gcc or clang (triton/runtime/build.py v3.6.0).
+    variable, names = ("CXX", ("g++",)) if capability is None else ("CC", ("gcc", "clang"))
+    if (missing := compiler_reason(device, environment, variable, names, "to compile with")) is not None:
         reasons.append(missing)
     if reasons:
         return reasons
@@ -245,6 +248,6 @@ FLEX_ATTENTION = BackendSpec(
     plan=plan,
     load=load,
     libraries=((TORCH,),),
-    variables=COMPILER_VARIABLES,
+    variables=("CC", "CXX", "PATH"),
     compile_key=compile_key,
 )

@@ -12,10 +12,10 @@ from attn_select.dtypes import BITS
 from attn_select.environment import Environment
 from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_triton.facts.c_compiler import COMPILER_VARIABLES
 from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_attn import TritonAttnOptions
 from attn_select_triton.facts.triton_support import (
+    COMPILER_VARIABLES,
     DTYPES,
     KV_CACHE_DTYPES,
     LIBRARIES,

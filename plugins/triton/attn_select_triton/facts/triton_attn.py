@@ -11,10 +11,10 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, Reason
-from attn_select_triton.facts.c_compiler import COMPILER_VARIABLES
 from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
+    COMPILER_VARIABLES,
     DTYPES,
     GLUON_CAPABILITY,
     GLUON_TRITON,

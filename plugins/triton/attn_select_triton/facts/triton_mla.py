@@ -9,11 +9,11 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_triton.facts.c_compiler import COMPILER_VARIABLES
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILED,
+    COMPILER_VARIABLES,
     GLUON_CAPABILITY,
     GLUON_TRITON,
     KV_CACHE_DTYPES,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from attn_select.compilers import compiler_reason
 from attn_select.config import AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.spec import ComputeCapabilities, Fact, HeadSizes, Library, Reason
-from attn_select_triton.facts.c_compiler import compiler_reason
 
 COMPILED = "compiled ahead of time, triton 3.6.0"
 """``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""
@@ -18,6 +18,12 @@ TRITON = Library("triton", "triton", "pip install triton", ">=3.6")
 """3.6 is the first release that compiled for 10.3 and 12.1 (3.5.1: ptxas knows neither); 3.3.1 fails on ``tl.dot`` of
 float16 for 7.5."""
 LIBRARIES = ((TORCH,), (TRITON,))
+
+COMPILER_VARIABLES = ("CC", "PATH")
+"""What ``machine_reasons`` reads of the environment."""
+C_COMPILERS = ("gcc", "clang")
+"""Triton builds its driver module with ``$CC`` or one of these (triton-lang/triton python/triton/runtime/build.py
+v3.6.0)."""
 
 OWN = "own kernel"
 TURING_AND_UP: Fact[ComputeCapabilities] = Fact(
@@ -85,7 +91,8 @@ def machine_reasons(device: Device, environment: Environment) -> list[Reason]:
             message = f"triton {version} has no code for compute capability 11.0 (needs >=3.7)"
             install = "pip install 'triton>=3.7'"
             found.append(Reason("library-version", message, {"triton": version}, ["triton>=3.7"], install))
-    if (missing := compiler_reason(device, environment)) is not None:
+    missing = compiler_reason(device, environment, "CC", C_COMPILERS, "for Triton to build its driver with")
+    if missing is not None:
         found.append(missing)
     return found
 
