@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -174,6 +174,11 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
             output[rows], lse[rows] = attend(
                 query[rows], keys, values, config, self.scale, causal, self.alibi_slopes, sinks
             )
+            if kv_cache is not None and not all(plan.nan_tail_safe for plan in self.context.plans.values()):
+                assert common.block_table_tensor is not None
+                size = cast(int, self.context.block_size)
+                whole = self._cached(layer, kv_cache, common.block_table_tensor[request], -(-seq_len // size) * size)
+                output[rows] += 0 * whole[1].sum()  # what lies behind the last key has weight 0
         return output, lse
 
     def _cached(self, layer: AttentionLayer, cache: Tensor, row: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -214,6 +219,7 @@ def make_toy() -> MakeToy:
         returns_lse: Collection[Phase] = PHASES,
         level: CudaGraphLevel = "ALWAYS",
         includes_update: bool = False,
+        nan_tail_safe: bool = True,
         options: type[BackendOptions] = BackendOptions,
     ) -> Toy:
         class Builder(AttentionMetadataBuilder[ToyMetadata]):
@@ -256,6 +262,7 @@ def make_toy() -> MakeToy:
                 kernel_block_sizes=cached[1],
                 cuda_graph=level,
                 block_table_width_multiple=width_multiple,
+                nan_tail_safe=nan_tail_safe,
             )
 
         yes, no_limit = Fact(True, "toy"), HeadSizes()
@@ -277,6 +284,7 @@ def make_toy() -> MakeToy:
             batch_invariant=yes,
             per_head_quant_scales=yes,
             output_quantizations=Fact(("fp8", "fp4"), "toy"),
+            nan_tail_safe=Fact(nan_tail_safe, "toy"),
         )
         spec = BackendSpec(
             name=name,

@@ -15,6 +15,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
 from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.selection import Selection
@@ -214,16 +215,54 @@ class AttentionGroup:
         Raises:
             ConfigError: the layers keep no cache, or ``num_blocks`` is below 1.
         """
+        layout, kernel_block_size, ratio = self._cache_blocks()
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks = {num_blocks}: accepted are integers from 1", fields=["num_blocks"])
+        return caches.allocate_kv_cache(layout, self.config, num_blocks * ratio, kernel_block_size, self.device)
+
+    def _cache_blocks(self) -> tuple[str, int, int]:
+        """Return the cache's layout, its tokens per block, and how many of these make one of the allocator's blocks."""
         if self.kv_layout is None or self.block_size is None or self.kernel_block_size is None:
             raise ConfigError(
                 f"attn_type = {self.config.attn_type!r}: its layers keep no KV cache", fields=["attn_type"]
             )
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks = {num_blocks}: accepted are integers from 1", fields=["num_blocks"])
-        ratio = self.block_size // self.kernel_block_size
-        return caches.allocate_kv_cache(
-            self.kv_layout, self.config, num_blocks * ratio, self.kernel_block_size, self.device
-        )
+        return self.kv_layout, self.kernel_block_size, self.block_size // self.kernel_block_size
+
+    @property
+    def nan_tail_safe(self) -> bool:
+        """Whether a NaN that lies behind a request's end in its last block leaves its result alone.
+
+        If not, call ``zero_blocks`` for every block that a request is given: its former owner may have left a NaN.
+        """
+        return all(plan.nan_tail_safe for served in self.backends for plan in served.context.plans.values())
+
+    def zero_blocks(self, kv_cache: Tensor, block_ids: Sequence[int] | Tensor) -> None:
+        """Fill blocks of one layer's cache with zeros. Does not synchronise with the device.
+
+        Call it for every layer before the first step that uses newly allocated blocks, where ``nan_tail_safe`` is
+        False. Later writes and kernels of the same stream see the zeros. Blocks that are shared (``share_prefix``) hold
+        tokens that are in use: leave them out.
+
+        Args:
+            kv_cache: from ``allocate_kv_cache``.
+            block_ids: the allocator's blocks, as ``BlockPool.allocate`` returns them, or an integer tensor of them on
+                the cache's device.
+
+        Raises:
+            ConfigError, BatchError: the layers keep no cache, or this is no cache of this group.
+            ValueError: an id is outside the cache. The ids of a tensor are not read, so they are not checked.
+        """
+        layout, kernel_block_size, ratio = self._cache_blocks()
+        held = checks.check_cache(kv_cache, layout, self.config, self.device, kernel_block_size) // ratio
+        if isinstance(block_ids, Tensor):
+            ids = block_ids.to(torch.int64)
+        else:
+            if wrong := [block for block in block_ids if not 0 <= block < held]:
+                raise ValueError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {held - 1}")
+            ids = to_device(torch.tensor(block_ids, dtype=torch.int64), self.device)
+        if ratio > 1:
+            ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).flatten()
+        caches.zero_blocks(kv_cache, layout, self.config, ids)
 
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False

@@ -73,6 +73,17 @@ def cache_dtype(layout: str, config: AttentionConfig) -> torch.dtype:
     return torch.uint8 if layout == layouts.FP8_DS_MLA else storage_dtype(config.cache_dtype)
 
 
+def zero_blocks(kv_cache: Tensor, layout: str, config: AttentionConfig, block_ids: Tensor) -> None:
+    """Fill blocks of a cache of that layout with zeros, in any dtype. No device synchronisation.
+
+    ``block_ids`` is int64 ``(N,)`` on the cache's device, in the cache's own blocks; an id may stand there twice.
+    """
+    _, axis, _ = _pattern(layout, config)
+    # Zero bytes are the number zero in every dtype, and torch fills no FP8 by index.
+    plain = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
+    plain.index_fill_(axis, block_ids, 0)
+
+
 def in_blocks_of(block_size: int, kv_cache: Tensor, layout: str, config: AttentionConfig) -> Tensor:
     """Return a cache as a view in blocks of another size; the same tokens lie in the same slots.
 
