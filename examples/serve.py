@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ from attn_select.runtime.cuda_graph import CudaGraphRunner
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 4, 2, 64
 HIDDEN, VOCABULARY, WINDOW = NUM_HEADS * HEAD_SIZE, 128, 24
 CAPACITY = Capacity(max_num_seqs=8, max_num_batched_tokens=48, max_model_len=256)
+BLOCK_SIZE = 16
+"""Tokens per block: few, so that short requests fill several, on a GPU too."""
 GRAPH_SIZES = (1, 2, 4, 8)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, query (T, heads, size), key, value) -> (T, heads, size)``."""
@@ -140,12 +143,18 @@ class Scheduler:
     The i-th running request is row i of the block table, always. Prompts that were prefilled leave their whole blocks
     in the pool under a name of their own, so that later prompts with the same beginning can share them; such blocks are
     given up, the oldest first, before a request is preempted.
+
+    Preemption cannot go back and forth for ever. The request of row 0 always runs: all others are preempted before it,
+    and the pool holds any one request. A step brings no token only if a chunk of that request took the whole budget;
+    then nobody else ran, and it keeps row 0. After at most ``max_model_len / max_num_batched_tokens`` such steps it is
+    up to date and gets a token, and no token is ever lost.
     """
 
     def __init__(self, pool: BlockPool, table: BlockTable) -> None:
         self.pool, self.table, self.counts = pool, table, Counts()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.new_blocks: list[int] = []  # handed out since the last step
         self.prefixes: dict[tuple[int, ...], str] = {}
 
     def schedule(self) -> dict[str, int]:
@@ -187,12 +196,14 @@ class Scheduler:
         """Give a request blocks for ``num_tokens`` tokens in all, giving up cached prefixes where there are too few."""
         while True:
             try:
-                self.table.append_row(row, self.pool.allocate(request.name, num_tokens))
+                added = self.pool.allocate(request.name, num_tokens)
             except OutOfBlocksError:
                 if not self.prefixes:
                     return False
                 self.forget_prefix(next(iter(self.prefixes.values())))
             else:
+                self.table.append_row(row, added)
+                self.new_blocks += added
                 return True
 
     def preempt(self, request: Request) -> None:
@@ -256,38 +267,34 @@ class Scheduler:
 class Engine:
     """The model on a paged cache, and the scheduler that feeds it."""
 
-    def __init__(self, num_blocks: int, device: torch.device, cuda_graphs: bool) -> None:
+    def __init__(self, num_blocks: int, device: torch.device, cuda_graphs: bool, backend: str | None = None) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.device, self.model = device, Model(device, dtype)
         # One group per kind of layers: the loaded kernels, and the builder that all layers of the kind share.
         shared: dict[str, Any] = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
-        shared["dtype"] = str(dtype).removeprefix("torch.")
+        shared |= {"dtype": str(dtype).removeprefix("torch."), "block_size": BLOCK_SIZE}
         windows = dict.fromkeys(map(window_of, range(NUM_LAYERS)))
         configs = [AttentionConfig(**shared, sliding_window=window) for window in windows]
-        selections = select_model(configs, None if device.type == "cuda" else "cpu")
+        selections = select_model(configs, None if device.type == "cuda" else "cpu", backend=backend)
         groups = [attention_group(s, device, CAPACITY, cuda_graphs=cuda_graphs) for s in selections]
         self.groups = dict(zip(windows, groups, strict=True))
-        block_sizes = {group.block_size for group in groups}
-        if len(block_sizes) > 1:
-            raise SystemExit(f"the layer kinds want blocks of {block_sizes} tokens, so they cannot share a block table")
         self.layers = [Attention(self.groups[window_of(layer)]) for layer in range(NUM_LAYERS)]
         # One pool and one table for all layers: block b is reserved in the cache of every layer.
-        self.block_size = block_sizes.pop() or 1
         self.caches = [layer.group.allocate_kv_cache(num_blocks) for layer in self.layers]
-        columns = -(-CAPACITY.max_model_len // self.block_size)
-        table = BlockTable(CAPACITY.max_num_seqs, columns, self.block_size, device)
-        self.scheduler = Scheduler(BlockPool(num_blocks, self.block_size), table)
-        self.runner = self.captured() if cuda_graphs else None
+        columns = -(-CAPACITY.max_model_len // BLOCK_SIZE)
+        table = BlockTable(CAPACITY.max_num_seqs, columns, BLOCK_SIZE, device)
+        self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), table)
+        self.runner: CudaGraphRunner[Any] | None = None
 
-    def captured(self) -> CudaGraphRunner[Any] | None:
+    def capture(self) -> None:
         """Capture decode steps for a few batch sizes, if the kernels of all groups can be captured."""
         groups = list(self.groups.values())
         if any(group.cudagraph_support == "NEVER" for group in groups):
-            return None
+            return
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         runner = CudaGraphRunner(self.forward, groups, {"tokens": ids, "positions": ids}, GRAPH_SIZES)
         runner.capture()
-        return runner
+        self.runner = runner
 
     def forward(self, inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:
         """Run the model on a batch; every layer takes the metadata of its own group."""
@@ -306,6 +313,10 @@ class Engine:
         batch = scheduler.running[: len(scheduled)]
         if not batch:
             return
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            if not layer.group.nan_tail_safe:  # a block's former owner may have left a NaN in it
+                layer.group.zero_blocks(cache, scheduler.new_blocks)
+        scheduler.new_blocks.clear()
         query_lens = [scheduled[request.name] for request in batch]
         spans = [(r, r.num_computed, r.num_computed + n) for r, n in zip(batch, query_lens, strict=True)]
         ids = [token for request, start, end in spans for token in request.tokens[start:end]]
@@ -319,7 +330,7 @@ class Engine:
             counts.graph_steps += 1
         else:
             tables = [scheduler.pool.blocks(request.name) for request in batch]
-            shared = common_prefix_len(tables, [start for _, start, _ in spans], self.block_size)
+            shared = common_prefix_len(tables, [start for _, start, _ in spans], BLOCK_SIZE)
             logits = self.forward(inputs, {group: group.build(common, shared) for group in groups})
         rows = logits[common.query_start_loc[1:].long() - 1].float().cpu()
         counts.steps += 1
@@ -350,6 +361,9 @@ class Engine:
                 self.scheduler.waiting.append(arriving.popleft())
             self.step()
             now += 1
+            if now % 10 == 0:
+                finished = sum(request.finished for request in requests)
+                progress(f"step {now}: {finished} of {len(requests)} requests have finished")
         for entry in set(self.scheduler.prefixes.values()):
             self.scheduler.forget_prefix(entry)
 
@@ -357,10 +371,15 @@ class Engine:
 # --- The program ------------------------------------------------------------------------------------------------------
 
 
-def workload(num_requests: int, block_size: int, seed: int) -> list[Request]:
+def progress(text: str) -> None:
+    """Say what goes on, at once and beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def workload(num_requests: int, seed: int) -> list[Request]:
     """Draw requests; half of the prompts begin with the same two and a half blocks."""
     draw = random.Random(seed)
-    system_prompt = [draw.randrange(VOCABULARY) for _ in range(2 * block_size + block_size // 2)]
+    system_prompt = [draw.randrange(VOCABULARY) for _ in range(2 * BLOCK_SIZE + BLOCK_SIZE // 2)]
     requests = []
     for number in range(num_requests):
         own = [draw.randrange(VOCABULARY) for _ in range(draw.randint(4, 70))]
@@ -383,24 +402,32 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Counts, float]:
     parser.add_argument("--num-blocks", type=int, default=24, help="size of the KV cache [default: %(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals [default: %(default)s]")
     parser.add_argument("--no-graphs", action="store_true", help="run decode steps eagerly on a GPU too")
+    parser.add_argument("--backend", help="NAME or PHASE=NAME: use this backend, whatever the rules say")
     options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    engine = Engine(options.num_blocks, device, device.type == "cuda" and not options.no_graphs)
-    requests = workload(options.requests, engine.block_size, options.seed)
+    requests = workload(options.requests, options.seed)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    if engine.scheduler.pool.blocks_for(longest) > options.num_blocks:
+    if -(-longest // BLOCK_SIZE) > options.num_blocks:
         parser.error(f"--num-blocks {options.num_blocks}: a request of {longest} tokens does not fit")
-    engine.serve(requests)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cuda_graphs = device.type == "cuda" and not options.no_graphs
+    engine = Engine(options.num_blocks, device, cuda_graphs, options.backend)
     counts, pool = engine.scheduler.counts, engine.scheduler.pool
-    kinds = {f"window of {window}" if window else "full": group for window, group in engine.groups.items()}
     print(f"{len(requests)} requests on {device}: {NUM_LAYERS} layers, {pool.num_blocks} blocks of {pool.block_size}")
-    for kind, group in kinds.items():
-        print(f"  {kind:<18} {group.selection.selected['decode']}, {group.kv_layout}")
+    for window, group in engine.groups.items():
+        kind = f"window of {window}" if window else "full"
+        print(f"  {kind:<18} {group.selection.selected['decode']}, {group.kv_layout}", flush=True)
+    if device.type == "cuda":
+        progress("kernels that compile at their first call take seconds each (Triton) or minutes (FlashInfer)")
+    if cuda_graphs:
+        progress(f"capturing decode steps of {', '.join(map(str, GRAPH_SIZES))} requests")
+        engine.capture()
+    engine.serve(requests)
     print(f"  {'steps':<18} {counts.steps}, of which {counts.graph_steps} replayed as CUDA graphs")
     print(f"  {'tokens':<18} {counts.prefill_chunks} prefill chunks, {counts.decode_tokens} decodes")
     print(f"  {'prefix caching':<18} {counts.cached_prefix_tokens} tokens were not computed again")
     print(f"  {'preemptions':<18} {counts.preemptions}")
     print(f"  {'blocks':<18} at most {counts.most_blocks} in use, {pool.num_free_blocks} free at the end")
+    progress("comparing with the same model run without a cache")
     error = max(largest_error(engine.model, request) for request in requests)
     bound = TOLERANCE[engine.model.embedding.dtype]
     verdict = "as without a cache" if error <= bound else "WRONG"

@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from attn_select.runtime import Attention, BatchError, BlockTable
+from attn_select.runtime import Attention, AttentionGroup, BatchError, BlockPool, BlockTable
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM, DOCUMENT = ROOT / "examples" / "serve.py", ROOT / "docs" / "runtime.md"
@@ -59,6 +59,64 @@ def test_rows_that_are_not_cleared_do_not_pass(
     monkeypatch.setattr(BlockTable, "clear_row", lambda *_: None)
     with pytest.raises(BatchError if checked else SystemExit, match="is stale" if checked else "1"):
         serve.main(["--requests", "10", "--num-blocks", "60"])
+
+
+def test_blocks_are_zeroed_before_a_kernel_that_needs_it_reads_them(
+    serve: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every layer, and no block that is in use: the comparison at the end still holds."""
+    handed_out: list[int] = []
+    zeroed: list[list[int]] = []
+    allocate, zero = BlockPool.allocate, AttentionGroup.zero_blocks
+
+    def noting_allocate(pool: BlockPool, *arguments: Any) -> Any:
+        added = allocate(pool, *arguments)
+        handed_out.extend(added)
+        return added
+
+    def noting_zero(group: AttentionGroup, cache: torch.Tensor, ids: list[int]) -> None:
+        zeroed.append(list(ids))
+        zero(group, cache, ids)
+
+    monkeypatch.setattr(BlockPool, "allocate", noting_allocate)
+    monkeypatch.setattr(AttentionGroup, "zero_blocks", noting_zero)
+    monkeypatch.setattr(AttentionGroup, "nan_tail_safe", False)
+    counts, _ = serve.main(["--requests", "8", "--num-blocks", "12", "--no-graphs"])
+    assert counts.preemptions
+    layers = serve.NUM_LAYERS
+    for layer in range(layers):
+        assert [block for ids in zeroed[layer::layers] for block in ids] == handed_out
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_scheduler_always_comes_to_an_end(serve: ModuleType, seed: int) -> None:
+    """In the smallest cache that holds each request alone, some request gets a token every few steps."""
+    requests = serve.workload(12, seed)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    pool = BlockPool(-(-longest // serve.BLOCK_SIZE) + seed % 3, serve.BLOCK_SIZE)
+    table = BlockTable(serve.CAPACITY.max_num_seqs, 32, serve.BLOCK_SIZE, "cpu")
+    scheduler = serve.Scheduler(pool, table)
+    engine, logits = SimpleNamespace(scheduler=scheduler), torch.zeros(1)
+    scheduler.waiting.extend(requests)
+    most = -(-serve.CAPACITY.max_model_len // serve.CAPACITY.max_num_batched_tokens)
+    without_token = tokens = 0
+    while scheduler.waiting or scheduler.running:
+        scheduled = scheduler.schedule()
+        for request in scheduler.running[: len(scheduled)]:
+            serve.Engine.advance(engine, request, request.num_computed + scheduled[request.name], logits)
+        before, tokens = tokens, sum(len(request.generated) for request in requests)
+        without_token = 0 if tokens > before else without_token + 1
+        assert without_token <= most
+    assert scheduler.counts.preemptions
+    assert all(request.finished for request in requests)
+
+
+def test_progress_is_shown_beside_the_results(serve: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    serve.main(["--requests", "3", "--backend", "TORCH_SDPA"])
+    shown = capsys.readouterr()
+    assert "step 10: " in shown.err
+    assert "step 10: " not in shown.out
+    assert "TORCH_SDPA" in shown.out
 
 
 def test_layers_that_take_each_others_metadata_do_not_pass(serve: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
