@@ -419,7 +419,7 @@ def _against_cache_dtype(capabilities: Capabilities, offered: Sequence[str], ask
     allocatable, reads = asked != "nvfp4", capabilities.reads_cache
     if not reads:
         offered = [name for name in KV_CACHE_DTYPES if name not in ("auto", "fp8_ds_mla")]  # the latter is sparse MLA's
-    listed = capabilities.kv_cache_dtypes.value if reads else offered
+    listed = capabilities.kv_cache_dtypes.value if reads else KV_CACHE_DTYPES
     mixed = capabilities.mixed_kv_cache_dtype.value or not reads
     if asked == "auto" or (allocatable and asked in listed and (asked == dtype or mixed or is_quantized(asked))):
         return None
