@@ -18,7 +18,7 @@ from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import import_names
 from attn_select.rules.lint import known_names, rule_warnings
 from attn_select.rules.options import read_options
-from attn_select.rules.ranking import Ranker, Ranking
+from attn_select.rules.ranking import Ranker, Rankings
 from attn_select.rules.rule import Rule
 from attn_select.selection import Selection
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
@@ -147,7 +147,7 @@ class Decider:
         for phase, runs in plans.items():
             unverified = [name for name, plan in runs.items() if plan.unverified]
             if 0 < len(unverified) < len(runs):
-                rankings = {**rankings, phase: rankings[phase].with_behind(unverified)}
+                rankings = Rankings({**rankings, phase: rankings[phase].with_behind(unverified)})
                 for name, candidate in candidates.items():
                     rank = rankings[phase].ranks.get(name)
                     candidate.phases[phase] = replace(candidate.phases[phase], rank=rank)
@@ -164,8 +164,9 @@ class Decider:
             if winner is not None:
                 candidates[winner].phases[phase].verdict = "selected"
         layout, block_size = cache or (None, None)
-        # By decode rank, then prefill rank, the unranked last as registered.
-        ranked = [name for phase in reversed(phases) for name in rankings[phase].ranks]
+        ordered = [candidates[name] for name in rankings.ranked]
+        if len(ordered) < len(candidates):  # the unranked come last, as registered
+            ordered += [candidate for name, candidate in candidates.items() if name not in rankings.ranked]
         return Selection(
             config=config,
             device=self.device,
@@ -173,9 +174,9 @@ class Decider:
             backends={phase: None if name is None else self._specs[name] for phase, name in chosen.items()},
             block_size=block_size,
             kv_layout=layout,
-            candidates=tuple([candidates[name] for name in dict.fromkeys((*ranked, *candidates))]),
+            candidates=tuple(ordered),
             explicit=forced,
-            rules=tuple(dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules])),
+            rules=rankings.rules,
             warnings=tuple(warnings),
             options=self._options,
         )
@@ -183,7 +184,7 @@ class Decider:
     def _judge(
         self,
         config: AttentionConfig,
-        rankings: Mapping[Phase, Ranking],
+        rankings: Rankings,
         forced: Mapping[Phase, str],
         kv_layout: str | None,
     ) -> tuple[dict[str, Candidate], _Plans]:
@@ -256,7 +257,7 @@ class Decider:
         return rows
 
     def _forced(
-        self, choice: Choice, phases: Sequence[Phase], rankings: Mapping[Phase, Ranking], warnings: list[str]
+        self, choice: Choice, phases: Sequence[Phase], rankings: Rankings, warnings: list[str]
     ) -> dict[Phase, str]:
         """Return the explicitly chosen backend per phase of this layer."""
         forced: dict[Phase, str] = {}
@@ -287,7 +288,7 @@ class Decider:
     def _choose(
         self,
         config: AttentionConfig,
-        rankings: Mapping[Phase, Ranking],
+        rankings: Rankings,
         valid: Mapping[Phase, list[str]],
         plans: _Plans,
         forced: Mapping[Phase, str],
@@ -302,8 +303,7 @@ class Decider:
             chosen = {phase: names[0] if names else None for phase, names in valid.items()}
             found = [plans[phase][name] for phase, name in chosen.items() if name is not None]
             return chosen, shared_cache(found, config.block_size, kv_layout) if config.has_cache else None
-        by_phase = any([rule.phase is not None for ranking in rankings.values() for rule in ranking.rules])
-        both = () if by_phase or forced else [name for name in valid["decode"] if name in plans["prefill"]]
+        both = () if rankings.by_phase or forced else [name for name in valid["decode"] if name in plans["prefill"]]
         for decode, prefill in chain(zip(both, both, strict=True), product(valid["decode"], valid["prefill"])):
             pair = [plans["decode"][decode], plans["prefill"][prefill]]
             cache = shared_cache(pair, config.block_size, kv_layout)

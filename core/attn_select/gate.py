@@ -121,7 +121,8 @@ def judge(
             return [*static, _graph_reason(outcome, config)]
         if static:
             return static
-        problem = _plan_problem(outcome)
+        sound = (outcome.cuda_graph, outcome.kv_layouts, outcome.kernel_block_sizes) in _SOUND
+        problem = None if sound and outcome.unverified == () else _plan_problem(outcome)
         return [_plugin_error(spec, problem)] if problem else outcome
     if type(outcome) is not list or set(map(type, outcome)) != {Reason}:
         text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
@@ -147,9 +148,6 @@ def _plan_problem(plan: BackendPlan) -> str | None:
     """Return what is wrong with a plan that the decision would stumble over."""
     if plan.unverified != () and not _are_clauses(plan.unverified):
         return f"plan().unverified = {show(plan.unverified)} (accepted: a tuple of strings)"
-    key = (plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes)
-    if key in _SOUND:
-        return None
     if plan.cuda_graph not in _LEVEL_RANK:
         return f"plan().cuda_graph = {show(plan.cuda_graph)} (accepted: {', '.join(_LEVEL_RANK)})"
     if unknown := [name for name in plan.kv_layouts if name not in LAYOUTS]:
@@ -157,7 +155,7 @@ def _plan_problem(plan: BackendPlan) -> str | None:
     sizes = plan.kernel_block_sizes
     if not all(type(size) is int and size > 0 for size in sizes) or (plan.kv_layouts and not sizes):
         return f"plan().kernel_block_sizes = {show(sizes)} (accepted: positive integers, at least one with a KV layout)"
-    _SOUND.add(key)
+    _SOUND.add((plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes))
     return None
 
 

@@ -59,6 +59,24 @@ class Ranking:
         return replace(self, order=order)
 
 
+class Rankings(dict[Phase, Ranking]):
+    """The ranking of every phase. Treat as immutable: layers that match the same rules share it.
+
+    Attributes:
+        rules: the rules that took part, in the order they were applied, each once.
+        by_phase: whether one of them speaks of one phase alone.
+        ranked: the candidates that have a rank in some phase, by decode rank, then prefill rank.
+    """
+
+    __slots__ = ("by_phase", "ranked", "rules")
+
+    def __init__(self, rankings: Mapping[Phase, Ranking]) -> None:
+        super().__init__(rankings)
+        self.rules = tuple(dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules]))
+        self.by_phase = any(rule.phase is not None for rule in self.rules)
+        self.ranked = tuple(dict.fromkeys([name for phase in reversed([*rankings]) for name in rankings[phase].ranks]))
+
+
 _MOST_RANKINGS = 1024
 _Test = tuple[Callable[[AttentionConfig], Any], Callable[[Any], bool]]
 
@@ -97,7 +115,7 @@ class Ranker:
         candidates: Collection[str] | None = None,
     ) -> None:
         self._candidates = candidates
-        self._rankings: dict[tuple[object, ...], dict[Phase, Ranking]] = {}
+        self._rankings: dict[tuple[object, ...], Rankings] = {}
         self._registered = list(registered)
         self._priorities: list[tuple[Rule, list[_Test]]] = []
         self._effects: list[tuple[Rule, list[_Test]]] = []
@@ -113,8 +131,8 @@ class Ranker:
         # Priorities: last layer to first, top-down within one. sort() is stable.
         self._priorities.sort(key=lambda item: -item[0].layer)
 
-    def rank(self, config: AttentionConfig, phases: Sequence[Phase]) -> dict[Phase, Ranking]:
-        """Return the ranking of every phase. Layers that match the same rules share it."""
+    def rank(self, config: AttentionConfig, phases: Sequence[Phase]) -> Rankings:
+        """Return the ranking of every phase."""
         priorities = tuple([rule for rule, tests in self._priorities if _matches(tests, config)])
         effects = tuple([rule for rule, tests in self._effects if _matches(tests, config)])
         key = (priorities, effects, *phases)
@@ -122,7 +140,8 @@ class Ranker:
         if found is None:
             if len(self._rankings) >= _MOST_RANKINGS:
                 self._rankings.clear()
-            found = self._rankings[key] = {phase: self._rank(phase, priorities, effects) for phase in phases}
+            found = Rankings({phase: self._rank(phase, priorities, effects) for phase in phases})
+            self._rankings[key] = found
         return found
 
     def _rank(self, phase: Phase, priorities: Sequence[Rule], effects: Sequence[Rule]) -> Ranking:
