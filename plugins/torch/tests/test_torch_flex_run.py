@@ -5,7 +5,6 @@ The bounds are those of the conformance suite (``attn_select.testing.comparison`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,48 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch_layers import check_close, context_of
 
 from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
-from attn_select.environment import Environment
-from attn_select.gate import check
 from attn_select.layouts import FLASH_ATTN_NHD
-from attn_select.runtime import CommonAttentionMetadata, Scales
-from attn_select.runtime.backend import BackendContext
-from attn_select.spec import BackendPlan
-from attn_select.testing import Problem, error_bound, lse_error, random_problem, relative_error, same_bits
+from attn_select.runtime import Scales
+from attn_select.testing import Problem, error_bound, random_problem, same_bits
+from attn_select.testing.running import common_of
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TILE
 from attn_select_torch.runtime.flex import FlexImpl
 from attn_select_torch.runtime.flex_builder import FlexBuilder, FlexMetadata
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 LAYER: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32", "block_size": TILE}
 BATCH = ((1, 37), (20, 20), (1, 36), (5, 31), (1, 1), (40, 90), (3, 64), (1, 128), (17, 17))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def common_of(problem: Problem, **changes: Any) -> CommonAttentionMetadata:
-    common = CommonAttentionMetadata(
-        query_start_loc=problem.query_start_loc,
-        query_start_loc_cpu=problem.query_start_loc.cpu(),
-        seq_lens=problem.seq_lens,
-        seq_lens_cpu=problem.seq_lens.cpu(),
-        num_reqs=len(problem.requests),
-        num_actual_tokens=len(problem.query),
-        max_query_len=max(query_len for query_len, _ in problem.requests),
-        max_seq_len=max(seq_len for _, seq_len in problem.requests),
-        block_table_tensor=problem.block_table,
-        slot_mapping=problem.slot_mapping,
-        mm_prefix_ranges=problem.mm_prefix_ranges,
-    )
-    return replace(common, **changes)
 
 
 def drawn(config: AttentionConfig, seed: int = 1, requests: Any = BATCH, **options: Any) -> Problem:
@@ -67,18 +38,10 @@ class Rig:
 
     def __init__(self, config: AttentionConfig, device: str = "cpu", *, cuda_graphs: bool = False) -> None:
         where = torch.device(device)
-        asked = CPU if device == "cpu" else Device("gpu", torch.cuda.get_device_capability())
-        plans = {}
-        for phase in config.phases:
-            there = Environment(assume_installed=True)
-            plan = check(FLEX_ATTENTION, config, asked, there, FLEX_ATTENTION.options(), phase)
-            assert isinstance(plan, BackendPlan), plan
-            plans[phase] = plan
-        self.context = BackendContext(
-            config=config,
-            plans=plans,
-            device=where,
-            options=FLEX_ATTENTION.options(),
+        self.context = context_of(
+            FLEX_ATTENTION,
+            config,
+            where,
             kv_layout=FLASH_ATTN_NHD if config.has_cache else None,
             block_size=TILE if config.has_cache else None,
             max_num_seqs=12,
@@ -109,11 +72,7 @@ class Rig:
     def compare(self, problem: Problem, cache: Any, output: torch.Tensor, lse: torch.Tensor | None) -> None:
         bound = error_bound(problem.config, self.context.plans)
         expected, expected_lse = problem.reference(kv_cache=cache)
-        error = relative_error(output, expected)
-        assert error.norm <= bound.norm, (error, bound)
-        assert error.row <= bound.row, (error, bound)
-        if lse is not None:
-            assert lse_error(lse, expected_lse) <= bound.lse, (lse_error(lse, expected_lse), bound)
+        check_close(output, lse, expected, expected_lse, bound)
 
 
 def test_masks_lengths_and_sizes_of_one_kind_compile_once() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch_layers import check_close
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import (
@@ -26,27 +27,18 @@ from attn_select.testing import (
     MLAProblem,
     attention_reference,
     error_bound,
-    lse_error,
     random_mla_problem,
-    relative_error,
     same_bits,
 )
+from attn_select.testing.running import common_of
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.runtime import mla_builder as mla_metadata
 from attn_select_torch.runtime.mla import TorchMLABackend, TorchMLAImpl
 from attn_select_torch.runtime.mla_builder import Gather
 
 SMALL = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=DEVICES)
@@ -56,25 +48,6 @@ def device(request: pytest.FixtureRequest) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return name
-
-
-def common_of(problem: MLAProblem, **changes: Any) -> CommonAttentionMetadata:
-    step = problem.step
-    query_lens, seq_lens = zip(*step.requests, strict=True)
-    common = CommonAttentionMetadata(
-        query_start_loc=step.query_start_loc,
-        query_start_loc_cpu=step.query_start_loc.cpu(),
-        seq_lens=step.seq_lens,
-        seq_lens_cpu=step.seq_lens.cpu(),
-        num_reqs=len(query_lens),
-        num_actual_tokens=sum(query_lens),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        block_table_tensor=step.block_table,
-        slot_mapping=step.slot_mapping,
-        mm_prefix_ranges=step.mm_prefix_ranges,
-    )
-    return dataclasses.replace(common, **changes)
 
 
 def make_group(config: AttentionConfig, device: str = "cpu", **options: Any) -> MLAAttentionGroup:
@@ -102,11 +75,7 @@ def check(problem: MLAProblem, group: MLAAttentionGroup, common: CommonAttention
     bound = error_bound(group.config, group.selection.plans)
     for wants_lse in (False, True):
         output, lse = run(problem, group, common, wants_lse=wants_lse)
-        error = relative_error(output, expected)
-        assert error.norm <= bound.norm, (wants_lse, error, bound)
-        assert error.row <= bound.row, (wants_lse, error, bound)
-        if lse is not None:
-            assert lse_error(lse, expected_lse) <= bound.lse
+        check_close(output, lse, expected, expected_lse, bound)
 
 
 def gathers(group: MLAAttentionGroup, requests: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

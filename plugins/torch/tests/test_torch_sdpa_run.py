@@ -5,7 +5,6 @@ Bounds are those of the conformance suite (``attn_select.testing.comparison``, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
@@ -14,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch_layers import check_close, context_of
 
 from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
-from attn_select.environment import Environment
-from attn_select.gate import check
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.runtime import CommonAttentionMetadata, Scales
-from attn_select.runtime.backend import BackendContext
-from attn_select.spec import BackendPlan
-from attn_select.testing import Problem, error_bound, lse_error, random_problem, relative_error, same_bits
+from attn_select.runtime import Scales
+from attn_select.testing import Problem, error_bound, random_problem, same_bits
+from attn_select.testing.running import common_of
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 from attn_select_torch.runtime import sdpa_builder as sdpa_build
 from attn_select_torch.runtime import varlen
@@ -34,44 +30,10 @@ from attn_select_torch.runtime.request_tiles import Limits
 from attn_select_torch.runtime.sdpa import SDPAImpl
 from attn_select_torch.runtime.sdpa_builder import SDPABuilder, SDPAMetadata
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", "block_size": 4}
 BATCH = ((1, 37), (20, 20), (1, 36), (5, 31), (3, 9), (1, 1), (3, 30), (17, 40), (1, 33))
 """Decodes of like and unlike lengths, prompts, a chunk, and two queries of the same length above one."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def plans_of(config: AttentionConfig, device: Device) -> dict[Any, BackendPlan]:
-    plans = {}
-    for phase in config.phases:
-        plan = check(TORCH_SDPA, config, device, Environment(assume_installed=True), TORCH_SDPA.options(), phase)
-        assert isinstance(plan, BackendPlan), plan
-        plans[phase] = plan
-    return plans
-
-
-def common_of(problem: Problem, **changes: Any) -> CommonAttentionMetadata:
-    queries = problem.query_start_loc.cpu().diff()
-    common = CommonAttentionMetadata(
-        query_start_loc=problem.query_start_loc,
-        query_start_loc_cpu=problem.query_start_loc.cpu(),
-        seq_lens=problem.seq_lens,
-        seq_lens_cpu=problem.seq_lens.cpu(),
-        num_reqs=len(problem.requests),
-        num_actual_tokens=len(problem.query),
-        max_query_len=int(queries.max()),
-        max_seq_len=int(problem.seq_lens.max()),
-        block_table_tensor=problem.block_table,
-        slot_mapping=problem.slot_mapping,
-        mm_prefix_ranges=problem.mm_prefix_ranges,
-    )
-    return replace(common, **changes)
 
 
 class Rig:
@@ -80,12 +42,10 @@ class Rig:
     def __init__(self, problem: Problem, limits: Limits | None = None) -> None:
         self.problem, config = problem, problem.config
         device = problem.query.device
-        asked = CPU if device.type == "cpu" else Device("gpu", torch.cuda.get_device_capability(device))
-        self.context = BackendContext(
-            config=config,
-            plans=plans_of(config, asked),
-            device=device,
-            options=TORCH_SDPA.options(),
+        self.context = context_of(
+            TORCH_SDPA,
+            config,
+            device,
             kv_layout=problem.layout,
             block_size=problem.block_size if config.has_cache else None,
             max_num_seqs=64,
@@ -118,11 +78,7 @@ class Rig:
     def check(self, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         bound = error_bound(self.context.config, self.context.plans)
         expected, expected_lse = self.problem.reference(kv_cache=self.cache)
-        error = relative_error(output, expected)
-        assert error.norm <= bound.norm, (error, bound)
-        assert error.row <= bound.row, (error, bound)
-        if lse is not None:
-            assert lse_error(lse, expected_lse) <= bound.lse, (lse_error(lse, expected_lse), bound)
+        check_close(output, lse, expected, expected_lse, bound)
 
     def check_all(self) -> SDPAMetadata:
         metadata = self.builder.build(0, common_of(self.problem))
