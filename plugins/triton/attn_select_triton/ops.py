@@ -7,13 +7,13 @@ served: it is slow, and rounds FP8 in another way. Importing this module imports
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select_triton.facts.triton_support import LIBRARIES, TURING_AND_UP, machine_reasons
+from attn_select_triton.facts.triton_support import COMPILER_VARIABLES, LIBRARIES, TURING_AND_UP, machine_reasons
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Operation = Callable[..., Any]
 
 
-@lru_cache(maxsize=16)
 def _serves(device: torch.device) -> bool:
+    """Whether Triton compiles for a device here and now; core asks once per operation and device."""
     if device.type != "cuda":
         return False
     import torch  # only here: who asks has imported it
 
     here = Device("cuda", torch.cuda.get_device_capability(device), local=True)
-    environment = Environment()
+    environment = Environment(variables={name: os.environ[name] for name in COMPILER_VARIABLES if name in os.environ})
     return (
         TURING_AND_UP.value.accepts(here.compute_capability)
         and all(environment.has(library) for (library,) in LIBRARIES)

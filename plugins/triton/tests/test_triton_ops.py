@@ -57,10 +57,27 @@ def test_a_gpu_is_served(name: str, device: torch.device, monkeypatch: pytest.Mo
         pytest.skip("needs a CUDA device")
     here = torch.device("cuda", torch.cuda.current_device())
     assert callable(getattr(ops, name)(here))
-    ops._serves.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert getattr(ops, name)(here) is None
-    ops._serves.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "served"), [((9, 0), True), ((7, 0), False)])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_compiler_is_the_one_that_triton_would_call(
+    name: str, capability: tuple[int, int], served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``CC`` names it, as Triton reads it; where that is unset gcc or clang must be on PATH."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    here, compiler = torch.device("cuda", 0), tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert getattr(ops, name)(here) is None
+    monkeypatch.setenv("CC", str(compiler))
+    assert callable(getattr(ops, name)(here)) is served
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert getattr(ops, name)(here) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
