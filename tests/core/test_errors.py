@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import inspect
 import multiprocessing
 import pickle
 from collections.abc import Iterator
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 
-# Loaded so that their errors are among the subclasses.
 from attn_select import AttentionConfig, select
 from attn_select.device import lookup
 from attn_select.errors import AttnSelectError, RulesError, UnknownNameError
 from attn_select.selection import NoBackendError
+
+if importlib.util.find_spec("torch") is not None:
+    import attn_select.runtime  # noqa: F401  # its errors are subclasses, too
 
 
 def subclasses(base: type[AttnSelectError]) -> Iterator[type[AttnSelectError]]:
@@ -31,9 +35,16 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def arguments_of(cls: type[AttnSelectError]) -> tuple[Any, ...]:
+    """Return arguments that make such an error: a text for each that has no default, where nothing else is known."""
+    parameters = inspect.signature(cls).parameters.values()
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    return ARGUMENTS.get(cls.__name__, tuple(f"the {name} that was wrong" for name in needed))
+
+
 @pytest.mark.parametrize("cls", [AttnSelectError, *dict.fromkeys(subclasses(AttnSelectError))])
 def test_every_error_survives_pickling_and_copying(cls: type[AttnSelectError]) -> None:
-    error = cls(*ARGUMENTS.get(cls.__name__, ("what was wrong",)), hint="what to do")
+    error = cls(*arguments_of(cls), hint="what to do")
     error.add_note("seen by a worker")
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         check(pickle.loads(pickle.dumps(error, protocol)), error)
