@@ -21,10 +21,12 @@ from attn_select.dtypes import is_quantized
 from attn_select.runtime import (
     Attention,
     AttentionGroup,
+    BlockTable,
     CommonAttentionMetadata,
     MLAAttention,
     MLAAttentionGroup,
     Scales,
+    prepare_batch,
 )
 from attn_select.runtime.kv_cache import kv_cache_shape
 from attn_select.spec import BackendPlan
@@ -101,6 +103,30 @@ def shared_prefix(problem: Problem, blocks: int) -> Problem:
     table = problem.block_table.clone()
     table[:, :blocks] = table[:1, :blocks]
     return dataclasses.replace(problem, block_table=table)
+
+
+def random_batch(
+    group: AttentionGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
+) -> tuple[CommonAttentionMetadata, Tensor]:
+    """Return a batch whose requests lie in random blocks, and a cache of random numbers.
+
+    ``random_problem`` also draws queries and sinks, and says what is expected.
+
+    Args:
+        query_lens, seq_lens: of each request.
+        shared_blocks: blocks at the start of every request that are the first request's.
+    """
+    assert group.block_size is not None
+    width = -(-max(*seq_lens, 1) // group.block_size)
+    draw = torch.Generator().manual_seed(len(query_lens) + sum(seq_lens))
+    blocks = torch.randperm(len(seq_lens) * width + 1, generator=draw).tolist()
+    table = BlockTable(len(seq_lens), width, group.block_size, group.device)
+    for row in range(len(seq_lens)):
+        own = blocks[row * width : (row + 1) * width]
+        table.set_row(row, [*blocks[:shared_blocks], *own[shared_blocks:]])
+    cache = group.allocate_kv_cache(len(blocks))
+    cache.copy_(torch.randn(cache.shape, generator=draw).to(cache.dtype))
+    return prepare_batch(query_lens, seq_lens, table), cache
 
 
 def common_of(drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:

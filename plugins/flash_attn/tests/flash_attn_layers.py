@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,15 +12,12 @@ from attn_select.environment import Environment
 from attn_select.runtime import (
     Attention,
     AttentionGroup,
-    BlockTable,
     Capacity,
-    CommonAttentionMetadata,
     attention_group,
 )
-from attn_select.runtime.batch import prepare_batch
-from attn_select.runtime.kv_cache import key_value_views
 from attn_select.selection import Selection
-from attn_select.testing import attention_reference, environment_of, gqa_layer, selection_of
+from attn_select.testing import environment_of, gqa_layer, selection_of
+from attn_select.testing.oracle_paged import paged_reference
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 BF16 = torch.bfloat16
@@ -40,24 +36,6 @@ def small_layer(**fields: Any) -> AttentionConfig:
 def group_of(selection: Selection, device: str = "cpu", **options: Any) -> AttentionGroup:
     options.setdefault("capacity", Capacity(16, 512, 512))
     return attention_group(selection, device, **options)
-
-
-def batch(
-    group: AttentionGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
-) -> tuple[CommonAttentionMetadata, torch.Tensor]:
-    """Return a batch whose requests lie in random blocks (the first ``shared_blocks`` the same), and a random cache."""
-    assert group.block_size is not None
-    width = -(-max(*seq_lens, 1) // group.block_size)
-    draw = torch.Generator().manual_seed(len(query_lens) + sum(seq_lens))
-    blocks = torch.randperm(len(seq_lens) * width + 1, generator=draw).tolist()
-    table = BlockTable(len(seq_lens), width, group.block_size, group.device)
-    for row in range(len(seq_lens)):
-        own = blocks[row * width : (row + 1) * width]
-        table.set_row(row, [*blocks[:shared_blocks], *own[shared_blocks:]])
-    cache = group.allocate_kv_cache(len(blocks))
-    numbers = torch.randn(cache.shape, generator=draw)
-    cache.copy_(numbers.to(cache.dtype) if cache.element_size() > 1 else (numbers * 8).to(cache.dtype))
-    return prepare_batch(query_lens, seq_lens, table), cache
 
 
 def made(provider: str, gpu: str = "h100", layout: str | None = None, **fields: Any) -> Any:
@@ -85,18 +63,13 @@ def calls_of(calls: list[dict[str, Any]], scheduling: bool = False) -> list[dict
 
 
 def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -> tuple[Any, Any]:
-    """Attend request by request in float64 to the queries that ``run`` draws."""
+    """Return output and LSE of the queries that ``run`` draws, in float64."""
     torch.manual_seed(1)
     config = group.config
     query = torch.randn(common.num_actual_tokens, config.num_heads, config.head_size).bfloat16()
-    key, value = key_value_views(cache, group.kv_layout, config)
-    parts = []
-    for request, (first, last) in enumerate(common.query_start_loc.unfold(0, 2, 1).tolist()):
-        length, size = int(common.seq_lens[request]), key.shape[1]
-        table = common.block_table_tensor[request, : -(-length // size)].long()
-        keys, values = (half[table].flatten(0, 1)[:length] for half in (key, value))
-        parts.append(attention_reference(query[first:last], keys, values, scale=layer.scale, **options))
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    table, bounds = common.block_table_tensor, common.query_start_loc
+    given = (query, cache, group.kv_layout, table, bounds, common.seq_lens, config, layer.scale)
+    return paged_reference(*given, **options)
 
 
 def always_cascade(group: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from flashinfer_gate import RELEASE, with_plans
 
 from attn_select.detection import detect_device
 from attn_select.device import lookup
-from attn_select.runtime import Attention, AttentionGroup, BlockTable, Capacity, attention_group
-from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime import Attention, AttentionGroup, Capacity, attention_group
 from attn_select.selector import environment_for
 from attn_select.testing import gqa_layer, selection_of
 from attn_select.testing.oracle_paged import paged_reference
@@ -54,23 +52,6 @@ def _group(fields: dict[str, Any], gpu: str | None, layout: Any, options: dict[s
 
 def builder_of(group: AttentionGroup) -> Any:
     return group.backends[0].builder
-
-
-def batch(
-    group: AttentionGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
-) -> tuple[Any, torch.Tensor]:
-    """Return a batch whose requests lie in random blocks (the first ``shared_blocks`` the same), and a random cache."""
-    assert group.block_size is not None
-    width = -(-max(*seq_lens, 1) // group.block_size)
-    draw = torch.Generator().manual_seed(len(query_lens) + sum(seq_lens))
-    blocks = torch.randperm(len(seq_lens) * width + 1, generator=draw).tolist()
-    table = BlockTable(len(seq_lens), width, group.block_size, group.device)
-    for row in range(len(seq_lens)):
-        own = blocks[row * width : (row + 1) * width]
-        table.set_row(row, [*blocks[:shared_blocks], *own[shared_blocks:]])
-    cache = group.allocate_kv_cache(len(blocks))
-    cache.copy_(torch.randn(cache.shape, generator=draw).to(cache.dtype))
-    return prepare_batch(query_lens, seq_lens, table), cache
 
 
 def drawn_query(group: AttentionGroup, tokens: int) -> torch.Tensor:

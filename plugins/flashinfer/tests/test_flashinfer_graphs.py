@@ -19,6 +19,7 @@ import torch
 from attn_select.errors import ConfigError
 from attn_select.runtime import Attention, BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch, check_level
+from attn_select.testing.running import random_batch
 
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}
@@ -72,12 +73,12 @@ def test_replay_with_other_lengths_and_pages(
     assert group.cudagraph_support == ("UNIFORM_SINGLE_TOKEN_DECODE" if "options" in fields else "UNIFORM_BATCH")
     sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
     layer = Attention(group, **sinks)
-    cache = groups.batch(group, [1] * 16, [500] * 16)[1]
+    cache = random_batch(group, [1] * 16, [500] * 16)[1]
     captured = {size: Captured(group, layer, cache, size, query_len) for size in (4, 2)}
     draw = random.Random(0)
     # A replay needs the counters, schedules and lists of no other: sizes take turns, eager steps come between.
     for requests, size in ((2, 2), (4, 4), (1, 2), (3, 4), (2, 2)):
-        common, own = groups.batch(
+        common, own = random_batch(
             group, [query_len] * requests, [draw.randint(query_len, 300) for _ in range(requests)]
         )
         cache[: len(own)].copy_(own)
@@ -87,7 +88,7 @@ def test_replay_with_other_lengths_and_pages(
         torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
         if (lse := captured[size].lse) is not None:  # emulated graphs do not record the conversion from base 2
             torch.testing.assert_close(lse[: len(query)].double() * LN2, expected_lse, atol=LSE, rtol=0)
-        mixed, _ = groups.batch(group, [1, 9], [20, 30])
+        mixed, _ = random_batch(group, [1, 9], [20, 30])
         group.build(mixed)
 
 
@@ -104,7 +105,7 @@ def test_one_decode_wrapper_per_batch_size_with_shared_buffers(emulate: Emulate)
         assert len({call[name].data_ptr() for call in made}) == 1
     pool = groups.builder_of(group).native.pool
     assert [pool.is_captured(size) for size in (1, 2, 4)] == [False, True, True]
-    group.build(groups.batch(group, [1], [30])[0])  # of another size: eager
+    group.build(random_batch(group, [1], [30])[0])  # of another size: eager
     assert not world.named("BatchDecodeWithPagedKVCacheWrapper.__init__")[-1]["use_cuda_graph"]
 
 
@@ -124,8 +125,8 @@ def test_a_step_is_refused_whose_buffers_a_later_graph_step_has_overwritten(emul
     group = groups.made(options=NATIVE, group_cuda_graphs=True, group_capacity=CAPACITY)
     layer, static = Attention(group), StaticBatch(group, 1)
     group.build_for_cudagraph_capture(static.dummy(2))
-    eager, cache = groups.batch(group, [1], [30])
-    two, other = (groups.batch(group, [1, 1], lens)[0] for lens in ([30, 7], [90, 3]))
+    eager, cache = random_batch(group, [1], [30])
+    two, other = (random_batch(group, [1, 1], lens)[0] for lens in ([30, 7], [90, 3]))
 
     def run(common: Any, metadata: Any) -> None:
         query = groups.drawn_query(group, common.num_actual_tokens)
@@ -148,7 +149,7 @@ def test_a_step_built_early_leaves_the_running_one_alone(
     monkeypatch.setattr("attn_select_flashinfer.runtime.plans.new_event", lambda device: fi.Event())
     group = groups.made(options=NATIVE, block_size=16, group_cuda_graphs=graphs)
     layer, ring = Attention(group), groups.builder_of(group).native.pool.ring
-    batches = [groups.batch(group, [1, 1], [length, 7]) for length in (200, 30, 150)]
+    batches = [random_batch(group, [1, 1], [length, 7]) for length in (200, 30, 150)]
     results = []
     with fi.lagging():
         for common, cache in batches:
@@ -168,7 +169,7 @@ def test_build_copies_nothing_back_from_the_device(emulate: Emulate) -> None:
     world = emulate()
     for options in ({}, NATIVE):
         group = groups.made(options=options)
-        common, cache = groups.batch(group, [1, 1, 20], [200, 7, 40])
+        common, cache = random_batch(group, [1, 1, 20], [200, 7, 40])
         lengths = common.seq_lens.clone(), common.query_start_loc.clone(), common.block_table_tensor.clone()
         common.seq_lens, common.query_start_loc, common.block_table_tensor = lengths
         fi.on_device(*lengths, cache)
@@ -197,7 +198,7 @@ def test_replay_of_every_captured_size(fields: dict[str, Any]) -> None:
     capacity = Capacity(16, 64, 4096)
     group = groups.on_gpu(group_cuda_graphs=True, group_capacity=capacity, **shape, **fields)
     layer = Attention(group)
-    _, cache = groups.batch(group, [1] * 16, [2048] * 16)
+    _, cache = random_batch(group, [1] * 16, [2048] * 16)
     query = groups.drawn_query(group, 16)
 
     def step(inputs: Mapping[str, torch.Tensor], metadata: Mapping[Any, Any]) -> torch.Tensor:
@@ -209,7 +210,7 @@ def test_replay_of_every_captured_size(fields: dict[str, Any]) -> None:
     draw, ran = random.Random(0), groups.builder_of(group).ran.copy()
     for requests in (*range(1, 17), 16, 3, 1):
         lens = [draw.randint(1, 2048) for _ in range(requests)]
-        common, _ = groups.batch(group, [1] * requests, lens)
+        common, _ = random_batch(group, [1] * requests, lens)
         found = runner({"query": query}, {group: common}).clone()
         expected, _ = groups.reference(group, common, cache, layer)
         bound = 6e-2 if fields.get("kv_cache_dtype") and "options" not in fields else 8e-3
@@ -225,7 +226,7 @@ def test_neither_build_nor_forward_waits_for_the_gpu(fields: dict[str, Any], gra
     group = groups.on_gpu(
         num_heads=32, num_kv_heads=8, head_size=128, block_size=16, group_cuda_graphs=graphs, **fields
     )
-    common, cache = groups.batch(group, [1, 9], [300, 20])
+    common, cache = random_batch(group, [1, 9], [300, 20])
     layer, query = Attention(group), groups.drawn_query(group, 10)
     layer(query, None, None, cache, group.build(common))
     torch.cuda.synchronize()
@@ -244,7 +245,7 @@ def test_steps_built_while_the_gpu_is_behind_keep_their_schedules() -> None:
     group = groups.on_gpu(num_heads=32, num_kv_heads=8, head_size=128, block_size=16, options=NATIVE)
     layer, query = Attention(group), groups.drawn_query(group, 8)
     draw = random.Random(0)
-    batches = [groups.batch(group, [1] * 8, [draw.randint(1, 2000) for _ in range(8)]) for _ in range(12)]
+    batches = [random_batch(group, [1] * 8, [draw.randint(1, 2000) for _ in range(8)]) for _ in range(12)]
     alone = []
     for common, cache in batches:
         alone.append(layer(query, None, None, cache, group.build(common)).clone())
@@ -266,7 +267,7 @@ def test_steps_built_before_the_first_one_runs(fields: dict[str, Any]) -> None:
     layer = Attention(group, **sinks)
     steps = []
     for query_lens, seq_lens in (([1, 1, 200], [900, 5, 400]), ([1, 7], [200, 64]), ([1] * 4, [9, 1000, 64, 65])):
-        common, cache = groups.batch(group, query_lens, seq_lens)
+        common, cache = random_batch(group, query_lens, seq_lens)
         expected, _ = groups.reference(group, common, cache, layer, **sinks)
         steps.append((common, cache, group.build(common), expected))
     for common, cache, metadata, expected in (*steps, *reversed(steps), *steps):

@@ -18,6 +18,7 @@ from attn_select.errors import KernelMismatchError
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Attention, BatchError, Scales
 from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.testing.running import random_batch
 from attn_select_flashinfer.plugin import attn_select_register_backends
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
@@ -57,7 +58,7 @@ def test_each_phase_runs_by_its_plan_and_is_counted(
     group = groups.made(gpu, options=options)
     builder = groups.builder_of(group)
     for query_lens, seq_lens in (([1, 1, 20], [30, 5, 40]), ([1, 1], [31, 6])):
-        common, _ = groups.batch(group, query_lens, seq_lens)
+        common, _ = random_batch(group, query_lens, seq_lens)
         parts = parts_of(group.build(common))
         assert [(type(part), part.label) for part in parts] == [decode, prefill][: len(set(query_lens))]
     assert builder.ran == {f"decode: {decode[1]}": 2, f"prefill: {prefill[1]}": 1}
@@ -90,7 +91,7 @@ def test_words_for_people_decide_nothing(gpu: str, fields: dict[str, Any], emula
         world = emulate({"h100": (9, 0), "b200": (10, 0)}[gpu])
         group = groups.made(gpu, change=change, **fields)
         sinks = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
-        common, cache = groups.batch(group, [1, 1, 20], [30, 5, 40])
+        common, cache = random_batch(group, [1, 1, 20], [30, 5, 40])
         output, _ = groups.run(group, common, cache, Attention(group, **sinks), lse=False)
         calls = [(call["entry"], call.get("backend"), call.get("jit_args")) for call in world.calls]
         seen.append((calls, groups.builder_of(group).ran, output))
@@ -118,7 +119,7 @@ def test_several_steps_may_be_built_before_the_first_one_runs(
     layer = Attention(group, **sinks)
     steps = []
     for query_lens, seq_lens in (([1, 1, 20], [30, 5, 40]), ([1, 7], [200, 64]), ([1], [9])):
-        common, cache = groups.batch(group, query_lens, seq_lens)
+        common, cache = random_batch(group, query_lens, seq_lens)
         expected, _ = groups.reference(group, common, cache, layer, **sinks)
         common = dataclasses.replace(common, seq_lens_cpu=common.seq_lens_cpu.clone())
         steps.append((common, cache, group.build(common), expected))
@@ -142,7 +143,7 @@ def test_a_step_that_is_not_causal_is_prefilled_natively(emulate: Emulate) -> No
     world = emulate((10, 0))
     group = groups.made("b200", kv_cache_dtype="fp8_e4m3")
     layer = Attention(group, scales=Scales.make("cpu", q=0.1, k=0.5, v=0.25))
-    common, cache = groups.batch(group, [1, 20], [30, 40])
+    common, cache = random_batch(group, [1, 20], [30, 40])
     groups.run(group, common, cache, layer)
     assert groups.builder_of(group).native is None
     common.causal = False
@@ -159,7 +160,7 @@ def test_drafts_of_trtllm_gen_are_prefilled_where_the_step_is_not_causal(emulate
     emulate((10, 0))
     group = groups.made("b200", num_speculative_tokens=2)
     layer = Attention(group)
-    common, cache = groups.batch(group, [3, 3, 2], [30, 40, 2])
+    common, cache = random_batch(group, [3, 3, 2], [30, 40, 2])
     common.causal = False
     output, _ = groups.run(group, common, cache, layer)
     expected, _ = groups.reference(group, common, cache, layer)
@@ -170,7 +171,7 @@ def test_drafts_of_trtllm_gen_are_prefilled_where_the_step_is_not_causal(emulate
 def test_native_kernels_refuse_a_window_in_a_step_that_is_not_causal(emulate: Emulate) -> None:
     emulate()
     group = groups.made(options=NATIVE, sliding_window=8)
-    common, _ = groups.batch(group, [1, 20], [30, 40])
+    common, _ = random_batch(group, [1, 20], [30, 40])
     common.causal = False
     with pytest.raises(BatchError, match="the step is not causal and the layers have a sliding window"):
         group.build(common)
@@ -180,7 +181,7 @@ def test_single_tokens_with_sinks_and_a_window_need_no_causality(emulate: Emulat
     """The variant with sinks decodes through the prefill wrapper; no key lies behind a sequence's last token."""
     emulate()
     group, sinks = groups.made(options=NATIVE, sliding_window=8, sinks=True), torch.tensor([0.5, -1.0, 2.0, 0.25])
-    common, cache = groups.batch(group, [1, 1], [30, 40])
+    common, cache = random_batch(group, [1, 1], [30, 40])
     common.causal = False
     layer = Attention(group, sinks=sinks)
     output, _ = groups.run(group, common, cache, layer)
@@ -194,7 +195,7 @@ def test_single_tokens_with_sinks_and_a_window_need_no_causality(emulate: Emulat
 def test_page_lists_of_both_phases(emulate: Emulate) -> None:
     world = emulate()
     group = groups.made(options=NATIVE, block_size=16)
-    common, cache = groups.batch(group, [1, 1, 1, 20, 5], [33, 32, 1, 20, 48])
+    common, cache = random_batch(group, [1, 1, 1, 20, 5], [33, 32, 1, 20, 48])
     decode, prefill = parts_of(group.build(common))
     assert decode.lists.paged_kv_indptr.tolist() == [0, 3, 5, 6]
     assert decode.lists.paged_kv_last_page_len.tolist() == [1, 16, 1]
@@ -219,7 +220,7 @@ def test_lists_that_a_plan_copies_to_the_device_are_its_own(emulate: Emulate) ->
     """An engine may keep its bounds in pinned memory, and write the next step's while a copy is under way."""
     emulate()
     group = groups.made(options=NATIVE, block_size=16)
-    common, _ = groups.batch(group, [20, 5], [20, 48])
+    common, _ = random_batch(group, [20, 5], [20, 48])
     (prefill,) = parts_of(group.build(common))
     lists = (prefill.qo_indptr, prefill.lists.paged_kv_indptr, prefill.lists.paged_kv_last_page_len)
     theirs = {common.query_start_loc_cpu.data_ptr(), common.seq_lens_cpu.data_ptr()}
@@ -233,7 +234,7 @@ def test_both_layouts_and_rows_behind_the_batch(options: dict[str, Any], emulate
     for layout in (FLASHINFER_NHD, FLASHINFER_HND):
         group = groups.made(layout=layout, options=options, block_size=32)
         assert group.kv_layout == layout
-        common, cache = groups.batch(group, [1, 9], [70, 40])
+        common, cache = random_batch(group, [1, 9], [70, 40])
         draw = torch.Generator().manual_seed(5)
         numbers = torch.randn(len(cache), 2, 32, 2, 64, generator=draw)
         cache.copy_(numbers if layout == FLASHINFER_NHD else numbers.transpose(2, 3))
@@ -250,7 +251,7 @@ def test_layers_of_a_kind_have_scales_of_their_own(emulate: Emulate) -> None:
         Attention(group, scale=0.3, scales=Scales.make("cpu", q=0.02, k=0.5, v=2.0)),
         Attention(group, scale=0.05, scales=Scales.make("cpu", q=0.04, k=0.25, v=1.0)),
     ]
-    common, cache = groups.batch(group, [1, 20], [30, 40])
+    common, cache = random_batch(group, [1, 20], [30, 40])
     metadata = group.build(common)
     query = groups.drawn_query(group, 21)
     for layer in layers:
@@ -281,7 +282,7 @@ def test_masked_keys_are_far_away_with_small_scales_too(use: str, emulate: Emula
     )
     scale = 1e-4 if use == "16 bits" else 0.125
     layer = Attention(group, scale=scale, scales=Scales.make("cpu", q=0.01, k=1e-3, v=0.5), **sinks)
-    common, cache = groups.batch(group, [1, 20], [30, 40])
+    common, cache = random_batch(group, [1, 20], [30, 40])
     if fields:
         cache.copy_((torch.randn(cache.shape) * 100).clamp(-448, 448).to(E4M3))
     output, _ = groups.run(group, common, cache, layer)
@@ -307,7 +308,7 @@ def test_one_fp8_scale_per_head_in_both_phases(emulate: Emulate) -> None:
     world = emulate()
     group = groups.made(kv_cache_dtype="fp8_e4m3", per_head_quant_scales=True)
     scales = Scales.make("cpu", q=0.02, k=torch.tensor([0.5, 0.25]), v=torch.tensor([2.0, 1.0]), num_kv_heads=2)
-    common, cache = groups.batch(group, [1, 20], [30, 40])
+    common, cache = random_batch(group, [1, 20], [30, 40])
     output, _ = groups.run(group, common, cache, Attention(group, scales=scales))
     assert output.isfinite().all()
     for call in (*world.named(DECODE_RUN), *world.named(PREFILL_RUN)):
@@ -321,7 +322,7 @@ def test_sinks_count_and_are_the_lse_of_requests_without_keys(options: dict[str,
     group = groups.made(options=options, sinks=True)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.25])
     layer = Attention(group, sinks=sinks.bfloat16())
-    common, cache = groups.batch(group, [1, 1, 20], [30, 1, 40])
+    common, cache = random_batch(group, [1, 1, 20], [30, 1, 40])
     common.seq_lens = common.seq_lens_cpu = torch.tensor([30, 0, 40], dtype=torch.int32)
     output, lse = groups.run(group, common, cache, layer, lse=bool(options))
     expected, expected_lse = groups.reference(group, common, cache, layer, sinks=sinks)
@@ -339,7 +340,7 @@ def test_the_module_with_sinks_is_named_by_all_that_it_is_compiled_for(emulate: 
     world = emulate()
     for fields in ({"head_size": 64}, {"head_size": 128}, {"kv_cache_dtype": "fp8_e4m3"}, {"sliding_window": 9}):
         group = groups.made("a100", options=NATIVE, sinks=True, **fields)
-        common, _ = groups.batch(group, [1, 20], [30, 40])
+        common, _ = random_batch(group, [1, 20], [30, 40])
         group.build(common)
     assert len({call["jit_args"][0] for call in world.calls if call.get("jit_args")}) == 4
 
@@ -348,7 +349,7 @@ def test_the_module_with_sinks_is_named_by_all_that_it_is_compiled_for(emulate: 
 def test_requests_without_keys_give_zero_and_minus_infinity(gpu: str, emulate: Emulate) -> None:
     emulate({"h100": (9, 0), "a100": (8, 0), "b200": (10, 0)}[gpu])
     group = groups.made(gpu, options=NATIVE)
-    common, cache = groups.batch(group, [1, 1], [33, 1])
+    common, cache = random_batch(group, [1, 1], [33, 1])
     common.seq_lens = common.seq_lens_cpu = torch.tensor([33, 0], dtype=torch.int32)
     output, lse = groups.run(group, common, cache)
     assert not output[1].any()
@@ -362,7 +363,7 @@ def test_drafts_and_requests_without_a_query_go_through_the_prefill_wrapper(emul
     layer = Attention(group)
     assert group.reorder_batch_threshold == 4
     for query_lens, seq_lens in (([4, 2, 1, 9], [30, 20, 5, 40]), ([1, 0, 1], [30, 7, 5])):
-        common, cache = groups.batch(group, query_lens, seq_lens)
+        common, cache = random_batch(group, query_lens, seq_lens)
         output, lse = groups.run(group, common, cache, layer)
         expected, expected_lse = groups.reference(group, common, cache, layer)
         torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
@@ -375,7 +376,7 @@ def test_batch_invariant_layers_split_nothing_and_get_2_gib(emulate: Emulate) ->
     world = emulate()
     group = groups.made(batch_invariant=True, num_speculative_tokens=3)
     assert group.reorder_batch_threshold == 1
-    common, _ = groups.batch(group, [1, 4], [30, 40])
+    common, _ = random_batch(group, [1, 4], [30, 40])
     group.build(common)
     (planned,) = world.named("BatchDecodeWithPagedKVCacheWrapper.plan")
     assert planned["disable_split_kv"]
@@ -394,7 +395,7 @@ def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> 
 
     emulate(BatchDecodeWithPagedKVCacheWrapper=Bare)
     group = groups.made(options=NATIVE)
-    common, _ = groups.batch(group, [1], [30])
+    common, _ = random_batch(group, [1], [30])
     with pytest.raises(KernelMismatchError, match="Bare of the installed FlashInfer has no _pin_memory") as info:
         group.build(common)
     assert info.value.hint == "pip install 'flashinfer-python>=0.6.14,<0.7'"

@@ -13,6 +13,7 @@ import flashinfer_groups as groups
 import torch
 
 from attn_select.runtime import Attention, Scales
+from attn_select.testing.running import random_batch
 from attn_select_flashinfer.runtime.mha_calls import FICascade
 
 Emulate = Callable[..., Any]
@@ -37,7 +38,7 @@ def test_cascade_gives_what_the_plain_path_gives(
     group = groups.made(options=NATIVE, block_size=16, **fields)
     sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
     layer = Attention(group, scale=0.2, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25), **sinks)
-    common, cache = groups.batch(group, [1] * 7 + [20], [300 + i for i in range(8)], 16)
+    common, cache = random_batch(group, [1] * 7 + [20], [300 + i for i in range(8)], 16)
     metadata = group.build(common, 256)
     (part,) = parts_of(metadata)
     assert isinstance(part, FICascade)
@@ -56,5 +57,5 @@ def test_cascade_needs_native_decode_and_enough_to_save(emulate: Emulate) -> Non
     emulate()
     for options, prefix, wanted in ((NATIVE, 512, False), (NATIVE, 32768, True), ({}, 32768, False)):
         group = groups.made(options=options, num_heads=32, num_kv_heads=8, head_size=128)
-        common, _ = groups.batch(group, [1] * 8, [1000] * 8)
+        common, _ = random_batch(group, [1] * 8, [1000] * 8)
         assert groups.builder_of(group).use_cascade_attention(prefix, common) == wanted

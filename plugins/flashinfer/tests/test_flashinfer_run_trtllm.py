@@ -13,6 +13,7 @@ import flashinfer_groups as groups
 import torch
 
 from attn_select.runtime import Attention, BatchError, Scales
+from attn_select.testing.running import random_batch
 
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}
@@ -46,7 +47,7 @@ def test_scratch_that_is_too_small_names_the_option(emulate: Emulate) -> None:
     emulate()
     fields = {"num_heads": 128, "num_kv_heads": 8, "head_size": 128}
     group = groups.made(options={**NATIVE, "native_workspace_bytes": 16 * MIB}, **fields)
-    common, _ = groups.batch(group, [1] * 16, [1000] * 16)
+    common, _ = random_batch(group, [1] * 16, [1000] * 16)
     with pytest.raises(BatchError, match=r"scratch of 16777216 bytes is too small .*\n.*native_workspace_bytes"):
         group.build(common)
 
@@ -56,7 +57,7 @@ def test_xqa_takes_drafts_of_equal_length_together(fields: dict[str, Any], emula
     world = emulate()
     group = groups.made(num_speculative_tokens=2, **fields)
     layer = Attention(group, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25))
-    common, cache = groups.batch(group, [3, 3, 1, 2, 9], [30, 17, 5, 2, 40])
+    common, cache = random_batch(group, [3, 3, 1, 2, 9], [30, 17, 5, 2, 40])
     output, _ = groups.run(group, common, cache, layer, lse=False)
     expected, _ = groups.reference(group, common, cache, layer)
     torch.testing.assert_close(output.double(), expected, atol=0.2 if fields else 2e-2, rtol=0)
@@ -72,7 +73,7 @@ def test_xqa_masks_nothing_where_attention_is_not_causal(emulate: Emulate) -> No
     world = emulate()
     group = groups.made(num_speculative_tokens=2)
     layer = Attention(group)
-    common, cache = groups.batch(group, [3, 3], [30, 17])
+    common, cache = random_batch(group, [3, 3], [30, 17])
     common.causal = False
     output, _ = groups.run(group, common, cache, layer, lse=False)
     expected, _ = groups.reference(group, common, cache, layer)
@@ -100,7 +101,7 @@ def test_trtllm_gen_runs_drafts_and_chunks(emulate: Emulate) -> None:
     world = emulate((10, 0))
     group = groups.made("b200", num_speculative_tokens=2)
     layer = Attention(group)
-    common, cache = groups.batch(group, [3, 1, 2, 9, 12], [30, 5, 2, 40, 12])
+    common, cache = random_batch(group, [3, 1, 2, 9, 12], [30, 5, 2, 40, 12])
     output, lse = groups.run(group, common, cache, layer)
     expected, expected_lse = groups.reference(group, common, cache, layer)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
@@ -122,7 +123,7 @@ def test_trtllm_gen_takes_an_fp8_query_and_scales_as_numbers(emulate: Emulate) -
     world = emulate((10, 0))
     group = groups.made("b200", kv_cache_dtype="fp8_e4m3", output_quantization="fp8")
     layer = Attention(group, scale=0.2, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25))
-    common, cache = groups.batch(group, [1, 9], [30, 40])
+    common, cache = random_batch(group, [1, 9], [30, 40])
     query, output_scale = groups.drawn_query(group, 10), torch.tensor(0.04)
     output = torch.empty(10, 4, 64, dtype=E4M3)
     layer.forward(query, None, None, cache, group.build(common), output, None, output_scale)
@@ -148,7 +149,7 @@ def test_fp4_output_brings_its_block_scales(emulate: Emulate) -> None:
     names = ("trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache")
     emulate((10, 0), FP4Tensor=FP4Tensor, **dict.fromkeys(names, record))
     group = groups.made("b200", kv_cache_dtype="fp8_e4m3", output_quantization="fp4")
-    common, cache = groups.batch(group, [1, 9], [30, 40])
+    common, cache = random_batch(group, [1, 9], [30, 40])
     output, blocks = torch.empty(10, 4, 32, dtype=torch.uint8), torch.empty(128, 16, dtype=E4M3)
     Attention(group).forward(
         groups.drawn_query(group, 10), None, None, cache, group.build(common), output, None, torch.tensor(3.0), blocks

@@ -14,6 +14,7 @@ import torch
 
 from attn_select.runtime import Attention, Capacity, Scales, ops
 from attn_select.runtime.batch import prepare_batch
+from attn_select.testing.running import random_batch
 
 Emulate = Callable[[str], list[dict[str, Any]]]
 FA3 = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]
@@ -48,7 +49,7 @@ def test_cascade_gives_what_the_plain_path_gives(
     group = layers.made(provider, gpu, group_capacity=Capacity(16, 512, 1024), **fields)
     layers.always_cascade(group)
     size = group.block_size
-    common, cache = layers.batch(group, [1] * 7 + [20], [256 + 10 + i for i in range(7)] + [290], 256 // size)
+    common, cache = random_batch(group, [1] * 7 + [20], [256 + 10 + i for i in range(7)] + [290], 256 // size)
     plain, plain_lse = layers.run(group, common, cache)
     calls.clear()
     output, lse = layers.run(group, common, cache, common_prefix_len=256)
@@ -65,7 +66,7 @@ def test_cascade_counts_sinks_once_and_scales_both_parts(provider: str, emulate:
     group = layers.made(provider, sinks=True, kv_cache_dtype="fp8_e4m3", group_capacity=Capacity(16, 512, 1024))
     layers.always_cascade(group)
     layer = Attention(group, sinks=torch.ones(4), scales=Scales.make("cpu", q=0.02, k=0.1, v=0.2))
-    common, cache = layers.batch(group, [1] * 8, [300] * 8, 256 // group.block_size)
+    common, cache = random_batch(group, [1] * 8, [300] * 8, 256 // group.block_size)
     plain, plain_lse = layers.run(group, common, cache, layer)
     calls.clear()
     output, lse = layers.run(group, common, cache, layer, common_prefix_len=256)

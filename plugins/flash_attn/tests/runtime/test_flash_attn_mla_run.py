@@ -16,6 +16,7 @@ from attn_select.runtime import Capacity, VarlenMetadata
 from attn_select.runtime.backend import BackendContext
 from attn_select.testing import mla_layer, plan_of, selection_of
 from attn_select.testing.oracle import attention_reference
+from attn_select.testing.running import random_batch
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 Emulate = Callable[[str], list[dict[str, Any]]]
@@ -66,7 +67,7 @@ def prefiller(provider: str, gpu: str, **fields: Any) -> tuple[Any, Any]:
 def test_decode_reads_latent_and_rope_part_as_views(provider: str, block_size: int, emulate: Emulate) -> None:
     calls = emulate(provider)
     group, builder, impl = decoder(provider, block_size=block_size)
-    common, cache = layers.batch(group, [1, 3, 1], [70, 5, 1])
+    common, cache = random_batch(group, [1, 3, 1], [70, 5, 1])
     query = torch.randn(8, 4, RANK + ROPE).bfloat16()
     output, lse = torch.full((8, 4, RANK), torch.nan).bfloat16(), torch.full((8, 4), torch.nan)
     impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output, lse)
@@ -91,7 +92,7 @@ def test_decodes_schedule_is_that_of_rope_and_latent(emulate: Emulate) -> None:
     calls = emulate("vllm")
     group, builder, impl = decoder("vllm", cuda_graphs=True, capacity=Capacity(8, 64, 256))
     for seq_lens in ([70, 5], [9, 200]):
-        common, cache = layers.batch(group, [1, 1], seq_lens)
+        common, cache = random_batch(group, [1, 1], seq_lens)
         query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
         impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output)
     scheduled = [call for call in calls if call["function"] == "get_scheduler_metadata"]
@@ -105,7 +106,7 @@ def test_decodes_schedule_is_that_of_rope_and_latent(emulate: Emulate) -> None:
 def test_batch_invariant_decode_does_not_split(emulate: Emulate) -> None:
     calls = emulate("vllm")
     group, builder, impl = decoder("vllm", batch_invariant=True)
-    common, cache = layers.batch(group, [1], [70])
+    common, cache = random_batch(group, [1], [70])
     query, output = torch.randn(1, 4, RANK + ROPE).bfloat16(), torch.empty(1, 4, RANK).bfloat16()
     impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output)
     (call,) = calls

@@ -18,6 +18,7 @@ from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import selection_of
 from attn_select.testing.oracle import attention_reference
+from attn_select.testing.running import random_batch
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 Emulate = Callable[[str], list[dict[str, Any]]]
@@ -33,11 +34,11 @@ LSE = 2e-3
 def test_fa2_decodes_beside_a_request_without_a_query(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, "a100")
-    common, cache = layers.batch(group, [1, 0, 1], [30, 7, 9])
+    common, cache = random_batch(group, [1, 0, 1], [30, 7, 9])
     output, _ = layers.run(group, common, cache)
     assert calls[0]["max_seqlen_q"] == 2
     assert output.isfinite().all()
-    common, cache = layers.batch(group, [1, 1], [30, 9])
+    common, cache = random_batch(group, [1, 1], [30, 9])
     layers.run(group, common, cache)
     assert calls[1]["max_seqlen_q"] == 1
 
@@ -49,9 +50,9 @@ def test_fa2s_alibi_constants_are_taken_out_of_the_lse(provider: str, window: in
     group = layers.made(provider, "a100", alibi=True, sliding_window=window)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     layer = Attention(group, alibi_slopes=slopes)
-    common, cache = layers.batch(group, [1, 12, 3], [30, 12, 5])
+    common, cache = random_batch(group, [1, 12, 3], [30, 12, 5])
     output, lse = layers.run(group, common, cache, layer)
-    expected = layers.reference(group, common, cache, layer, alibi_slopes=slopes, sliding_window=window)
+    expected = layers.reference(group, common, cache, layer, alibi_slopes=slopes)
     torch.testing.assert_close(lse.double(), expected[1], atol=LSE, rtol=0)
     torch.testing.assert_close(output.double(), expected[0], atol=2e-2, rtol=0)
 
@@ -66,7 +67,7 @@ def test_layouts_are_strided_views(provider: str, emulate: Emulate) -> None:
     for layout in (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND):
         group = layers.made(provider, layout=layout, block_size=16)
         assert group.kv_layout == layout
-        common, cache = layers.batch(group, [1, 4], [33, 20])
+        common, cache = random_batch(group, [1, 4], [33, 20])
         key, value = key_value_views(cache, layout, group.config)
         draw = torch.Generator().manual_seed(3)
         for view in (key, value):
@@ -84,7 +85,7 @@ def test_layouts_are_strided_views(provider: str, emulate: Emulate) -> None:
 def test_a_token_pool_is_a_cache_of_blocks_of_one(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, block_size=1)
-    common, cache = layers.batch(group, [1, 7], [33, 20])
+    common, cache = random_batch(group, [1, 7], [33, 20])
     layer = Attention(group)
     output, lse = layers.run(group, common, cache, layer)
     expected = layers.reference(group, common, cache, layer)
@@ -98,7 +99,7 @@ def test_a_token_pool_is_a_cache_of_blocks_of_one(provider: str, emulate: Emulat
 def test_rows_behind_the_batch_are_left_alone(provider: str, gpu: str, emulate: Emulate) -> None:
     emulate(provider)
     group = layers.made(provider, gpu)
-    common, cache = layers.batch(group, [1, 2], [33, 20])
+    common, cache = random_batch(group, [1, 2], [33, 20])
     output, lse = layers.run(group, common, cache, padding=4)
     assert output[:3].isfinite().all()
     assert lse[:3].isfinite().all()
@@ -109,7 +110,7 @@ def test_rows_behind_the_batch_are_left_alone(provider: str, gpu: str, emulate: 
 def test_a_step_without_tokens_calls_nothing(emulate: Emulate) -> None:
     calls = emulate("vllm")
     group = layers.made("vllm")
-    common, cache = layers.batch(group, [0], [20])
+    common, cache = random_batch(group, [0], [20])
     layers.run(group, common, cache, padding=2)
     assert not layers.calls_of(calls)
 
@@ -118,7 +119,7 @@ def test_a_step_without_tokens_calls_nothing(emulate: Emulate) -> None:
 def test_requests_without_keys_give_zero_and_minus_infinity(provider: str, gpu: str, emulate: Emulate) -> None:
     emulate(provider)
     group = layers.made(provider, gpu)
-    common, cache = layers.batch(group, [1, 1], [33, 1])
+    common, cache = random_batch(group, [1, 1], [33, 1])
     common.seq_lens = common.seq_lens_cpu = torch.tensor([33, 0], dtype=torch.int32)
     output, lse = layers.run(group, common, cache)
     assert not output[1].any()
@@ -134,7 +135,7 @@ def test_fa2_is_given_no_request_without_keys(provider: str, fields: dict[str, A
     calls = emulate(provider)
     group = layers.made(provider, "a100", **fields)
     layer = Attention(group, alibi_slopes=torch.full((4,), 0.5) if "alibi" in fields else None)
-    common, cache = layers.batch(group, [1, 2, 1], [33, 2, 1])
+    common, cache = random_batch(group, [1, 2, 1], [33, 2, 1])
     wanted, wanted_lse = layers.run(group, common, cache, layer)
     table = common.block_table_tensor.clone()
     common.block_table_tensor[1] = 10**6  # stale
@@ -157,7 +158,7 @@ def test_fa2s_guarded_batch_stays_in_place_for_graphs(provider: str, emulate: Em
     group = layers.made(provider, "a100", group_cuda_graphs=True)
     addresses = []
     for seq_lens in ([33, 5, 1], [2, 40, 9]):
-        common, cache = layers.batch(group, [1, 1, 1], seq_lens)
+        common, cache = random_batch(group, [1, 1, 1], seq_lens)
         common.seq_lens = common.seq_lens * torch.tensor([1, 0, 1], dtype=torch.int32)
         calls.clear()
         output, lse = layers.run(group, common, cache)
@@ -181,7 +182,7 @@ def test_sinks_are_passed_in_bfloat16_and_are_the_lse_of_rows_without_keys(provi
     calls = emulate(provider)
     group = layers.made(provider, sinks=True)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.25])
-    common, cache = layers.batch(group, [1, 1], [33, 1])
+    common, cache = random_batch(group, [1, 1], [33, 1])
     common.seq_lens = torch.tensor([33, 0], dtype=torch.int32)
     output, lse = layers.run(group, common, cache, Attention(group, sinks=sinks))
     passed = layers.calls_of(calls)[-1]["s_aux" if provider == "vllm" else "sinks"]
@@ -197,7 +198,7 @@ def test_fp8_brings_descales_and_converts(provider: str, dtype: str, emulate: Em
     group = layers.made(provider, kv_cache_dtype="fp8_e4m3", dtype=dtype, per_head_quant_scales=True)
     scales = Scales.make("cpu", q=0.02, k=torch.tensor([0.5, 0.25]), v=torch.tensor([2.0, 1.0]), num_kv_heads=2)
     layer = Attention(group, scales=scales)
-    common, cache = layers.batch(group, [1, 2, 1], [33, 20, 4])
+    common, cache = random_batch(group, [1, 2, 1], [33, 20, 4])
     output, _ = layers.run(group, common, cache, layer)
     assert output.dtype == getattr(torch, dtype)
     assert output.isfinite().all()
@@ -216,7 +217,7 @@ def test_fp8_brings_descales_and_converts(provider: str, dtype: str, emulate: Em
 def test_a_step_that_is_not_causal_sees_a_window_to_both_sides(emulate: Emulate) -> None:
     calls = emulate("vllm")
     group = layers.made("vllm", sliding_window=5)
-    common, cache = layers.batch(group, [4], [20])
+    common, cache = random_batch(group, [4], [20])
     layers.run(group, common, cache)
     common.causal = False
     layers.run(group, common, cache)
@@ -251,7 +252,7 @@ def test_blocks_of_hybrid_models_are_split(provider: str, gpu: str, emulate: Emu
         selection = selection_of(FLASH_ATTN, config, gpu, options={"provider": provider, "hybrid": True})
         group = layers.group_of(selection)
         assert (group.block_size, group.kernel_block_size) == (size, kernel_size)
-    common, cache = layers.batch(group, [1, 5], [30, 70])
+    common, cache = random_batch(group, [1, 5], [30, 70])
     layer = Attention(group)
     assert cache.shape[2] == 16
     output, lse = layers.run(group, common, cache, layer)

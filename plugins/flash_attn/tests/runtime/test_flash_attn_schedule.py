@@ -13,6 +13,7 @@ import flash_attn_layers as layers
 import torch
 
 from attn_select.runtime import Attention, Capacity
+from attn_select.testing.running import random_batch
 from attn_select_flash_attn.runtime.adapters import Step
 from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, SPLIT_BYTES
 
@@ -29,7 +30,7 @@ FA2 = ["vllm", "flash-attn"]
 def test_one_schedule_serves_all_layers(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, block_size=16)
-    common, cache = layers.batch(group, [1, 5, 30], [40, 5, 31])
+    common, cache = random_batch(group, [1, 5, 30], [40, 5, 31])
     metadata = group.build(common)
     query = torch.randn(36, 4, 64).bfloat16()
     for _ in range(3):
@@ -62,7 +63,7 @@ def test_the_schedule_is_made_for_the_call(provider: str, fields: dict[str, Any]
     # The emulated kernel refuses a schedule that was made for anything else.
     emulate(provider)
     group = layers.made(provider, **fields)
-    common, cache = layers.batch(group, [1, 3], [33, 20])
+    common, cache = random_batch(group, [1, 3], [33, 20])
     output, _ = layers.run(group, common, cache)
     assert output.isfinite().all()
 
@@ -71,7 +72,7 @@ def test_the_schedule_is_made_for_the_call(provider: str, fields: dict[str, Any]
 def test_a_fast_build_has_no_schedule(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider)
-    common, cache = layers.batch(group, [1], [40])
+    common, cache = random_batch(group, [1], [40])
     fast, _ = layers.run(group, common, cache, fast_build=True)
     assert not layers.calls_of(calls, scheduling=True)
     assert layers.calls_of(calls)[0]["scheduler_metadata"] is None
@@ -83,7 +84,7 @@ def test_a_fast_build_has_no_schedule(provider: str, emulate: Emulate) -> None:
 def test_providers_without_a_scheduler_need_none(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, "a100" if provider == "flash-attn" else "h100")
-    common, cache = layers.batch(group, [1, 4], [300, 20])
+    common, cache = random_batch(group, [1, 4], [300, 20])
     layers.run(group, common, cache)
     assert not layers.calls_of(calls, scheduling=True)
 
@@ -100,7 +101,7 @@ def test_a_captured_schedule_stays_in_place_and_its_rest_is_zero(provider: str, 
     assert buffer.shape == (1 + 12 * 4,)
     seen = []
     for seq_lens in ([9] * 10, [40, 3], [300, 200, 100]):
-        common, cache = layers.batch(group, [1] * len(seq_lens), seq_lens)
+        common, cache = random_batch(group, [1] * len(seq_lens), seq_lens)
         buffer.fill_(7)
         layers.run(group, common, cache, fast_build=True)  # a graph replays whatever was captured, so it is not skipped
         schedule = layers.calls_of(calls)[-1]["scheduler_metadata"]
@@ -114,7 +115,7 @@ def test_what_a_graph_captures_does_not_depend_on_the_lengths(emulate: Emulate) 
     calls = emulate("vllm")
     group = layers.made("vllm", sliding_window=32, group_cuda_graphs=True)
     for seq_len in (5, 400):
-        common, cache = layers.batch(group, [1, 1], [seq_len, seq_len])
+        common, cache = random_batch(group, [1, 1], [seq_len, seq_len])
         layers.run(group, common, cache)
     scalars = [{k: v for k, v in c.items() if isinstance(v, int | float | tuple)} for c in layers.calls_of(calls)]
     assert scalars[0] == scalars[1]
@@ -158,7 +159,7 @@ def layers_step(bounds: Any, tokens: int) -> Any:
 def test_eager_steps_leave_the_splits_to_the_kernel(emulate: Emulate) -> None:
     calls = emulate("vllm")
     group = layers.made("vllm")
-    common, cache = layers.batch(group, [1], [300])
+    common, cache = random_batch(group, [1], [300])
     layers.run(group, common, cache)
     assert [call["num_splits"] for call in calls] == [0, 0]
 
@@ -167,7 +168,7 @@ def test_fa2_keeps_its_key_bounds_in_place_for_graphs(emulate: Emulate) -> None:
     calls = emulate("flash-attn")
     group = layers.made("flash-attn", "a100", group_cuda_graphs=True)
     for seq_lens in ([5, 300], [17, 1]):
-        common, cache = layers.batch(group, [1, 1], seq_lens)
+        common, cache = random_batch(group, [1, 1], seq_lens)
         layers.run(group, common, cache)
     first, second = (call["cu_seqlens_k"] for call in layers.calls_of(calls))
     assert first.data_ptr() == second.data_ptr()
@@ -182,7 +183,7 @@ def test_batch_invariance_fixes_splits_and_bounds(provider: str, emulate: Emulat
     calls = emulate(provider)
     group = layers.made(provider, batch_invariant=True, sliding_window=100)
     for query_lens, seq_lens in (([1], [30]), ([1, 40], [30, 200])):
-        common, cache = layers.batch(group, query_lens, seq_lens)
+        common, cache = random_batch(group, query_lens, seq_lens)
         layers.run(group, common, cache)
     alone, together = layers.calls_of(calls)
     assert not layers.calls_of(calls, scheduling=True)
@@ -198,7 +199,7 @@ def test_batch_invariance_fixes_splits_and_bounds(provider: str, emulate: Emulat
 def test_batch_invariant_fa2_does_not_split_decodes(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, "a100", batch_invariant=True)
-    common, cache = layers.batch(group, [1], [30])
+    common, cache = random_batch(group, [1], [30])
     layers.run(group, common, cache)
     assert calls[0]["max_seqlen_q"] == 2  # 1 lets it split as it likes
     assert calls[0].get("num_splits", 1) == 1
@@ -208,6 +209,6 @@ def test_batch_invariant_fa2_does_not_split_decodes(provider: str, emulate: Emul
 def test_a_batch_invariant_graph_reads_the_table_where_it_is(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, batch_invariant=True, group_cuda_graphs=True)
-    common, cache = layers.batch(group, [1, 1], [30, 9])
+    common, cache = random_batch(group, [1, 1], [30, 9])
     layers.run(group, common, cache)
     assert layers.calls_of(calls)[0]["block_table" if provider == "vllm" else "page_table"] is common.block_table_tensor
