@@ -13,6 +13,7 @@ A plugin for such a kernel writes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -145,7 +146,9 @@ def choose(
             if not found:
                 return build
             judged.append((build, found))
-    others = [build for build in builds if not any(build is one for one, _ in judged) and not objections(build)]
+    others: list[B] = []
+    if len(judged) < len(builds):
+        others = [build for build in builds if not any(build is one for one, _ in judged) and not objections(build)]
     reasons: list[Reason] = []
     if not judged:
         if allowed:
@@ -170,8 +173,8 @@ def merge(judged: Sequence[tuple[KernelBuild, Sequence[Objection]]]) -> list[Rea
 
     Where one build lacks only a part of what another one lacks, the other's further objections are left out.
     """
-    sets = {frozenset(objection.code for objection in found) for _, found in judged}
-    decisive = {code for codes in sets if not any(other < codes for other in sets) for code in codes}
+    sets = {frozenset([objection.code for objection in found]) for _, found in judged}
+    decisive = {code for codes in sets if not any([other < codes for other in sets]) for code in codes}
     merged: dict[str, tuple[Objection, dict[Any, list[KernelBuild]]]] = {}
     for build, found in judged:
         for objection in found:
@@ -179,24 +182,26 @@ def merge(judged: Sequence[tuple[KernelBuild, Sequence[Objection]]]) -> list[Rea
                 accepted = merged.setdefault(objection.code, (objection, {}))[1]
                 accepted.setdefault(objection.accepts, []).append(build)
     reasons = []
+    every = tuple([build for build, _ in judged])
     for code, (objection, by_accepts) in merged.items():
         if code == "block-size":
             reason = block_size_reason(objection.observed, sorted(by_accepts))
-            says = [f"{_labels(builds, judged)}: multiples of {size}" for size, builds in by_accepts.items()]
+            says = [f"{_labels(tuple(builds), every)}: multiples of {size}" for size, builds in by_accepts.items()]
         else:
             reason = Reason(code, "", objection.observed, list(by_accepts), objection.remedy)
-            says = [f"{_labels(builds, judged)}: {accepts}" for accepts, builds in by_accepts.items()]
+            says = [f"{_labels(tuple(builds), every)}: {accepts}" for accepts, builds in by_accepts.items()]
         reason.message = f"{objection.what} ({'; '.join(says)})"
         reasons.append(reason)
     return reasons
 
 
-def _labels(builds: Sequence[KernelBuild], judged: Sequence[tuple[KernelBuild, object]]) -> str:
+@functools.lru_cache(maxsize=1024)
+def _labels(builds: tuple[KernelBuild, ...], judged: tuple[KernelBuild, ...]) -> str:
     """Return ``FA3`` where these are all judged builds of that kernel, else ``FA3 of vllm and sgl-kernel``."""
     texts = []
     for kernel in dict.fromkeys(build.kernel for build in builds):
         names = [build.distribution for build in builds if build.kernel == kernel]
-        every = sum(build.kernel == kernel for build, _ in judged)
+        every = sum(build.kernel == kernel for build in judged)
         texts.append(kernel if len(names) == every > 1 else f"{kernel} of {_listed(names, 'and')}")
     return " and ".join(texts)
 
