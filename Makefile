@@ -42,7 +42,7 @@ demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, 
 	@$(DEMO_ENV)/bin/attn-select run --model llama-3-8b
 
 test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k name -x" goes to pytest)
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=quick $(ARGS)
 
 test-all: check ## Lint, type-check and run every test: all conformance configurations, installations from wheels
 	$(PYTEST) $(ARGS)

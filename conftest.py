@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 QUICK_CONFIGS = 10
 """Configurations per conformance suite that `make test` runs; the others are marked slow."""
@@ -20,6 +21,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The same examples on every machine, however slow it is. `make test` draws fewer: --hypothesis-profile=quick.
+settings.register_profile(
+    "full",
+    max_examples=200,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("quick", settings.get_profile("full"), max_examples=50)
+settings.load_profile("full")
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m reads the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[suite] += 1
             if seen[suite] > QUICK_CONFIGS:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none, with one reason for all of it.
+
+    A conformance suite sees to that itself: without a GPU it still judges configurations for one.
+    """
+    if item.get_closest_marker("gpu") is not None and not hasattr(getattr(item, "cls", None), "num_configs"):
+        torch = pytest.importorskip("torch", reason="needs torch")
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attn_select.device import CPU, find_gpu, known_gpus, local_device, lookup
@@ -188,7 +188,6 @@ def test_an_unknown_name(spelling: str, near: str | None) -> None:
         assert f"did you mean {' or '.join(error.nearest)}?" in str(error.hint)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.text() | st.from_regex(r"(sm[_-]?)?[0-9]{1,4}(\.[0-9]{1,2})?[af]?") | st.sampled_from(list(known_gpus())))
 @example("\N{SUPERSCRIPT TWO}.0")
 @example("\N{ARABIC-INDIC DIGIT NINE}.0")

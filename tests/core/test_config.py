@@ -7,7 +7,7 @@ import pickle
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -304,7 +304,6 @@ def is_about(error: AttnSelectError, fields: set[str]) -> None:
 
 
 @given(st.dictionaries(KEYS, ANYTHING, max_size=8), st.sampled_from([{}, PLAIN, MLA, SPARSE, ENCODER]))
-@settings(max_examples=600, deadline=None, derandomize=True)
 def test_any_arguments_give_a_config_or_a_config_error(values: dict[str, Any], base: dict[str, Any]) -> None:
     values = {**base, **values}
     try:

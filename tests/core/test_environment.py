@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.environment import (
@@ -314,7 +314,6 @@ def test_two_versions_of_one_distribution() -> None:
         max_size=3,
     )
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
 def test_any_pins_are_parsed_or_refused(pins: list[str]) -> None:
     found: dict[str, str] = {}
     with contextlib.suppress(ConfigError):

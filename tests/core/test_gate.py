@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select import gate
@@ -680,7 +680,6 @@ LAYERS = st.builds(
 
 
 @given(FACTS, LAYERS, st.sampled_from([H100, T4, CPU, Device("b200", (10, 0))]))
-@settings(max_examples=400, deadline=None, derandomize=True)
 def test_the_gate_agrees_with_the_model(
     spec: MakeSpec, capabilities: MakeCapabilities, facts: dict[str, Any], values: dict[str, Any], device: Device
 ) -> None:
@@ -695,7 +694,6 @@ def test_the_gate_agrees_with_the_model(
 
 
 @given(FACTS, LAYERS)
-@settings(max_examples=200, deadline=None, derandomize=True)
 def test_a_remedy_removes_its_reason(
     spec: MakeSpec, capabilities: MakeCapabilities, facts: dict[str, Any], values: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.config import PHASES, AttentionConfig
@@ -33,7 +33,6 @@ CONFIGS = [
 ]
 ENVIRONMENT = Environment(assume_installed=True, pins={"a": "1.0"}, cuda="13.0")
 KNOWN = known_names(Registry())
-MANY = settings(max_examples=200, deadline=None, derandomize=True)
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +79,11 @@ def use(rules: RuleSet) -> None:
 
 
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=100).map(lambda tail: b"version = 1\n" + tail)))
-@MANY
 def test_any_bytes(file: Path, content: bytes) -> None:
     check_load(file, content)
 
 
 @given(st.text(max_size=200), st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252"]))
-@MANY
 def test_any_text(file: Path, text: str, encoding: str) -> None:
     check_load(file, f"version = 1\n{text}".encode(encoding, errors="replace"))
 
@@ -118,7 +115,6 @@ TOKENS = st.sampled_from(
 
 
 @given(st.lists(TOKENS, max_size=30).map("".join))
-@MANY
 def test_any_tokens(file: Path, text: str) -> None:
     check_load(file, f"version = 1\n{text}".encode())
 
@@ -141,7 +137,6 @@ def mutants(draw: st.DrawFn) -> str:
 
 
 @given(mutants())
-@MANY
 def test_mutants_of_the_packaged_rules(file: Path, text: str) -> None:
     check_load(file, text.encode())
 
@@ -223,7 +218,6 @@ def toml_document(document: dict[str, Any]) -> str:
 
 
 @given(DOCUMENTS)
-@MANY
 def test_any_document(file: Path, document: dict[str, Any]) -> None:
     loaded = check_load(file, toml_document(document).encode())
     if loaded is not None:
@@ -232,7 +226,6 @@ def test_any_document(file: Path, document: dict[str, Any]) -> None:
 
 
 @given(rule_tables())
-@MANY
 def test_any_rule(table: dict[str, Any]) -> None:
     try:
         rule = parse_rule(table, file="f", line=1, layer=0)

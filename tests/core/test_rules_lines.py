@@ -7,7 +7,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.rules.lines import header_lines, key_lines
@@ -171,7 +171,6 @@ def documents(draw: st.DrawFn) -> tuple[str, list[tuple[int, tuple[str, ...], bo
 
 
 @given(documents())
-@settings(max_examples=200, deadline=None, derandomize=True)
 def test_headers_of_generated_documents(document: tuple[str, list[tuple[int, tuple[str, ...], bool]]]) -> None:
     text, headers = document
     table = tomllib.loads(text)
@@ -197,7 +196,6 @@ SOUP = [
 
 
 @given(st.lists(st.sampled_from(SOUP), max_size=12).map("".join))
-@settings(max_examples=1000, deadline=None, derandomize=True)
 def test_whatever_tomllib_accepts_has_as_many_headers_as_tables(text: str) -> None:
     try:
         table = tomllib.loads(text)
@@ -287,7 +285,6 @@ def as_toml(value: Any) -> str:
 
 
 @given(st.lists(st.dictionaries(st.text("ab =.[#", max_size=3), NESTED, max_size=4), max_size=4))
-@settings(max_examples=300, deadline=None, derandomize=True)
 def test_no_key_is_missed_and_none_invented(tables: list[dict[str, Any]]) -> None:
     text = "".join(
         "[[t]]\n" + "".join(f"{json.dumps(key)} = {as_toml(value)}\n" for key, value in table.items())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select import distributions
@@ -259,7 +259,6 @@ DEVICES += [Device("x", (9, 5)), Device("h1", (8, 0)), Device("cpu", None)]
 
 
 @given(st.lists(st.tuples(WHENS, st.sampled_from([None, *PHASES])), min_size=2, max_size=4))
-@settings(max_examples=150, deadline=None, derandomize=True)
 def test_what_is_called_unreachable_never_wins(whens: list[tuple[dict[str, Any], str | None]]) -> None:
     tables = [
         {"name": f"r{i}", "priority": ["A"], "when": when, "phase": phase} for i, (when, phase) in enumerate(whens)

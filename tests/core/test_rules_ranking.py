@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.config import PHASES, AttentionConfig, Phase
@@ -355,7 +355,6 @@ def no_packaged_rules(folder: Path) -> Any:
     versions=st.dictionaries(st.sampled_from(["one", "two"]), st.sampled_from(["0.6.2", "0.6.9", "0.6.10"])),
     cuda=st.sampled_from([None, "12.4", "12.8", "13.0"]),
 )
-@settings(max_examples=250, deadline=None, derandomize=True)
 def test_ranking_agrees_with_the_model(
     folder: Path, layers: list[list[dict[str, Any]]], device: Device, versions: dict[str, str], cuda: str | None
 ) -> None:

@@ -48,8 +48,6 @@ values = st.recursive(
 )
 objects = st.dictionaries(keys, values, max_size=12)
 flag_values = scalars | st.sampled_from(["fp8", "encoder", "encoder_only", "encoder_decoder", "ALWAYS"])
-# Each example of test_any_file writes the same file anew.
-no_limits = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def outcome(call: Callable[[], T]) -> T | str:
@@ -74,13 +72,11 @@ def check_read(raw: dict[str, Any], **arguments: Any) -> LayerKinds | None:
     return found
 
 
-@no_limits
 @given(raw=objects, model_type=st.sampled_from(TYPES) | st.none(), device=st.sampled_from(DEVICES))
 def test_any_object(raw: dict[str, Any], model_type: str | None, device: Device | None) -> None:
     check_read({**raw, "model_type": model_type} if model_type else raw, device=device)
 
 
-@no_limits
 @given(data=st.data(), raw=st.sampled_from(RAW), changes=st.integers(1, 4), ranks=st.sampled_from([1, 2, 3, 8, 128]))
 def test_any_mutation_of_a_published_config(data: st.DataObject, raw: dict[str, Any], changes: int, ranks: int) -> None:
     """Fields replaced, taken out or added, in the config and in its text part."""
@@ -96,7 +92,6 @@ def test_any_mutation_of_a_published_config(data: st.DataObject, raw: dict[str, 
     check_read(changed, tensor_parallel_size=ranks)
 
 
-@no_limits
 @given(
     name=st.sampled_from(list(presets())),
     overrides=st.dictionaries(st.sampled_from(FLAGS), flag_values, max_size=4),
@@ -107,7 +102,7 @@ def test_any_flags(name: str, overrides: dict[str, Any], ranks: int, device: Dev
     check_read(load(name).raw, tensor_parallel_size=ranks, overrides=overrides, device=device)
 
 
-@no_limits
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example writes the same file anew
 @given(content=st.binary(max_size=200) | (values.map(json.dumps) | st.text()).map(str.encode))
 def test_any_file(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
@@ -119,13 +114,11 @@ def test_any_file(content: bytes, tmp_path: Path) -> None:
         check_read(source.raw)
 
 
-@no_limits
 @given(name=st.text(max_size=30) | st.sampled_from(list(presets())).map(lambda name: name[1:]))
 def test_any_name(name: str) -> None:
     assert outcome(lambda: load(name))
 
 
-@no_limits
 @given(
     model_type=st.sampled_from(STACKS),
     count=st.integers(1, 130),

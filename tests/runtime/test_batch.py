@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.errors import ConfigError
@@ -193,7 +193,6 @@ requests_of_all_kinds = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(requests_of_all_kinds, st.sampled_from([1, 3, 16]), st.integers(0, 99))
 def test_prepared_batches(requests: Lens, block_size: int, seed: int) -> None:
     table = table_for(requests, block_size, seed)
@@ -217,7 +216,6 @@ def test_prepared_batches(requests: Lens, block_size: int, seed: int) -> None:
     assert torch.equal(common.block_table_tensor, table.host[:, : common.block_table_tensor.shape[1]])
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests_of_all_kinds, st.lists(st.integers(0, 9), min_size=7, max_size=7), st.integers(0, 99))
 def test_cross_attention_writes_the_encoders_tokens(requests: Lens, query_lens: list[int], seed: int) -> None:
     """There the queries have nothing to do with the keys, and as many keys are written as come in."""

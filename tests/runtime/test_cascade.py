@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.config import AttentionConfig
@@ -46,7 +46,6 @@ def test_common_prefix(tables: list[tuple[int, ...]], computed: list[int], expec
     assert common_prefix_len(tables, computed, 4) == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=4),
     st.lists(st.integers(0, 20), min_size=4, max_size=4),

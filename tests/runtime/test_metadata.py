@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.runtime import BatchError, CommonAttentionMetadata, decodes_first, split_decodes_and_prefills
@@ -67,7 +67,6 @@ def test_a_loose_bound_on_the_query_changes_nothing(make_batch: MakeBatch) -> No
     assert split_decodes_and_prefills(common) == Split(2, 0, 2, 0)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 5))
 def test_split_after_ordering(query_lens: list[int], threshold: int) -> None:
     order = decodes_first(query_lens, threshold)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -98,7 +98,6 @@ def cut(
     return context_parts(make_batch(requests), AttentionConfig(**MLA, **fields), workspace)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 60), min_size=1, max_size=6),
     workspace=st.integers(1, 80),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -172,7 +172,6 @@ def test_context_in_chunks(name: str, workspace: int, run_config: Callable[..., 
     assert all(chunk.num_tokens <= workspace for chunk in prefill.chunks)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     extras=st.sampled_from(list(EXTRAS)),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -230,7 +230,6 @@ def test_long_queries_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(got, expected, **EXACT)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 9),

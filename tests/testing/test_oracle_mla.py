@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,7 +48,6 @@ def inputs(rows: int, seq_len: int, seed: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 6),
@@ -137,7 +136,6 @@ def test_the_656_bytes() -> None:
     assert torch.equal(numbers[512:], rope.double())
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     exponent=st.floats(-20, 20),

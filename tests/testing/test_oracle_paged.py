@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -206,7 +206,6 @@ def test_requests_are_attended_to_one_by_one(layout: str) -> None:
         torch.testing.assert_close((output[rows], lse[rows]), expected)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     layout=st.sampled_from(HEADED),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.config import AttentionConfig
@@ -110,7 +110,6 @@ def test_requests_are_mixed() -> None:
     assert any(query_len > seq_len for query_len, seq_len in random_requests(0, cross))
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), nan_tails=st.booleans(), block_size=st.sampled_from([1, 8, 16]))
 def test_the_cache_holds_the_context_and_poison(seed: int, nan_tails: bool, block_size: int) -> None:
     """Finite: the context, and the tails if asked for. NaN: all else, the slots of this step's tokens among them."""
