@@ -172,8 +172,6 @@ def random_batch(group: AttentionGroup, query_lens: Sequence[int], rng: random.R
 @pytest.mark.parametrize("backend", ["FLEX_ATTENTION"])
 @pytest.mark.parametrize(("query_len", "mixed"), [(1, False), (3, False), (1, True)])
 def test_replays_follow_new_lengths_and_tables(backend: str, query_len: int, mixed: bool) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = CONFIG.model_copy(update={"dtype": "bfloat16", "num_speculative_tokens": query_len - 1})
     group = attention_group(select(config, backend=backend), capacity=CAPACITY, cuda_graphs=True)
     layer = Attention(group)

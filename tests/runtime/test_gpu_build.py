@@ -38,8 +38,6 @@ SLEEP_CYCLES = 4_000_000_000
 @functools.cache
 def group_for(backend: str) -> AttentionGroup:
     """Return a group of one backend on this machine's GPU, or skip with the reason why there is none."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     selection = select(LATENT if backend not in HEADED else HEADS, backend=backend)
     if not selection.ok or backend not in selection.selected.values():
         pytest.skip(selection.explain())
@@ -110,8 +108,6 @@ def test_a_build_returns_while_the_device_is_busy(backend: str, batch: str) -> N
 
 
 def test_token_pools_do_not_synchronise() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     pool = ReqToTokenPool(4, 64, TokenToKVPool(128), "cuda")
     pool.extend("a", 5)
     with synchronisation_is_an_error():

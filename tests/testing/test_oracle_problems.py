@@ -79,7 +79,6 @@ def test_a_problem_is_sound(name: str, nan_tails: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_problem_is_the_same_on_a_gpu(name: str) -> None:
     config, layout = CONFIGS[name]

@@ -176,8 +176,6 @@ GPU: list[dict[str, Any]] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("asked", GPU, ids=lambda asked: " ".join(map(str, asked.values())))
 def test_on_a_gpu(asked: dict[str, Any]) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = AttentionConfig(**(LAYER | asked))
     requests = (*BATCH, (1, 0), (6, 2))
     if not config.has_cache or config.mm_prefix:
@@ -197,8 +195,6 @@ def test_on_a_gpu(asked: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 def test_batch_invariance_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = AttentionConfig(**(LAYER | {"dtype": "bfloat16", "batch_invariant": True}))
     problem = drawn(config, 9, BATCH, device="cuda")
     rig = Rig(config, "cuda")
@@ -214,8 +210,6 @@ def test_batch_invariance_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_graph_replays_other_lengths_and_tables() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = AttentionConfig(**(LAYER | {"dtype": "bfloat16"}))
     rig = Rig(config, "cuda", cuda_graphs=True)
     batches = (((1, 9), (1, 200), (30, 31)), ((20, 90), (2, 17), (10, 64)), ((30, 60), (1, 1), (1, 256)))

@@ -357,8 +357,6 @@ GPU: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_HND])
 @pytest.mark.parametrize("asked", GPU, ids=lambda asked: " ".join(map(str, asked.values())))
 def test_on_a_gpu(asked: dict[str, Any], layout: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = AttentionConfig(**(SMALL | {"head_size": 64} | asked))
     requests = BATCH
     if not config.has_cache:
@@ -380,8 +378,6 @@ def test_on_a_gpu(asked: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.gpu
 def test_cascade_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     for asked in ({"dtype": "bfloat16"}, {"dtype": "float32", "sinks": True}):
         config = AttentionConfig(**(SMALL | {"head_size": 64} | asked))
         problem = random_problem(15, config, FLASH_ATTN_NHD, requests=((1, 30), (4, 22), (1, 17)), device="cuda")

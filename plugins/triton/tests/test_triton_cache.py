@@ -135,8 +135,6 @@ def test_gather(window: int, device: torch.device) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("size", [64, 128, 192])
 def test_writes_on_a_gpu(layout: str, kv_cache_dtype: str, size: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(kv_cache_dtype=kv_cache_dtype, num_heads=8, num_kv_heads=8, head_size=size, dtype="bfloat16")
     problem = random_problem(5, config, layout, requests=((700, 900), (1, 64), (3, 0)), device="cuda")
     problem.key[0, 0, :2] = torch.tensor([1e5, -1e5])

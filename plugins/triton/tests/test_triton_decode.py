@@ -156,8 +156,6 @@ def test_split_counts_keep_to_the_workspace_and_fill_the_gpu() -> None:
 def test_on_a_gpu(
     name: str, kv_cache_dtype: str, shape: tuple[int, int, int], terms_of: Callable[[Problem], Terms]
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     heads, kv_heads, size = shape
     config = config_of(
         num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype,

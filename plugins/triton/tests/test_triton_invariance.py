@@ -157,8 +157,6 @@ def test_mla_decode(device: torch.device) -> None:
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 128), (71, 1, 64), (14, 2, 256)])
 def test_decode_on_a_gpu(cache_dtype: str, heads: int, kv_heads: int, size: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(
         num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype="bfloat16", kv_cache_dtype=cache_dtype
     )  # fmt: skip
@@ -176,8 +174,6 @@ def test_decode_on_a_gpu(cache_dtype: str, heads: int, kv_heads: int, size: int)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 128), (71, 1, 64), (14, 2, 256)])
 @pytest.mark.parametrize("gather", [False, True])
 def test_prefill_on_a_gpu(block_size: int, heads: int, kv_heads: int, size: int, gather: bool) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype="bfloat16")
     problem = random_problem(
         5, config, FLASHINFER_NHD, requests=LONG_REQUESTS, block_size=block_size, device="cuda"
@@ -194,7 +190,7 @@ def test_prefill_on_a_gpu(block_size: int, heads: int, kv_heads: int, size: int,
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (71, 1)])
 def test_warp_specialised_prefill_on_a_gpu(block_size: int, heads: int, kv_heads: int) -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a CUDA device of compute capability 9.0")
     config = config_of(num_heads=heads, num_kv_heads=kv_heads, head_size=128, dtype="bfloat16")
     problem = random_problem(
@@ -215,8 +211,6 @@ def test_warp_specialised_prefill_on_a_gpu(block_size: int, heads: int, kv_heads
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", [1, 16, 128])
 def test_mla_decode_on_a_gpu(block_size: int, heads: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     requests = [request for request in LONG_REQUESTS if request[0] < 4]
     config = mla_config(heads, 512, 64, "bfloat16")
     problem = random_problem(6, config, MLA, requests=requests, block_size=block_size, device="cuda")

@@ -29,12 +29,6 @@ EXTENSIONS = [(512, LONGEST), (1, 0), (64, 64), (65, 65), (1, 4097), (0, 100), (
 MLA_DECODES = [(1, LONGEST), (1, 0), (2, LONGEST - 1), (1, 63), (1, 64), (2, 65), (0, 40), (1, 65536)]
 
 
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 class Batch:
     """Requests ``(query_len, seq_len)`` over one paged cache of ``width`` numbers per KV head and token.
 

@@ -105,8 +105,6 @@ def test_empty_splits_behind_change_no_bit(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_large_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     parts = states(5000, 32, 128, torch.bfloat16, torch.device("cuda"))
     output, lse = torch.full_like(parts[0], torch.nan), torch.full_like(parts[2], torch.nan)
     merge.merge_attn_states(output, parts[0], parts[2], parts[1], parts[3], lse)

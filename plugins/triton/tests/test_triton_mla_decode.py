@@ -183,8 +183,6 @@ GPU_CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "lens", "query_len", "page"), GPU_CASES)
 def test_deepseek_sizes_on_a_gpu(heads: int, lens: list[int], query_len: int, page: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(heads, 512, 64)
     batch = Batch(lens, [query_len if length else 1 for length in lens], config, page, "cuda")
     capability = torch.cuda.get_device_capability()
@@ -197,8 +195,6 @@ def test_deepseek_sizes_on_a_gpu(heads: int, lens: list[int], query_len: int, pa
 @pytest.mark.parametrize(("cache", "dtype"), [("fp8_e4m3", "bfloat16"), ("fp8_e5m2", "bfloat16"), ("auto", "float16")])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_dtypes_on_a_gpu(cache: str, dtype: str, heads: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     batch = Batch([1000, 64, 5], [1, 2, 1], config_of(heads, 512, 64, dtype=dtype, cache=cache), 64, "cuda")
     capability = torch.cuda.get_device_capability()
     launch = mla_decode.mla_launch(capability, heads * 2, 512, 64, 64, batch.query.dtype, batch.cache.dtype)
@@ -208,8 +204,6 @@ def test_dtypes_on_a_gpu(cache: str, dtype: str, heads: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_captured_graph_reads_new_lengths_and_tables(heads: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(heads, 512, 64)
     batch = Batch([1000, 64, 129], [1, 1, 1], config, 64, "cuda", seed=1)
     other = Batch([700, 1, 1024], [1, 1, 1], config, 64, "cuda", seed=2)

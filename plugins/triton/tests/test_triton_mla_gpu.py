@@ -13,7 +13,6 @@ from triton_mla_layers import (  # noqa: E402
     DEEPSEEK,
     DEVICE,
     DTYPE,
-    ON_GPU,
     batch,
     close,
     decode,
@@ -30,16 +29,10 @@ from attn_select.runtime.cuda_graph import CudaGraphRunner  # noqa: E402
 from attn_select.testing import lse_error, relative_error  # noqa: E402
 
 
-def needs_gpu() -> None:
-    if not ON_GPU:
-        pytest.skip("needs a CUDA device")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize(("heads", "query_len"), [(1, 1), (16, 1), (16, 4), (71, 1), (128, 2), (192, 1)])
 def test_deepseek_layers_on_a_gpu(heads: int, query_len: int, cache_dtype: str) -> None:
-    needs_gpu()
     config = layer_config(num_heads=heads, kv_cache_dtype=cache_dtype, num_speculative_tokens=query_len - 1, **DEEPSEEK)
     group = group_of(config, Capacity(8, 256, 8192))
     common, cache, latents = batch(group, [query_len] * 6, [4097, 64, 65, 1000, query_len, 129])
@@ -51,7 +44,6 @@ def test_deepseek_layers_on_a_gpu(heads: int, query_len: int, cache_dtype: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "block_size"), [(16, 64), (128, 64), (128, 16)])
 def test_128_ki_of_context_on_a_gpu(heads: int, block_size: int) -> None:
-    needs_gpu()
     length = 1 << 17
     group = group_of(layer_config(num_heads=heads, block_size=block_size, **DEEPSEEK), Capacity(2, 16, length))
     common, cache, latents = batch(group, [1, 1], [length, length - 1])
@@ -69,7 +61,6 @@ def test_128_ki_of_context_on_a_gpu(heads: int, block_size: int) -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("block_size", [64, 16])
 def test_same_bits_on_a_gpu(heads: int, block_size: int) -> None:
-    needs_gpu()
     config = layer_config(
         num_heads=heads, batch_invariant=True, num_speculative_tokens=1, block_size=block_size, **DEEPSEEK
     )
@@ -89,7 +80,6 @@ def test_same_bits_on_a_gpu(heads: int, block_size: int) -> None:
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize(("heads", "query_len"), [(16, 1), (128, 1), (16, 3)])
 def test_replays_follow_lengths_and_tables(heads: int, query_len: int, cache_dtype: str) -> None:
-    needs_gpu()
     config = layer_config(num_heads=heads, num_speculative_tokens=query_len - 1, kv_cache_dtype=cache_dtype, **DEEPSEEK)
     group = group_of(config, Capacity(8, 64, 16384), cuda_graphs=True)
     _, impl = parts_of(group)
@@ -121,7 +111,6 @@ def test_replays_follow_lengths_and_tables(heads: int, query_len: int, cache_dty
 
 @pytest.mark.gpu
 def test_builds_and_runs_without_waiting_for_the_device() -> None:
-    needs_gpu()
     group = group_of(layer_config(**DEEPSEEK), workspace_tokens=64)
     common, cache, _ = batch(group, [1, 1, 40, 7], [70, 5, 200, 100])
     draw = torch.Generator().manual_seed(3)

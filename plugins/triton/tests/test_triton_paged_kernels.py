@@ -210,8 +210,6 @@ def test_whole_sequences_are_copied_into_rows(kv_cache_dtype: str, block_size: i
     "shape", [(32, 8, 128), (28, 4, 128), (8, 8, 64), (8, 2, 256), (16, 2, 80), (71, 1, 64), (6, 2, 192)], ids=str
 )
 def test_on_a_gpu(kv_cache_dtype: str, block_size: int, shape: tuple[int, int, int]) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     heads, kv_heads, size = shape
     config = config_of(
         num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype,
@@ -225,8 +223,6 @@ def test_on_a_gpu(kv_cache_dtype: str, block_size: int, shape: tuple[int, int, i
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_long_contexts_on_a_gpu(dtype: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(num_heads=4, num_kv_heads=1, head_size=128, dtype=dtype)
     problem = problem_of(config, [131072, 8193], torch.device("cuda"))
     for version in VERSIONS:

@@ -190,8 +190,6 @@ def test_describable_wants_alignment_and_whole_tiles() -> None:
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 def test_on_a_gpu(name: str, block_size: int, size: int, terms_of: Callable[[Problem], Terms]) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(num_heads=8, num_kv_heads=2, head_size=size, dtype="bfloat16", **TERMS[name])
     requests = ((1, 300), (257, 257), (64, 512), (130, 1000))
     problem = random_problem(8, config, FLASHINFER_NHD, block_size=block_size, requests=requests, device="cuda")
@@ -204,8 +202,6 @@ def test_on_a_gpu(name: str, block_size: int, size: int, terms_of: Callable[[Pro
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("gather", [False, True])
 def test_fp8_on_a_gpu(kv_cache_dtype: str, size: int, gather: bool, terms_of: Callable[[Problem], Terms]) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     config = config_of(
         num_heads=8, num_kv_heads=2, head_size=size, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype
     )  # fmt: skip
@@ -217,8 +213,6 @@ def test_fp8_on_a_gpu(kv_cache_dtype: str, size: int, gather: bool, terms_of: Ca
 @pytest.mark.gpu
 def test_mla_prefill_sizes() -> None:
     """QK 192 wide in two parts, V 128, both views of one tensor, as decompressed MLA has them."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     from attn_select.testing import varlen_reference
 
     torch.manual_seed(0)
