@@ -26,6 +26,7 @@ from attn_select import (
     detection,
     select,
     select_model,
+    selector,
 )
 from attn_select.decide import Decider
 from attn_select.detection import Detection
@@ -115,15 +116,17 @@ def alive(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
 
 
-def test_caches_are_bounded() -> None:
+def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector, "_MOST_SELECTIONS", 40)
+    monkeypatch.setattr(selector, "_MOST_DECIDERS", 10)
     clear_cache()
     before = alive(Selection), alive(Decider)
-    for heads in range(1, 4300):
+    for heads in range(1, 100):
         select(AttentionConfig(num_heads=heads, head_size=128), "h100")
-    assert 0 < alive(Selection) - before[0] <= 4096
-    for minor in range(300):
+    assert 0 < alive(Selection) - before[0] <= 40
+    for minor in range(25):
         select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
-    assert 0 < alive(Decider) - before[1] <= 128
+    assert 0 < alive(Decider) - before[1] <= 10
     clear_cache()
 
 
