@@ -42,14 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if suite is not None and getattr(item, "originalname", "") == "test_config" and hasattr(suite, "num_configs"):
             seen[suite] += 1
             if seen[suite] > QUICK_CONFIGS:
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.slow(guard=f"the suite's first {QUICK_CONFIGS} configurations"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none, with one reason for all of it.
+    """Skip what needs a GPU where there is none, with one reason for all of it; hold ``slow`` to its argument.
 
     A conformance suite sees to that itself: without a GPU it still judges configurations for one.
     """
+    for mark in item.iter_markers("slow"):
+        assert mark.kwargs.get("guard"), (
+            "slow(guard=...) says what `make test` has instead: no behaviour goes unguarded"
+        )
     if item.get_closest_marker("gpu") is not None and not hasattr(getattr(item, "cls", None), "num_configs"):
         torch = pytest.importorskip("torch", reason="needs torch")
         if not torch.cuda.is_available():

@@ -10,14 +10,11 @@ import os
 import tomllib
 from pathlib import Path, PurePosixPath
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import attn_select
 from attn_select.runtime import ops
-
-pytestmark = pytest.mark.slow
 
 VERSION = attn_select.__version__
 

@@ -11,7 +11,7 @@ import pytest
 import attn_select
 from attn_select import distributions
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(guard="test_contents, and the editable installation that the tests run in")
 PLUGIN_NAMES = sorted(set(distributions.known_backends().values()))
 
 LIST = """

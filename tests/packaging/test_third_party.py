@@ -86,7 +86,7 @@ def test_the_documentation_shows_the_example_as_it_is() -> None:
             assert f"```{language}\n{file.read_text()}```" in text, file.name
 
 
-@pytest.mark.slow
+@pytest.mark.slow(guard="test_registry, and test_conformance, which runs the example")
 def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     source = shutil.copytree(EXAMPLE, tmp_path / "acme")
     rules = tmp_path / "rules.toml"
@@ -137,7 +137,7 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     assert answer["layers"][0]["selected"]["decode"] != "ACME_ATTN"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(guard="test_conformance.test_a_wrong_kernel_is_found")
 def test_the_suite_says_what_the_documentation_shows(run: Run, tmp_path: Path) -> None:
     source = shutil.copytree(EXAMPLE, tmp_path / "acme")
     runtime = source / "acme_runtime.py"

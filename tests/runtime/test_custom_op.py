@@ -55,10 +55,13 @@ class Counter:
 
 
 BACKENDS = [
-    pytest.param("aot_eager", marks=pytest.mark.slow),
+    "aot_eager",
     pytest.param(
         "inductor",
-        marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")],
+        marks=[
+            pytest.mark.slow(guard="aot_eager"),
+            pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
+        ],
     ),
 ]
 
@@ -90,7 +93,6 @@ def test_one_graph_with_the_same_result(make_toy: Factory, make_group: Factory, 
     assert (counter.graphs, counter.calls) == (1, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_needs_its_context(make_group: Factory) -> None:
     group, problem = make_group(CONFIG), random_problem(1, CONFIG, FLASH)
@@ -99,7 +101,6 @@ def test_a_compiled_model_needs_its_context(make_group: Factory) -> None:
         compiled(problem.query, problem.key, problem.value, problem.kv_cache)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("extra", ["attn_metadata", "output_lse"])
 def test_what_a_compiled_call_cannot_take(make_group: Factory, extra: str) -> None:

@@ -186,8 +186,10 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [llama, mistral, gemma2, deepseek_v3])
+@pytest.mark.parametrize(
+    "make",
+    [llama, *(pytest.param(make, marks=pytest.mark.slow(guard="llama")) for make in (mistral, gemma2, deepseek_v3))],
+)
 def test_tokens_are_those_of_eager_attention(make: Any) -> None:
     torch.manual_seed(7)
     model = make().eval()

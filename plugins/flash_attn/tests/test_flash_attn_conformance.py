@@ -163,7 +163,7 @@ class TestFlashAttnMLA(Real):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.slow(guard="TestVllmFA2 and TestUpstreamFA2")
 @pytest.mark.parametrize("fields", [{"alibi": True}, {"logits_soft_cap": 30.0}], ids=str)
 def test_fa2_in_two_compilations(fields: dict[str, Any]) -> None:
     """On Hopper the driver compiles FA2 for a minute per head size, dtype and causality: so these two and no more."""

@@ -40,7 +40,7 @@ COMPILED = {
 """Kernels that are compiled for their parameters, as asked for on 12.x: architecture, module, call and function."""
 
 
-@pytest.mark.slow
+@pytest.mark.slow(guard="test_every_entry_takes_what_this_plugin_passes")
 @pytest.mark.parametrize("kernel", COMPILED)
 def test_kernels_compile_for_other_devices(kernel: str, tmp_path: Path) -> None:
     """Every CUDA source of the module, without linking, which wants CUDA's libraries."""

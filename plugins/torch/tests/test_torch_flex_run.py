@@ -23,7 +23,7 @@ from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TILE
 from attn_select_torch.runtime.flex import FlexImpl
 from attn_select_torch.runtime.flex_builder import FlexBuilder, FlexMetadata
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow(guard="TestFlexAttention"), pytest.mark.usefixtures("one_thread")]
 LAYER: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32", "block_size": TILE}
 BATCH = ((1, 37), (20, 20), (1, 36), (5, 31), (1, 1), (40, 90), (3, 64), (1, 128), (17, 17))
 

@@ -27,7 +27,7 @@ LATENT: dict[str, Any] = {**MLA_FIELDS, "num_heads": 4, "dtype": "float32"}
         (TORCH_SDPA, {**GQA, "logits_soft_cap": 30.0}),
         (TORCH_SDPA, {**GQA, "attn_type": "encoder"}),
         (TORCH_MLA, LATENT),
-        pytest.param(FLEX_ATTENTION, GQA, marks=pytest.mark.slow),  # compiles for seconds
+        (FLEX_ATTENTION, GQA),
     ],
     ids=lambda value: getattr(value, "name", "") or "-".join(map(str, value.values())),
 )

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 pytest.importorskip("torch", reason="needs torch")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(guard="the same kernels in the interpreter; on a GPU every test compiles them")
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute

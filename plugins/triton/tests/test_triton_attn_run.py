@@ -27,8 +27,7 @@ UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
 
 
 def slow(fields: dict[str, Any]) -> Any:
-    """Return a case for `make test-all`: the same path with other terms or dtypes, which the kernels' tests cover."""
-    return pytest.param(fields, marks=pytest.mark.slow)
+    return pytest.param(fields, marks=pytest.mark.slow(guard="the test's other cases; the kernels' tests of all terms"))
 
 
 def builder_of(group: Any) -> Any:

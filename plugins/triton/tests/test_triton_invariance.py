@@ -126,8 +126,7 @@ def mla_config(heads: int, rank: int, rope: int, dtype: str) -> AttentionConfig:
     )  # fmt: skip
 
 
-PLAIN = pytest.param(Terms(), marks=pytest.mark.slow, id="plain")
-"""The quick run has it in ``test_triton_attn_run.test_batch_invariance``, through the layer."""
+PLAIN = pytest.param(Terms(), marks=pytest.mark.slow(guard="test_triton_attn_run.test_batch_invariance"), id="plain")
 
 
 @pytest.mark.parametrize("terms", [PLAIN, pytest.param(Terms(window=20, soft_cap=3.0), id="window")])

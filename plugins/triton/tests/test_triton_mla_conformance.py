@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -48,11 +48,19 @@ class OnGpu(BackendConformance):
     device = "cuda"
 
 
-SUITES: dict[str, dict[str, Any]] = {
-    "TestFewHeads": {"heads": ((1, 1), (4, 4), (16, 16))},
-    "TestManyHeads": {"seed": 1, "heads": ((20, 20), (64, 64), (128, 128))},
-    "TestOddHeads": {"seed": 2, "heads": ((7, 7), (71, 71), (192, 192)), "num_configs": 40},
-}
-for _name, _attributes in SUITES.items():
-    _suite = type(_name, (OnGpu,), {**_attributes, "__module__": __name__})
-    globals()[_name] = pytest.mark.gpu(pytest.mark.slow(_suite))
+@pytest.mark.gpu
+class TestFewHeads(OnGpu):
+    heads = ((1, 1), (4, 4), (16, 16))
+
+
+@pytest.mark.gpu
+class TestManyHeads(OnGpu):
+    seed = 1
+    heads = ((20, 20), (64, 64), (128, 128))
+
+
+@pytest.mark.gpu
+class TestOddHeads(OnGpu):
+    seed = 2
+    heads = ((7, 7), (71, 71), (192, 192))
+    num_configs = 40

@@ -76,7 +76,7 @@ def test_flashinfers_module_function_is_called_as_its_wrapper_calls_it() -> None
     assert [[renamed.get(argument, argument) for argument in arguments] for arguments in passed] == [own]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(guard="test_flashinfers_module_function_is_called_as_its_wrapper_calls_it")
 def test_flashinfers_module_compiles_for_sm100(tmp_path: Path) -> None:
     """Without such a GPU: its name and its function exist, and nvcc takes its sources for 10.0a."""
     if shutil.which("nvcc") is None:
