@@ -14,7 +14,7 @@ import importlib
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,15 @@ from attn_select import AttentionConfig, Environment, select
 from attn_select.environment import parse_pins
 from attn_select.runtime import (
     Attention,
-    AttentionGroup,
-    BlockTable,
-    Capacity,
-    CommonAttentionMetadata,
     MLAAttention,
-    attention_group,
     ops,
 )
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
-from attn_select.testing.oracle import attention_reference
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 
+from random_step import RandomStep
 from timing import Call, gpu_times, host_times
 
 BF16 = torch.bfloat16
@@ -49,72 +44,33 @@ CASES = (("decode B64 S4096", 64, 1, 4096), ("decode B8 S16384", 8, 1, 16384), (
 MLA_CASES = (("MLA B64 S4096 H128", 128, 64, 4096), ("MLA B128 S2048 H16", 16, 128, 2048))
 
 
-class Bench:
-    """One kind of layers, filled with random numbers."""
+class Bench(RandomStep):
+    """One batch of layers that one of the plugin's backends serves."""
 
     def __init__(
-        self,
-        config: AttentionConfig,
-        environment: Environment | None,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        shared: int = 0,
-        *,
-        graphs: bool = False,
+        self, config: AttentionConfig, environment: Environment | None, *step: Any, graphs: bool = False
     ) -> None:
-        torch.manual_seed(0)
         backend = "FLASH_ATTN_MLA" if config.mla else "FLASH_ATTN"
-        self.config, self.selection = config, select(config, backend=backend, environment=environment)
-        capacity = Capacity(len(seq_lens), max(8192, sum(query_lens)), max(seq_lens))
-        self.group: AttentionGroup = attention_group(self.selection, capacity=capacity, cuda_graphs=graphs)
-        size = self.group.block_size or 1
-        width, prefix = -(-max(seq_lens) // size), shared // size
-        blocks = torch.randperm(len(seq_lens) * width + 1).tolist()
-        self.table = BlockTable(len(seq_lens), width, size, "cuda")
-        for row in range(len(seq_lens)):
-            own = blocks[row * width : (row + 1) * width]
-            self.table.set_row(row, [*blocks[:prefix], *own[prefix:]])
-        self.cache = self.group.allocate_kv_cache(len(blocks))
-        self.cache.normal_()
-        self.query_lens, self.seq_lens = query_lens, seq_lens
-        self.common = prepare_batch(query_lens, seq_lens, self.table)
-        heads, width = config.num_heads, config.head_size
-        self.query = torch.randn(sum(query_lens), heads, width, device="cuda", dtype=BF16)
-        self.output = torch.empty(sum(query_lens), heads, config.value_head_size, device="cuda", dtype=BF16)
+        super().__init__(select(config, backend=backend, environment=environment), *step, graphs=graphs)
 
-    def error(self, layer: Attention, common: CommonAttentionMetadata | None = None, prefix: int = 0) -> float:
-        """Return the largest relative error of some rows against float64."""
-        self.output.fill_(torch.nan)
-        if prefix:  # also where it does not pay
+    def error_of_layer(self, prefix: int = 0) -> float:
+        """Return the error of a layer, with a cascade where there is a prefix, also where it does not pay."""
+        if prefix:
             self.group.backends[0].builder.least_cascade_bytes = 0
-        metadata = self.group.build(common or self.common, prefix)
-        layer(self.query, None, None, self.cache, metadata, self.output)
-        worst, bounds = 0.0, self.common.query_start_loc_cpu.tolist()
-        key, value = self.cache.unbind(0 if self.group.kv_layout == "FLASH_ATTN_NHD" else 1)
-        for request in {0, len(self.seq_lens) // 2, len(self.seq_lens) - 1}:
-            length, size = self.seq_lens[request], key.shape[1]
-            table = self.table.device_table[request, : -(-length // size)].long()
-            keys, values = (half[table].flatten(0, 1)[:length] for half in (key, value))
-            rows = torch.arange(bounds[request], bounds[request + 1])[[0, -1]].unique()
-            positions = (rows - bounds[request + 1] + length).cuda()
-            query = self.query[rows.cuda()]
-            wanted = attention_reference(query, keys, values, scale=layer.scale, query_positions=positions)[0]
-            got = self.output[rows.cuda()].double()
-            worst = max(worst, float((got - wanted).norm() / wanted.norm()) if got.isfinite().all() else torch.inf)
-        return worst
+        return self.error(Attention(self.group), self.group.build(self.common, prefix))
 
 
 def check(environment: Environment | None) -> None:
     print("\ncheck: worst relative error of rows against float64")
     for name, batch, query_len, seq_len in CASES:
         bench = Bench(LLAMA, environment, [query_len] * batch, [seq_len] * batch)
-        print(f"  {name:24s} {bench.error(Attention(bench.group)):.1e}")
+        print(f"  {name:24s} {bench.error_of_layer():.1e}")
     lens = [1, 1, 700, 33, 1, 256]
     seq_lens = [5000, 17, 700, 1033, 4096, 3000]
     bench = Bench(LLAMA, environment, lens, seq_lens)
-    print(f"  {'mixed':24s} {bench.error(Attention(bench.group)):.1e}")
+    print(f"  {'mixed':24s} {bench.error_of_layer():.1e}")
     bench = Bench(LLAMA, environment, [1] * 16, [4096 + 50 * i for i in range(1, 17)], 4096)
-    print(f"  {'cascade B16 P4096':24s} {bench.error(Attention(bench.group), prefix=4096):.1e}")
+    print(f"  {'cascade B16 P4096':24s} {bench.error_of_layer(4096):.1e}")
 
 
 def raw_call(bench: Bench, layer: Attention, output: torch.Tensor, schedule: bool) -> Call:
@@ -269,7 +225,7 @@ def mla(environment: Environment | None) -> None:
         bench = Bench(config, environment, [1] * batch, [seq_len] * batch)
         bench.cache.mul_(0.3)
         weight = torch.randn(heads * 256, 512, device="cuda", dtype=BF16) * 512**-0.5
-        layer: Any = MLAAttention(bench.group, weight)  # type: ignore[arg-type]
+        layer: Any = MLAAttention(bench.group, weight)
         impl = layer.impls["decode"]
         call = bench.group.served["decode"].builder.build(0, bench.common)
         plain = bench.group.served["decode"].builder.build(0, bench.common, True)

@@ -22,12 +22,11 @@ import torch
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
 from attn_select import AttentionConfig, select
-from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, ops
-from attn_select.runtime.batch import prepare_batch
-from attn_select.testing.oracle import attention_reference
+from attn_select.runtime import Attention, ops
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 
+from random_step import RandomStep
 from timing import Call, gpu_times, host_times
 
 BF16 = torch.bfloat16
@@ -47,31 +46,21 @@ def rules(use_trtllm: str) -> Path:
     return path
 
 
-class Bench:
-    """One kind of layers, filled with random numbers; ``use_trtllm`` as TOML has it."""
+class Bench(RandomStep):
+    """One batch of FLASHINFER's layers and one layer; ``use_trtllm`` as TOML has it."""
 
     def __init__(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], shared: int = 0, use_trtllm: str = "false"
     ) -> None:
-        torch.manual_seed(0)
-        self.selection = select(CONFIG, backend="FLASHINFER", rules=rules(use_trtllm))
-        capacity = Capacity(len(seq_lens), max(8192, sum(query_lens)), max(seq_lens))
-        self.group = attention_group(self.selection, capacity=capacity)
+        super().__init__(select(CONFIG, backend="FLASHINFER", rules=rules(use_trtllm)), query_lens, seq_lens, shared)
         self.builder: Any = self.group.backends[0].builder
-        width, prefix = -(-max(seq_lens) // PAGE), shared // PAGE
-        blocks = torch.randperm(len(seq_lens) * width + 1).tolist()
-        self.table = BlockTable(len(seq_lens), width, PAGE, "cuda")
-        for row in range(len(seq_lens)):
-            own = blocks[row * width : (row + 1) * width]
-            self.table.set_row(row, [*blocks[:prefix], *own[prefix:]])
-        self.cache = self.group.allocate_kv_cache(len(blocks))
-        self.cache.normal_()
-        self.query_lens, self.seq_lens = query_lens, seq_lens
-        self.common = prepare_batch(query_lens, seq_lens, self.table)
-        self.query = torch.randn(sum(query_lens), HEADS, SIZE, device="cuda", dtype=BF16)
-        self.output = torch.empty_like(self.query)
         self.layer = Attention(self.group)
         self.impl: Any = self.layer.impls["decode"]
+
+    def described(self, prefix: int = 0) -> str:
+        """Return the error of a step with this common prefix, and what ran."""
+        error = self.error(self.layer, self.group.build(self.common, prefix))
+        return f"{error:.1e} {dict(self.builder.ran)}"
 
     def forward(self, metadata: Any) -> Call:
         """Return a call of the layer's kernel part."""
@@ -121,36 +110,17 @@ class Bench:
             backend="xqa",
         )  # fmt: skip
 
-    def error(self, metadata: Any) -> float:
-        """Return the largest relative error of some rows against float64."""
-        self.output.fill_(torch.nan)
-        self.layer(self.query, None, None, self.cache, metadata, self.output)
-        worst, bounds = 0.0, self.common.query_start_loc_cpu.tolist()
-        key, value = self.cache.unbind(1)
-        for request in {0, len(self.seq_lens) // 2, len(self.seq_lens) - 1}:
-            length = self.seq_lens[request]
-            table = self.table.device_table[request, : -(-length // PAGE)].long()
-            keys, values = (half[table].flatten(0, 1)[:length] for half in (key, value))
-            rows = torch.arange(bounds[request], bounds[request + 1])[[0, -1]].unique()
-            positions = (rows - bounds[request + 1] + length).cuda()
-            query = self.query[rows.cuda()]
-            wanted = attention_reference(query, keys, values, scale=self.layer.scale, query_positions=positions)[0]
-            got = self.output[rows.cuda()].double()
-            worst = max(worst, float((got - wanted).norm() / wanted.norm()) if got.isfinite().all() else torch.inf)
-        return worst
-
 
 def check() -> None:
     print("\ncheck: worst relative error of rows against float64")
     for use_trtllm in ("false", '"auto"'):
         for name, batch, seq_len in DECODES:
             bench = Bench([1] * batch, [seq_len] * batch, use_trtllm=use_trtllm)
-            print(f"  {name:18s} {bench.error(bench.group.build(bench.common)):.1e} {dict(bench.builder.ran)}")
+            print(f"  {name:18s} {bench.described()}")
     bench = Bench([1, 1, 700, 33, 256], [5000, 17, 700, 1033, 3000])
-    print(f"  {'mixed':18s} {bench.error(bench.group.build(bench.common)):.1e} {dict(bench.builder.ran)}")
+    print(f"  {'mixed':18s} {bench.described()}")
     bench = Bench([1] * 16, [4096 + 50 * i for i in range(1, 17)], 4096)
-    error = bench.error(bench.group.build(bench.common, 4096))
-    print(f"  {'cascade B16 P4096':18s} {error:.1e} {dict(bench.builder.ran)}")
+    print(f"  {'cascade B16 P4096':18s} {bench.described(4096)}")
 
 
 def overhead() -> None:

@@ -6,9 +6,10 @@ Run ``python plugins/triton/bench/bench_triton_layer.py [--what layers,paths,une
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAttentionMetadata, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select_triton.runtime import schedule
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import host_times
 
 
 class Step:
@@ -162,7 +167,7 @@ def cascade(rounds: int) -> None:
 def host(rounds: int) -> None:
     """Print host microseconds per call: of the build, of the layer, of its impl alone, of the kernels prepared."""
     for case in (Case("decode, 1 split", 256, 32), Case("decode, splits", 1, 4096), Case("prefill p64", 1, 64, 64, 64)):
-        found = {name: _host_time(call, rounds) for name, call in _host_calls(Step(Problem(case))).items()}
+        found = host_times(_host_calls(Step(Problem(case))), rounds=rounds)
         print(f"{case.name:34s} " + "  ".join(f"{name} {time_:.1f}" for name, time_ in found.items()), flush=True)
 
 
@@ -180,17 +185,6 @@ def _host_calls(step: Step) -> dict[str, Callable[[], Any]]:
     if decode is not None:
         calls["kernels"] = lambda: decode(query, key, value, output, scale=0.1, terms=terms)
     return calls
-
-
-def _host_time(call: Callable[[], Any], rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(50):
-            call()
-        times.append((time.perf_counter() - start) / 50 * 1e6)
-    return sorted(times)[len(times) // 2]
 
 
 def main() -> None:

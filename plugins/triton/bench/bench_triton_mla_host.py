@@ -8,9 +8,9 @@ medians of CUDA-graph replays, L2 flushed before each.
 
 from __future__ import annotations
 
-import statistics
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,10 @@ from attn_select.runtime import Capacity, CommonAttentionMetadata, Scales, atten
 from attn_select_triton.kernels import mla_cache
 from attn_select_triton.kernels.relaunch import Relaunch
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import host_times
+
 Run = Callable[[], Any]
 CALLS, ROUNDS = 20, 30
 CASES = [
@@ -31,18 +35,6 @@ CASES = [
     Case("H16 B32 S1024 p16", 32, 1024, 16, page=16),
     Case("H16 B32 S1024 fp8", 32, 1024, 16, fp8=True),
 ]
-
-
-def host_time(run: Run) -> float:
-    """Return the host's microseconds per call: medians of rounds with an idle GPU at their start."""
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            run()
-        times.append((time.perf_counter() - start) / CALLS * 1e6)
-    return statistics.median(times)
 
 
 def launches_of(run: Run) -> dict[str, Run]:
@@ -138,7 +130,8 @@ def main() -> None:
         forward = calls["forward_mqa"]
         forward()
         calls |= launches_of(forward)
-        print(f"{case.name}:", ", ".join(f"{name} {host_time(run):.1f} us" for name, run in calls.items()), flush=True)
+        times = host_times(calls, CALLS, ROUNDS)
+        print(f"{case.name}:", ", ".join(f"{name} {time_:.1f} us" for name, time_ in times.items()), flush=True)
     for tokens, dtype in ((8192, torch.bfloat16), (65536, torch.bfloat16), (65536, torch.float8_e4m3fn)):
         found = operations(tokens, dtype)
         medians = measure({name: captured(run) for name, (run, _) in found.items()}, 40)

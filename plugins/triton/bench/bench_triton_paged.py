@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import time
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ from attn_select_triton.kernels.paged_attention import (
     paged_attention_v2,
 )
 from attn_select_triton.kernels.prefill import prefill_attention
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import host_times
 
 CASES = [
     Case("B64 S4096 p16", 64, 4096),
@@ -158,15 +163,8 @@ def host_time(rounds: int) -> None:
         "build": lambda: group.build(metadata.common),
     }
     with torch.no_grad():
-        for name, run in timed.items():
-            times = []
-            for _ in range(rounds + 5):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(20):
-                    run()
-                times.append((time.perf_counter() - start) / 20 * 1e6)
-            print(f"   host, {name}: {sorted(times[5:])[rounds // 2]:.1f} us")
+        for name, median in host_times(timed, 20, rounds).items():
+            print(f"   host, {name}: {median:.1f} us")
 
 
 def main() -> None:
