@@ -38,8 +38,8 @@ class AttentionConfig(BaseModel):
     Heads are those of one tensor-parallel rank; sizes are in elements, ``sliding_window`` and
     ``block_size`` in tokens. With MLA (``kv_lora_rank`` set) ``head_size`` is
     ``kv_lora_rank + qk_rope_head_dim``, the width of the latent cache, and ``num_kv_heads`` is 1, as in
-    vLLM; both are filled in when left out. dtypes are strings (``attn_select.dtypes``). Types are strict:
-    ``"32"``, ``32.0`` and ``True`` are no head counts.
+    vLLM; both are filled in when left out. dtypes are strings (``attn_select.dtypes``). Types are strict: a head
+    count is an int, and ``"32"``, ``32.0`` and ``True`` are refused.
 
     Raises:
         ConfigError: a value is out of range or two fields contradict each other; it names them. (``model_validate``
@@ -183,10 +183,10 @@ def _mla_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], s
         text = f"head_size = {c.head_size or latent}: with MLA it is kv_lora_rank + qk_rope_head_dim = {latent}"
         yield ("head_size", "kv_lora_rank", "qk_rope_head_dim"), f"{text} (from 1 to 8192; may be left out)"
     if c.num_kv_heads != 1:
-        text = f"num_kv_heads = {c.num_kv_heads}: with MLA it is 1, all heads share the latent (or leave it out)"
+        text = f"num_kv_heads = {c.num_kv_heads}: with MLA it is 1 (may be left out), since all heads share the latent"
         yield ("num_kv_heads",), text
     if c.v_head_size is not None:
-        text = f"v_head_size = {c.v_head_size} does not go with MLA: v_head_dim = {c.v_head_dim} says it"
+        text = f"v_head_size = {c.v_head_size}: with MLA leave it out, v_head_dim = {c.v_head_dim} is the value width"
         yield ("v_head_size",), text
     if c.attn_type != "decoder":
         yield ("attn_type",), f"attn_type = {c.attn_type!r}: with MLA it is 'decoder'"

@@ -343,7 +343,7 @@ def _restricted(outcome: BackendPlan | list[Reason], kv_layout: str) -> BackendP
     """Turn a plan that reads a cache, but not one of this layout, into the reason against it."""
     if isinstance(outcome, list) or kv_layout in (outcome.kv_layouts or (kv_layout,)):
         return outcome
-    text = f"reads {', '.join(outcome.kv_layouts)}; the pool that it shares is {kv_layout}"
+    text = f"the shared pool has KV layout {kv_layout} (supported: {', '.join(outcome.kv_layouts)})"
     return [Reason("kv-layout", text, kv_layout, list(outcome.kv_layouts))]
 
 
