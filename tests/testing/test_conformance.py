@@ -309,8 +309,8 @@ def swapped(update: Any) -> Any:
         (overriding("forward", by_batch), "batch_invariant: request 0"),
         (overriding("forward", blocks_in_a_row), "output"),
         (overriding("do_kv_cache_update", next_slot), "bytes of kv_cache"),
-        (overriding("do_kv_cache_update", neighbour_too), "was touched, but belongs to no token of the step"),
-        (overriding("do_kv_cache_update", swapped), "is not what was to be written"),
+        (overriding("do_kv_cache_update", neighbour_too), "was changed, but belongs to no token of the step"),
+        (overriding("do_kv_cache_update", swapped), "differs from the token's number"),
     ],
     ids=lambda value: value.__closure__[0].cell_contents.__name__ if callable(value) else "",
 )
@@ -435,7 +435,7 @@ def test_a_backend_may_clear_the_tail_of_a_requests_own_last_block(right: Varian
         return right.running(Clears)
 
     assert failures(clearing(0.0, 0).suite()) == []
-    assert "was touched, but belongs to no token of the step" in failures(clearing(1.0, 0).suite())[0]
+    assert "was changed, but belongs to no token of the step" in failures(clearing(1.0, 0).suite())[0]
     assert failures(clearing(0.0, -1).suite())  # the last key as well
 
 
@@ -449,7 +449,7 @@ def test_no_request_is_exposed_to_nan_behind_another_ones_end(right: Variant) ->
     assert failures(declared.suite()) == []
     hidden = failures(exposed.planning(nan_tail_safe=False).suite())
     assert len(hidden) == 24
-    assert all("is not nan_tail_safe, but the capabilities declare it" in text for text in hidden)
+    assert all("is not nan_tail_safe, but the capabilities say that it is" in text for text in hidden)
     # A path that is safe may say so where another one is not.
     some = exposed.declaring(nan_tail_safe=Fact(False, "this test"))
     assert len(failures(some.suite())) == 24

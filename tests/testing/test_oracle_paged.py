@@ -291,13 +291,13 @@ def test_what_does_not_fit_is_refused() -> None:
     config = AttentionConfig(**SIZES)
     cache = poisoned(FLASH_ATTN_NHD, config)
     tokens = torch.ones(1, 2, 32)
-    with pytest.raises(ValueError, match="slot 20 is outside the cache: 0 to 19"):
+    with pytest.raises(ValueError, match="slot 20 is outside the cache: accepted are 0 to 19"):
         write_reference(cache, tokens, tokens, torch.tensor([20]), FLASH_ATTN_NHD, config)
-    with pytest.raises(ValueError, match="is not FLASHINFER_HND"):
+    with pytest.raises(ValueError, match="is not of layout FLASHINFER_HND"):
         gather_reference(cache.transpose(0, 1), FLASHINFER_HND, torch.tensor([0]), config)
     with pytest.raises(ValueError, match=r"'NHD'; known: FLASH_ATTN_NHD"):
         gather_reference(cache, "NHD", torch.tensor([0]), config)
-    with pytest.raises(ValueError, match="stored without one"):
+    with pytest.raises(ValueError, match="stored without a scale"):
         gather_reference(cache, FLASH_ATTN_NHD, torch.tensor([0]), config, k_scale=2.0)
     with pytest.raises(ValueError, match="nvfp4"):
         storage_dtype("nvfp4")

@@ -169,9 +169,9 @@ def test_chosen_tokens_lie_in_the_past() -> None:
 
 
 def test_a_layout_goes_with_a_cache() -> None:
-    with pytest.raises(ValueError, match="it is the name of one"):
+    with pytest.raises(ValueError, match="accepted is the name of a KV layout"):
         random_problem(0, AttentionConfig(**SIZES))
-    with pytest.raises(ValueError, match="it is None"):
+    with pytest.raises(ValueError, match="accepted is None"):
         random_problem(0, CONFIGS["encoder"][0], FLASH_ATTN_NHD)
     with pytest.raises(ValueError, match="spare_blocks = 0"):
         random_problem(0, AttentionConfig(**SIZES), FLASH_ATTN_NHD, spare_blocks=0)

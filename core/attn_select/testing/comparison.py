@@ -1,18 +1,18 @@
-"""Compares results with their references: distances, what distance is accepted and why, and errors that name a row.
+"""Compares results with their references: relative errors, accepted errors with their reasons, and the worst row.
 
 Accepted errors are given in units of the unit roundoff u, half the distance from 1 to the next number: 2^-24 in
 float32, 2^-11 in float16, 2^-8 in bfloat16, 2^-4 in e4m3. The output is a weighted mean of values. Rounding independent
-numbers costs 0.3 to 0.6 u in the norm, and several roundings add like the legs of a triangle:
+numbers costs 0.3 to 0.6 u in the norm; the squares of several such errors add up:
 
 - *16 bits*: the weights are rounded before they meet V, and the output once more; scores are sums in float32: 2 u.
 - *16 bits with MLA or an FP8 cache*: absorbed queries, decompressed or rescaled keys and values are products that are
-  rounded too: 4 u. A key that is u off shifts its score, and so the LSE, by that much of it: 4 u.
+  rounded too: 4 u. A key with a relative error of u gives its score, and so the LSE, such an error: 4 u.
 - *float32*: nothing is rounded in between, but sums of hundreds of terms are: 32 u, or 64 u where factors are sums too.
 - *FP8 query*: the reference rounds the query likewise, but kernels round the weights to e4m3 too (FlashAttention-3,
   TRT-LLM, FlashMLA): 1 u of e4m3.
 - *FP8 output*: 1 u of e4m3.
 
-One row may be worse than all together, since its terms may cancel: three times.
+A single row may have three times the error of all rows together, since its terms may cancel.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _ratio(difference: Tensor, size: Tensor) -> Tensor:
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 E4M3_ROUNDOFF = 2.0**-4
 ROW = 3
-"""Bound of one row in bounds of all."""
+"""How many times the error of all rows together a single row may have."""
 
 
 class ErrorBound(NamedTuple):
@@ -108,12 +108,12 @@ class ErrorBound(NamedTuple):
     row: float
     """As in ``RelativeError``."""
     lse: float
-    """Absolute, and in parts of the LSE where that is beyond 1: a score's error grows with it."""
+    """Absolute where the LSE lies between -1 and 1, else relative to it: the error of a score grows with the score."""
     because: str
 
 
 def error_bound(config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
-    """Return the bound for a layer that runs by ``plans``, the widest of theirs."""
+    """Return the bound for a layer that runs by ``plans``: that of the least exact plan."""
     u, dtype = UNIT_ROUNDOFF[config.dtype], config.dtype
     products = config.mla or is_quantized(config.cache_dtype)
     if any(is_quantized(plan.query_dtype) for plan in plans.values()):
@@ -138,7 +138,7 @@ def check_output(step: Problem, rows: Tensor, output: Tensor, reference: Tensor,
     """
     actual, wanted = output[rows].cpu().double(), reference[rows].cpu()
     size = torch.linalg.vector_norm(wanted, dim=-1)
-    # A row shorter than the typical one is measured by that: what cancellation left says nothing of its terms.
+    # The error of a short row is taken relative to the typical length: its terms cancel, but their errors do not.
     off = torch.linalg.vector_norm(actual - wanted, dim=-1) / size.clamp_min(float(size.square().mean().sqrt()))
     off = torch.where((actual == wanted).all(dim=-1), 0.0, off).nan_to_num(nan=torch.inf, posinf=torch.inf)
     norm, row = relative_error(actual, wanted).norm, float(off.max())
@@ -173,11 +173,11 @@ def check_lse(step: Problem, rows: Tensor, lse: Tensor, reference: Tensor, bound
 def check_cache(step: Problem, kv_cache: Tensor, fp8_steps: int) -> None:
     """Compare every byte of a cache after the step, written or not; an FP8 number may be ``fp8_steps`` off.
 
-    A backend may clear the slots behind a sequence's end in its last block: they are the request's own, and zeros there
-    keep what a block's former owner left from reaching the result.
+    A backend may clear the slots behind a sequence's end in its last block. They belong to the request, and zeros keep
+    the numbers of the block's former owner out of the result.
 
     Raises:
-        AssertionError: names the first wrong byte, and whether it was to be written at all.
+        AssertionError: names the first wrong byte, and whether it belongs to a token of the step.
     """
     assert step.kv_cache is not None
     caches = (kv_cache, step.written_cache(), step.kv_cache)
@@ -190,7 +190,7 @@ def check_cache(step: Problem, kv_cache: Tensor, fp8_steps: int) -> None:
     if bool(wrong.any()):
         place = tuple(wrong.nonzero()[0].tolist())
         untouched = bool((wanted == before)[place])
-        what = "was touched, but belongs to no token of the step" if untouched else "is not what was to be written"
+        what = "was changed, but belongs to no token of the step" if untouched else "differs from the token's number"
         raise AssertionError(
             f"{int(wrong.sum())} bytes of kv_cache {tuple(kv_cache.shape)} in {step.layout} are wrong: the first, at "
             f"{place} in bytes, {what}"

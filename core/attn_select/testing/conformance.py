@@ -5,13 +5,13 @@
     class TestAcme(BackendConformance):
         spec = ACME_ATTN
 
-Each configuration is one test. The gate must refuse what is not declared, for that reason, and may refuse what is
-declared only through ``plan``, with a reason. What it accepts runs on this machine and is compared with the float64
-oracle. What cannot be run is judged by the gate in one test of its own, and the summary names it with its number: the
-machine lacks the device or a library, or nothing can run the plan yet, which is then marked ``unverified``.
+Each configuration is one test. The gate must refuse a value that is not declared, and name it as the reason. A declared
+value may be refused by ``plan`` alone, with a reason. What the gate accepts runs on this machine and is compared with
+the float64 oracle. Configurations that cannot run here (the machine lacks the device or a library) or anywhere yet (the
+plan is then marked ``unverified``) are put before the gate in one test, and the summary says why and how many.
 
-Slots behind a sequence's end in its last block hold NaN: a request must not be exposed to what another one left there.
-Where a plan declares that it is not ``nan_tail_safe`` they hold large finite numbers.
+Slots behind a sequence's end in its last block hold NaN: no request may depend on what another one left there. Where a
+plan declares that it is not ``nan_tail_safe`` these slots hold large finite numbers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class BackendConformance:
         spec: the backend.
         seed: of everything drawn; a failure prints it with the configuration's number.
         num_configs: configurations to draw, two of five from outside the declared capabilities.
-        max_compile_keys: distinct ``spec.compile_key`` values to run. Most configurations beyond are brought to one
-            of them, the others are judged and not run.
+        max_compile_keys: distinct ``spec.compile_key`` values to run. Most further configurations are changed until
+            they have one of these keys; the others are put before the gate and not run.
         heads: ``(num_heads, num_kv_heads)`` to draw from.
         device: where tensors live; None: ``cuda`` if there is one, else ``cpu``.
         gate_device: what the gate judges for, a ``Device`` or its name; None: the machine's own. With a name such as
@@ -71,9 +71,10 @@ class BackendConformance:
         environment: the libraries to judge by; None: this machine's, or all with a ``gate_device`` that is not here.
         options: the ``[backends.NAME]`` table.
         rows_without_keys: a request without keys (padding of a CUDA graph) gives output 0 and LSE -inf.
-        exact_alibi_lse: with ALiBi the LSE is that of ``slope * -distance``; False: it has row constants of its own
-            and is not compared.
-        fp8_cache_steps: FP8 numbers that a written one may be off (1 where the scale's inverse is multiplied with).
+        exact_alibi_lse: with ALiBi the LSE is that of ``slope * -distance``; False: the kernel adds a constant to each
+            row, so the LSE is not compared.
+        fp8_cache_steps: how many FP8 numbers lie between a written one and the right one at most (1 where the kernel
+            multiplies by the inverse of the scale).
     """
 
     spec: ClassVar[BackendSpec]
@@ -94,15 +95,15 @@ class BackendConformance:
         return comparison.error_bound(config, plans)
 
     def kernel_accepts(self, config: AttentionConfig, phase: Phase) -> bool | None:
-        """Return what the kernel itself says to a configuration on this machine; None: it cannot be asked."""
+        """Return whether the kernel itself accepts a configuration on this machine; None: it cannot be asked."""
         return None
 
     def test_spec_is_sound(self) -> None:
-        """The registry would take it."""
+        """The registry accepts the spec."""
         assert problems_of(self.spec) == []
 
     def test_other_devices_are_refused(self) -> None:
-        """On a device that is not declared every phase is refused for that."""
+        """On a device that is not declared every phase is refused, with the device as a reason."""
         for phase, capabilities in self.spec.capabilities.items():
             config = next(case.config for case in self._cases() if phase in case.config.phases)
             for device in (CPU, *known_gpus().values()):
@@ -111,7 +112,7 @@ class BackendConformance:
                     assert "compute-capability" in codes(found), f"{phase} on {device.name}: {found}"
 
     def test_config(self, index: int) -> None:
-        """The gate is right about one configuration, and what it accepts gives the oracle's results."""
+        """The gate is right about one configuration, and if it accepts it the results are the oracle's."""
         case = self._cases()[index]
         with self._named(case):
             found, _ = self._judge(case)
@@ -123,7 +124,7 @@ class BackendConformance:
                 self._tally["run"] += 1
 
     def test_configs_that_are_not_run(self) -> None:
-        """The gate is right about what is not run, too, and what nothing can run is marked ``unverified``."""
+        """The gate is right about configurations that are not run, and marks those that nothing can run."""
         tested = set(self._to_run())
         for case in self._cases():
             if case.index in tested:
@@ -135,7 +136,7 @@ class BackendConformance:
             if why is not None:
                 self._not_run[why] += 1
 
-    # What happened so far, per subclass.
+    # Counts of what happened so far, one set per subclass.
     _tally: ClassVar[Counter[str]]
     _not_run: ClassVar[Counter[str]]
     _drawn: ClassVar[list[Case]]
@@ -143,9 +144,9 @@ class BackendConformance:
     _threads: ClassVar[int]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make each configuration that is run here or rejected a test, and see to the summary.
+        """Make a test of each configuration that is run here or rejected, and register the summary.
 
-        Where this machine can run none they are one skipped test.
+        Where this machine can run no configuration there is one skipped test instead.
         """
         if "index" in metafunc.fixturenames:
             metafunc.parametrize("index", self._to_run() or [self._skipped()])
@@ -157,21 +158,21 @@ class BackendConformance:
 
     @classmethod
     def setup_class(cls) -> None:
-        """Begin to count. On tensors as tiny as these more threads only wait for each other."""
+        """Reset the counts, and use one thread: the tensors are too small for more."""
         cls._tally, cls._not_run = Counter(), Counter()
         cls._threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
     @classmethod
     def teardown_class(cls) -> None:
-        """Give the threads back."""
+        """Restore the number of threads."""
         torch.set_num_threads(cls._threads)
 
     def _options(self) -> BackendOptions:
         return self.spec.options(**self.options)
 
     def _place(self) -> tuple[torch.device, Device, Environment]:
-        """Return where tensors live, and what the gate judges for."""
+        """Return where tensors live, and the device and libraries that the gate judges for."""
         here = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         device = self.gate_device or (CPU if here.type == "cpu" else detection.detect_device().device)
         device = lookup(device) if isinstance(device, str) else device
@@ -181,7 +182,7 @@ class BackendConformance:
         return outcomes(self.spec, config, *self._place()[1:], self._options())
 
     def _judge(self, case: Case) -> tuple[Outcomes, str | None]:
-        """Return the gate's answers, and what this machine lacks if they are for another one."""
+        """Return the gate's answers here; if this machine refuses, those of a fit one and what is lacking here."""
         found = self._here(case.config)
         here, device, _ = self._place()
         if plans_of(found):
@@ -198,7 +199,7 @@ class BackendConformance:
         return elsewhere, "; ".join(dict.fromkeys(reason.message for reason in reasons))
 
     def _cases(self) -> list[Case]:
-        """Draw all configurations, once, and keep the number of compilations down."""
+        """Draw all configurations once, with few different compile keys."""
         cls = type(self)
         if "_drawn" not in cls.__dict__:
             cls._compiled = {}
@@ -220,7 +221,7 @@ class BackendConformance:
         return case
 
     def _to_run(self) -> list[int]:
-        """Return the numbers of the configurations that are tests of their own; none where none can be run here."""
+        """Return the numbers of the configurations that are tests of their own: none if this machine can run none."""
         own = [case for case in self._cases() if self._left_out(case) is None]
         can_run = any(plans_of(self._judge(case)[0]) for case in own)
         return [case.index for case in own] if can_run else []
@@ -245,12 +246,12 @@ class BackendConformance:
         return None
 
     def _check_gate(self, case: Case, found: Outcomes) -> dict[Phase, BackendPlan]:
-        """Hold the gate's answers to their form, count the configuration, and return the plans."""
+        """Check the gate's answers, count the configuration, and return the plans."""
         _check_outcomes(self.spec, case, found)
         plans = plans_of(found)
         for phase, plan in plans.items():
             hidden = self.spec.capabilities[phase].nan_tail_safe.value and not plan.nan_tail_safe
-            assert not hidden, f"{phase} by {plan.path} is not nan_tail_safe, but the capabilities declare it"
+            assert not hidden, f"{phase} by {plan.path} is not nan_tail_safe, but the capabilities say that it is"
         self._tally["accepted" if plans else "rejected"] += 1
         return plans
 
@@ -281,7 +282,7 @@ class BackendConformance:
 
     @contextmanager
     def _named(self, case: Case) -> Iterator[None]:
-        """Add to whatever goes wrong which configuration it is, ready to be pasted."""
+        """Add the configuration to every error, as an expression that can be pasted."""
         try:
             yield
         except Exception as error:
@@ -293,7 +294,7 @@ class BackendConformance:
 
     @classmethod
     def summary(cls) -> list[str]:
-        """Return what became of the configurations, as lines; none where no test ran."""
+        """Return the lines that count what happened to the configurations; none if no test ran."""
         tally: Counter[str] = cls.__dict__.get("_tally", Counter())
         drawn = tally["accepted"] + tally["rejected"]
         if not drawn:
@@ -318,7 +319,7 @@ class _Summary:
         return [line for suite in self.suites for line in suite.summary()]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Hand a worker of pytest-xdist's counts to the process that prints."""
+        """In a worker of pytest-xdist, send the counts to the process that prints them."""
         output: dict[str, list[str]] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
             output[self.name] = self.lines()
@@ -336,30 +337,31 @@ def write_summary(terminalreporter: pytest.TerminalReporter, lines: Sequence[str
 
 
 def _undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:
-    """Return the codes of what a plain comparison has against a configuration, on whatever device."""
+    """Return the codes of the reasons that the declared capabilities give against a configuration, on any device."""
     compared = gate.CapabilityGate(spec.capabilities[phase], Device("any", (0, 0)), ())
     return codes(compared.reasons(config, gate.Demands(config))) - {"compute-capability"}
 
 
 def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
-    """Hold the gate to its word: what is not declared is refused for that, what is declared only by the plan.
+    """Check that a value outside the capabilities is refused with its code, and that no capability refuses others.
 
     Raises:
-        AssertionError: it is not so, or a reason says nothing.
+        AssertionError: it is not so, or a reason is incomplete.
     """
     __tracebackhide__ = True
     for phase, outcome in found.items():
         check_stated(phase, outcome)
-    outcome, name = found[case.phase], f"{case.phase}: {case.changed or 'all of it'}"
+    outcome = found[case.phase]
     if case.changed is not None:
-        assert case.code in codes(outcome), f"{name} is not declared, so {case.code!r} is due; the gate said {outcome}"
+        text = f"{case.phase}: {case.changed} has a value that is not declared, so the gate must give {case.code!r}"
+        assert case.code in codes(outcome), f"{text}; it gave {outcome}"
         return
     wrong = _undeclared(spec, case.phase, case.config)
-    assert not wrong, f"{name} is declared, but the comparison refuses it: {wrong}"
+    assert not wrong, f"{case.phase}: all values are declared, but the capabilities refuse {', '.join(sorted(wrong))}"
 
 
 def _check_kernel(phase: Phase, outcome: Outcome, answer: bool | None) -> None:
-    """Compare the gate with what the kernel itself says.
+    """Compare the gate's answer with the kernel's own.
 
     Raises:
         AssertionError: they differ.

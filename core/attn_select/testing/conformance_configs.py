@@ -1,7 +1,7 @@
-"""Configurations to hold a backend to: from inside its declared capabilities, and from just outside them.
+"""Configurations to test a backend with: from inside its declared capabilities, and from just outside them.
 
-Outside means that one question of a configuration from inside is changed to a value that is not declared. Everything is
-drawn from a seed. Sizes are small: what breaks in kernels breaks at edges, not at scale.
+Outside means: one field of a configuration from inside has a value that is not declared. Everything is drawn from a
+seed. Sizes are small, since kernels fail at edges and not because of size.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _MOST_TRIES = 1000
 
 @dataclass(slots=True)
 class Case:
-    """One configuration to hold a backend to.
+    """One configuration to test a backend with.
 
     Attributes:
         index: its number; with the suite's seed it gives the same configuration again.
-        config: what is asked for.
+        config: the layer.
         phase: the phase whose capabilities it was drawn from.
-        changed: the question that was changed to something not declared; None: all of it is declared.
-        code: of the reason that must then be among those against this phase.
+        changed: the field whose value is not declared; None: all values are declared.
+        code: of the reason that the gate must then give against this phase.
     """
 
     index: int
@@ -65,7 +65,7 @@ def config_text(config: AttentionConfig) -> str:
 
 
 def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
-    """Draw configuration ``index`` of a seed; two of five are from outside where there is an outside."""
+    """Draw configuration ``index`` of a seed; two of five are from outside, where anything is not declared."""
     rng = random.Random(f"{spec.name} {seed} {index}")
     phase: Phase = rng.choice(list(spec.capabilities))
     capabilities = spec.capabilities[phase]
@@ -82,7 +82,7 @@ def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
 
 
 def with_known_key(spec: BackendSpec, seed: int, case: Case, known: AttentionConfig) -> AttentionConfig:
-    """Return ``known`` with as much of the case's configuration as leaves its ``compile_key`` the same."""
+    """Return ``known`` with every field of the case's configuration that does not change its ``compile_key``."""
     rng = random.Random(f"{spec.name} {seed} {case.index} key")
     compiled, wanted = spec.compile_key(known), _fields(case.config)
     names = sorted({*_fields(known), *wanted})
@@ -96,7 +96,7 @@ def with_known_key(spec: BackendSpec, seed: int, case: Case, known: AttentionCon
 
 
 def _fields(config: AttentionConfig) -> Fields:
-    """Return what a configuration was made of, without what MLA fills in."""
+    """Return the fields that a configuration was made with, without those that MLA fills in."""
     fields = config.model_dump(exclude_defaults=True)
     for name in ("head_size", "num_kv_heads") if config.mla else ():
         fields.pop(name, None)
@@ -111,7 +111,7 @@ def _made(fields: Fields) -> AttentionConfig | None:
 
 
 def _cache_dtypes(capabilities: Capabilities, dtype: str, sparse: bool) -> list[str]:
-    """Return what may be asked of a cache beside ``dtype``."""
+    """Return the KV-cache dtypes that a layer of compute dtype ``dtype`` may have."""
     listed, mixed = capabilities.kv_cache_dtypes.value, capabilities.mixed_kv_cache_dtype.value
     found = [d for d in listed if d == dtype or mixed or is_quantized(d)]
     found = [d for d in found if d != "fp8_ds_mla" or sparse]
@@ -126,7 +126,7 @@ def _sizes(capabilities: Capabilities) -> list[int]:
 
 
 def _inside(rng: random.Random, capabilities: Capabilities, heads: Heads, phase: Phase) -> AttentionConfig:
-    """Draw a configuration that has this phase and of which every question is declared."""
+    """Draw a configuration that has this phase and declared values only."""
     for _ in range(_MOST_TRIES):
         config = _made(_inside_fields(rng, capabilities, heads))
         if config is not None and phase in config.phases:
@@ -135,7 +135,7 @@ def _inside(rng: random.Random, capabilities: Capabilities, heads: Heads, phase:
 
 
 def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads) -> Fields:
-    """Draw fields that are declared one by one; they may contradict each other."""
+    """Draw fields of declared values; together they may contradict each other."""
     num_heads, num_kv_heads = rng.choice(heads)
     fields: Fields = {"num_heads": num_heads, "dtype": rng.choice(capabilities.dtypes.value)}
     if capabilities.mla:
@@ -169,7 +169,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
 
 
 def _changes(capabilities: Capabilities, config: AttentionConfig) -> Iterator[tuple[str, str, Fields]]:
-    """Yield ``(question, code of the reason, fields)`` for all that can be changed to something not declared."""
+    """Yield ``(field, code of the reason, fields)`` for every change to a value that is not declared."""
     base = _fields(config)
     plain: Fields = {"num_heads": config.num_heads, "dtype": config.dtype}
     if not capabilities.mla:

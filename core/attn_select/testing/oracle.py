@@ -73,13 +73,13 @@ def attention_reference(
         values: ``(S, Hkv, Dv)``.
         scale: factor on ``q . k``; there is no default, since MLA's is not ``D ** -0.5``.
         causal: a row sees no key after itself.
-        sliding_window: tokens that a row sees to each side it may look at, itself included.
+        sliding_window: tokens that a row sees on each side that the mask allows, itself included.
         logits_soft_cap: ``cap`` in logits.
         alibi_slopes: ``(H,)``.
         sinks: ``(H,)`` logits that count in the denominator only; neither scaled nor capped.
         mm_prefix_ranges: ``(first, last)`` positions, inclusive.
-        query_positions: ``(T,)`` integer positions of the rows where they are not the last T of the S keys. With
-            it any part of the keys can be attended to: give positions relative to the part's first key.
+        query_positions: ``(T,)`` integer positions of the rows; None: the last T of the S keys. To attend to a part of
+            a request's keys, give positions relative to the first key of the part.
 
     Returns:
         Output float64 ``(T, H, Dv)`` and LSE float64 ``(T, H)``, natural logarithm.
@@ -156,16 +156,17 @@ def visible_keys(
 def attention_options(
     config: AttentionConfig, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
 ) -> AttentionOptions:
-    """Return what a config says about mask and scores, as the arguments of ``attention_reference``.
+    """Return the mask and score options of a config, as the arguments of ``attention_reference``.
 
     Attention is causal where the type is ``decoder`` and ``non_causal`` is not set.
 
     Raises:
-        ValueError: ``alibi_slopes`` or ``sinks`` are missing where the config wants them, or given where it does not.
+        ValueError: ``alibi_slopes`` or ``sinks`` are missing where the config asks for them, or given where not.
     """
-    for name, wanted, given in (("alibi_slopes", config.alibi, alibi_slopes), ("sinks", config.sinks, sinks)):
+    asked = (("alibi_slopes", "alibi", config.alibi, alibi_slopes), ("sinks", "sinks", config.sinks, sinks))
+    for name, field, wanted, given in asked:
         if wanted != (given is not None):
-            raise ValueError(f"{name} {'missing' if wanted else 'given'}, but the config says {wanted}")
+            raise ValueError(f"{name} {'missing' if wanted else 'given'}, but the layer has {field} = {wanted}")
     return {
         "causal": config.attn_type == "decoder" and not config.non_causal,
         "sliding_window": config.sliding_window,
@@ -187,7 +188,7 @@ def varlen_reference(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend per request over keys and values that lie packed one request after another, without a cache (encoders).
+    """Attend within each request over keys and values that are packed one request after another (encoders, no cache).
 
     Args:
         query: ``(T, H, D)``.

@@ -99,13 +99,13 @@ def sparse_mla_reference(
 ) -> tuple[Tensor, Tensor]:
     """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form.
 
-    Which tokens those are, and that none lies in the future, is the indexer's to say: there is no mask here.
+    The indexer chooses the tokens and leaves out those of the future: there is no mask here.
 
     Args:
         query: absorbed, ``(T, H, R + Pr)``.
         kv_cache: in layout ``MLA`` or ``FP8_DS_MLA``.
-        indices: integers ``(T, top_k)``: physical slots ``block * block_size + offset``. Negative ones are padding and
-            may stand anywhere; a slot that stands twice counts twice.
+        indices: integers ``(T, top_k)``: physical slots ``block * block_size + offset``. Negative ones are padding, at
+            any place; a slot that is listed twice counts twice.
 
     Returns:
         Latent output float64 ``(T, H, R)`` and natural-log LSE float64 ``(T, H)``.

@@ -61,17 +61,18 @@ def paged_reference(
         query: ``(T, H, D)``; with MLA the absorbed query ``(T, H, kv_lora_rank + qk_rope_head_dim)``.
         kv_cache: as ``layout`` has it; FP8 as torch's FP8 dtypes or as uint8.
         layout: a name from ``attn_select.layouts``.
-        block_table: integers ``(B, W)``. Entries behind a request's last block are not read, nor are those whose
-            tokens lie outside every row's window.
+        block_table: integers ``(B, W)``. Not read are the entries behind a request's last block, and those of blocks
+            that lie outside every row's window.
         query_start_loc: integers ``(B + 1,)``, prefix sums of the query lengths.
         seq_lens: integers ``(B,)``, keys per request, the step's own included.
         config: mask, soft cap and cache dtype come from here.
         scale: factor on ``q . k``.
         alibi_slopes: ``(H,)``; sinks likewise.
         mm_prefix_ranges: per request ``(first, last)`` positions, inclusive.
-        k_scale: FP8 scale, one number or ``(Hkv,)``; v_scale likewise. With MLA the latent is both, under ``k_scale``.
-        query_dtype: an FP8 dtype where the path wants the query quantised; with ``q_scale`` as ``quantize_query`` has
-            it.
+        k_scale: FP8 scale, one number or ``(Hkv,)``; v_scale likewise. With MLA ``k_scale`` is the scale of the latent,
+            which holds the values too.
+        query_dtype: an FP8 dtype where the path wants the query quantised; ``q_scale`` is its scale, as in
+            ``quantize_query``.
 
     Returns:
         Output float64 ``(T, H, Dv)``, with MLA the latent ``(T, H, kv_lora_rank)``, and natural-log LSE float64
@@ -135,7 +136,7 @@ def gather_reference(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> tuple[Tensor, Tensor]:
-    """Read the tokens at ``slots`` (integers ``(N,)``) and take them back to numbers.
+    """Read the tokens at ``slots`` (integers ``(N,)``) and decode them.
 
     Returns:
         Keys float64 ``(N, Hkv, D)`` and values float64 ``(N, Hkv, Dv)``; with MLA ``(N, 1, kv_lora_rank +
@@ -148,7 +149,7 @@ def gather_reference(
     blocks, offsets = _blocks_and_offsets(slots, views[0])
     if layout in (MLA, FP8_DS_MLA):
         if v_scale is not None:
-            raise ValueError(f"v_scale given, but in layout {layout} the values are the latent, under k_scale")
+            raise ValueError(f"v_scale is given: layout {layout} keeps values in the latent, which k_scale scales")
         stored = views[0][blocks, offsets]
         packed = layout == FP8_DS_MLA
         keys = unpack_fp8_ds_mla(stored) if packed else decode(stored, config.cache_dtype, k_scale)
@@ -200,9 +201,9 @@ def block_size_of(kv_cache: KVCache, layout: str, config: AttentionConfig) -> in
 
 
 def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:
-    """Return strided views ``(num_blocks, block_size, ...)`` on K and V, on MLA layouts one on both; FP8 as uint8.
+    """Return strided views of K and V, ``(num_blocks, block_size, ...)``; MLA layouts have one view for both.
 
-    Behind the first two axes come ``(Hkv, D)`` and ``(Hkv, Dv)``, the K of PAGED_ATTENTION as ``(Hkv, D / x, x)``.
+    The last axes are ``(Hkv, D)`` and ``(Hkv, Dv)``; the K of PAGED_ATTENTION has ``(Hkv, D / x, x)``. FP8 is uint8.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
@@ -232,7 +233,10 @@ def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tupl
         expected = [(heads, size), (heads, value_size)]
     if [tuple(view.shape[2:]) for view in views] != expected:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in pair)
-        raise ValueError(f"cache {shapes} is not {layout} with {heads} KV heads of size {size}, values {value_size}")
+        raise ValueError(
+            f"kv_cache of shape {shapes} is not of layout {layout} with {heads} KV heads of size {size} and values of "
+            f"size {value_size}"
+        )
     return views
 
 
@@ -241,5 +245,7 @@ def _blocks_and_offsets(slots: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
     num_blocks, block_size = view.shape[:2]
     outside = slots[(slots < 0) | (slots >= num_blocks * block_size)]
     if len(outside):
-        raise ValueError(f"slot {int(outside[0])} is outside the cache: 0 to {num_blocks * block_size - 1} are in it")
+        raise ValueError(
+            f"slot {int(outside[0])} is outside the cache: accepted are 0 to {num_blocks * block_size - 1}"
+        )
     return slots.long() // block_size, slots.long() % block_size

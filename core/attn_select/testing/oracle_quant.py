@@ -26,7 +26,7 @@ def storage_dtype(cache_dtype: str) -> torch.dtype:
     """
     known = {**PLAIN_DTYPES, **FP8_DTYPES, "fp8_ds_mla": torch.uint8}
     if cache_dtype not in known:
-        raise ValueError(f"the oracle has no cache dtype {cache_dtype!r}; it has {', '.join(known)}")
+        raise ValueError(f"the oracle does not know the cache dtype {cache_dtype!r}: it knows {', '.join(known)}")
     return known[cache_dtype]
 
 
@@ -56,12 +56,12 @@ def decode(stored: Tensor, cache_dtype: str, scale: Tensor | float | None = None
 
 
 def quantize_query(query: Tensor, query_dtype: str, scale: Tensor | float | None = None) -> Tensor:
-    """Return the query float64 ``(T, H, D)`` as an FP8 path sees it: quantised and taken back.
+    """Return the query float64 ``(T, H, D)`` as an FP8 path sees it: quantised, then decoded.
 
     Args:
         query: ``(T, H, D)``.
         query_dtype: fp8_e4m3 or fp8_e5m2.
-        scale: one number, or one per KV head ``(Hkv,)`` which its group of query heads shares (FlashAttention-3's
+        scale: one number, or one per KV head ``(Hkv,)`` for all query heads of its group (FlashAttention-3's
             ``q_descale``). None is 1.
     """
     if isinstance(scale, Tensor) and scale.numel() > 1:
@@ -73,9 +73,8 @@ def pack_fp8_ds_mla(latent: Tensor, rope: Tensor, *, power_of_two_scales: bool =
     """Pack tokens as sparse FP8 MLA stores them: 512 e4m3, 4 float32 scales of 128 values each, 64 bfloat16.
 
     The scale of a tile is ``max |x| / 448``. FlashMLA (``quantize_k_cache`` of its tests) and vLLM's fused Triton
-    writer take at least 1e-4 and round up to a power of two, so that the product is exact in bfloat16; vLLM's
-    ``concat_and_cache_ds_mla`` stores the quotient as it is, at least the smallest normal float32. A reader takes
-    either.
+    writer take at least 1e-4 and round up to a power of two, so that the product is exact in bfloat16. vLLM's
+    ``concat_and_cache_ds_mla`` stores the quotient unrounded, at least the smallest normal float32. Both are read alike.
 
     Args:
         latent: ``(..., 512)``, normalised ``kv_c``.
@@ -103,7 +102,9 @@ def unpack_fp8_ds_mla(packed: Tensor) -> Tensor:
     with scales that are powers of two.
     """
     if packed.dtype != torch.uint8 or packed.shape[-1] != FP8_DS_MLA_BYTES:
-        raise ValueError(f"{packed.dtype} {tuple(packed.shape)}: uint8 (..., {FP8_DS_MLA_BYTES}) is accepted")
+        raise ValueError(
+            f"packed is {packed.dtype} of shape {tuple(packed.shape)}: accepted is uint8 (..., {FP8_DS_MLA_BYTES})"
+        )
     codes, scales, rope = packed.split_with_sizes([LATENT, LATENT // TILE * 4, ROPE * 2], dim=-1)
     tiles = decode(codes, "fp8_e4m3").reshape(*codes.shape[:-1], LATENT // TILE, TILE)
     latent = tiles * scales.contiguous().view(torch.float32).double()[..., None]
@@ -117,4 +118,4 @@ def _per_head(scale: Tensor | float | None, like: Tensor) -> Tensor:
 
 def _no_scale(cache_dtype: str, scale: Tensor | float | None) -> None:
     if scale is not None:
-        raise ValueError(f"a scale is given, but cache dtype {cache_dtype!r} is stored without one")
+        raise ValueError(f"scale = {scale}: cache dtype {cache_dtype!r} is stored without a scale, so pass None")

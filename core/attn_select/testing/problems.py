@@ -29,7 +29,7 @@ class Problem:
     """The inputs of one step, as a backend gets them: B requests, T tokens, tensors on one device.
 
     A layer without a cache (encoders) has None in ``layout``, ``kv_cache``, ``block_table`` and ``slot_mapping``;
-    its ``key`` and ``value`` are all there is. Cross-attention finds its cache complete and writes 0 tokens.
+    it attends to ``key`` and ``value`` alone. In cross-attention the cache is complete, and no token is written.
     """
 
     config: AttentionConfig
@@ -48,7 +48,7 @@ class Problem:
     layout: str | None = None
     block_size: int | None = None
     kv_cache: Tensor | None = None
-    """As ``layouts.cache_shape`` has it, holding the context of every request; all else is poison."""
+    """Of the shape ``layouts.cache_shape``. It holds the context of every request; everything else is poison."""
     block_table: Tensor | None = None
     """int32 ``(B, W)``, blocks in random order; entries that are not needed point to a poisoned block."""
     slot_mapping: Tensor | None = None
@@ -119,8 +119,8 @@ def random_requests(
 ) -> tuple[Request, ...]:
     """Draw a batch that mixes decode, prefill, chunked prefill and speculative decode, in random order.
 
-    From four requests on every kind is there. Half of the lengths are multiples of ``block_size``, where mistakes live.
-    Encoders get whole sequences; in cross-attention query and key lengths have nothing to do with each other.
+    Four or more requests include every kind. Half of the lengths are multiples of ``block_size``, where mistakes are
+    likely. Encoders get whole sequences; in cross-attention query and key lengths are drawn independently.
     """
     rng = random.Random(f"requests {seed}")
     speculative = 1 + (config.num_speculative_tokens or 3)
@@ -158,18 +158,23 @@ def random_problem(
 
     Args:
         layout: a name from ``attn_select.layouts``; None for layers without a cache.
-        block_size: tokens per block; ``config.block_size`` goes before it.
-        requests: ``(query_len, seq_len)`` each; left out: ``random_requests``. Where ``query_len`` exceeds ``seq_len``
+        block_size: tokens per block where the config names no ``block_size``.
+        requests: ``(query_len, seq_len)`` each; None: ``random_requests``. Where ``query_len`` exceeds ``seq_len``
             (padding of a CUDA graph has 1 and 0) the first rows see no key and have no slot.
-        nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, or as
-            near to it as FP8 comes. Blocks of nobody, and the slots that this step writes, hold NaN in any case.
-        spare_blocks: blocks of nobody, at least 1.
+        nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, which
+            FP8 saturates. Spare blocks, and the slots that this step writes, hold NaN in any case.
+        spare_blocks: blocks that no request owns, at least 1.
+
+    Raises:
+        ValueError: ``layout`` is missing or not wanted, or ``spare_blocks`` is below 1.
     """
     if config.has_cache != (layout is not None):
-        wanted = "the name of one" if config.has_cache else "None"
-        raise ValueError(f"layout = {layout!r}, with attn_type = {config.attn_type!r} it is {wanted}")
+        wanted = "the name of a KV layout" if config.has_cache else "None, since such a layer keeps no cache"
+        raise ValueError(f"layout = {layout!r}: with attn_type = {config.attn_type!r} accepted is {wanted}")
     if spare_blocks < 1:
-        raise ValueError(f"spare_blocks = {spare_blocks}: at least 1, for table entries that are not needed")
+        raise ValueError(
+            f"spare_blocks = {spare_blocks}: accepted are integers from 1, since unused table entries point to one"
+        )
     block_size = config.block_size or block_size
     requests = tuple(requests or random_requests(seed, config, block_size=block_size))
     draw = torch.Generator().manual_seed(seed)
@@ -206,7 +211,7 @@ def _with_cache(
     needed = [-(-seq_len // block_size) for _, seq_len in requests]
     num_blocks = sum(needed) + spare_blocks
     blocks = torch.randperm(num_blocks, generator=draw)
-    # Wider than any request needs; what is not needed leads to a block of nobody, the last one drawn.
+    # The table is wider than any request needs; its unused entries point to a spare block, the last one drawn.
     block_table = blocks[-1].expand(len(requests), max(needed) + 1).int().clone()
     for row, part in zip(block_table, blocks[: sum(needed)].split_with_sizes(needed), strict=True):
         row[: len(part)] = part
@@ -214,7 +219,7 @@ def _with_cache(
     slot_mapping = slot_mapping_reference(block_table, positions, block_size, problem.query_start_loc)
 
     shape = [num_blocks if size == "num_blocks" else int(size) for size in cache_shape(layout, config, block_size)]
-    # As which fp8_e4m3 may be stored too.
+    # A cache of dtype fp8_e4m3 may be stored in this layout, too.
     dtype = torch.uint8 if layout == FP8_DS_MLA else storage_dtype(config.cache_dtype)
     cache = torch.empty(shape, dtype=dtype)
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every float format, and in all parts of an fp8_ds_mla token
@@ -270,7 +275,7 @@ def _key_and_value(config: AttentionConfig, tokens: int, draw: torch.Generator) 
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Return the paper's slopes for a power of two of heads, as good as any for others; float32 ``(H,)``."""
+    """Return float32 ``(H,)``: the paper's slopes, whose formula is used for any number of heads."""
     return torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
 
 
@@ -283,7 +288,7 @@ def softmax_scale(config: AttentionConfig) -> float:
 
 
 def _scales(config: AttentionConfig, draw: torch.Generator) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Draw the scales of K, V and query; no two are equal, so that a swapped or forgotten one shows."""
+    """Draw the scales of K, V and query, all different, so that a swapped or forgotten one changes the result."""
     if config.cache_dtype not in FP8_DTYPES:
         return None, None, None
     shape = (config.num_kv_heads,) if config.per_head_quant_scales else ()
@@ -303,9 +308,9 @@ def _ranges(seed: int, requests: Sequence[Request]) -> tuple[tuple[tuple[int, in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MLAProblem:
-    """A ``Problem`` with the layer's query and weight, which absorption turns into the problem's own query.
+    """A ``Problem`` with the layer's query and weight. ``step.query`` is that query with the weight absorbed.
 
-    Decodes come first, as an MLA layer wants them.
+    Decodes come first, as MLA layers require.
     """
 
     step: Problem
