@@ -74,7 +74,7 @@ def pack_fp8_ds_mla(latent: Tensor, rope: Tensor, *, power_of_two_scales: bool =
 
     The scale of a tile is ``max |x| / 448``. FlashMLA (``quantize_k_cache`` of its tests) and vLLM's fused Triton
     writer take at least 1e-4 and round up to a power of two, so that the product is exact in bfloat16. vLLM's
-    ``concat_and_cache_ds_mla`` stores the quotient unrounded, at least the smallest normal float32. Both are read alike.
+    ``concat_and_cache_ds_mla`` stores the quotient unrounded, at least the smallest normal float32. Readers take both.
 
     Args:
         latent: ``(..., 512)``, normalised ``kv_c``.
