@@ -9,10 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_select import layouts
+from attn_select import layouts, select
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
-from attn_select.runtime import Attention, AttentionGroup, BatchError, BlockPool, BlockTable, prepare_batch
+from attn_select.runtime import (
+    Attention,
+    AttentionGroup,
+    BatchError,
+    BlockPool,
+    BlockTable,
+    attention_group,
+    prepare_batch,
+)
 from attn_select.runtime.kv_cache import allocate_kv_cache, check_cache_shape, zero_blocks
 from attn_select.testing import attention_reference, mla_layer, relative_error
 
@@ -31,7 +39,7 @@ def filled(cache: Tensor) -> Tensor:
     return cache
 
 
-def zeroed(cache: Tensor, layout: str, blocks: int) -> list[int]:
+def zeroed(cache: Tensor, blocks: int) -> list[int]:
     """Return the blocks whose bytes are all zero; every other byte must be as it was."""
     per_block = cache.view(torch.uint8).movedim(cache.shape.index(blocks), 0).flatten(1)
     clean = [block for block in range(blocks) if not per_block[block].any()]
@@ -53,7 +61,7 @@ def zeroed(cache: Tensor, layout: str, blocks: int) -> list[int]:
 def test_whole_blocks_of_every_layout_become_zero_and_no_others(layout: str, config: AttentionConfig) -> None:
     cache = filled(allocate_kv_cache(layout, config, 11, 64, "cpu"))
     zero_blocks(cache, layout, config, torch.tensor([3, 10, 3]))
-    assert zeroed(cache, layout, 11) == [3, 10]
+    assert zeroed(cache, 11) == [3, 10]
 
 
 @pytest.mark.parametrize("layout", HEADED)
@@ -65,7 +73,7 @@ def test_ids_are_the_allocators(make_group: Make, make_toy: Make, layout: str, a
     assert check_cache_shape(cache, layout, group.config) == (15, 16)
     ids = [1, 4]
     group.zero_blocks(cache, torch.tensor(ids, dtype=torch.int32) if as_tensor else ids)
-    assert zeroed(cache, layout, 15) == [3, 4, 5, 12, 13, 14]
+    assert zeroed(cache, 15) == [3, 4, 5, 12, 13, 14]
     group.zero_blocks(cache, [])
 
 
@@ -117,3 +125,25 @@ def test_the_nan_of_a_blocks_former_owner(
         assert relative_error(output, expected).row < 1e-5
     else:
         assert output.isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ids", [[1, 3], [], torch.tensor([1, 3])], ids=str)
+def test_zeroing_waits_for_no_gpu(ids: Any) -> None:
+    """Not even while the GPU is busy: the blocks are zero once it gets there."""
+    group = attention_group(select(headed(dtype="bfloat16", block_size=64)))
+    cache = filled(group.allocate_kv_cache(5))
+    ids = ids.cuda() if isinstance(ids, Tensor) else ids
+    group.zero_blocks(cache, ids)  # pinned memory is taken before the test
+    filled(cache)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)
+        group.zero_blocks(cache, ids)
+        assert not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    parts = 64 // (group.kernel_block_size or 64)
+    wanted = [block * parts + part for block in (1, 3) for part in range(parts)] if len(ids) else []
+    assert zeroed(cache.cpu(), 5 * parts) == wanted

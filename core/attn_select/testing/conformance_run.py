@@ -172,7 +172,7 @@ class Rig:
             longest_decode=self.longest_decode,
             in_order=threshold is not None,
             whole_prompts=self.config.mla and prefill is not None and not prefill.returns_lse,
-            nan_tails=all(plan.nan_tail_safe for plan in self.plans.values()),
+            nan_tails=self.group.nan_tail_safe,
         )
         quantised = self.config.output_quantization == "fp8"
         self.output_scale = torch.tensor(OUTPUT_SCALE, device=device) if quantised else None

@@ -11,7 +11,7 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.runtime import Capacity, MLAAttention, MLAAttentionGroup
 from attn_select.spec import BackendPlan
 from attn_select.testing import MLAProblem, mla_layer, running, selection_of
-from attn_select.testing.running import Result, check_result, common_of, layer_of, plans_of_group, run_problem
+from attn_select.testing.running import Result, check_result, common_of, layer_of, run_problem
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
@@ -51,8 +51,7 @@ def group_for(
 
 def problem_for(group: MLAAttentionGroup, requests: Sequence[tuple[int, int]], seed: int = 0, **options: Any) -> Any:
     """Draw a step; NaN lies behind its sequences' ends unless a plan declares that it is not safe from that."""
-    safe = all(plan.nan_tail_safe for plan in plans_of_group(group).values())
-    return running.problem_for(group, requests, seed, **{"nan_tails": safe, **options})
+    return running.problem_for(group, requests, seed, **{"nan_tails": group.nan_tail_safe, **options})
 
 
 def run(
