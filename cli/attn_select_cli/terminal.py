@@ -23,7 +23,8 @@ def fitted(blocks: Sequence[Block], width: int) -> Iterator[Line]:
 def wrapped(line: Line, width: int) -> list[Line]:
     """Break a line between words; a remedy stays in one piece where it fits.
 
-    Continuation lines begin in the column of ``HANG``, or two columns behind the line's own indentation.
+    Continuation lines begin in the column of ``HANG``, or two columns behind the line's own indentation; further left
+    where a single word would not fit there.
     """
     pieces = [piece for piece in line if piece != HANG]
     whole = "".join(text for text, _ in pieces)
@@ -45,7 +46,7 @@ def wrapped(line: Line, width: int) -> list[Line]:
         size = sum(cells(text) for text, _ in word)
         if column + len(space) + size > width and not empty:
             lines.append([])
-            column, space = 0, " " * indent
+            column, space = 0, " " * max(0, min(indent, width - size))
         lines[-1] += [(space, ""), *word]
         column += len(space) + size
         empty = False
