@@ -1,7 +1,7 @@
-"""One adapter per function of a FlashAttention build (vLLM's, upstream's, SGLang's): the runtime calls all alike.
+"""One adapter per function of a FlashAttention build (vLLM's, upstream's, SGLang's); the runtime calls all alike.
 
-A call has three kinds of arguments: tensors, those that are fixed per layer (``layer_arguments``), and those that are
-fixed per step for all layers (``step_arguments``). So nothing is translated at the call itself.
+A call has three kinds of arguments: tensors, arguments that are fixed per layer (``layer_arguments``), and arguments
+that are fixed per step for all layers (``step_arguments``). No argument is translated at the call itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SCHEDULE_KEYWORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all calls of a kind of layers have in common; schedules depend on it.
+    """What all calls of a kind of layers have in common. Schedules depend on it.
 
     Attributes:
         num_heads, num_kv_heads, head_size, value_size: of the kernel's Q, K and V.
@@ -107,7 +107,7 @@ class Adapter(ABC):
     """One function of one build.
 
     Args:
-        build: whose function it is.
+        build: the build that the function is taken from.
         paged: whether K and V are paged, or packed one request behind the other.
 
     Attributes:
@@ -171,7 +171,7 @@ class Adapter(ABC):
         """Return ``max_seqlen_q``.
 
         With 1 FA2 assumes exactly one query per request (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd) and
-        splits keys as it likes. Where either is wrong, 2 is passed, which changes nothing else.
+        chooses itself how to split keys. Where one of these is wrong, 2 is passed. Nothing else changes with it.
         """
         alone = step.max_query_len == 1 and self.build.version == 2
         return 2 if alone and (step.num_tokens != step.num_reqs or step.num_splits == 1) else step.max_query_len
@@ -283,7 +283,7 @@ class KvCacheAdapter(Adapter):
         return (*names, *masks, self.lse_argument, *_own(self.build))
 
     def key_bound(self, step: Step, shape: Shape) -> int:
-        """Return what the table holds: the function is not told (hopper/flash_api.cpp 0251105, mha_fwd, seqlen_k)."""
+        """Return what the table holds: the function takes no bound (hopper/flash_api.cpp 0251105, mha_fwd)."""
         assert step.block_table is not None
         return step.block_table.shape[1] * (shape.page_size or 1)
 
@@ -302,7 +302,7 @@ class KvCacheAdapter(Adapter):
 
 
 class VarlenAdapter(Adapter):
-    """Packed K and V with upstream's FA3 and SGLang's; upstream's FA2 also pages so."""
+    """Packed K and V with upstream's FA3 and SGLang's, and upstream's FA2, which takes a paged cache as well."""
 
     @property
     def lse_argument(self) -> str:

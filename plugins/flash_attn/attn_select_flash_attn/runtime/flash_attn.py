@@ -46,8 +46,8 @@ class FlashAttnMetadata:
         query_start_loc: int32 ``(B + 1,)``.
         seq_lens: int32 ``(B,)`` keys.
         position_bias: whether the kernel's LSE has ALiBi's ``slope * position`` in it.
-        prefix: what it is called with for a prefix that all requests share; the call treats them as one request.
-        keyless: bool ``(T,)`` rows of requests without keys, whose output becomes 0; None where the kernel sees to it.
+        prefix: what the kernel is called with for a prefix that all requests share, which are then one request.
+        keyless: bool ``(T,)`` rows of requests without keys, whose output becomes 0; None where the kernel is right.
         for_lse: ``arguments`` and ``keyless`` of calls that want the LSE, where they differ.
     """
 

@@ -116,7 +116,7 @@ class Case(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Condition:
-    """One question: ``use`` is the answer where it holds, ``because`` the clause that plans give for it."""
+    """One question. Where it holds, ``use`` is the answer, and ``because`` the clause that a plan gives for it."""
 
     name: str
     use: bool
@@ -256,7 +256,7 @@ OBSTACLES = (
         "non-causal-window",
         False,
         _window_ahead,
-        "XQA's window hides no keys behind a draft token",
+        "XQA's window cannot hide keys behind a draft token",
         "flashinfer csrc/xqa/mha_sm90.cu v0.6.14: a mask that is not causal goes with no sliding window",
     ),
     Condition(
@@ -369,7 +369,7 @@ PREFERENCES = (
         f"{VLLM} FlashInferMetadataBuilder.__init__",
     ),
 )
-"""Who decides where both paths can run; the first that holds."""
+"""What decides where both paths can run. The first condition that holds decides."""
 
 
 def plain(config: AttentionConfig) -> bool:
@@ -489,7 +489,9 @@ def _objections(case: Case) -> list[Reason]:
             )
             reasons.append(Reason("sinks", message, True, False, "--dcp 1"))
     if config.non_causal and config.sliding_window is not None and not _last_token_alone(case):
-        message = "native kernels run no non-causal attention with a sliding window: they hide no keys behind a query"
+        message = (
+            "native kernels run no non-causal attention with a sliding window: they cannot hide keys behind a query"
+        )
         reasons.append(Reason("non-causal", message, True, False))
     if config.output_quantization != "none":
         message = f"native kernels write float16 and bfloat16, not {config.output_quantization}"

@@ -1,8 +1,8 @@
 """``FLASHINFER`` at run time: the builder of a step's metadata, and the layers.
 
-A step's batch becomes parts, each planned on the host. Decodes come first. Their kernel is the decode plan's for good,
-since steps are captured. Prefills follow the prefill plan, but where that is trtllm-gen, a step that is not causal runs
-natively. Nothing here waits for the device.
+A step's batch is cut into parts, each planned on the host. Decodes come first. They always run by the decode plan's
+kernel, because their steps may be captured. Prefills run by the prefill plan's kernel. Where that is trtllm-gen, a step
+that is not causal runs natively instead. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class DraftMasks:
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     """Builds the metadata of one kind of layers.
 
-    Several may be built before the first one runs: each then runs by its own plan, which is made again where a later
-    one has taken its place. With CUDA graphs the last one alone can be run, and ``BatchError`` says so.
+    Several steps may be built before the first one runs. Each runs by its own plan, which is made again where a later
+    one has taken its place. With CUDA graphs only the last one can be run, and ``BatchError`` says so.
 
     Attributes:
-        ran: how many steps each kernel took part in, by ``phase: kernel`` in words; replayed steps count.
+        ran: how many steps each kernel took part in, by ``phase: kernel`` in words. Replayed steps count.
         native: what plans the native wrappers; None while no phase runs natively.
         workspace: the TRT-LLM kernels' zeroed buffer; None where no phase runs by them.
     """

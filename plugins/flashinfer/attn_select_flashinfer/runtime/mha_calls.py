@@ -39,7 +39,7 @@ class Native(NamedTuple):
 
 
 class LayerTerms:
-    """A layer's terms while its scales are the same; kernels take them in different forms, each made once.
+    """A layer's terms while its scales are the same. Kernels take them in different forms; each form is made once.
 
     Args:
         scale: factor on ``q . k``.
@@ -73,8 +73,8 @@ class LayerTerms:
 
         The wrappers multiply ``sm_scale``, planned as 1, by ``q_scale``, and the output by ``v_scale`` in a kernel of
         its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the scores
-        are multiplied by, and where that is below ``LEAST_SCALE``, queries are divided by a power of two and it is
-        multiplied by the same: exactly, but for FP8 numbers of which nothing is left that matters.
+        are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and ``q_scale`` is
+        multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
         """
         key = kernel.fp8_query, kernel.sinks
         if key not in self._made:
@@ -82,7 +82,7 @@ class LayerTerms:
         return self._made[key]
 
     def _fp8(self, kernel: PhaseKernel) -> Native:
-        """Scales per head, as fa3 reads them: folded into its own products, so nothing runs behind it."""
+        """Return scales per head, as fa3 reads them. It folds them into its products, so no other kernel runs."""
         scales = self.scales
         least_k = float(scales.k.min()) if scales.k.ndim else scales.k_float
         query = scales.q * power_for(self._scale * scales.q_float * least_k)

@@ -57,7 +57,7 @@ class NativeBuilder:
         """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence.
 
         Args:
-            single: each has one token, its sequence's last: it has no keys behind it that causality would hide.
+            single: each has one token, the last of its sequence, so that causality hides no key from it.
 
         Raises:
             BatchError: the step is not causal, but the layers have a window.
@@ -65,7 +65,7 @@ class NativeBuilder:
         causal = single or (self._causal and common.causal)
         if not causal and self._windowed:
             raise BatchError(
-                "the step is not causal and the layers have a sliding window: native kernels hide no later keys",
+                "the step is not causal and the layers have a sliding window: native kernels cannot hide later keys",
                 hint="run such steps causally, or by another backend",
             )
         seq_lens, bounds = common.seq_lens_cpu, common.query_start_loc_cpu
@@ -74,7 +74,7 @@ class NativeBuilder:
         lists = self._lists(seq_lens - skipped if skipped else seq_lens)
         ends = bounds.numpy()
         start, end = int(ends[0]), int(ends[-1])
-        qo_indptr = torch.from_numpy(ends - start)  # its own memory: the plan may copy it late
+        qo_indptr = torch.from_numpy(ends - start)  # its own memory, because the plan may copy it later
         plan = self._plan(self.pool.eager(kernel, phase), kernel, qo_indptr, lists, causal, common.max_query_len)
         self._flatten(plan, common, lists, first, skipped)
         return FIPrefill(

@@ -197,7 +197,8 @@ class NativeLayer:
         config = context.config
         self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
         self._parts = CacheView(lambda kv_cache: kv_cache.split_with_sizes(self._sizes, dim=-1))
-        # FP8 latents are multiplied by their scale before the product (mla_hopper.cuh v0.6.14): it is no part of this.
+        # FP8 latents are multiplied by their scale before the product (mla_hopper.cuh v0.6.14), so the scale of the
+        # scores does not contain it.
         self._fp8, self._power = config.cache_dtype == "fp8_e4m3", power_for(scale)
         self._scale = scale * self._power
 

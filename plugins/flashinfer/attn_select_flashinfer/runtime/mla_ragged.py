@@ -165,7 +165,7 @@ class DirectRagged:
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)
 
     def build(self, varlen: VarlenMetadata) -> RaggedCall:
-        """Return one call; waits for nothing."""
+        """Return one call. Does not synchronise."""
         bounds, key_bounds = varlen.query_start_loc_cpu, varlen.key_start_loc_cpu
         lens, key_lens = bounds.diff(), key_bounds.diff()
         active, tokens = ((lens > 0) & (key_lens > 0)).tolist(), int(bounds[-1])

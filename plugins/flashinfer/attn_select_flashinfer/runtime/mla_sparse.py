@@ -1,8 +1,8 @@
 """``FLASHINFER_MLA_SPARSE`` at run time: every token attends to the slots that its indexer chose.
 
-Nothing else of a batch matters to the kernels, so tokens are rows of one query each, whichever request they belong to,
-and both phases are the same. trtllm-gen (10.x) reads the first ``seq_lens`` of a row's slots, which must all be there:
-they are moved to the front. The kernel of 12.x skips slots of -1 wherever they stand.
+The kernels need nothing else of a batch. So every token is a row of one query, whichever request it belongs to, and
+both phases are the same. trtllm-gen (10.x) reads the first ``seq_lens`` slots of a row, all of which must be valid, so
+valid slots are moved to the front. The kernel of 12.x skips slots of -1 wherever they stand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SparseMetadata:
 
 
 class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
-    """Launches nothing and looks at no length.
+    """Launches nothing and reads no lengths.
 
     Raises:
         ImportError, KernelMismatchError: FlashInfer cannot be called.
@@ -142,8 +142,8 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
 def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return int32 slots ``(T, k')`` with each row's valid ones in front, and how many there are, int32 ``(T,)``.
 
-    Waits for nothing, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``. Behind the valid slots one
-    of them is repeated: the kernel may read what stands there and weigh it with 0, which does not hide the NaN of
+    Does not synchronise, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``. Behind the valid slots
+    one of them is repeated: the kernel may read what stands there and weigh it with 0, which does not hide the NaN of
     another request. A row without valid slots has zeros.
     """
     tokens, width = indices.shape
@@ -151,7 +151,7 @@ def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     seen = valid.cumsum(1)
     counts = seen[:, -1:]
     columns = torch.arange(width, device=indices.device)
-    # Void ones go behind the valid ones, so that no two are written to one place.
+    # Invalid slots go behind the valid ones, so that no two are written to one place.
     places = torch.where(valid, seen - 1, counts + columns - seen)
     filler = indices.amax(1, keepdim=True).clamp_min_(0)
     slots = filler.expand(tokens, -(-width // SLOTS) * SLOTS).contiguous()

@@ -3,8 +3,8 @@
 The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are passed as
 ``(B, q_len, H, R + Pr)`` and are causal. Queries of several lengths are passed one behind the other with their bounds,
 where that is right (``RAGGED``) and no LSE is asked for. Otherwise, and without causality, each query becomes a row of
-its own, whose length is the number of keys that it sees. Before 0.6.18 a query is a CTA of its own anyway, so that rows
-cost no more than a table of them.
+its own, whose length is the number of keys that it sees. Before 0.6.18 each query runs in a CTA of its own anyway, so
+that rows cost no more than their block table.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Heads:
         if self._fp8:
             query = ops.quantize_fp8(query, layer.scales.q, E4M3)
         if self.padded != self._heads:
-            # What the other heads hold is nobody's: rows of the kernels' products do not mix.
+            # The padding heads may hold anything: rows of the kernels' products do not mix.
             own, query = query, query.new_empty(tokens, self.padded, query.shape[2])
             query[:, : self._heads] = own
         whole = self.padded == self._heads
@@ -213,7 +213,7 @@ class TrtllmDecode:
             self._lens = torch.ones(max(self._most, context.max_num_seqs), dtype=torch.int32, device=on)
 
     def build(self, common: CommonAttentionMetadata) -> TrtllmCall:
-        """Return the decodes of a batch; waits for nothing."""
+        """Return the decodes of a batch. Does not synchronise."""
         longest, table, lens = common.max_query_len, common.block_table_tensor, common.seq_lens
         assert table is not None
         uniform, causal = common.num_reqs * longest == common.num_actual_tokens, self._causal and common.causal

@@ -1,11 +1,11 @@
-"""FlashInfer's native wrappers: what all calls of a phase have in common, page lists, and who keeps which wrapper.
+"""FlashInfer's native wrappers: what all calls of a phase have in common, lists of pages, and which wrappers are kept.
 
 FlashInfer plans on the host and runs on the device. A wrapper without CUDA graphs serves every batch; with them there
 is one decode wrapper per batch size, whose index lists stay where they are.
 
 Attention sinks are a variant of the prefill kernel, compiled as ``BatchAttentionWithAttentionSinkWrapper`` does it
-(flashinfer/attention/_core.py 0.6.14). That class names the module by query dtype and window alone, so that a second
-head size or cache dtype in one process would get the first one's kernel; here the name holds all of them.
+(flashinfer/attention/_core.py 0.6.14). That class names the compiled module by query dtype and window alone. A second
+head size or cache dtype in one process would get the first one's kernel. Here the name holds all of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.plans import PinnedRing, Plan, Schedule, Wrapper
 
 LIST_BYTES = 12
-"""A block's request, its rows and its keys, in the lists at the start of a schedule."""
+"""Per block of a grid, in the lists at the start of a schedule: its request, its rows and its keys, int32 each."""
 LEAST_BLOCKS = 1024
-"""More than the two blocks per SM that a captured grid has at least; with many requests it has fewer than four each."""
+"""More than a captured grid has with few requests: two blocks per SM. With many it has fewer than four per request."""
 
 
 def hnd_or_nhd(context: BackendContext) -> str:
@@ -41,7 +41,7 @@ def hnd_or_nhd(context: BackendContext) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhaseKernel:
-    """A native kernel with what all calls of one phase have in common. One object per phase: wrappers are kept by it.
+    """A native kernel with what all calls of one phase have in common. One object per phase: it is the wrappers' key.
 
     Attributes:
         backend: ``fa2`` or ``fa3``.
@@ -297,15 +297,15 @@ class NativePlan(Plan):
         self, wrapper: Wrapper, pool: WrapperPool, kernel: PhaseKernel, lists: tuple[Tensor, ...], more: dict[str, Any]
     ) -> None:
         self._pool, self._kernel, self._lists, self._more = pool, kernel, lists, more
-        # Unsplit, a captured grid's spare blocks are told from the others by nothing, and run by what the pinned buffer
-        # held before: other requests' rows, or no request's. Zeros repeat the first request's first tile, to the bit.
-        # (``PrefillPlan`` in attention/scheduler.cuh 0.6.14 has a mask for split ones alone.)
+        # A captured grid has spare blocks. ``PrefillPlan`` (attention/scheduler.cuh 0.6.14) masks them only where keys
+        # are split. Else they run by what the pinned buffer held before, which may be any rows. With zeros there they
+        # compute the first tile of the first request once more, with the same bits.
         spare = wrapper.captured and not kernel.split_kv
         self._cleared = LIST_BYTES * max(LEAST_BLOCKS, 4 * len(lists[0])) if spare else 0
         super().__init__(wrapper)
 
     def write(self) -> None:
-        """Call ``plan``. Waits neither for the device nor for an earlier plan's copy."""
+        """Call ``plan``. It waits neither for the device nor for an earlier plan's copy."""
         pool, kernel = self._pool, self._kernel
         try:
             pool.ring.plan(self.wrapper.made, *self._lists, cleared=self._cleared, **kernel.planned, **self._more)

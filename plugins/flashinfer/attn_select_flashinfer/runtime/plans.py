@@ -1,13 +1,13 @@
-"""FlashInfer's plans: how they reach the device, and which one is there.
+"""FlashInfer's plans: how they are copied to the device, and which of them is there.
 
 ``plan`` of every native wrapper writes a schedule into the wrapper's pinned buffer and copies it asynchronously
 (``_pin_memory_int_workspace_buffer``; flashinfer/prefill.py, decode.py and mla/_core.py 0.6.14). Two things follow:
 
-- Planned again before the copy is through, the earlier step would run by the later step's schedule. So each plan gets a
-  buffer of which the last copy is through (``PinnedRing``), which costs no waiting.
-- The wrapper and the schedule on the device hold the last plan alone. So a batch asks whether its own plan is still
-  there before it runs, and is planned again where it is not (``Plan.ready``). In the usual order, where each batch runs
-  before the next one is built, that is one comparison.
+- If a wrapper planned again before its copy has finished, the earlier step would run by the later step's schedule. Each
+  plan therefore gets a buffer whose last copy has finished (``PinnedRing``). Nothing waits for that.
+- The wrapper and the schedule on the device hold the last plan alone. A batch therefore asks before it runs whether its
+  own plan is still there, and is planned again where it is not (``Plan.ready``). In the usual order, where each batch
+  runs before the next one is built, that is one comparison.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Passed:
 
 
 def new_event(device: torch.device) -> Any:
-    """Return an event that says whether the copies before it are through."""
+    """Return an event that says whether the copies before it have finished."""
     return torch.cuda.Event() if device.type == "cuda" else _Passed()  # type: ignore[no-untyped-call]
 
 
@@ -67,7 +67,7 @@ class PinnedRing:
             cleared: bytes at the buffer's start that are zero before it.
 
         Raises:
-            KernelMismatchError: the wrapper keeps no such buffer (MLA's since 0.7.0): nothing guards its copies.
+            KernelMismatchError: the wrapper keeps no such buffer (MLA's since 0.7.0), so that its copies are unguarded.
         """
         if not hasattr(wrapper, _ATTRIBUTE):
             name = type(wrapper).__name__
@@ -118,7 +118,7 @@ class Wrapper:
 
 
 class Plan(ABC):
-    """One batch, planned on a wrapper. All that ``write`` passes must stay as it is, because it may be passed again."""
+    """One batch, planned on a wrapper. What ``write`` passes must not change, because it may be passed again."""
 
     __slots__ = ("wrapper",)
 
@@ -164,9 +164,9 @@ class Plan(ABC):
 class SharedScale:
     """The softmax scale of a kind of MLA layers, as far as the builder knows.
 
-    An MLA plan holds what is a layer's own, the softmax scale. The builder has not seen a layer when it plans for the
-    first time: it plans for ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``, and a layer of another scale plans once
-    more, in its first call. From then on builds know it. All layers of a kind share a plan, so they have one scale.
+    An MLA plan holds the softmax scale, which belongs to a layer. The builder has not seen a layer when it plans for
+    the first time. It plans for ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``. A layer of another scale plans once
+    more, in its first call, and later builds use its scale. All layers of a kind share a plan, so they have one scale.
     """
 
     def __init__(self, config: AttentionConfig) -> None:

@@ -24,7 +24,7 @@ from attn_select.spec import (
     Library,
     Reason,
 )
-from attn_select_torch.facts.torch_library import RAN_ON_CPU
+from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU
 
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
@@ -70,7 +70,6 @@ _WHY_CPU = "inductor's C++ template"
 _WHY_GPU = "inductor's Triton template"
 _CPU_COMPILES = "compiles C++ at the first call of each shape class, for a CPU with AVX2"
 _GPU_COMPILES = "compiles at the first call of each head count, head size and dtype"
-_PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
 _FIXED_TILES = "batch invariance: tiles of 16 by 16, keys in a request's own order"
 
 LEAST_HEAD_SIZE = 16
@@ -181,37 +180,25 @@ def plan(
     if reasons:
         return reasons
     cached = config.has_cache
-    said: tuple[str, ...] = (_CPU_COMPILES,) if capability is None else (_GPU_COMPILES,)
+    on_cpu = capability is None
+    said: tuple[str, ...] = (_CPU_COMPILES,) if on_cpu else (_GPU_COMPILES,)
     if config.batch_invariant:
         said = (*said, _FIXED_TILES)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
-        said = (*said, _PADDED_V)
-    # One token dimension over all blocks is a view of this layout alone.
-    layouts = (FLASH_ATTN_NHD,) if cached else ()
-    pages = (TILE,) if cached else ()
-    if capability is None:
-        return BackendPlan(
-            kernel=FlexKernel("C++", stages=1),
-            path="C++",
-            because=_WHY_CPU,
-            query_dtype=config.dtype,
-            returns_lse=False,
-            kv_layouts=layouts,
-            kernel_block_sizes=pages,
-            cuda_graph="NEVER",
-            notes=said,
-        )
-    # Graph replay with another block table and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads
-    # persistent tensors, and the block lists are built without the host.
+        said = (*said, PADDED_V)
+    stages = 1 if capability is None or _shared_need(config, 2) > _shared_room(capability) else 2
+    # One token dimension over all blocks is a view of this layout alone. Graph replay on a GPU with another block table
+    # and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads persistent tensors, and the block lists
+    # are built without the host.
     return BackendPlan(
-        kernel=FlexKernel("Triton", stages=2 if _shared_need(config, 2) <= _shared_room(capability) else 1),
-        path="Triton",
-        because=_WHY_GPU,
+        kernel=FlexKernel("C++" if on_cpu else "Triton", stages),
+        path="C++" if on_cpu else "Triton",
+        because=_WHY_CPU if on_cpu else _WHY_GPU,
         query_dtype=config.dtype,
-        returns_lse=True,
-        kv_layouts=layouts,
-        kernel_block_sizes=pages,
-        cuda_graph="ALWAYS",
+        returns_lse=not on_cpu,
+        kv_layouts=(FLASH_ATTN_NHD,) if cached else (),
+        kernel_block_sizes=(TILE,) if cached else (),
+        cuda_graph="NEVER" if on_cpu else "ALWAYS",
         notes=said,
     )
 

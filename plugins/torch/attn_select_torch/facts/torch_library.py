@@ -28,6 +28,7 @@ PER_REQUEST = f"{OWN}: one call per request, whose shapes depend on that request
 ANY_BLOCK = (16, 1)
 """Blocks are gathered by index, so any size does; 16 where nobody asks."""
 
+PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
 _CUDA_12 = "compute capability below 7.5 needs a torch built for CUDA 12: CUDA 13 dropped it"
 _EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"
 _ONE_CALL_EACH = "batch invariance: requests are computed one by one"

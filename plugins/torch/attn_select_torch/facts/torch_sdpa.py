@@ -17,6 +17,7 @@ from attn_select_torch.facts.torch_library import (
     KV_CACHE_DTYPES,
     MASKED,
     OWN,
+    PADDED_V,
     PER_REQUEST,
     RAN_ON_CPU,
     TORCH,
@@ -71,7 +72,6 @@ _FAR_SLOPES = (
 _LSE = "scaled_dot_product_attention returns no log-sum-exp on a GPU, which decode context parallelism merges"
 _FEW_ROWS = "few query rows each: the heads of a group fill one tile, requests of similar length one call"
 _GATHER = "copies the keys and values it reads out of the cache at each call; nothing is reserved"
-_PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
 _OR_SDPA = "scaled_dot_product_attention instead where the installed torch's varlen_attn takes no window"
 _FLOAT32 = "computes in float32: this dtype has no fast kernels on a CPU"
 
@@ -110,21 +110,11 @@ def plan(
         said = (*said, _OR_SDPA)
     if capability is None and config.dtype == "float16":
         said = (*said, _FLOAT32)
-    if not config.has_cache:
-        return BackendPlan(
-            kernel=SdpaKernel(function),
-            path=function,
-            because=because,
-            query_dtype=config.dtype,
-            returns_lse=True,
-            kv_layouts=(),
-            kernel_block_sizes=(),
-            cuda_graph="NEVER",
-            notes=said,
-        )
-    said = (*said, _GATHER)
-    if config.v_head_size is not None and config.v_head_size != config.head_size:
-        said = (*said, _PADDED_V)
+    cached = config.has_cache
+    if cached:
+        said = (*said, _GATHER)
+    if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
+        said = (*said, PADDED_V)
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
         kernel=SdpaKernel(function),
@@ -132,8 +122,8 @@ def plan(
         because=because,
         query_dtype=config.dtype,
         returns_lse=True,
-        kv_layouts=LAYOUTS,
-        kernel_block_sizes=ANY_BLOCK,
+        kv_layouts=LAYOUTS if cached else (),
+        kernel_block_sizes=ANY_BLOCK if cached else (),
         cuda_graph="NEVER",
         notes=said,
     )

@@ -33,7 +33,7 @@ class BlockLists:
 
     Attributes:
         counts: ``(1, 1, tiles)``.
-        indices: ``(1, 1, tiles, W)``; behind a tile's count anything.
+        indices: ``(1, 1, tiles, W)``; entries behind a tile's count are undefined.
     """
 
     counts: Tensor
@@ -249,7 +249,7 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             if self.context.cuda_graphs:
                 self._persistent["places"], self._num_blocks = places, num_blocks
         columns = torch.arange(table.shape[1], dtype=torch.int32, device=device).expand_as(table)
-        # Columns that no row sees may hold anything, and go to a place of nobody.
+        # Columns that no row sees may hold anything. They are written to a place that no row reads.
         seen = (columns >= held[:, :1]) & (columns < held[:, 1:])
         target = torch.where(seen, table, num_blocks).long()
         target += torch.arange(0, len(table) * row, row, device=device)[:, None]

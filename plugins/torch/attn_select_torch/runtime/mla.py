@@ -111,7 +111,7 @@ class TorchMLAImpl(MLAAttentionImpl):
             fused = self._fused and (output_lse is None or query.device.type == "cpu")
             if fused and plain and (own or not causal) and keys.start < keys.stop:
                 _sdpa(tensors, self.scale, None, causal, *parts)
-            else:  # among keys before its own a row may see none, and what fused kernels make of that differs
+            else:  # among keys before its own a row may see none, and fused kernels differ in what they return then
                 self._masked(request, attn_metadata, tensors, fused and own, *parts)
         return output
 

@@ -1,8 +1,8 @@
 """``torch.nn.attention.varlen``: FlashAttention over the packed queries and keys of many requests in one call.
 
-Its block tables are for FlashAttention-3 alone, which torch does not bring (pytorch/pytorch pull request 175924: with
-the FlashAttention-2 inside they are an error). So keys and values are gathered here as well, one request behind the
-other.
+It takes block tables with FlashAttention-3 alone, which torch does not contain; with the FlashAttention-2 that it does
+contain they are an error (pytorch/pytorch pull request 175924). So keys and values are gathered here as well, one
+request behind the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL_BYTES = 2**28
 
 @dataclass(slots=True)
 class Varlen:
-    """What the installed torch has.
+    """``varlen_attn`` of the installed torch.
 
     Attributes:
         function: with the arguments of ``varlen_attn``.

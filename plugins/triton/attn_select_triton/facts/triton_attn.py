@@ -78,8 +78,8 @@ TMA_PAGE = 64
 TILE_ROWS = 128
 """The most query rows (queries x heads of a group) that one program holds."""
 PROGRAMS_PER_SM = 8
-"""Programs per SM that the workspace of split-KV decode has room for, twice. Two fill an SM; the rest is for batches of
-unequal lengths, where every request has room for as many splits as the longest."""
+"""Half the programs per SM that the workspace of split-KV decode has room for. Two fill an SM. The rest is for batches
+of unequal lengths, where every request has room for as many splits as the longest."""
 
 WARPS_HEAD_SIZE = 128
 _GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
@@ -87,12 +87,14 @@ _TMA = "TMA reads whole pages"
 _WARPS = "one warp loads pages by TMA for two groups of warps that multiply (Gluon)"
 _WHERE_CHEAPER = "prefills run by the plain kernel, or split their keys, where that is cheaper: short ones"
 _POINTERS = "every row of keys by its own pointer through the block table"
-_NO_CACHE = "K and V as they come, no cache"
+_NO_CACHE = "reads the step's own K and V, no cache"
 _DECODE = "splits the keys until every SM has its share of them, then merges by log-sum-exp"
 _FIXED = "splits by the length of a request alone: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits grow with the longest sequence and are reserved for its maximum"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
-_HALF = "FP8 keys read in place are multiplied as float16 beside a bfloat16 query too, whose numbers end at 65504 then"
+_HALF = (
+    "FP8 keys read in place are multiplied as float16, also with a bfloat16 query, whose largest number is then 65504"
+)
 
 
 def _v_reason(size: int) -> Reason:

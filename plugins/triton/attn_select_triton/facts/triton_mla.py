@@ -86,8 +86,8 @@ def gluon_lacks(
         capability: the device's compute capability.
         rank, rope: sizes of the latent and of the rope part.
         block_size: tokens per block of the cache.
-        dtype: of the query; cache_dtype likewise, as text.
-        triton: Triton's version; None where it is not known: one that was run is taken for granted.
+        dtype, cache_dtype: names of the query's and the cache's dtype.
+        triton: Triton's version; None: unknown, and assumed to be one that was run.
     """
     if capability != GLUON_CAPABILITY:
         return "is for compute capability 9.0"

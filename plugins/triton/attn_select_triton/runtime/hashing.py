@@ -20,7 +20,7 @@ def begin_hashing() -> threading.Thread | None:
     weights are read. A launch that does not wait for it hashes too, and finds the same.
 
     Returns:
-        The thread; None without a GPU, or where this Triton has no such function (it is none of its interface).
+        The thread; None without a GPU, or where this Triton has no such function, which is not part of its interface.
     """
     hashing = getattr(triton_cache, "triton_key", None)
     if hashing is None or detect_device().device.is_cpu:

@@ -66,7 +66,8 @@ class PagedAttentionMetadata:
         version: what runs the decodes, which come first; None: there are none. A captured graph keeps it.
         decode: arguments of the version's kernel.
         prefills: launches for the other requests.
-        prompts: arguments of ``prefill_attention`` for all of them over the step's own keys, where there are no others.
+        prompts: arguments of ``prefill_attention`` for all of these requests over the step's own keys; None where some
+            have earlier keys in the cache, or the cache has another dtype.
         causal: of the prefills.
     """
 
@@ -113,7 +114,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """As ``AttentionMetadataBuilder.build``. Launches nothing; it copies rows of a workspace to the device."""
         common, num_reqs, num_decodes = common_attn_metadata, common_attn_metadata.num_reqs, 0
         if common.max_query_len > 1:
-            # A batch padded for a graph ends in requests without a query, which are no decodes behind prefills.
+            # A batch padded for a graph ends in requests without a query. Behind prefills they do not count as decodes.
             lens = common.query_lens_cpu.tolist()
             while num_reqs and not lens[num_reqs - 1]:
                 num_reqs -= 1

@@ -35,9 +35,11 @@ class Cost:
     Attributes:
         tile: per tile of ``TILE_ROWS`` rows and key, on each SM, where every SM has work.
         border: keys that a tile computes only to mask them, on average.
-        alone: one program's time per key, two: beside another one on its SM. The longest request takes no less.
+        alone: a program's time per key where it has its SM alone. The longest request takes no less.
+        two: the same beside another program on its SM.
         key: per key of a KV head, on each SM, whatever attends to it: its copy, or its first read.
-        row: per row of the whole, fixed: of a launch more; the merge's.
+        row: of the merge, per row.
+        fixed: of one launch more.
     """
 
     tile: float
@@ -97,8 +99,8 @@ class Chunk:
 
     Attributes:
         first, last: requests ``first .. last - 1``.
-        tokens: of theirs.
-        starts: workspace row of each one's token 0, negative where a window begins behind it; None: not gathered.
+        tokens: query tokens of these requests.
+        starts: workspace row of each request's token 0, negative where a window begins behind it; None: not gathered.
         most_rows: the most rows that one of them takes.
     """
 

@@ -220,7 +220,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             return [self._prefill(common, 0, common.num_reqs)] if common.num_actual_tokens else []
         bounds = common.query_start_loc_cpu
         if int(bounds[-1]) == int(bounds[-2]):
-            # Padding of mixed batches stands behind the prefills, and would count as decodes there.
+            # A mixed batch's padding stands behind its prefills, where it would count as decodes.
             filled = (bounds.diff() > 0).nonzero()
             common = common.requests(0, int(filled[-1]) + 1 if len(filled) else 1)
         split = split_decodes_and_prefills(common, self._longest_decode)
@@ -255,7 +255,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         """Return the launch of the decode kernel for requests ``first .. last - 1``.
 
         Args:
-            tokens: of theirs; ``query_len`` of the longest.
+            tokens: query tokens of these requests.
+            query_len: of the longest.
             keys: of the longest, and of all.
             split_tokens: where the size of a split is to be written, for captured steps.
         """
@@ -263,7 +264,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         launch, requests = self._launch(last - first, query_len), last - first
         units = self.shape.kv_heads * -(-self._group * query_len // launch.block_m)
         most = max(1, self._workspace.numel() // (tokens * self._row))
-        if split_tokens is not None:  # as many at replay as at capture: it follows from what is padded alike
+        if split_tokens is not None:  # the same at capture and replay: the bound follows from padded sizes
             most = min(most, schedule.most_splits(self._most_keys, units, self._sms, self._fp8))
         longest = self._visible(query_len, keys[0])
         sizes = {"longest": longest, "total": min(keys[1], requests * longest), "units": units, "most": most}
@@ -293,7 +294,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
 
     def _launch(self, requests: int, query_len: int) -> Launch:
         shape = self.shape
-        # With batch invariance as if alone, and with the longest query that a decode has.
+        # Batch-invariant decodes launch as if they were alone, with the longest query that a decode has.
         load = 0.0 if self._fixed_split else requests * shape.kv_heads / self._sms
         width = max(shape.head_size, shape.value_size)
         rows = self._group * query_len

@@ -38,25 +38,12 @@ _CAUSAL, _WHOLE = Terms(causal=True), Terms(causal=False)
 
 
 @dataclass(slots=True)
-class MLADecode:
-    """Decodes of one batch.
+class MLACall:
+    """The decodes of one batch, or one call on decompressed keys and values.
 
     Attributes:
         num_tokens: queries of all requests.
-        arguments: of ``mla_decode`` that are the same for all layers.
-    """
-
-    num_tokens: int
-    arguments: dict[str, Any]
-
-
-@dataclass(slots=True)
-class MLAPrefill:
-    """One call on decompressed keys and values.
-
-    Attributes:
-        num_tokens: queries of all requests.
-        arguments: of ``prefill_attention`` that are the same for all layers.
+        arguments: of ``mla_decode`` or ``prefill_attention`` that are the same for all layers.
     """
 
     num_tokens: int
@@ -69,7 +56,7 @@ def fixed_split_tokens(max_model_len: int) -> int:
     return max(LEAST_FIXED_TOKENS, even)
 
 
-class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
+class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
     """Builds the metadata of one kind of layers: launch, number of splits and the workspace for their results.
 
     Raises:
@@ -127,7 +114,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> MLADecode:
+    ) -> MLACall:
         """As ``AttentionMetadataBuilder.build``: launches nothing, and every tensor in it is the batch's own.
 
         Raises:
@@ -156,9 +143,9 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
             "workspace": workspace,
             "causal": self._causal and common.causal,
         }
-        return MLADecode(common.num_actual_tokens, arguments)
+        return MLACall(common.num_actual_tokens, arguments)
 
-    def build_prefill(self, varlen: VarlenMetadata) -> MLAPrefill:
+    def build_prefill(self, varlen: VarlenMetadata) -> MLACall:
         """Return the metadata of one ``forward_mha`` call."""
         starts = varlen.key_start_loc
         # The kernel chooses its tiles by the longest request, which batch invariance must not see.
@@ -170,7 +157,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLADecode]):
             "max_seq_len": longest,
             "terms": _CAUSAL if varlen.causal else _WHOLE,
         }
-        return MLAPrefill(int(varlen.query_start_loc_cpu[-1]), arguments)
+        return MLACall(int(varlen.query_start_loc_cpu[-1]), arguments)
 
 
 class TritonMLAImpl(MLAAttentionImpl):
@@ -189,7 +176,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
-        attn_metadata: MLADecode,
+        attn_metadata: MLACall,
         output: Tensor,
         output_lse: Tensor | None = None,
         topk_indices: Tensor | None = None,
@@ -220,7 +207,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_metadata: MLAPrefill,
+        attn_metadata: MLACall,
         output: Tensor,
         output_lse: Tensor | None = None,
     ) -> Tensor:
