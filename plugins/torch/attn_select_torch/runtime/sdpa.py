@@ -191,7 +191,7 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         return key[call.start : call.end], value[call.start : call.end]
 
     def _by_token(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return FlashAttention's output and LSE ``(H, T)`` in the shapes of ``write``; its +inf, for no keys, is -inf."""
+        """Return FlashAttention's output and LSE ``(H, T)`` in the shapes of ``write``; +inf (no keys) becomes -inf."""
         shape = (1, len(out), self.kv_heads, self.group)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf).t().reshape(shape)
         return out.view(*shape, self.value_size), lse
