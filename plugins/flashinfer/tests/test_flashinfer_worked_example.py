@@ -52,7 +52,7 @@ def check_metadata(metadata: Any, common: Any, blocks: list[list[int]], paths: t
     assert slots[769] == blocks[3][15] * 16 + 15
 
     decode, prefill = metadata.parts[0].metadata.parts
-    assert (decode.path, prefill.path) == paths
+    assert (decode.label, prefill.label) == paths
     assert (decode.start, decode.end, prefill.start, prefill.end) == (0, 2, 2, 770)
     if isinstance(decode, FIDecode):
         assert decode.lists.paged_kv_indptr.tolist() == [0, 64, 192]
