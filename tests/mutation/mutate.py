@@ -2,7 +2,7 @@
 
 First the named faults of planted.toml, then a sample that a seed draws from all faults that faults.py finds in
 core/attn_select without testing/. All work happens on copies. Results of an interrupted run are kept in build/mutate
-and taken up again while no file has changed.
+and taken up again as far as they still hold.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -286,6 +287,21 @@ def digest(root: Path, files: Iterable[str]) -> str:
     return total.hexdigest()[:24]
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What a verdict rests on: a failing test's file and what all tests share; of a survivor the whole tree."""
+
+    root: Path
+    shared: str
+    tree: str
+
+    def of(self, verdict: dict[str, Any]) -> str:
+        file = verdict["test"].partition("::")[0]
+        if not file:
+            return self.tree
+        return f"{self.shared} {digest(self.root, [file])}" if (self.root / file).exists() else "gone"
+
+
 def record_all(workers: Sequence[Worker], files: Sequence[str], shared: str, plan: Plan) -> None:
     """Have every test file's lines recorded, or read them back where neither it nor what it shares has changed."""
     todo: SimpleQueue[tuple[str, Path]] = SimpleQueue()
@@ -313,12 +329,14 @@ def record_all(workers: Sequence[Worker], files: Sequence[str], shared: str, pla
 
 
 def judge_all(
-    workers: Sequence[Worker], faults: Sequence[Fault], kept: Path, tests: Sequence[str]
+    workers: Sequence[Worker], faults: Sequence[Fault], proof: Proof, tests: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Verdict per key. What an earlier run on the same tree found is read back."""
+    """Verdict per key. What an earlier run found is taken over where it still holds."""
     verdicts: dict[str, dict[str, Any]] = {}
+    kept = STATE / "verdicts.jsonl"
     if kept.exists() and not tests:
-        verdicts = {each["key"]: each for each in map(json.loads, kept.read_text().splitlines())}
+        every = map(json.loads, kept.read_text().splitlines())
+        verdicts = {each["key"]: each for each in every if each["proof"] == proof.of(each)}
     todo: SimpleQueue[Fault] = SimpleQueue()
     for fault in faults:
         if fault.key not in verdicts:
@@ -329,6 +347,7 @@ def judge_all(
     def work(worker: Worker) -> None:
         while not todo.empty():
             verdict = worker.judge(todo.get(), tests)
+            verdict["proof"] = proof.of(verdict)
             with lock:
                 verdicts[verdict["key"]] = verdict
                 if not tests:
@@ -396,7 +415,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw (1)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument(
-        "--budget", type=float, default=30, help="seconds of tests per fault, the quick ones first (30)"
+        "--budget", type=float, default=20, help="seconds of tests per fault, the quick ones first (20)"
     )
     parser.add_argument("--fault", action="append", default=[], help="only faults whose key or name holds this text")
     parser.add_argument(
@@ -422,13 +441,14 @@ def main() -> None:
             workers = list(pool.map(lambda copy: Worker(copy, files, plan), copies))
         for worker in workers:
             stack.callback(worker.zygote.close)
+        shared = digest(copies[0], filter(bears_on_recording, all_files))
         if not options.tests:
-            record_all(workers, files, digest(copies[0], filter(bears_on_recording, all_files)), plan)
+            record_all(workers, files, shared, plan)
             if plan.left_out:
                 print("left out, since they fail without a fault:", *sorted(plan.left_out), sep="\n  ")
         tests = workers[0].zygote.tests if options.tests else []
-        kept = STATE / "verdicts" / f"{digest(copies[0], all_files)}.jsonl"
-        verdicts = judge_all(workers, [*planted, *drawn], kept, tests)
+        proof = Proof(copies[0], shared, digest(copies[0], all_files))
+        verdicts = judge_all(workers, [*planted, *drawn], proof, tests)
         fine = report(planted, drawn, verdicts, options.seed)
     sys.exit(0 if fine else 1)
 
