@@ -178,7 +178,9 @@ def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]
 
 
 def _mla_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    latent = (c.kv_lora_rank or 0) + (c.qk_rope_head_dim or 0)
+    assert c.kv_lora_rank is not None
+    assert c.qk_rope_head_dim is not None
+    latent = c.kv_lora_rank + c.qk_rope_head_dim
     if c.head_size != latent:
         text = f"head_size = {c.head_size or latent}: with MLA it is kv_lora_rank + qk_rope_head_dim = {latent}"
         yield ("head_size", "kv_lora_rank", "qk_rope_head_dim"), f"{text} (from 1 to 8192; may be left out)"

@@ -244,9 +244,7 @@ def _standing(verdict: Verdict, device: Device) -> str | None:
 
 
 def _same(a: Verdict, b: Verdict) -> bool:
-    return (
-        a.rank == b.rank and a.verdict == b.verdict and a.reasons == b.reasons and (a.plan is None or a.plan == b.plan)
-    )
+    return a.rank == b.rank and a.verdict == b.verdict and a.reasons == b.reasons and a.plan == b.plan
 
 
 def _order(candidate: Candidate, phase: Phase) -> int:

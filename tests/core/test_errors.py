@@ -15,6 +15,7 @@ import pytest
 from attn_select import AttentionConfig, select
 from attn_select.device import lookup
 from attn_select.errors import AttnSelectError, RulesError, UnknownNameError
+from attn_select.runtime import PoolError
 from attn_select.selection import NoBackendError
 
 if importlib.util.find_spec("torch") is not None:
@@ -32,6 +33,8 @@ GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "UnknownNameError": ("gpu", "h10", ("h100", "h20")),
     "NoBackendError": ("none", select(GQA, "t4", backend="FLASH_ATTN")),
+    "PoolError": ("holds no blocks", "request 1"),
+    "OutOfBlocksError": ("needs 2 more blocks", "request 1"),
 }
 
 
@@ -59,11 +62,16 @@ def check(found: AttnSelectError, error: AttnSelectError) -> None:
     assert {key: value for key, value in vars(found).items() if key != "selection"} == plain
 
 
+def test_three_names_are_suggested_at_most() -> None:
+    assert UnknownNameError("gpu", "h10", ("h100", "h101", "h102", "h103")).nearest == ["h103", "h102", "h101"]
+
+
 def test_what_an_error_knows_travels_with_it() -> None:
     unknown = pickle.loads(pickle.dumps(UnknownNameError("gpu", "h10", ("h100", "h20"))))
     assert (unknown.kind, unknown.name, unknown.nearest) == ("gpu", "h10", ["h100", "h20"])
     problems = [("rules.toml", 3, "no such field")]
     assert pickle.loads(pickle.dumps(RulesError("broken", problems=problems))).problems == tuple(problems)
+    assert pickle.loads(pickle.dumps(PoolError("holds no blocks", ("request", 1)))).request == ("request", 1)
     none = NoBackendError("none", select(GQA, "t4", backend="FLASH_ATTN"))
     assert pickle.loads(pickle.dumps(none)).selection.to_dict() == none.selection.to_dict()
 

@@ -498,6 +498,14 @@ def test_a_plugin_whose_rules_are_wrong_is_shown_and_takes_nobody_down(site: Sit
     assert failed.error in found.warnings[0]
 
 
+def test_two_rules_hooks_are_refused(site: Site) -> None:
+    more = "@hookimpl(specname='attn_select_register_rules')\ndef more():\n    return 'more.toml'\n"
+    site.plugin("one", SHIPS + more, "ALPHA")
+    found = site.build()
+    assert found.specs == {}
+    assert found.warnings[0].endswith("the_one has 2 hooks attn_select_register_rules (accepted: one)")
+
+
 @pytest.mark.parametrize("returned", ["3", "'rules.toml'", "None.x", "'/no/such/file.toml'", "'/'"])
 def test_a_rules_hook_that_returns_no_file(site: Site, returned: str) -> None:
     site.plugin("one", GOOD + f"@hookimpl\ndef attn_select_register_rules():\n    return {returned}\n", "ALPHA")

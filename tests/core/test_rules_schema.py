@@ -80,6 +80,7 @@ BAD = [
     RULE + 'deny = ["MINE"]\nwhen = { num_head = 3 }\n',
     RULE + 'deny = ["MINE"]\nwhen = { mla = "yes" }\n',
     RULE + 'deny = ["MINE"]\nwhen = { dtype = "int8" }\n',
+    RULE + 'deny = ["MINE"]\nwhen = { dtype = 16 }\n',
     RULE + 'deny = ["MINE"]\nwhen = { gpu = 3 }\n',
     RULE + 'deny = ["MINE"]\nwhen = { mla = [] }\n',
     RULE + 'deny = ["MINE"]\nwhen = { library = "a" }\n',

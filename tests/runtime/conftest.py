@@ -129,6 +129,8 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
     ) -> Tensor:
         self.toy.calls.append("forward")
         self.toy.caches.append(None if kv_cache is None else tuple(kv_cache.shape))
+        if output_block_scale is not None:  # tests of FP4 ask which call arrives, not what it computes
+            return output
         common = attn_metadata.common
         tokens = int(common.query_start_loc_cpu[-1])
         if kv_cache is None:

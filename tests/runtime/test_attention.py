@@ -294,6 +294,10 @@ def test_fp4_packs_two_numbers_in_a_byte(make_toy: Factory, make_group: Factory)
         step(output_scale=scale, output_block_scale=scale, output=torch.zeros(299, 4, 32))
     with pytest.raises(BatchError, match="output_block_scale given, but two backends share the batch"):
         step(output_scale=scale, output_block_scale=scale)
+    decodes = random_problem(8, config, FLASH, requests=[(1, 9), (1, 9)])
+    decode = Step(step.layer.group, decodes, common_of(decodes))
+    assert decode(output_scale=scale, output_block_scale=scale).shape == (2, 4, 16)
+    assert toys[0].calls[-1] == "forward"  # all rows are this backend's
 
 
 def test_the_forward_context_stands_in_for_metadata(step: Step, make_group: Factory) -> None:

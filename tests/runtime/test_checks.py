@@ -229,7 +229,8 @@ WRONG_CONTENTS: dict[str, tuple[Callable[[CommonAttentionMetadata], CommonAttent
     "a slot below -1": (changed("slot_mapping", 1, -2), r"slot_mapping\[1\] = -2 \(a token of request 1\)"),
     "a slot of another block": (
         changed("slot_mapping", 0, 20),
-        r"slot_mapping\[0\] = 20: token 19 of request 0 is read from slot 19, by its block table in blocks of 16",
+        r"slot_mapping\[0\] = 20: token 19 of request 0 is read from slot 19, by its block table in blocks of 16\n"
+        r"  hint: make slots and table of one block size",
     ),
     "a slot twice": (
         changed("slot_mapping", 4, 19),

@@ -314,6 +314,19 @@ def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None) -> None:
         group.build(common_of(problem))
 
 
+@pytest.mark.parametrize("name", ["kv_c_normed", "k_pe"])
+def test_one_of_the_latents_may_have_padding(name: str) -> None:
+    problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
+    step, group = problem.step, MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
+    assert step.kv_cache is not None
+    assert step.key is not None
+    assert step.value is not None
+    given = {"kv_c_normed": step.key, "k_pe": step.value, "kv_cache": step.kv_cache.clone()}
+    given[name] = padded(given[name])
+    layer_of(group, problem)(problem.query, **given, attn_metadata=group.build(common_of(step)))
+    assert same_bits(given["kv_cache"], step.written_cache())
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
