@@ -14,7 +14,7 @@ import pytest
 
 from attn_select import AttentionConfig, select
 from attn_select.device import lookup
-from attn_select.errors import AttnSelectError, RulesError, UnknownNameError
+from attn_select.errors import AttnSelectError, RulesError, UnknownNameError, shorten
 from attn_select.runtime import PoolError
 from attn_select.selection import NoBackendError
 
@@ -60,6 +60,13 @@ def check(found: AttnSelectError, error: AttnSelectError) -> None:
     assert (str(found), found.args, found.to_dict()) == (str(error), error.args, error.to_dict())
     plain = {key: value for key, value in vars(error).items() if key != "selection"}
     assert {key: value for key, value in vars(found).items() if key != "selection"} == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a" * 10, "a" * 10), ("a" * 11, "a" * 9 + "…"), ("a\nb\0c", "a b\ufffdc"), ("", "")]
+)
+def test_a_shortened_text_has_one_printable_line(text: str, shown: str) -> None:
+    assert shorten(text, 10) == shown
 
 
 def test_three_names_are_suggested_at_most() -> None:

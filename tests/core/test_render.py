@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attn_select.render import byte_text
+from attn_select.config import AttentionConfig
+from attn_select.render import byte_text, config_text
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,31 @@ from attn_select.render import byte_text
 )
 def test_bytes_are_in_the_largest_unit_that_they_fill(count: int, text: str) -> None:
     assert byte_text(count) == text
+
+
+def test_a_layer_is_one_line() -> None:
+    plain = AttentionConfig(num_heads=32, num_kv_heads=1, head_size=128)
+    assert config_text(plain) == "32 query heads, 1 KV head, head size 128, bfloat16, KV cache auto"
+    rich = AttentionConfig(
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        v_head_size=64,
+        block_size=32,
+        kv_cache_dtype="fp8",
+        sliding_window=128,
+        logits_soft_cap=30.0,
+        sinks=True,
+        decode_context_parallel_size=2,
+        num_speculative_tokens=3,
+        cuda_graph="UNIFORM_BATCH",
+    )
+    parts = [
+        "32 query heads, 8 KV heads, head size 128, V head size 64, bfloat16, KV cache fp8_e4m3, block size 32",
+        "window 128, soft cap 30, sinks",
+        "DCP 2",
+        "3 speculative tokens",
+        "CUDA graphs UNIFORM_BATCH",
+    ]
+    for part in parts:
+        assert part in config_text(rich)

@@ -277,6 +277,7 @@ def test_weights_are_kept_once() -> None:
         layer = layer_of(group, problem)
         places = {tensor.untyped_storage().data_ptr() for tensor in (layer.kv_b_proj, layer.w_uk_t, layer.w_uv)}
         assert len(places) == 1 + copies
+        assert layer.state_dict() == {}  # they are the model's, whose checkpoint has them
 
 
 def test_nothing_carries_a_gradient() -> None:
@@ -312,6 +313,7 @@ def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None) -> None:
         return
     with pytest.raises(BatchError, match=rf"requests in {missing}, but this group was made for decode only"):
         group.build(common_of(problem))
+    assert group.workspace.numel() == 0  # decode decompresses nothing
 
 
 @pytest.mark.parametrize("name", ["kv_c_normed", "k_pe"])
