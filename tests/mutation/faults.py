@@ -73,7 +73,7 @@ class Fault:
     name: str = ""
     """Of a planted fault: its name in planted.toml."""
     tests: tuple[str, ...] = ()
-    """Of a planted fault: files of tests to run, where core's tests do not reach it."""
+    """Of a planted fault: the tests to run, where core's tests do not reach it."""
 
     @property
     def key(self) -> str:

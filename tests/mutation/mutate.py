@@ -289,16 +289,17 @@ def digest(root: Path, files: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a verdict rests on: a failing test's file and what all tests share; of a survivor the whole tree."""
+    """What a verdict rests on: a failing test's file and what all tests share; of a survivor all that was run."""
 
     root: Path
     shared: str
     tree: str
+    budget: float
 
     def of(self, verdict: dict[str, Any]) -> str:
         file = verdict["test"].partition("::")[0]
         if not file:
-            return self.tree
+            return f"{self.tree} {self.budget}"
         return f"{self.shared} {digest(self.root, [file])}" if (self.root / file).exists() else "gone"
 
 
@@ -447,7 +448,7 @@ def main() -> None:
             if plan.left_out:
                 print("left out, since they fail without a fault:", *sorted(plan.left_out), sep="\n  ")
         tests = workers[0].zygote.tests if options.tests else []
-        proof = Proof(copies[0], shared, digest(copies[0], all_files))
+        proof = Proof(copies[0], shared, digest(copies[0], all_files), options.budget)
         verdicts = judge_all(workers, [*planted, *drawn], proof, tests)
         fine = report(planted, drawn, verdicts, options.seed)
     sys.exit(0 if fine else 1)
