@@ -30,7 +30,7 @@ from attn_select import (
 )
 from attn_select.decide import Decider
 from attn_select.detection import Detection
-from attn_select.device import CPU, local_device, lookup
+from attn_select.device import CPU, Device, local_device, lookup
 from attn_select.errors import UnknownNameError
 from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.rules.rule import parse_rule
@@ -127,6 +127,15 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for minor in range(25):
         select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
     assert 0 < alive(Decider) - before[1] <= 10
+    clear_cache()
+
+
+def test_environments_of_many_gpus_are_bounded() -> None:
+    clear_cache()
+    before = alive(Environment)
+    for sm_count in range(1, 401):
+        select(GQA, Device("a GPU of many", (9, 0), sm_count=sm_count), RULES_OF_NOBODY)
+    assert 0 < alive(Environment) - before <= 256  # one per decider, and those that were asked for last
     clear_cache()
 
 
