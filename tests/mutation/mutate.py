@@ -123,13 +123,17 @@ class Plan:
             found = found or self._of_lines(fault.file, first, last)
         if not found and not fault.in_body:
             found = set(self.seconds)
+        # Lines that a shared fixture runs are recorded for the first test that asks for it: its file's others follow.
+        files = {test.partition("::")[0] for test in found}
+        others = {test for test in self.seconds if test.partition("::")[0] in files} - found
         stem = Path(fault.file).stem
         budget, chosen = self.budget, []
-        for test in sorted(found - self.left_out, key=lambda test: self._cost(test, stem)):
-            budget -= self.seconds[test]
-            if chosen and budget < 0:
-                break
-            chosen.append(test)
+        for tests in (found, others):
+            for test in sorted(tests - self.left_out, key=lambda test: self._cost(test, stem)):
+                budget -= self.seconds[test]
+                if chosen and budget < 0:
+                    break
+                chosen.append(test)
         return chosen
 
     def _cost(self, test: str, stem: str) -> float:
