@@ -156,6 +156,14 @@ def test_a_selection_holds_the_declared_variables_and_no_others(monkeypatch: pyt
 MLA = AttentionConfig(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
+def test_what_a_cache_stores() -> None:
+    sparse = MLA.model_copy(update={"sparse_top_k": 2048, "kv_cache_dtype": "fp8_ds_mla"})
+    assert select(GQA, "h100").stored_dtype == "bfloat16"
+    assert select(GQA.model_copy(update={"kv_cache_dtype": "fp8_e4m3"}), "h100").stored_dtype == "fp8_e4m3"
+    assert select(sparse, "h100").stored_dtype == "fp8_ds_mla"
+    assert select(GQA.model_copy(update={"attn_type": "encoder_only"}), "h100").stored_dtype is None
+
+
 @pytest.mark.parametrize("gpu", ["t4", "h100", "b200", "rtx5090", "cpu"])
 @pytest.mark.parametrize("config", [GQA, MLA, MLA.model_copy(update={"sparse_top_k": 2048})])
 def test_a_selection_can_be_pickled_and_copied(config: AttentionConfig, gpu: str) -> None:

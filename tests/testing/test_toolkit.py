@@ -35,10 +35,12 @@ from attn_select.testing import (
     device_of,
     emulated_modules,
     environment_of,
+    error_bound,
     gqa_layer,
     mla_layer,
     plan_of,
     reasons_of,
+    relative_error,
     selection_of,
     strategies,
     with_other_texts,
@@ -232,3 +234,18 @@ def test_a_step_runs_on_poisoned_memory_and_is_compared(acme: BackendSpec) -> No
     shared = shared_prefix(problem, 1)
     assert shared.block_table is not None
     assert len(set(shared.block_table[:, 0].tolist())) == 1
+
+
+def test_one_wrong_row_among_many_right_ones_is_found(acme: BackendSpec) -> None:
+    selection = selection_of(acme, gqa_layer(num_heads=4, num_kv_heads=2, head_size=64), CPU)
+    group = attention_group(selection, "cpu", Capacity(8, 256, 256))
+    problem = problem_for(group, [(64, 64)] * 4, seed=3)
+    result = run_problem(group, problem)
+    check_result(group, problem, result)
+    reference, bound = problem.reference()[0], error_bound(group.config, selection.plans)
+    size = reference[100, 1].norm()
+    typical = reference.square().sum(dim=-1).mean().sqrt()
+    result.output[100, 1] *= 1 + 2 * bound.row * max(1.0, float(typical / size))
+    assert relative_error(result.output, reference).norm < bound.norm
+    with pytest.raises(AssertionError, match=r"worst in request 1 \(query of 64, 64 keys\), token 36"):
+        check_result(group, problem, result)
