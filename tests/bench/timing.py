@@ -14,6 +14,8 @@ import torch
 
 Call = Callable[[], Any]
 Name = TypeVar("Name")
+FLUSH_BYTES = 512 << 20
+"""More than any GPU's L2."""
 
 
 def gpu_times(calls: Mapping[Name, Call], repeat: int = 10, rounds: int = 15) -> dict[Name, float]:
@@ -36,6 +38,23 @@ def gpu_times(calls: Mapping[Name, Call], repeat: int = 10, rounds: int = 15) ->
             if turn > 1:
                 samples[name].append(start.elapsed_time(end) * 1e3 / repeat)
     return {name: statistics.median(found) for name, found in samples.items()}
+
+
+def flushed_times(calls: Mapping[Name, Call], rounds: int) -> dict[Name, float]:
+    """Return the median GPU time of each call in us; calls take turns, and L2 is overwritten before each."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    events: dict[Name, list[Any]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name, call in calls.items():
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            if turn > 1:
+                events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairs) for name, pairs in events.items()}
 
 
 def host_times(calls: Mapping[Name, Call], repeat: int = 50, rounds: int = 40) -> dict[Name, float]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ import triton
 from attn_select_triton.kernels import cache, decode, launch, merge, prefill
 from attn_select_triton.kernels.launch import Launch, Terms
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import flushed_times
+
 Run = Callable[[], Any]
-FLUSH_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -227,23 +231,6 @@ def own_decode(problem: Problem, chosen: Launch | None = None, splits: int = 0) 
     return run, output
 
 
-def interleaved(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Return each run's median time in microseconds; L2 is overwritten before each."""
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
-    for round_ in range(rounds + 2):
-        for name, run in runs.items():
-            flush.zero_()
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            run()
-            after.record()
-            if round_ >= 2:
-                events[name].append((before, after))
-    torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairs) for name, pairs in events.items()}
-
-
 def prefill_sweep(case: Case) -> dict[str, tuple[Launch, bool]]:
     """Return launches to try, and whether pages are gathered first."""
     tiles = [(64, 32, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)]
@@ -300,7 +287,7 @@ def copies(rounds: int) -> None:
     }  # fmt: skip
     for run, _ in runs.values():
         run()
-    times = interleaved({name: run for name, (run, _) in runs.items()}, rounds)
+    times = flushed_times({name: run for name, (run, _) in runs.items()}, rounds)
     rates = {name: moved / times[name] / 1e6 for name, (_, moved) in runs.items()}
     for name, rate in rates.items():
         print(f"   {name:28s} {times[name]:8.1f} us  {rate:.2f} TB/s  share of copy {rate / rates['copy']:.2f}")
@@ -353,7 +340,7 @@ def main() -> None:
                 runs[name] = made[0]
             except Exception as error:
                 print(f"  {name}: {type(error).__name__} {str(error).splitlines()[0][:110] if str(error) else ''}")
-        times = interleaved(runs, arguments.rounds)
+        times = flushed_times(runs, arguments.rounds)
         best = min((time for name, time in times.items() if name in PEERS), default=float("nan"))
         lines = [f"{case.name}: best peer {best:.0f} us"]
         for name, time in sorted(times.items(), key=lambda item: item[1])[: arguments.top]:

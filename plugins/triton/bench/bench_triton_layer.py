@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from bench_triton import CASES, Case, Problem, fa3, interleaved, own_decode, own_prefill
+from bench_triton import CASES, Case, Problem, fa3, own_decode, own_prefill
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAttentionMetadata, attention_group
@@ -23,7 +23,7 @@ from attn_select_triton.runtime import schedule
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 
-from timing import host_times
+from timing import flushed_times, host_times
 
 
 class Step:
@@ -90,7 +90,7 @@ def show(title: str, runs: dict[str, Callable[[], Any]], rounds: int) -> None:
     for run in runs.values():
         run()
     torch.cuda.synchronize()
-    times = interleaved(runs, rounds)
+    times = flushed_times(runs, rounds)
     print(f"{title:34s} " + "  ".join(f"{name} {time_:.1f}" for name, time_ in times.items()), flush=True)
 
 

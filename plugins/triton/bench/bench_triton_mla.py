@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ import triton
 from attn_select_triton.kernels import mla_decode
 from attn_select_triton.kernels.mla_decode import MLALaunch
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
+
+from timing import flushed_times
+
 Run = Callable[[], Any]
 RANK, ROPE, SCALE = 512, 64, 192**-0.5
-FLUSH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -209,25 +213,6 @@ def captured(run: Run) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, float]:
-    """Return each graph's median time in microseconds, the graphs in turn, L2 flushed before each."""
-    flush = torch.empty(FLUSH_BYTES, device="cuda", dtype=torch.uint8)
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        events = []
-        for name, graph in graphs.items():
-            flush.zero_()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            events.append((name, start, end))
-        torch.cuda.synchronize()
-        for name, start, end in events:
-            times[name].append(start.elapsed_time(end) * 1000)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=".")
@@ -256,7 +241,7 @@ def main() -> None:
             except Exception as error:
                 lines.append(f"  {case.name} {name}: {type(error).__name__}: {str(error)[:300]}")
                 print(lines[-1], flush=True)
-        medians = measure(graphs, arguments.rounds)
+        medians = flushed_times({name: graph.replay for name, graph in graphs.items()}, arguments.rounds)
         best = min((medians[name] for name in chosen if name in medians), default=0.0)
         lines.append(f"{case.name}:")
         for name, median in medians.items():

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bench_triton_mla import RANK, ROPE, SCALE, Case, Problem, captured, measure
+from bench_triton_mla import RANK, ROPE, SCALE, Case, Problem, captured
 
 from attn_select import AttentionConfig, select
 from attn_select.layouts import MLA
@@ -25,7 +25,7 @@ from attn_select_triton.kernels.relaunch import Relaunch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 
-from timing import host_times
+from timing import flushed_times, host_times
 
 Run = Callable[[], Any]
 CALLS, ROUNDS = 20, 30
@@ -134,7 +134,7 @@ def main() -> None:
         print(f"{case.name}:", ", ".join(f"{name} {time_:.1f} us" for name, time_ in times.items()), flush=True)
     for tokens, dtype in ((8192, torch.bfloat16), (65536, torch.bfloat16), (65536, torch.float8_e4m3fn)):
         found = operations(tokens, dtype)
-        medians = measure({name: captured(run) for name, (run, _) in found.items()}, 40)
+        medians = flushed_times({name: captured(run).replay for name, (run, _) in found.items()}, 40)
         print(f"{tokens} tokens, {dtype} cache:")
         for name, median in medians.items():
             print(f"    {name:24s} {median:8.1f} us  {found[name][1] / median / 1e6:6.2f} TB/s", flush=True)

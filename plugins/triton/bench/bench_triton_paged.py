@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from bench_triton import Case, Problem, Run, fa3, interleaved, own_decode
+from bench_triton import Case, Problem, Run, fa3, own_decode
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, prepare_batch
@@ -34,7 +34,7 @@ from attn_select_triton.kernels.prefill import prefill_attention
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 
-from timing import host_times
+from timing import flushed_times, host_times
 
 CASES = [
     Case("B64 S4096 p16", 64, 4096),
@@ -189,7 +189,7 @@ def main() -> None:
             except Exception as error:
                 print(f"   {name}: {type(error).__name__} {str(error)[:90]}")
                 del runs[name]
-        times = interleaved({name: run for name, (run, _) in runs.items()}, arguments.rounds)
+        times = flushed_times({name: run for name, (run, _) in runs.items()}, arguments.rounds)
         print(f"{case.name}:")
         for name, taken in sorted(times.items(), key=lambda item: item[1]):
             share = times.get("FA3", float("nan")) / taken

@@ -75,29 +75,40 @@ class NativeBuilder:
         ends = bounds.numpy()
         start, end = int(ends[0]), int(ends[-1])
         qo_indptr = torch.from_numpy(ends - start)  # its own memory, because the plan may copy it later
-        plan = self._plan(self.pool.eager(kernel, phase), kernel, qo_indptr, lists, causal, common.max_query_len)
-        self._flatten(plan, common, lists, first, skipped)
+        wrapper, longest = self.pool.eager(kernel, phase), common.max_query_len
+        part = self._queries(phase, wrapper, kernel, (start, end), qo_indptr, lists, causal, longest, label)
+        self._flatten(part.plan, common, lists, first, skipped)
+        return part
+
+    def _lists(self, seq_lens: Tensor) -> PageLists:
+        return PageLists.of(seq_lens, self._page, None, self._context.device)
+
+    def _queries(
+        self,
+        phase: str,
+        wrapper: Wrapper,
+        kernel: PhaseKernel,
+        tokens: tuple[int, int],
+        qo_indptr: Tensor,
+        lists: PageLists,
+        causal: bool,
+        longest: int,
+        label: str | None = None,
+    ) -> FIPrefill:
+        """Plan queries of any length, tokens ``tokens[0] .. tokens[1] - 1`` of the step."""
+        given = (qo_indptr, lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
+        more = {"causal": causal, "seq_lens": lists.seq_lens, "max_token_per_sequence": longest}
         return FIPrefill(
             phase=phase,
             label=label or kernel.label,
-            start=start,
-            end=end,
-            plan=plan,
+            start=tokens[0],
+            end=tokens[1],
+            plan=NativePlan(wrapper, self.pool, kernel, given, more),
             kernel=kernel,
             lists=lists,
             qo_indptr=qo_indptr,
             causal=causal,
         )
-
-    def _lists(self, seq_lens: Tensor) -> PageLists:
-        return PageLists.of(seq_lens, self._page, None, self._context.device)
-
-    def _plan(
-        self, wrapper: Wrapper, kernel: PhaseKernel, qo_indptr: Tensor, lists: PageLists, causal: bool, longest: int
-    ) -> NativePlan:
-        given = (qo_indptr, lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
-        more = {"causal": causal, "seq_lens": lists.seq_lens, "max_token_per_sequence": longest}
-        return NativePlan(wrapper, self.pool, kernel, given, more)
 
     def _flatten(
         self, plan: Plan, common: CommonAttentionMetadata, lists: PageLists, first: int, skipped: int = 0
@@ -127,17 +138,7 @@ class NativeBuilder:
             part = self._planned_decode(wrapper, kernel, lists)
         else:
             qo_indptr = torch.arange(requests + 1, dtype=torch.int32)
-            part = FIPrefill(
-                phase="decode",
-                label=kernel.label,
-                start=0,
-                end=requests,
-                plan=self._plan(wrapper, kernel, qo_indptr, lists, True, 1),
-                kernel=kernel,
-                lists=lists,
-                qo_indptr=qo_indptr,
-                causal=True,
-            )
+            part = self._queries("decode", wrapper, kernel, (0, requests), qo_indptr, lists, True, 1)
         indptr = buffers.paged_kv_indptr[: requests + 1]
         assert common.block_table_tensor is not None
         ops.flatten_block_table(common.block_table_tensor, indptr, lists.paged_kv_indices)
@@ -155,16 +156,7 @@ class NativeBuilder:
         lists = PageLists.of(torch.tensor([prefix_len], dtype=torch.int32), self._page, table[0], self._context.device)
         own = kernel.without_sinks
         qo_indptr = torch.tensor([0, tokens], dtype=torch.int32)
-        prefix = FIPrefill(
-            phase="prefill",
-            label=own.label,
-            start=0,
-            end=tokens,
-            plan=self._plan(self.pool.eager(own, "prefill"), own, qo_indptr, lists, False, tokens),
-            kernel=own,
-            lists=lists,
-            qo_indptr=qo_indptr,
-            causal=False,
-        )
+        wrapper = self.pool.eager(own, "prefill")
+        prefix = self._queries("prefill", wrapper, own, (0, tokens), qo_indptr, lists, False, tokens)
         label = f"cascade, {kernel.label}"
         return FICascade(phase="decode", label=label, start=0, end=tokens, prefix=prefix, rest=rest)
