@@ -124,6 +124,7 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for heads in range(1, 100):
         select(AttentionConfig(num_heads=heads, head_size=128), "h100")
     assert 0 < alive(Selection) - before[0] <= 40
+    clear_cache()
     for minor in range(25):
         select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
     assert 0 < alive(Decider) - before[1] <= 10
