@@ -92,6 +92,7 @@ class Environment:
     cuda: str | None = None
     _versions: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
     _states: dict[Library, LibraryState] = field(default_factory=dict, repr=False, compare=False)
+    _usable: dict[Library, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         pins = {canonical_distribution(name): version for name, version in self.pins.items()}
@@ -133,7 +134,11 @@ class Environment:
 
     def has(self, library: Library) -> bool:
         """Whether ``library`` can be used: installed in an accepted version, or assumed to be."""
-        return self.state(library) in (INSTALLED, ASSUMED)
+        try:
+            return self._usable[library]
+        except KeyError:
+            usable = self._usable[library] = self.state(library) in (INSTALLED, ASSUMED)
+            return usable
 
     def first(self, libraries: Iterable[Library]) -> Library | None:
         """Return the first usable one of several alternatives, or None."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from attn_select.environment import Environment
@@ -34,26 +34,24 @@ class KernelBuild:
         kernel: the kernel's name for messages, e.g. ``FA3``. A distribution may build several.
         library: the distribution.
         module: the module that its functions are imported from.
+        distribution: the distribution's name, which is what the option ``provider`` takes.
+        provider: ``vllm (vllm.vllm_flash_attn)``, for ``BackendPlan.provider``.
     """
 
     kernel: str
     library: Library
     module: str
+    distribution: str = field(init=False)
+    provider: str = field(init=False)
 
-    @property
-    def distribution(self) -> str:
-        """The distribution's name, which is what the option ``provider`` takes."""
-        return self.library.distribution
+    def __post_init__(self) -> None:
+        self.distribution = self.library.distribution
+        self.provider = f"{self.library.distribution} ({self.module})"
 
     @property
     def label(self) -> str:
         """``FA3 of vllm``, for messages."""
         return f"{self.kernel} of {self.library.distribution}"
-
-    @property
-    def provider(self) -> str:
-        """``vllm (vllm.vllm_flash_attn)``, for ``BackendPlan.provider``."""
-        return f"{self.library.distribution} ({self.module})"
 
 
 B = TypeVar("B", bound=KernelBuild)
@@ -108,9 +106,14 @@ def pin_provider(backend: str, provider: str) -> tuple[Pin[Any], ...]:
     return (Pin(f"backends.{backend}.provider", provider, lambda build: build.distribution == provider),)
 
 
-def describe_pins(pins: Iterable[Pin[Any]]) -> str:
-    """Return ``backends.NAME.provider = "vllm"``, all pins one behind the other."""
-    return ", ".join(map(str, pins))
+def describe_pins(pins: Sequence[Pin[Any]]) -> str:
+    """Return ``backends.NAME.provider = "vllm"``, all pins one behind the other; empty without pins."""
+    return ", ".join(map(str, pins)) if pins else ""
+
+
+def device_text(capability: tuple[int, int] | None) -> str:
+    """Return a device of this compute capability (None: a CPU) in words, for messages."""
+    return "a CPU" if capability is None else "compute capability {}.{}".format(*capability)
 
 
 def choose(
@@ -119,7 +122,7 @@ def choose(
     objections: Callable[[B], Sequence[Objection]],
     *,
     pins: Sequence[Pin[B]] = (),
-    device: str,
+    capability: tuple[int, int] | None,
 ) -> B | list[Reason]:
     """Return the first build that is installed, is allowed by the pins and serves the layer; or why there is none.
 
@@ -136,7 +139,7 @@ def choose(
         environment: says what is installed.
         objections: returns what speaks against a build for the layer; nothing: the build serves it.
         pins: what the user's options fix.
-        device: the device in words, e.g. ``compute capability 9.0``.
+        capability: the device's compute capability, None for a CPU; for messages.
     """
     allowed = [build for build in builds if all(pin.keeps(build) for pin in pins)] if pins else builds
     judged: list[tuple[B, Sequence[Objection]]] = []
@@ -152,9 +155,9 @@ def choose(
     reasons: list[Reason] = []
     if not judged:
         if allowed:
-            reasons.append(_not_installed(allowed, environment, pins, device))
+            reasons.append(_not_installed(allowed, environment, pins, device_text(capability)))
         else:
-            reasons.append(_no_such_build(builds, pins, device))
+            reasons.append(_no_such_build(builds, pins, device_text(capability)))
         # The layer may have obstacles of its own in every build: they are named too.
         judged = [(build, objections(build)) for build in allowed]
     if all(found for _, found in judged):

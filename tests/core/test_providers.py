@@ -30,7 +30,7 @@ def here(*there: Library, old: Sequence[Library] = ()) -> Environment:
 
 
 def chosen(environment: Environment, against: Against, pins: Sequence[Pin[Any]] = ()) -> KernelBuild | list[Reason]:
-    return choose(BUILDS, environment, lambda build: against.get(build, ()), pins=pins, device="compute capability 9.0")
+    return choose(BUILDS, environment, lambda build: against.get(build, ()), pins=pins, capability=(9, 0))
 
 
 def reasons(environment: Environment, against: Against, pins: Sequence[Pin[Any]] = ()) -> dict[str, Reason]:

@@ -129,7 +129,7 @@ def plan(
         environment,
         lambda build: objections(build, config, capability, fixed_by),
         pins=pins,
-        device=f"compute capability {device.capability_text}",
+        capability=capability,
     )
     if not isinstance(chosen, CutlassMLABuild):
         return malformed + chosen

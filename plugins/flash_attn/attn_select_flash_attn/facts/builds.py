@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from attn_select.providers import KernelBuild, Pin, pin_provider
+from attn_select.providers import KernelBuild, Pin, device_text, pin_provider
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
 # The wheels of vLLM and SGLang hold compiled kernels.
@@ -194,12 +194,6 @@ def pins_of(backend: str, option: str, version: Version, provider: ProviderName)
     if version == "auto":
         return pins
     return (Pin(f"backends.{backend}.{option}", version, lambda build: build.version == version), *pins)
-
-
-@cache
-def device_text(capability: tuple[int, int] | None) -> str:
-    """Return a device in words, for messages."""
-    return "a CPU" if capability is None else "compute capability {}.{}".format(*capability)
 
 
 @cache

@@ -34,7 +34,6 @@ from attn_select_flash_attn.facts.builds import (
     ProviderName,
     Version,
     builds_for,
-    device_text,
     kernel_of,
     notes_on_build,
     pins_of,
@@ -206,7 +205,7 @@ def plan(
         environment,
         lambda build: objections(build, config, capability, options.hybrid),
         pins=pins,
-        device=device_text(capability),
+        capability=capability,
     )
     if not isinstance(chosen, FlashAttnBuild):
         return chosen

@@ -32,7 +32,6 @@ from attn_select_flash_attn.facts.builds import (
     ProviderName,
     Version,
     builds_for,
-    device_text,
     kernel_of,
     notes_on_build,
     pins_of,
@@ -158,7 +157,7 @@ def plan(
         environment,
         lambda build: decode_objections(config) if decode else prefill_objections(config),
         pins=pins,
-        device=device_text(capability),
+        capability=capability,
     )
     if not isinstance(chosen, FlashAttnBuild):
         return chosen

@@ -44,13 +44,13 @@ from attn_select_flashinfer.facts.mha_kernels import (
     Case,
     NativeKernel,
     PrefillKernel,
-    TrtllmKernel,
     UseTrtllm,
     choose_native,
     decide,
     fp8_query,
     kernel_for,
     nan_tail_safe,
+    trtllm_kernel,
 )
 
 CAPABILITIES = Capabilities(
@@ -164,7 +164,7 @@ def plan(
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:
     config, phase = case.config, case.phase
     assert case.kernel is not None
-    kernel = TrtllmKernel(case.kernel, fp8_query(config, case.kernel))
+    kernel = trtllm_kernel(case.kernel, fp8_query(config, case.kernel))
     xqa = kernel.name == "xqa"
     sizes: tuple[int, ...]
     if xqa:

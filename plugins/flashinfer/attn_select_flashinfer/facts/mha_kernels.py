@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 from attn_select.config import AttentionConfig, Phase
@@ -91,6 +92,9 @@ class NativeKernel:
         return f"native {self.backend}{' with sinks' if self.sinks else ''}"
 
 
+native_kernel = cache(NativeKernel)  # one object for all equal plans: a frozen one takes long to make
+
+
 @dataclass(frozen=True, slots=True)
 class TrtllmKernel:
     """A TRT-LLM kernel as a plan names it; ``fp8_query``: whether it takes an FP8 query."""
@@ -100,6 +104,9 @@ class TrtllmKernel:
 
     def __str__(self) -> str:
         return "TRT-LLM (XQA)" if self.name == "xqa" else f"TRT-LLM ({self.name})"
+
+
+trtllm_kernel = cache(TrtllmKernel)
 
 
 class Case(NamedTuple):
@@ -426,17 +433,17 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
     if case.phase == "decode":
         if config.per_head_quant_scales:
             # Only fa3 with an FP8 query takes a scale per head; the decode wrapper reaches it too.
-            chosen, why = NativeKernel("fa3", fp8_query=True), "one FP8 scale per KV head"
+            chosen, why = native_kernel("fa3", False, True), "one FP8 scale per KV head"
         else:
-            chosen, why = NativeKernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel"
+            chosen, why = native_kernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel"
     elif case.prefill_kernel == "fa3" and against_fa3 is not None:
         reasons.append(_forced(case.prefill_kernel, against_fa3))
         return reasons
     elif against_fa3 is None and case.prefill_kernel != "fa2":
-        chosen = NativeKernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3")
+        chosen = native_kernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3")
         why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
     else:
-        chosen, why = NativeKernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"'
+        chosen, why = native_kernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"'
     if config.batch_invariant and case.phase == "prefill" and chosen.backend == "fa2":
         reasons.append(
             Reason(

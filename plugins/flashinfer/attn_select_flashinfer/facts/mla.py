@@ -42,13 +42,13 @@ from attn_select_flashinfer.facts.mla_kernels import (
     TILE,
     DecodeFacts,
     DecodeKernel,
-    MLAKernel,
     PrefillFacts,
     PrefillKernel,
-    RaggedKernel,
     candidates,
     choose_kernel,
+    mla_kernel,
     prefill_candidates,
+    ragged_kernel,
 )
 
 _VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
@@ -151,7 +151,7 @@ def plan(
 
 def _prefill_plan(config: AttentionConfig, kernel: PrefillFacts, because: str) -> BackendPlan:
     return BackendPlan(
-        kernel=RaggedKernel(kernel.name),
+        kernel=ragged_kernel(kernel.name),
         path=kernel.path,
         because=because,
         query_dtype=config.dtype,
@@ -195,7 +195,7 @@ def _decode_plan(
     if heads != config.num_heads:
         notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
     return BackendPlan(
-        kernel=MLAKernel(kernel.name, heads, fp8_query),
+        kernel=mla_kernel(kernel.name, heads, fp8_query),
         path=kernel.path,
         because=because,
         query_dtype="fp8_e4m3" if fp8_query else config.dtype,

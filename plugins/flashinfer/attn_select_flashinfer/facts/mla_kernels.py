@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeVar
 
 from attn_select.config import AttentionConfig, CudaGraphLevel
@@ -51,11 +52,17 @@ class MLAKernel:
     fp8_query: bool = False
 
 
+mla_kernel = cache(MLAKernel)  # one object for all equal plans: a frozen one takes long to make
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedKernel:
     """A kernel on decompressed K and V as a plan names it."""
 
     name: Literal["fa2", "fa3", "trtllm-gen", "cutlass"]
+
+
+ragged_kernel = cache(RaggedKernel)
 
 
 DEEPSEEK = (512, 64)

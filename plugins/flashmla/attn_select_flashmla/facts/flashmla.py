@@ -87,7 +87,7 @@ def plan(
         lambda build: objections(build, config),
         pins=pins,
         # The static facts reject every other device.
-        device="compute capability 9.0",
+        capability=(9, 0),
     )
     if not isinstance(chosen, FlashMLABuild):
         return chosen

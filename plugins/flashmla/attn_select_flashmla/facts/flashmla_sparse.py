@@ -112,7 +112,7 @@ def plan(
         environment,
         lambda build: objections(build, config, device),
         pins=pin_provider("FLASHMLA_SPARSE", options.provider),
-        device=f"compute capability {device.capability_text}",
+        capability=device.compute_capability,
     )
     return _plan(chosen, config, phase) if isinstance(chosen, FlashMLABuild) else chosen
 

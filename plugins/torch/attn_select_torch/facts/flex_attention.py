@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from attn_select.compilers import compiler_reason
@@ -102,6 +102,9 @@ class FlexKernel:
     stages: int
 
 
+_kernel = cache(FlexKernel)  # one object for all equal plans: a frozen one takes long to make
+
+
 def _cpu_reasons(config: AttentionConfig, environment: Environment, device: Device) -> list[Reason]:
     found: list[Reason] = []
     if device.local and not environment.assume_installed and not _cpu_has_template():
@@ -130,10 +133,17 @@ def _shared_room(capability: tuple[int, int]) -> int:
     return _SHARED_KIB.get(capability, 64 if capability < (8, 0) else 99) * 1024
 
 
-def _shared_need(config: AttentionConfig, stages: int) -> int:
+def _shared_need(k_size: int, v_size: int, dtype: str, stages: int) -> int:
     """Return the bytes that one tile of Q and ``stages`` of K and V take."""
-    k_size, v_size = _padded(config.head_size), _padded(config.value_head_size)
-    return TILE * (k_size + stages * (k_size + v_size)) * BITS[config.dtype] // 8
+    k_padded, v_padded = _padded(k_size), _padded(v_size)
+    return TILE * (k_padded + stages * (k_padded + v_padded)) * BITS[dtype] // 8
+
+
+@lru_cache(maxsize=1024)
+def _stages(k_size: int, v_size: int, dtype: str, capability: tuple[int, int]) -> int:
+    """Return how many tiles of K and V shared memory holds beside one of Q, at most 2; 0: the layer does not fit."""
+    room = _shared_room(capability)
+    return next((stages for stages in (2, 1) if _shared_need(k_size, v_size, dtype, stages) <= room), 0)
 
 
 def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: tuple[int, int]) -> list[Reason]:
@@ -155,8 +165,8 @@ def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: 
     if v_size < least and config.v_head_size is not None:
         message = f"V head size {v_size} on a GPU (supported: {least} and up)"
         found.append(Reason("v-head-size", message, v_size, f"{least} and up"))
-    room, need = _shared_room(capability), _shared_need(config, 1)
-    if need > room:
+    if not _stages(k_size, v_size, config.dtype, capability):
+        room, need = _shared_room(capability), _shared_need(k_size, v_size, config.dtype, 1)
         sizes = f"head size {k_size}" if k_size == v_size else f"head sizes {k_size} and {v_size}"
         message = f"{sizes} in {config.dtype}: tiles of {need} bytes (supported: {room} bytes of shared memory)"
         found.append(Reason("head-size", message, k_size, f"{room} bytes of shared memory"))
@@ -186,12 +196,12 @@ def plan(
         said = (*said, _FIXED_TILES)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
         said = (*said, PADDED_V)
-    stages = 1 if capability is None or _shared_need(config, 2) > _shared_room(capability) else 2
+    stages = 1 if capability is None else _stages(config.head_size, config.value_head_size, config.dtype, capability)
     # One token dimension over all blocks is a view of this layout alone. Graph replay on a GPU with another block table
     # and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads persistent tensors, and the block lists
     # are built without the host.
     return BackendPlan(
-        kernel=FlexKernel("C++" if on_cpu else "Triton", stages),
+        kernel=_kernel("C++" if on_cpu else "Triton", stages),
         path="C++" if on_cpu else "Triton",
         because=_WHY_CPU if on_cpu else _WHY_GPU,
         query_dtype=config.dtype,

@@ -60,6 +60,7 @@ class TorchMLAKernel:
     path: Literal["multi-head", "latent"]
 
 
+_ON_DECOMPRESSED, _ON_LATENT = TorchMLAKernel("multi-head"), TorchMLAKernel("latent")
 _PREFILL = "decompressed keys and values: least arithmetic per new token"
 _DECODE = "absorbed projections over the latent: least memory traffic per cached token"
 _GATHER = "copies the latents it reads out of the cache at each call; nothing is reserved"
@@ -72,7 +73,7 @@ def plan(
     said = notes(config, device)
     if phase == "prefill":
         return BackendPlan(
-            kernel=TorchMLAKernel("multi-head"),
+            kernel=_ON_DECOMPRESSED,
             path="multi-head",
             because=_PREFILL,
             query_dtype=config.dtype,
@@ -84,7 +85,7 @@ def plan(
         )
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
-        kernel=TorchMLAKernel("latent"),
+        kernel=_ON_LATENT,
         path="latent",
         because=_DECODE,
         query_dtype=config.dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from attn_select.config import AttentionConfig, Phase
@@ -62,6 +63,8 @@ class SdpaKernel:
     function: SdpaFunction
 
 
+_kernel = cache(SdpaKernel)  # one object for all equal plans: a frozen one takes long to make
+
 _PLAIN = "torch's fused kernels take the whole layer"
 _PACKED = "torch's FlashAttention takes the packed batch"
 _MASKED = "windows, slopes and image ranges go in as an additive mask"
@@ -117,7 +120,7 @@ def plan(
         said = (*said, PADDED_V)
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
-        kernel=SdpaKernel(function),
+        kernel=_kernel(function),
         path=function,
         because=because,
         query_dtype=config.dtype,

@@ -12,7 +12,7 @@ from attn_select.dtypes import BITS
 from attn_select.environment import Environment
 from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel
+from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, planned_prefill
 from attn_select_triton.facts.triton_attn import TritonAttnOptions
 from attn_select_triton.facts.triton_support import (
     COMPILER_VARIABLES,
@@ -131,7 +131,7 @@ def plan(
         assert isinstance(options, PagedAttentionOptions)
         copied = options.gather_workspace_mib << 20 if _in_boxes(config, device) else 0
         return BackendPlan(
-            kernel=PrefillKernel(gather_bytes=copied),
+            kernel=planned_prefill(gather_bytes=copied),
             path="prefill, pages gathered" if copied else "prefill",
             because=_GATHERED if copied else _PREFILL,
             query_dtype=config.dtype,

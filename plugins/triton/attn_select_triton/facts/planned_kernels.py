@@ -1,8 +1,13 @@
-"""What the plans of the three backends run, as data: ``BackendPlan.kernel``."""
+"""What the plans of the three backends run, as data: ``BackendPlan.kernel``.
+
+Plans take theirs from the functions ``planned_…``, which return one object for all equal kernels: a frozen one
+takes long to make.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 
@@ -21,6 +26,9 @@ class PrefillKernel:
     gather_bytes: int = 0
 
 
+planned_prefill = cache(PrefillKernel)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeKernel:
     """``TRITON_ATTN``'s decode, ``kernels.decode``.
@@ -30,6 +38,9 @@ class DecodeKernel:
     """
 
     fixed_splits: bool = False
+
+
+planned_decode = cache(DecodeKernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,9 @@ class MLADecodeKernel:
 
     gluon: bool = False
     fixed_splits: bool = False
+
+
+planned_mla_decode = cache(MLADecodeKernel)
 
 
 Version = Literal["v1", "v2"]

@@ -11,7 +11,7 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, Reason
-from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel
+from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel, planned_decode, planned_prefill
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILER_VARIABLES,
@@ -146,10 +146,10 @@ def prefill_kernel(
     capability = device.compute_capability
     in_boxes = two_powers(head_size) != (0, 0) and power_of_two(width) == width
     if capability is None or capability < TMA_FROM or config.dtype == "float32" or not in_boxes:
-        return PrefillKernel()
+        return planned_prefill()
     by_tma = whole_pages(config)
     gathered = 0 if by_tma or config.batch_invariant else options.gather_workspace_mib << 20
-    return PrefillKernel(warp_specialised(config, device, environment), by_tma, gathered)
+    return planned_prefill(warp_specialised(config, device, environment), by_tma, gathered)
 
 
 def prefill_words(kernel: PrefillKernel) -> tuple[str, str]:
@@ -175,7 +175,7 @@ def plan(
     said = notes(config, device)
     if not cached:
         return BackendPlan(
-            kernel=PrefillKernel(),
+            kernel=planned_prefill(),
             path="prefill",
             because=_NO_CACHE,
             query_dtype=config.dtype,
@@ -204,7 +204,7 @@ def plan(
             workspace += kernel.gather_bytes
             said = (*said, f"{kernel.gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages")
     else:
-        kernel, path, because = DecodeKernel(config.batch_invariant), "split-KV decode", _DECODE
+        kernel, path, because = planned_decode(config.batch_invariant), "split-KV decode", _DECODE
         if config.batch_invariant:
             said = (*said, _FIXED_GROWS)
             path, because = "fixed-split decode", _FIXED

@@ -9,7 +9,7 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import MLA
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_triton.facts.planned_kernels import MLADecodeKernel, PrefillKernel
+from attn_select_triton.facts.planned_kernels import planned_mla_decode, planned_prefill
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILED,
@@ -136,7 +136,7 @@ def plan(
     # Chunked prefill loops on host lengths, so mixed batches are not captured.
     if not decode:
         return BackendPlan(
-            kernel=PrefillKernel(),
+            kernel=planned_prefill(),
             path="prefill",
             because=_PREFILL,
             query_dtype=config.dtype,
@@ -161,7 +161,7 @@ def plan(
     because = f"{because}; {_FIXED if config.batch_invariant else _SPLIT}"
     sizes = BLOCK_SIZES if size in BLOCK_SIZES else (size, *BLOCK_SIZES)
     return BackendPlan(
-        kernel=MLADecodeKernel(lacks is None, config.batch_invariant),
+        kernel=planned_mla_decode(lacks is None, config.batch_invariant),
         path="portable decode" if lacks else "Gluon decode",
         because=because,
         query_dtype=config.dtype,
