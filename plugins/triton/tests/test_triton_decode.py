@@ -128,7 +128,7 @@ def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
     assert problem.block_table is not None
     assert decode.decode_workspace(1, 4, 32, 1) == 0
     for workspace in (None, torch.empty(2 * 4 * 33 - 1, device=device)):
-        with pytest.raises(ValueError, match=r"2 splits of 1 tokens take 264"):
+        with pytest.raises(ValueError, match=r"2 splits of 1 tokens need 264"):
             decode.decode_attention(
                 problem.query, key, value, problem.query, query_start_loc=problem.query_start_loc,
                 seq_lens=problem.seq_lens, block_table=problem.block_table, max_query_len=1, scale=1.0,

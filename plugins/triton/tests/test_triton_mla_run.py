@@ -31,7 +31,7 @@ from attn_select.testing import attention_reference, merge_reference, relative_e
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel  # noqa: E402
 from attn_select_triton.facts.triton_mla import TRITON_MLA, gluon_lacks  # noqa: E402
 from attn_select_triton.runtime import triton_mla  # noqa: E402
-from attn_select_triton.runtime.triton_mla import fixed_split_tokens  # noqa: E402
+from attn_select_triton.runtime.schedule import fixed_split  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_keys_are_split_within_what_was_reserved() -> None:
 
 
 def test_splits_of_batch_invariant_layers_are_fixed_and_reserved_for_the_longest() -> None:
-    assert [fixed_split_tokens(length) for length in (1, 16384, 131072, 131073)] == [1024, 1024, 8192, 8256]
+    assert [fixed_split(length, 1024, 64) for length in (1, 16384, 131072, 131073)] == [1024, 1024, 8192, 8256]
     group = group_of(layer_config(batch_invariant=True), Capacity(4, 64, 5000))
     builder, _ = parts_of(group)
     common = batch(group, [1, 1], [5, 70])[0]

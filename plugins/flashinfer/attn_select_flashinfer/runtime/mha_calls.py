@@ -267,7 +267,7 @@ class TRTLLMPart(Part):
         if terms.block_scale is not None:
             more = {**more, "out_dtype": "nvfp4", "o_sf_scale": terms.output_scale}
             output = terms.fp4_output(output, self.start)
-        # The kernel is told no strides of the query.
+        # The kernel takes no strides of the query.
         query = ops.quantize_fp8(query, terms.scales.q, E4M3) if self.fp8_query else query.contiguous()
         function(query, kv_cache, bmm1_scale=bmm1, bmm2_scale=bmm2, sinks=terms.sinks, out=output, **more)
         if lse is not None:

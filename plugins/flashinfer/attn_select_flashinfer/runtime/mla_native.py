@@ -63,7 +63,7 @@ class NativeDecode:
         self._most = self._check_capacity()
         memory: dict[str, Any] = {"dtype": torch.uint8, "device": context.device}
         self._workspace = torch.empty(context.plans["decode"].workspace_bytes - INT_WORKSPACE, **memory)
-        # One for all wrappers: ``Plan.ready`` sees to it that a step finds its own plan there.
+        # One for all wrappers. ``Plan.ready`` makes sure that a step finds its own plan there.
         self._schedule = Schedule(torch.empty(SCHEDULE_BYTES, **memory))
         self._eager = self._wrapper()
         self._captured: dict[int, Wrapper] = {}
@@ -101,7 +101,7 @@ class NativeDecode:
         return Wrapper(made, self._schedule, captured="use_cuda_graph" in buffers)
 
     def capture(self, common: CommonAttentionMetadata) -> ScaledPlan:
-        """Return the call to capture: its wrapper serves batches of this size for good.
+        """Return the call to capture. From then on its wrapper serves all batches of this size.
 
         Its page indices are the captured block table; a plan copies another table there.
         """

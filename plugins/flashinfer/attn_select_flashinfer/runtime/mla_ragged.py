@@ -79,7 +79,7 @@ class PlannedRagged:
         if not tokens or not int(varlen.key_start_loc_cpu[-1]):
             return RaggedCall(tokens, self, None)
         arguments = {
-            "qo_indptr": varlen.query_start_loc_cpu.clone(),  # its own memory: the call may be planned again
+            "qo_indptr": varlen.query_start_loc_cpu.clone(),  # a copy: the call may be planned again
             "kv_indptr": varlen.key_start_loc_cpu.clone(),
             "causal": varlen.causal,
             **self._fixed,

@@ -177,7 +177,7 @@ class PageLists:
         Args:
             indices: where page indices are to be written, at its front; None: a new tensor on ``device``.
         """
-        lens = seq_lens.numpy().copy()  # its own memory: a batch may be planned again when the caller's has changed
+        lens = seq_lens.numpy().copy()  # a copy: a batch may be planned again after the caller has changed its lengths
         pages = (lens + (page_size - 1)) // page_size
         indptr = np.zeros(len(lens) + 1, dtype=np.int32)
         pages.cumsum(dtype=np.int32, out=indptr[1:])

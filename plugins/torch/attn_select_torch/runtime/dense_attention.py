@@ -15,6 +15,9 @@ from torch import Tensor
 MAX_SCORES = 2**24
 """Scores held at once, 64 MiB in float32 and as much again for the weights; longer queries go in chunks of rows."""
 
+FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What ``scaled_dot_product_attention`` runs on a CPU. It is called directly where its log-sum-exp is wanted."""
+
 Range = tuple[int, int]
 
 

@@ -20,11 +20,9 @@ from attn_select.runtime.backend import (
     BackendContext,
     MLAAttentionImpl,
 )
-from attn_select_torch.runtime.dense_attention import MAX_SCORES, attend, visible_intervals, visible_keys
+from attn_select_torch.runtime.dense_attention import FLASH_CPU, MAX_SCORES, attend, visible_intervals, visible_keys
 from attn_select_torch.runtime.mla_builder import Gather, Prefill, PrefillMetadata, TorchMLAMetadataBuilder
 
-_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What ``scaled_dot_product_attention`` runs on a CPU; called by itself where its log-sum-exp is wanted."""
 ROWS = 256
 """Query rows of a prefill that are masked at a time; keys that none of them sees are left out."""
 
@@ -198,7 +196,7 @@ def _sdpa(
         bias = None
         if visible is not None:
             bias = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-        found, lse = _FLASH_CPU(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        found, lse = FLASH_CPU(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
         output_lse.copy_(lse[0].T)
     output.copy_(found[0, :, :, :size].transpose(0, 1))
 

@@ -16,7 +16,7 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import AttentionBackend, AttentionImpl, AttentionLayer, BackendContext
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_torch.runtime import varlen
-from attn_select_torch.runtime.dense_attention import attend
+from attn_select_torch.runtime.dense_attention import FLASH_CPU, attend
 from attn_select_torch.runtime.gather import Buffers, CacheGather
 from attn_select_torch.runtime.request_tiles import Tile
 from attn_select_torch.runtime.sdpa_builder import (
@@ -27,9 +27,6 @@ from attn_select_torch.runtime.sdpa_builder import (
     functions,
     row_offsets,
 )
-
-_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What ``scaled_dot_product_attention`` runs on a CPU; called by itself where its log-sum-exp is wanted."""
 
 
 class SDPAImpl(AttentionImpl[SDPAMetadata]):
@@ -236,7 +233,7 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
             query = query.expand(-1, -1, 2, -1)
         if not wants_lse and (bias is None or bias.dtype == query.dtype):
             return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)[:, :, :rows], None
-        out, lse = _FLASH_CPU(query, keys, values, attn_mask=bias, scale=scale)
+        out, lse = FLASH_CPU(query, keys, values, attn_mask=bias, scale=scale)
         return out[:, :, :rows], lse[:, :, :rows]
 
 

@@ -76,7 +76,7 @@ PAGES = (16, 32, 64, 128, 256)
 TMA_PAGE = 64
 """Pages of a multiple of so many tokens hold whole tiles."""
 TILE_ROWS = 128
-"""The most query rows (queries x heads of a group) that one program holds."""
+"""The most query rows (queries x heads of a group) that one decode program holds."""
 PROGRAMS_PER_SM = 8
 """Half the programs per SM that the workspace of split-KV decode has room for. Two fill an SM. The rest is for batches
 of unequal lengths, where every request has room for as many splits as the longest."""

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_select_triton.facts.triton_attn import TILE_ROWS
 from attn_select_triton.facts.triton_support import TMA_FROM
 from attn_select_triton.facts.triton_support import power_of_two as power_of_two
 from attn_select_triton.facts.triton_support import two_powers as two_powers
@@ -23,8 +24,6 @@ from attn_select_triton.facts.triton_support import two_powers as two_powers
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
-MOST_ROWS = 128
-"""Query rows of a decode program, at most."""
 PROGRAMS_PER_SM = 4
 """Splits stop where the grid has twice as many programs per SM as this: the bound of the workspace."""
 RESIDENT = 1.9
@@ -144,7 +143,7 @@ def decode_launch(
         cache: the cache's dtype.
         programs: unsplit programs per SM.
     """
-    block_m = min(MOST_ROWS, power_of_two(rows))
+    block_m = min(TILE_ROWS, power_of_two(rows))
     if dtype == torch.float32:
         return Launch(16, 32, 8, 2)
     if capability < (8, 0):

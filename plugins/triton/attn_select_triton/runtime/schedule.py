@@ -88,9 +88,15 @@ def most_splits(max_keys: int, units: int, sms: int, fp8: bool) -> int:
     return max(1, min(-(-max_keys // LEAST_SPLIT), int(-(-resident // units))))
 
 
-def fixed_split(max_keys: int) -> int:
-    """Return the keys of a batch-invariant split; ``max_keys`` is the most that a request can have."""
-    return max(LEAST_FIXED_SPLIT, -(-max_keys // MOST_FIXED_SPLITS))
+def fixed_split(max_keys: int, least: int = LEAST_FIXED_SPLIT, tile: int = 1) -> int:
+    """Return the keys of a batch-invariant split. They depend on no batch.
+
+    Args:
+        max_keys: the most keys that a request can have.
+        least: keys of a split, at least.
+        tile: a split has a multiple of so many keys.
+    """
+    return max(least, -(-max_keys // (MOST_FIXED_SPLITS * tile)) * tile)
 
 
 @dataclass(slots=True)

@@ -31,9 +31,10 @@ from attn_select_triton.kernels.launch import Terms, capability_of, sm_count
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
+from attn_select_triton.runtime.schedule import fixed_split
 
-MOST_FIXED_SPLITS, LEAST_FIXED_TOKENS, TILE = 16, 1024, 64
-"""Batch-invariant splits: at most so many, of at least so many tokens each, whole tiles."""
+LEAST_FIXED_SPLIT, TILE = 1024, 64
+"""Keys of a batch-invariant split, at least; it has whole tiles."""
 _CAUSAL, _WHOLE = Terms(causal=True), Terms(causal=False)
 
 
@@ -48,12 +49,6 @@ class MLACall:
 
     num_tokens: int
     arguments: dict[str, Any]
-
-
-def fixed_split_tokens(max_model_len: int) -> int:
-    """Return the keys of a batch-invariant split. It depends on the model's length alone, not on any batch."""
-    even = -(-max_model_len // (MOST_FIXED_SPLITS * TILE)) * TILE
-    return max(LEAST_FIXED_TOKENS, even)
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
@@ -97,7 +92,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         room = plan.workspace_bytes // 4
         self._split_tokens = 0
         if planned.fixed_splits:
-            self._split_tokens = fixed_split_tokens(context.max_model_len)
+            self._split_tokens = fixed_split(context.max_model_len, LEAST_FIXED_SPLIT, TILE)
             tokens = min(context.max_num_batched_tokens, context.max_num_seqs * longest)
             room = tokens * self._per_token * self._fixed_splits(context.max_model_len)
         self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
