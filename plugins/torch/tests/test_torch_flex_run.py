@@ -193,6 +193,38 @@ def test_on_a_gpu(asked: dict[str, Any]) -> None:
     rig.compare(problem, cache, *rig.run(problem, cache, metadata))
 
 
+def test_encoders_do_not_see_the_nan_of_another_request() -> None:
+    config = AttentionConfig(**(LAYER | {"attn_type": "encoder_only"}))
+    problem = drawn(config, 6, ((20, 20), (13, 13), (3, 3), (17, 17)))
+    assert problem.key is not None
+    assert problem.value is not None
+    rig = Rig(config)
+    common = common_of(problem)
+    expected, _ = rig.run(problem, None, rig.builder.build(0, common))
+    spoilt = slice(20, 33)
+    problem.key[spoilt] = problem.value[spoilt] = torch.nan
+    output, _ = rig.run(problem, None, rig.builder.build(0, common))
+    assert output[spoilt].isnan().all()
+    assert same_bits(output[:20], expected[:20])
+    assert same_bits(output[33:], expected[33:])
+
+
+@pytest.mark.gpu
+def test_batch_invariance_of_an_encoder_on_a_gpu() -> None:
+    config = AttentionConfig(**(LAYER | {"attn_type": "encoder_only", "batch_invariant": True}))
+    problem = drawn(config, 9, ((20, 20), (13, 13), (3, 3), (48, 48)), device="cuda")
+    assert problem.key is not None
+    assert problem.value is not None
+    rig = Rig(config, "cuda")
+    common = common_of(problem)
+    output, _ = rig.run(problem, None, rig.builder.build(0, common))
+    for index in range(common.num_reqs):
+        rows = slice(int(common.query_start_loc_cpu[index]), int(common.query_start_loc_cpu[index + 1]))
+        one = replace(problem, query=problem.query[rows], key=problem.key[rows], value=problem.value[rows])
+        alone, _ = rig.run(one, None, rig.builder.build(0, common.requests(index, index + 1)))
+        assert same_bits(alone, output[rows])
+
+
 @pytest.mark.gpu
 def test_batch_invariance_on_a_gpu() -> None:
     config = AttentionConfig(**(LAYER | {"dtype": "bfloat16", "batch_invariant": True}))

@@ -144,7 +144,8 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         else:
             assert key is not None
             assert value is not None
-            keys, values = key[: metadata.num_tokens], value[: metadata.num_tokens]
+            # Laid out like the queries: a tile holds keys of one request alone, whatever else is in the batch.
+            keys, values = key.index_select(0, metadata.tokens), value.index_select(0, metadata.tokens)
         if self.on_cpu:
             num_blocks = -(-len(keys) // TILE)
             partial, full = metadata.widened(num_blocks)

@@ -147,8 +147,7 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
     ) -> FlexMetadata:
         common, device = common_attn_metadata, self.context.device
         rows = lay_out(common, self.context.config, self.paged, self.context.cuda_graphs)
-        starts = None if self.paged else common.query_start_loc_cpu[:-1]
-        spans = spans_of(rows, starts)
+        spans = spans_of(rows, None if self.paged else rows.first_rows)
         partial_widths = (spans[1] - spans[0]) + (spans[3] - spans[2])
         # A size of 0 or 1 would be compiled apart. Both lists are equally wide: Triton's templates step through one by
         # the strides of the other (torch/_inductor/kernel/flex/templates v2.11.0, flex_attention.py.jinja).

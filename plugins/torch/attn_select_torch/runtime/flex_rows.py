@@ -22,7 +22,7 @@ class Rows:
 
     Attributes:
         tiles: how many.
-        tokens: int32, the token of each row; 0 for padding.
+        tokens: int32, the token of each row; for padding the first one of its request.
         requests: int32, the request of each row.
         valid: bool, False for padding.
         bounds: int32, first and last position that each row sees; a pair more for image ranges.
@@ -67,7 +67,9 @@ def lay_out(common: CommonAttentionMetadata, config: AttentionConfig, paged: boo
     if window is not None and not causal:
         last = torch.minimum(positions + window - 1, ends_of)
     bounds = [first.masked_fill(~valid, FAR), last.masked_fill(~valid, -1)]
-    rows = Rows(tiles, torch.where(valid, starts[at] + within, 0), requests, valid, bounds, first_rows)
+    # Padding repeats its own request's first token, so that as a key it holds no other request's NaN.
+    tokens = torch.where(valid, starts[at] + within, starts[at].clamp(max=common.num_actual_tokens - 1))
+    rows = Rows(tiles, tokens, requests, valid, bounds, first_rows)
     if config.mm_prefix:
         first_positions = (seq_lens - lens).tolist()
         rows.bounds += _image_bounds(rows, common.mm_prefix_ranges or (), lens.tolist(), first_positions)
@@ -92,7 +94,7 @@ def spans_of(rows: Rows, starts: Tensor | None) -> list[Tensor]:
     """Return per tile where its blocks start, where the full ones start and end, and where all end; int32 each.
 
     Args:
-        starts: without a cache, the place of each request's first key among all; bounds are shifted by it.
+        starts: without a cache, the row of each request's first key; bounds are shifted by it.
     """
     if starts is not None:
         shift = starts[rows.requests.long()]
