@@ -230,6 +230,14 @@ def test_only_rules_of_one_file_beat_each_other(rules_file: RulesFile) -> None:
     assert found == (str(two), 6, "rule 'three' is never reached: 'two' (line 2) matched first")
 
 
+def test_a_rule_that_nothing_meets_beats_nobody(rules_file: RulesFile) -> None:
+    body = '[[rules]]\nname = "{}"\npriority = ["FLASHMLA"]\nwhen = {{ sparse = true, mla = false }}\n'
+    found = unreachable(load_rules([rules_file(body.format("one") + body.format("two"))]))
+    assert [text.partition(": ")[2] for _, _, text in found] == [
+        "a layer with sparse = true has mla = true, and the rule asks for mla = false"
+    ] * 2
+
+
 def test_other_effects_beat_nobody(rules_file: RulesFile) -> None:
     body = "".join(f'[[rules]]\nname = "{effect}"\n{effect} = ["FLASHMLA"]\n' for effect in ("prefer", "avoid", "deny"))
     assert unreachable(load_rules([rules_file(body + body.replace('name = "', 'name = "2 '))])) == []

@@ -154,6 +154,12 @@ def test_how_a_batch_is_cut() -> None:
     assert suffix.block_table_tensor is not None
     assert suffix.block_table_tensor[:, 0].tolist() == [2, 3]
     assert suffix.block_table_tensor[1, 1] == 4
+    lengths = [
+        lens
+        for half in (prefix, suffix)
+        for lens in (half.query_start_loc, half.query_start_loc_cpu, half.seq_lens, half.seq_lens_cpu)
+    ]
+    assert {lens.dtype for lens in lengths} == {torch.int32}
     # The batch itself stays as it was.
     assert common.seq_lens.tolist() == [11, 14]
 

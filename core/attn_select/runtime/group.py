@@ -357,8 +357,9 @@ class AttentionGroup:
 
     def _check_prefix(self, common: CommonAttentionMetadata, prefix: int) -> None:
         """Compare a common prefix with the blocks and with what every request had cached."""
-        if self.block_size is None or common.block_table_tensor is None:
+        if self.block_size is None:
             raise BatchError(f"common_prefix_len = {prefix}: layers without a KV cache share no prefix; pass 0")
+        assert common.block_table_tensor is not None
         if prefix < 0 or prefix % self.block_size:
             raise BatchError(f"common_prefix_len = {prefix}: accepted are multiples of block_size = {self.block_size}")
         computed = common.num_computed_tokens_cpu
