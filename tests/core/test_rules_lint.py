@@ -234,7 +234,7 @@ def test_a_rule_that_nothing_meets_beats_nobody(rules_file: RulesFile) -> None:
     body = '[[rules]]\nname = "{}"\npriority = ["FLASHMLA"]\nwhen = {{ sparse = true, mla = false }}\n'
     found = unreachable(load_rules([rules_file(body.format("one") + body.format("two"))]))
     assert [text.partition(": ")[2] for _, _, text in found] == [
-        "a layer with sparse = true has mla = true, and the rule asks for mla = false"
+        "a layer with sparse true has mla true, and the rule asks for mla false"
     ] * 2
 
 

@@ -27,7 +27,7 @@ def read_options(rules: RuleSet, specs: Mapping[str, BackendSpec]) -> dict[str, 
         try:
             options[name] = spec.options(**table.values)
         except ValidationError as error:
-            for item in error.errors(include_url=False):
+            for item in error.errors():
                 key = str(item["loc"][0]) if item["loc"] else ""
                 text = _message(spec, key, item["type"], item["msg"], item["input"])
                 problems.append((*table.origins.get(key, table.origin), f"backends.{name}{text}"))
