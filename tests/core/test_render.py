@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from attn_select import select
 from attn_select.config import AttentionConfig
-from attn_select.render import byte_text, config_text
+from attn_select.render import STYLES, byte_text, config_text, device_lines, layer_lines, plan_lines, warning_lines
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,10 @@ def test_a_layer_is_one_line() -> None:
     ]
     for part in parts:
         assert part in config_text(rich)
+
+
+def test_every_style_is_a_known_one() -> None:
+    rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
+    lines = [*device_lines(rejected), *layer_lines(rejected), *plan_lines(rejected), *warning_lines(["beware"])]
+    used = {style for line in lines for _, style in line}
+    assert used - {"", "hang"} == set(STYLES)

@@ -56,7 +56,7 @@ def test_values_of_all_layers(spec: MakeSpec, rules_file: RulesFile) -> None:
 @pytest.mark.parametrize(
     ("body", "line", "named"),
     [
-        ("use_trtlm = 1", 4, ["backends.MINE: unknown option 'use_trtlm'", "use_trtllm"]),
+        ("use_trtlm = 1", 4, ["backends.MINE: unknown option 'use_trtlm'; did you mean use_trtllm?"]),
         ("use_trtllm = 'yes'", 4, ["backends.MINE.use_trtllm = 'yes'", "'auto', 'on' or 'off'"]),
         ("splits = 0", 4, ["backends.MINE.splits = 0", "greater than or equal to 1"]),
         ("splits = 'many'", 4, ["backends.MINE.splits = 'many'", "integer"]),
