@@ -75,7 +75,14 @@ def test_names_agree_with_the_tables() -> None:
         ("FP8", "fp8_e4m3"),
         (" bf16 ", "bfloat16"),
         ("torch.float16", "float16"),
+        ("e4m3", "fp8_e4m3"),
         ("e5m2", "fp8_e5m2"),
+        ("torch.float8_e4m3fn", "fp8_e4m3"),
+        ("torch.float8_e5m2", "fp8_e5m2"),
+        ("torch.half", "float16"),
+        ("fp16", "float16"),
+        ("torch.float", "float32"),
+        ("fp32", "float32"),
     ],
 )
 def test_dtypes_by_their_other_names(written: str, expected: str) -> None:

@@ -115,17 +115,15 @@ class Plan:
     def tests(self, fault: Fault) -> list[str]:
         """Tests for a fault within the budget of seconds; none where nothing executes its lines.
 
-        What runs at import has no tests of its own: those of its class or function stand for it, else those of its
-        file, else all.
+        What runs at import has no tests of its own: those of its class or function come first, or those of its file,
+        and then all others, since a table's readers may be anywhere.
         """
         found = self._of_lines(fault.file, fault.line, fault.last_line) if fault.in_body else set()
         for first, last in (fault.scope, (1, 5000)):
             found = found or self._of_lines(fault.file, first, last)
-        if not found and not fault.in_body:
-            found = set(self.seconds)
         # Lines that a shared fixture runs are recorded for the first test that asks for it: its file's others follow.
         files = {test.partition("::")[0] for test in found}
-        others = {test for test in self.seconds if test.partition("::")[0] in files} - found
+        others = {test for test in self.seconds if not fault.in_body or test.partition("::")[0] in files} - found
         stem = Path(fault.file).stem
         budget, chosen = self.budget, []
         for tests in (found, others):
