@@ -6,7 +6,16 @@ import pytest
 
 from attn_select import select
 from attn_select.config import AttentionConfig
-from attn_select.render import STYLES, byte_text, config_text, device_lines, layer_lines, plan_lines, warning_lines
+from attn_select.render import (
+    STYLES,
+    byte_text,
+    config_text,
+    device_lines,
+    layer_lines,
+    plan_lines,
+    selection_text,
+    warning_lines,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,12 @@ def test_a_layer_is_one_line() -> None:
     ]
     for part in parts:
         assert part in config_text(rich)
+
+
+def test_where_plugins_come_from_is_said_only_where_one_is_missing() -> None:
+    rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
+    assert any(verdict.reasons for each in rejected.candidates for verdict in each.phases.values())
+    assert "note: " not in selection_text(rejected)
 
 
 def test_every_style_is_a_known_one() -> None:

@@ -246,6 +246,8 @@ def test_all_libraries_must_match() -> None:
         ({"library": "flashinfer"}, ["library = 'flashinfer'", "library.NAME"]),
         ({"library": {"a b": "1"}}, ["library.'a b'"]),
         ({"library": {"a": {"b": "1"}}}, ["library.a = {'b': '1'}"]),
+        ({"mla": {"x": True}}, ["mla = {'x': True}"]),
+        ({"gpu": {}}, ["gpu = {}"]),
         ({"library": {"a": "~0.6"}}, ["library.a = '~0.6'"]),
         ({"gpu": datetime.date(2026, 1, 1)}, ["gpu = datetime.date"]),
     ],
