@@ -177,7 +177,8 @@ def merge(judged: Sequence[tuple[KernelBuild, Sequence[Objection]]]) -> list[Rea
     Where one build lacks only a part of what another one lacks, the other's further objections are left out.
     """
     sets = {frozenset([objection.code for objection in found]) for _, found in judged}
-    decisive = {code for codes in sets if not any([other < codes for other in sets]) for code in codes}
+    least = [codes for codes in sets if not any([other < codes for other in sets])] if len(sets) > 1 else sets
+    decisive = frozenset().union(*least)
     merged: dict[str, tuple[Objection, dict[Any, list[KernelBuild]]]] = {}
     for build, found in judged:
         for objection in found:
