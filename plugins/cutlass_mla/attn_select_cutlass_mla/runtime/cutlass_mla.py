@@ -82,10 +82,6 @@ class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
             self._tables[width] = table.new_zeros(self.context.max_num_seqs, width)
         return self._tables[width][:requests].copy_(table)
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: there is no such path."""
-        return False
-
 
 class CutlassMLAImpl(MLAAttentionImpl):
     """Runs one layer."""

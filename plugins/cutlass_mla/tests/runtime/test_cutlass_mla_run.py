@@ -292,9 +292,3 @@ def test_selected_by_name_for_decode(emulate: Emulate) -> None:
     group = attention_group(selection, "cpu", CAPACITY, phases=["decode"])
     assert group.served["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
     check(group, DECODES)
-
-
-def test_no_cascade(emulate: Emulate) -> None:
-    emulate("vllm")
-    builder = group_of(layer_config()).served["decode"].builder
-    assert not builder.use_cascade_attention(1024, None)  # type: ignore[arg-type]

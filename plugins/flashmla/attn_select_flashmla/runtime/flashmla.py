@@ -91,10 +91,6 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
             padding=padding,
         )
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: there is no such path."""
-        return False
-
 
 class FlashMLAImpl(MLAAttentionImpl):
     """Runs one layer. FP8 follows the cache: the query is quantised with ``layer.scales.q``."""

@@ -118,10 +118,6 @@ class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetad
         """As ``AttentionMetadataBuilder.build_for_cudagraph_capture``; all requests are decodes."""
         return self._direct(common_attn_metadata.num_actual_tokens)
 
-    def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Return False: there is no such path."""
-        return False
-
     def _direct(self, tokens: int) -> FlashMLASparseMetadata:
         """Return the spans of the first tokens, which read the cache itself."""
         if not self._reads_fp8:

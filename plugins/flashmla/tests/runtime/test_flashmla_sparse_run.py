@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from flashmla_layers import check, group_of, layer_config, sparse_config, with_indices
+from flashmla_layers import check, group_of, sparse_config, with_indices
 
 from attn_select.runtime import BatchError, Capacity
 from attn_select.testing import pack_fp8_ds_mla, unpack_fp8_ds_mla
@@ -195,10 +195,3 @@ def test_dequantised_is_the_inverse_of_packing(power_of_two_scales: bool, monkey
 def test_more_than_128_heads_are_refused_by_the_gate() -> None:
     with pytest.raises(AssertionError, match="at most 128"):
         group_of(sparse_config(num_heads=129))
-
-
-def test_no_cascade(emulate: Emulate) -> None:
-    emulate("vllm")
-    for config in (sparse_config(), layer_config()):
-        builder = group_of(config).served["decode"].builder
-        assert not builder.use_cascade_attention(1024, None)  # type: ignore[arg-type]
