@@ -101,10 +101,10 @@ def test_a_bare_folder_does_not_count(tmp_path: Path, install: Install) -> None:
     (tmp_path / "the_kernel" / "sub").mkdir(parents=True)
     (tmp_path / "the_kernel" / "sub" / "__init__.py").touch()
     assert Environment().state(library()) == "broken"
-    assert not has_module("the_kernel")
+    assert has_module("the_kernel") is False
     import the_kernel.sub  # type: ignore[import-not-found]
 
-    assert not has_module("the_kernel")  # nor when it is loaded
+    assert has_module("the_kernel") is False  # nor when it is loaded
     for name in ("the_kernel.sub", "the_kernel"):
         sys.modules.pop(name)
     assert the_kernel.sub is not None
