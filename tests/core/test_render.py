@@ -8,10 +8,12 @@ from attn_select import select
 from attn_select.config import AttentionConfig
 from attn_select.render import (
     STYLES,
+    brief_lines,
     byte_text,
     config_text,
     device_lines,
     layer_lines,
+    plain,
     plan_lines,
     selection_text,
     warning_lines,
@@ -66,6 +68,16 @@ def test_where_plugins_come_from_is_said_only_where_one_is_missing() -> None:
     rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
     assert any(verdict.reasons for each in rejected.candidates for verdict in each.phases.values())
     assert "note: " not in selection_text(rejected)
+
+
+def test_brief_folds_only_backends_that_never_serve_such_a_layer() -> None:
+    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8")
+    text = plain(brief_lines(select(config, "t4")))
+    (folded,) = [line for line in text.splitlines() if " others " in line]
+    assert "serve" in folded
+    assert "MLA" in folded
+    for backend in ("FLASH_ATTN:", "FLASHINFER:"):
+        assert any(backend in line.split() for line in text.splitlines()), text
 
 
 def test_every_style_is_a_known_one() -> None:
