@@ -85,3 +85,11 @@ def test_every_style_is_a_known_one() -> None:
     lines = [*device_lines(rejected), *layer_lines(rejected), *plan_lines(rejected), *warning_lines(["beware"])]
     used = {style for line in lines for _, style in line}
     assert used - {"", "hang"} == set(STYLES)
+
+
+def test_the_cache_is_one_line() -> None:
+    text = selection_text(select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128), "h100"))
+    (line,) = [line.split() for line in text.splitlines() if line.strip().startswith("KV cache")]
+    assert " ".join(line) == (
+        "KV cache FLASH_ATTN_NHD (2, num_blocks, 16, 8, 128) bfloat16, block size 16, 4096 bytes per token and layer"
+    )
