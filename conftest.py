@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 QUICK_CONFIGS = 10
 """Configurations per conformance suite that `make test` runs; the others are marked slow."""
@@ -21,17 +21,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples on every machine, however slow it is. `make test` draws fewer: --hypothesis-profile=quick.
-settings.register_profile(
-    "full",
-    max_examples=200,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile("quick", settings.get_profile("full"), max_examples=50)
-settings.load_profile("full")
+# The same examples on every machine, however slow it is. `make test` draws fewer: --hypothesis-profile=quick. A GPU
+# machine may lack hypothesis; its tests of kernels need none.
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "full",
+        max_examples=200,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.register_profile("quick", settings.get_profile("full"), max_examples=50)
+    settings.load_profile("full")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m reads the markers
