@@ -69,6 +69,11 @@ def test_a_shortened_text_has_one_printable_line(text: str, shown: str) -> None:
     assert shorten(text, 10) == shown
 
 
+def test_an_error_may_have_a_code_of_its_own() -> None:
+    assert AttnSelectError("x", code="own-code").to_dict() == {"code": "own-code", "message": "x", "hint": None}
+    assert AttnSelectError("x").code == "error"
+
+
 def test_three_names_are_suggested_at_most() -> None:
     assert UnknownNameError("gpu", "h10", ("h100", "h101", "h102", "h103")).nearest == ["h103", "h102", "h101"]
 
