@@ -352,12 +352,6 @@ def check_answers(
     return found
 
 
-def facts_of(holder: Any) -> list[Fact[Any]]:
-    """Return the facts among a dataclass's fields."""
-    found = [getattr(holder, item.name) for item in dataclasses.fields(holder)]
-    return [fact for fact in found if isinstance(fact, Fact)]
-
-
 def check_sources(spec: BackendSpec, *holders: Any, least: int = 1) -> None:
     """Hold every fact to its source: of all capabilities, and of further dataclasses with facts (providers, kernels).
 
