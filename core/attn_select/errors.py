@@ -102,6 +102,12 @@ class RulesError(AttnSelectError, ValueError):
         self.problems = tuple(problems)
 
 
+class MeasurementError(AttnSelectError, ValueError):
+    """A measurement, or a file of them, that cannot be read or written."""
+
+    code = "invalid-measurement"
+
+
 class PluginError(AttnSelectError):
     """A plugin that registers something that is not a valid backend spec."""
 
