@@ -171,6 +171,8 @@ class BackendPlan:
     Attributes:
         kernel: exactly what runs, as data: a frozen, hashable dataclass of the plugin's own. It is all that the runtime
             reads of the plan's identity; ``path``, ``because`` and ``notes`` are words for people and decide nothing.
+            Its ``name`` (a string) is the kernel's stable name within the backend: measured times belong to backend and
+            name, and a kernel without one has none.
         path: the inner path in words, e.g. ``FA3``, ``native fa2``, ``TRT-LLM (XQA)``.
         because: why this path and not its siblings, one clause.
         query_dtype: dtype in which the kernel wants Q (``bfloat16``, ``fp8_e4m3``, …).
@@ -203,6 +205,12 @@ class BackendPlan:
     notes: tuple[str, ...] = ()
     nan_tail_safe: bool = True
     unverified: tuple[str, ...] = ()
+
+    @property
+    def kernel_name(self) -> str | None:
+        """The stable name of ``kernel``; None where it has none."""
+        name = getattr(self.kernel, "name", None)
+        return name if isinstance(name, str) else None
 
 
 class BackendOptions(BaseModel):

@@ -40,6 +40,11 @@ class CutlassMLAKernel:
     provider: str
     num_kv_splits: int
 
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return "cutlass-mla" if self.num_kv_splits < 1 else f"cutlass-mla-{self.num_kv_splits}-splits"
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CutlassMLABuild(KernelBuild):

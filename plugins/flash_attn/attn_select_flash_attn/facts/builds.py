@@ -58,6 +58,11 @@ class FlashAttnKernel:
     paged: bool
     value_padding: int = 0
 
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return f"fa{self.version}" if self.paged else f"fa{self.version}-varlen"
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlashAttnBuild(KernelBuild):

@@ -88,6 +88,11 @@ class NativeKernel:
     sinks: bool = False
     fp8_query: bool = False
 
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return f"native-{self.backend}"
+
     def __str__(self) -> str:
         return f"native {self.backend}{' with sinks' if self.sinks else ''}"
 

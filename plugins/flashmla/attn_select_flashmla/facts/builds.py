@@ -54,6 +54,11 @@ class FlashMLAKernel:
     function: KernelFunction
     copies_cache: bool = False
 
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return self.function.replace("_", "-")
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlashMLABuild(KernelBuild):

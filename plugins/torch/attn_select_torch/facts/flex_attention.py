@@ -101,6 +101,11 @@ class FlexKernel:
     language: Literal["C++", "Triton"]
     stages: int
 
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return "flex-cpp" if self.language == "C++" else "flex-triton"
+
 
 _kernel = cache(FlexKernel)  # one object for all equal plans: a frozen one takes long to make
 

@@ -59,6 +59,11 @@ class TorchMLAKernel:
 
     path: Literal["multi-head", "latent"]
 
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return f"torch-{self.path}"
+
 
 _ON_DECOMPRESSED, _ON_LATENT = TorchMLAKernel("multi-head"), TorchMLAKernel("latent")
 _PREFILL = "decompressed keys and values: least arithmetic per new token"

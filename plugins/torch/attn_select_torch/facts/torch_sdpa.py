@@ -54,6 +54,11 @@ LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 """Gathered through strides. The classic layout splits the head dimension of K, which a gather would have to undo."""
 
 SdpaFunction = Literal["scaled_dot_product_attention", "varlen_attn", "matmul and softmax"]
+_NAMES: dict[SdpaFunction, str] = {
+    "scaled_dot_product_attention": "torch-sdpa",
+    "varlen_attn": "torch-varlen",
+    "matmul and softmax": "torch-matmul",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,11 @@ class SdpaKernel:
     """What attends. Where the installed torch lacks ``varlen_attn``, ``scaled_dot_product_attention`` does its work."""
 
     function: SdpaFunction
+
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return _NAMES[self.function]
 
 
 _kernel = cache(SdpaKernel)  # one object for all equal plans: a frozen one takes long to make

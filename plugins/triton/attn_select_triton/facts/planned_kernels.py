@@ -25,6 +25,18 @@ class PrefillKernel:
     pages_by_tma: bool = False
     gather_bytes: int = 0
 
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        parts = ["triton-prefill"]
+        if self.warp_specialised:
+            parts.append("warp-specialised")
+        if self.pages_by_tma:
+            parts.append("tma")
+        elif self.gather_bytes:
+            parts.append("gather")
+        return "-".join(parts)
+
 
 planned_prefill = cache(PrefillKernel)
 
@@ -38,6 +50,11 @@ class DecodeKernel:
     """
 
     fixed_splits: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return "triton-decode-fixed-splits" if self.fixed_splits else "triton-decode"
 
 
 planned_decode = cache(DecodeKernel)
@@ -54,6 +71,12 @@ class MLADecodeKernel:
 
     gluon: bool = False
     fixed_splits: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        name = "gluon-mla-decode" if self.gluon else "triton-mla-decode"
+        return f"{name}-fixed-splits" if self.fixed_splits else name
 
 
 planned_mla_decode = cache(MLADecodeKernel)
@@ -77,6 +100,11 @@ class ClassicDecodeKernel:
     v1_most_tokens: int
     v1_least_rows: int
     partials_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return "paged-attention"
 
     def version(self, num_seqs: int, num_heads: int, max_seq_len: int) -> Version:
         """Return the version that decodes a batch.

@@ -1,0 +1,180 @@
+"""``Workload``: the batch shapes that a layer is to be fast at, each with its share of the steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.errors import ConfigError, UnknownNameError, show
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+
+PROFILES: dict[str, tuple[str, str]] = {
+    "chat": (
+        "64q1s2k*0.55,128q1s1k*0.2,16q1s8k*0.1,q512s1k_63q1s2k*0.1,q1k*0.05",
+        "interactive serving: many short conversations in decode, now and then a prompt beside them",
+    ),
+    "long-context": (
+        "8q1s32k*0.45,2q1s128k*0.25,16q1s16k*0.15,q4ks64k_7q1s32k*0.1,q8ks32k*0.05",
+        "few requests over long documents, read in chunks",
+    ),
+    "offline": (
+        "256q1s1k*0.6,256q1s512*0.2,4q512s1k_252q1s1k*0.15,8q1k*0.05",
+        "batch processing for throughput: as many requests at once as the cache holds",
+    ),
+    "speculative": (
+        "32q4s2k*0.6,8q4s8k*0.25,64q4s1k*0.1,q1k*0.05",
+        "decode that verifies three draft tokens per request (layers with num_speculative_tokens of 3 or more)",
+    ),
+    "agent": (
+        "16q1s32k*0.5,32q1s16k*0.25,q2ks34k_15q1s32k*0.2,q8k*0.05",
+        "long conversations that grow by tool outputs: decode over long contexts, short prefills behind them",
+    ),
+}
+"""Named workloads: the shapes and what they stand for. They are conventions of this project, not measurements of a
+service: who knows their own traffic writes it down instead."""
+
+_SHARES = "a share is a number above 0, such as 64q1s4k*0.8"
+_MOST_SHAPES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedShape:
+    """A batch shape and its share of the workload's steps, from 0 to 1."""
+
+    batch: BatchShape
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Weighted batch shapes; the time of a workload is the weighted sum of theirs.
+
+    Weights become shares: they sum to 1. Shapes that are given twice become one.
+
+    Attributes:
+        name: the profile's or file's name, or the shapes as text.
+        shapes: each batch shape once, as first given.
+
+    Raises:
+        ConfigError: no shape, more than 1000, or a weight that is not a finite number above 0.
+    """
+
+    name: str
+    shapes: tuple[WeightedShape, ...]
+
+    def __post_init__(self) -> None:
+        weights: dict[BatchShape, float] = {}
+        for shape in self.shapes:
+            weight = shape.weight
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+                raise ConfigError(f"weight = {show(weight)} of {shape.batch}: {_SHARES}", fields=["weight"])
+            weights[shape.batch] = weights.get(shape.batch, 0.0) + weight
+        if not 1 <= len(weights) <= _MOST_SHAPES:
+            text = f"shapes has {len(weights)} batch shapes: a workload has from 1 to {_MOST_SHAPES}"
+            raise ConfigError(text, fields=["shapes"])
+        most = max(weights.values())  # so that no sum overflows
+        total = math.fsum([weight / most for weight in weights.values()])
+        shares = [WeightedShape(batch, weight / most / total) for batch, weight in weights.items()]
+        object.__setattr__(self, "shapes", tuple(shares))
+
+    def __str__(self) -> str:
+        if len(self.shapes) == 1:
+            return str(self.shapes[0].batch)
+        return ",".join(f"{shape.batch}*{shape.weight:.4g}" for shape in self.shapes)
+
+    def of_phase(self, phase: Phase, config: AttentionConfig) -> tuple[WeightedShape, ...]:
+        """Return the shapes that a layer runs in a phase.
+
+        A shape is decode where no request has more new tokens than 1 plus the layer's speculative tokens, else prefill:
+        a mixed batch counts as prefill.
+        """
+        longest = 1 + config.num_speculative_tokens
+        return tuple([shape for shape in self.shapes if shape.batch.is_decode(longest) is (phase == "decode")])
+
+
+WorkloadArgument = Workload | str | os.PathLike[str]
+
+
+def parse_workload(given: WorkloadArgument) -> Workload:
+    """Read a workload.
+
+    Args:
+        given: shapes with shares (``64q1s4k*0.8,q2k*0.2``; without shares all count alike), the name of a profile
+            (``PROFILES``), or a TOML file (a path object, or text that ends in ``.toml``) with ``[[shapes]]`` tables of
+            ``batch`` and ``weight``, and optionally ``name``. A ``Workload`` is returned as it is.
+
+    Raises:
+        ConfigError: shapes, shares or a file that cannot be read; it names them.
+        UnknownNameError: a name that is no profile.
+    """
+    if isinstance(given, Workload):
+        return given
+    if isinstance(given, os.PathLike):
+        return _from_file(Path(given))
+    if not isinstance(given, str):
+        raise ConfigError(f"workload = {show(given)}: expected shapes, a profile or a file", fields=["workload"])
+    text = given.strip()
+    if text.lower().endswith(".toml"):
+        return _from_file(Path(text).expanduser())
+    profile = text.lower().replace("_", "-")
+    if profile in PROFILES:
+        return Workload(profile, _shapes(PROFILES[profile][0]))
+    if not text[:1].isdigit() and text[:1] not in ("q", "Q"):
+        hint = f"valid: {', '.join(PROFILES)}, shapes such as 64q1s4k*0.8,q2k*0.2, or a file NAME.toml"
+        raise UnknownNameError("workload", given, PROFILES, hint=hint)
+    shapes = _shapes(text)
+    return Workload(str(Workload("", shapes)), shapes)
+
+
+def _shapes(text: str) -> tuple[WeightedShape, ...]:
+    found: list[WeightedShape] = []
+    for part in text.split(","):
+        written, star, share = part.partition("*")
+        try:
+            weight = float(share) if star else 1.0
+        except ValueError:
+            raise ConfigError(f"weight = {show(share)} of {show(written)}: {_SHARES}", fields=["weight"]) from None
+        found.append(WeightedShape(parse_batch_shape(written), weight))
+    return tuple(found)
+
+
+def _from_file(path: Path) -> Workload:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"workload file {path}: cannot be read ({error})", fields=["workload"]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"workload file {path}: not TOML ({error})", fields=["workload"]) from None
+    try:
+        return _from_document(document, path.stem)
+    except ConfigError as error:
+        raise ConfigError(f"workload file {path}: {error.message}", fields=error.fields, hint=error.hint) from None
+
+
+def _from_document(document: dict[str, Any], name: str) -> Workload:
+    _only(document, ("name", "shapes"), "the file")
+    name, tables = document.get("name", name), document.get("shapes")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"name = {show(name)}: expected text", fields=["name"])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"shapes = {show(tables)}: expected [[shapes]] tables", fields=["shapes"])
+    shapes: list[WeightedShape] = []
+    for number, table in enumerate(tables, 1):
+        try:
+            _only(table, ("batch", "weight"), f"shape {number}")
+            shapes.append(WeightedShape(parse_batch_shape(table.get("batch")), table.get("weight", 1.0)))
+        except ConfigError as error:
+            raise ConfigError(f"shape {number}: {error.message}", fields=error.fields, hint=error.hint) from None
+    return Workload(name, tuple(shapes))
+
+
+def _only(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in keys:
+            hint = UnknownNameError("key", key, keys).hint
+            raise ConfigError(f"unknown key {show(key)}; {where} takes {', '.join(keys)}", fields=[key], hint=hint)
