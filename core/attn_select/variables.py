@@ -6,10 +6,12 @@ RULES = "ATTN_SELECT_RULES"
 MEASUREMENTS = "ATTN_SELECT_MEASUREMENTS"
 CHECK = "ATTN_SELECT_CHECK"
 TRACEBACK = "ATTN_SELECT_TRACEBACK"
+ANY_VERSION = "ATTN_SELECT_ANY_VERSION"
 EFFECTS = {
     RULES: "rules files, separated like PATH: above the user's and the working directory's, below --rules",
     MEASUREMENTS: "files of measurements, separated like PATH, read beside the packaged and the user's own",
     CHECK: "1: the runtime checks every batch before a kernel starts; it synchronises with the GPU, so it is slow",
     TRACEBACK: "1: the command line ends an internal error with its traceback",
+    ANY_VERSION: "1: adapters for engines take part in releases that they were not run with",
 }
 """What each variable does."""
