@@ -21,7 +21,7 @@ def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     """Complete presets, else files."""
     from click.shell_completion import CompletionItem
 
-    from attn_select_cli.model_configs import presets
+    from attn_select.models import presets
 
     return _starting(presets(), incomplete) or [CompletionItem(incomplete, type="file")]
 

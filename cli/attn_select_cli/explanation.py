@@ -13,11 +13,11 @@ from attn_select.detection import detect_device
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment, canonical_distribution, parse_pins
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
+from attn_select.models import layer_kinds, load
 from attn_select.registry import Registry
 from attn_select.render import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, warning_lines
 from attn_select.selection import Selection
 from attn_select.selector import decider_for, environment_for, select_model
-from attn_select_cli import model_configs
 from attn_select_cli.layer_options import overrides_from
 
 SCHEMA_VERSION = 1
@@ -164,10 +164,8 @@ def build_explanation(options: Mapping[str, Any]) -> Explanation:
     else:
         device = lookup(gpu)
     environment = environment_for(device, parse_pins(options["pins"]))
-    source = model_configs.load(options["model"]) if options["model"] is not None else None
-    kinds = model_configs.layer_kinds(
-        source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides
-    )
+    source = load(options["model"]) if options["model"] is not None else None
+    kinds = layer_kinds(source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides)
     rules = tuple(options["rules"]) or None
     decider = decider_for(device, rules, environment)
     warnings += unknown_pins(environment.pins, decider)

@@ -135,7 +135,9 @@ def gpu_option(text: str, *, several: bool) -> Callable[[Any], Any]:
     )
 
 
-_MODEL_HELP = "A preset (`attn-select models`), a config.json or a folder holding one"
+_MODEL_HELP = (
+    "A preset (`attn-select models`), a config.json, a folder holding one, or org/name in the Hugging Face cache"
+)
 _GPU_HELP = "The device [default: auto, which is this machine's]"
 _ONE_MODEL = model_option(f"{_MODEL_HELP}.", several=False)
 _BACKEND = click.option(

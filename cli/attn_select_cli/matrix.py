@@ -43,13 +43,13 @@ def command(
 ) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
     from attn_select.device import known_gpus
-    from attn_select_cli import model_configs
+    from attn_select.models import presets
     from attn_select_cli.explanation import build_explanations
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table, markdown_table
 
     described = options["num_heads"] is not None and not model and not all_models
-    names: tuple[str | None, ...] = tuple(model_configs.presets()) if all_models else model or DEFAULT_MODELS
+    names: tuple[str | None, ...] = tuple(presets()) if all_models else model or DEFAULT_MODELS
     if described:
         names = (None,)  # flags alone describe one layer
     gpus = tuple(known_gpus()) if all_gpus else gpu or DEFAULT_GPUS

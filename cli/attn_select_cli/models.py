@@ -12,7 +12,8 @@ Examples:
   attn-select models deepseek
   attn-select models --json
 
-Any other model: give --model the path of its config.json, or of the folder that holds it.
+Any other model: give --model the path of its config.json, or of the folder that holds it, or
+its name org/name where the local Hugging Face cache has it.
 """
 
 
@@ -22,7 +23,7 @@ Any other model: give --model the path of its config.json, or of the folder that
 @click.option("--sources", is_flag=True, help="Show where each preset's values come from.")
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     """List the model presets, those that contain every WORD if any is given."""
-    from attn_select_cli import model_configs as models
+    from attn_select import models
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from attn_select.errors import AttnSelectError as AttnSelectError
     from attn_select.errors import ConfigError as ConfigError
     from attn_select.hookspecs import hookimpl as hookimpl
+    from attn_select.models import configs_from_model as configs_from_model
     from attn_select.selection import NoBackendError as NoBackendError
     from attn_select.selection import Selection as Selection
     from attn_select.selector import clear_cache as clear_cache
@@ -29,6 +30,7 @@ _EXPORTS = {
     "NoBackendError": "selection",
     "Selection": "selection",
     "clear_cache": "selector",
+    "configs_from_model": "models",
     "hookimpl": "hookspecs",
     "select": "selector",
     "select_model": "selector",

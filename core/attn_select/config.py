@@ -22,6 +22,7 @@ MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 
 
 def _canonical(value: object) -> object:
+    value = dtypes.spelled(value)
     return dtypes.canonical(value) if isinstance(value, str) else value
 
 
@@ -38,8 +39,8 @@ class AttentionConfig(BaseModel):
     Heads are those of one tensor-parallel rank; sizes are in elements, ``sliding_window`` and
     ``block_size`` in tokens. With MLA (``kv_lora_rank`` set) ``head_size`` is
     ``kv_lora_rank + qk_rope_head_dim``, the width of the latent cache, and ``num_kv_heads`` is 1, as in
-    vLLM; both are filled in when left out. dtypes are strings (``attn_select.dtypes``). Types are strict: a head
-    count is an int, and ``"32"``, ``32.0`` and ``True`` are refused.
+    vLLM; both are filled in when left out. dtypes are strings (``attn_select.dtypes``); torch's own are accepted
+    too. Types are strict: a head count is an int, and ``"32"``, ``32.0`` and ``True`` are refused.
 
     Raises:
         ConfigError: a value is out of range or two fields contradict each other; it names them. (``model_validate``

@@ -1,5 +1,7 @@
 """dtypes by name. Core has no torch, so a dtype is the string that torch prints after the dot.
 
+Wherever such a string is accepted, so is the ``torch.dtype`` itself: ``spelled``.
+
 ``kv_cache_dtype`` follows vLLM's vocabulary (vllm/config/cache.py, 0.33): ``auto`` stores what the layer
 computes in, ``fp8`` means ``fp8_e4m3``, ``fp8_ds_mla`` is DeepSeek's 656-byte token format for sparse MLA.
 """
@@ -36,6 +38,12 @@ BITS = {
     "fp8_e5m2": 8,
     "nvfp4": 4,
 }
+
+
+def spelled(value: object) -> object:
+    """Return a ``torch.dtype`` as text (``torch.bfloat16``), anything else as it is. torch is not imported."""
+    kind = type(value)
+    return str(value) if (kind.__module__, kind.__name__) == ("torch", "dtype") else value
 
 
 def canonical(name: str) -> str:

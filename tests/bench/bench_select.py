@@ -21,8 +21,8 @@ from attn_select import AttentionConfig, clear_cache, select
 from attn_select.decide import Choice
 from attn_select.device import known_gpus
 from attn_select.environment import installed_version
+from attn_select.models import presets
 from attn_select.selector import decider_for
-from attn_select_cli.model_configs import presets
 
 BARE = """
 import click, pluggy, importlib.metadata, tomllib

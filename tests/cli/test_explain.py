@@ -222,7 +222,7 @@ def test_bad_input_is_one_clear_message_and_exit_2(run: Any, arguments: list[str
 
 
 def test_an_internal_bug_is_exit_3(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_select_cli import model_configs as models
+    from attn_select import models
 
     def broken(name: str) -> Any:
         raise ZeroDivisionError("boom")

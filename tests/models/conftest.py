@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_select_cli.model_configs import LayerKinds, ModelSource
+from attn_select.models import LayerKinds, ModelSource
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 
@@ -19,6 +19,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "published" in metafunc.fixturenames:
         folders = sorted(folder for folder in CONFIGS.iterdir() if folder.is_dir())
         metafunc.parametrize("published", folders, ids=[folder.name for folder in folders])
+
+
+@pytest.fixture(autouse=True)
+def _no_hub_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hugging Face cache of this machine is nobody's business here."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "no hub"))
 
 
 @pytest.fixture(scope="session")

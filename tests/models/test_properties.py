@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from attn_select.config import AttentionConfig
 from attn_select.device import CPU, Device
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
-from attn_select_cli.model_configs import LayerKinds, ModelSource, load, presets
-from attn_select_cli.model_configs.tables import defaults
+from attn_select.models import LayerKinds, ModelSource, load, presets
+from attn_select.models.tables import defaults
 
 T = TypeVar("T")
 RAW = [json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("data/configs/*/config.json"))]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from attn_select.errors import ModelError, UnknownNameError
-from attn_select_cli.model_configs import load
-from attn_select_cli.model_configs.source import MAX_BYTES
+from attn_select.models import load
+from attn_select.models.source import MAX_BYTES
 
 LLAMA = '{"model_type": "llama", "num_hidden_layers": 2}'
 
@@ -49,7 +49,7 @@ def test_missing_path(name: str) -> None:
     with pytest.raises(ModelError, match="no such file or folder") as caught:
         load(name)
     assert name in caught.value.message
-    assert "not downloaded" in str(caught.value.hint)
+    assert "nothing is downloaded" in str(caught.value.hint)
     if "Llama" in name:
         assert "llama-3-8b" in str(caught.value.hint)
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from attn_select.errors import ModelError
-from attn_select_cli.model_configs import load
-from attn_select_cli.model_configs.fields import Fields
-from attn_select_cli.model_configs.layer_types import layer_types
-from attn_select_cli.model_configs.readers import read
-from attn_select_cli.model_configs.tables import defaults, family
-from attn_select_cli.model_configs.variants import sliding_window
+from attn_select.models import configs_from_model, load
+from attn_select.models.fields import Fields
+from attn_select.models.layer_types import layer_types
+from attn_select.models.readers import read
+from attn_select.models.tables import defaults, family
+from attn_select.models.variants import sliding_window
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 with warnings.catch_warnings():
@@ -223,6 +223,7 @@ def test_published_config_as_transformers_reads_it(published: Path) -> None:
         config = config_class(model_type).from_dict(raw | {"model_type": model_type})
         text = config.get_text_config()
     found = load(str(published)).layer_kinds().kinds
+    assert configs_from_model(config).kinds == found
     if text.is_encoder_decoder:
         layers = [config.num_hidden_layers, *[resolved(config, "decoder_layers") or config.num_decoder_layers] * 2]
         assert [kind.count for kind in found] == layers

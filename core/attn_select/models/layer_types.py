@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_select.errors import ModelError
-from attn_select_cli.model_configs.fields import MAX_LAYERS, Fields
+from attn_select.models.fields import MAX_LAYERS, Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED, HYBRID, LINEAR, CROSS = "indexed_attention", "hybrid", "linear_attention", "cross_attention"

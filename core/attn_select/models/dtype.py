@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_select.device import Device
-from attn_select.dtypes import DTYPES, canonical
+from attn_select.dtypes import DTYPES, canonical, spelled
 from attn_select.errors import shorten, show
 
 _FLOAT16_UNSTABLE = ("gemma2", "gemma3", "gemma3_text", "glm4")
@@ -36,7 +36,7 @@ def _stated(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
     """Return what the config says, in vLLM's order (``get_torch_dtype``, model_arch_config_convertor.py)."""
     for part in (raw, text, raw.get("vision_config"), raw.get("encoder_config")):
         if isinstance(part, Mapping) and (found := part.get("dtype") or part.get("torch_dtype")):
-            return found
+            return spelled(found)
     return None
 
 
@@ -48,6 +48,7 @@ def resolve(
     ``pooling`` models (encoders) with float32 weights run in float16 where the device has it, as in vLLM.
     """
     model_type = next((t for part in (raw, text) if (t := part.get("model_type")) in _FLOAT16_UNSTABLE), "")
+    override = spelled(override)
     if override is not None:
         if model_type and isinstance(override, str) and canonical(override) == "float16":
             return override, [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attn_select.errors import ModelError
-from attn_select_cli.model_configs import layer_types as types
-from attn_select_cli.model_configs.fields import MAX_LAYERS, Fields
-from attn_select_cli.model_configs.layer import Layer
+from attn_select.models import layer_types as types
+from attn_select.models.fields import MAX_LAYERS, Fields
+from attn_select.models.layer import Layer
 
 
 def sliding_window(fields: Fields, bidirectional: bool) -> int | None:

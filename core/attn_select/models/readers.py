@@ -7,11 +7,11 @@ from itertools import repeat
 from typing import cast
 
 from attn_select.errors import ModelError
-from attn_select_cli.model_configs import layer_types as types
-from attn_select_cli.model_configs import variants
-from attn_select_cli.model_configs.fields import Fields
-from attn_select_cli.model_configs.layer import MLA_DIMS, Layer, Reading
-from attn_select_cli.model_configs.text import first_architecture
+from attn_select.models import layer_types as types
+from attn_select.models import variants
+from attn_select.models.fields import Fields
+from attn_select.models.layer import MLA_DIMS, Layer, Reading
+from attn_select.models.text import first_architecture
 
 
 def read(fields: Fields, mm_prefix: bool) -> Reading:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attn_select.errors import ModelError, show
-from attn_select_cli.model_configs.tables import Family
+from attn_select.models.tables import Family
 
 MAX_LAYERS = 10_000
 _NAMES: Mapping[str, Sequence[str]] = {

@@ -1,4 +1,4 @@
-"""Where a model's config comes from: a preset, a ``config.json``, or a folder that holds one."""
+"""Where a model's config comes from: a ``config.json``, a folder that holds one, or a cached repository."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import stat
 from typing import Any
 
 from attn_select.errors import ModelError, UnknownNameError, nearest, shorten, show
+from attn_select.models import hub_cache
 
 MAX_BYTES = 16 * 1024 * 1024
 """The largest file that is read. Published config files have 500 bytes to 200 KB."""
@@ -16,7 +17,8 @@ MAX_BYTES = 16 * 1024 * 1024
 def find_path(name: str) -> str | None:
     """Return the file that ``name`` means, or None where only a preset can be meant.
 
-    A path is what contains a separator, ends in ``.json`` or is a folder with a ``config.json``.
+    A path is what contains a separator, ends in ``.json`` or is a folder with a ``config.json``. Where nothing is
+    there, ``org/name`` is looked up in the local cache of the Hugging Face Hub.
 
     Raises:
         ModelError: it is a path, and nothing is there.
@@ -24,13 +26,18 @@ def find_path(name: str) -> str | None:
     try:
         mode = os.stat(name).st_mode
     except (OSError, ValueError) as error:  # ValueError: a null byte or a lone surrogate in the name
-        if isinstance(error, FileNotFoundError) and not _looks_like_a_path(name):
-            return None
+        if isinstance(error, FileNotFoundError):
+            if not _looks_like_a_path(name):
+                return None
+            if (cached := hub_cache.find_repository(name)) is not None:
+                return cached
         raise ModelError(f"{shorten(name)}: {_reason(error)}", hint=_hint(name)) from None
     inside = os.path.join(name, "config.json")
     if stat.S_ISDIR(mode):
         if os.path.exists(inside):
             return inside
+        if os.path.basename(os.path.abspath(name)).startswith(hub_cache.PREFIX):
+            return hub_cache.config_in(name)
         if _looks_like_a_path(name):
             raise ModelError(f"{shorten(name)}: this folder holds no config.json", hint=_hint(name))
         return None
@@ -42,12 +49,13 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _hint(name: str) -> str:
-    from attn_select_cli.model_configs.presets import preset_rows
+    from attn_select.models.presets import preset_rows
 
     base = name.rstrip("/").rpartition("/")[2].removesuffix("/config.json")
     near = nearest(base, preset_rows())
     known = f"; presets like it: {', '.join(near)}" if near else ""
-    return f"give the path of a config.json or of its folder (repository names are not downloaded){known}"
+    cache = f"repositories in {shorten(hub_cache.cache_folder(), 200)} are found by name, nothing is downloaded"
+    return f"give the path of a config.json or of its folder ({cache}){known}"
 
 
 def _reason(error: Exception) -> str:
@@ -58,7 +66,7 @@ def _reason(error: Exception) -> str:
 
 def unknown(name: str) -> UnknownNameError | ModelError:
     """Return the error for a name that is no preset, and no path or a folder without a config.json."""
-    from attn_select_cli.model_configs.presets import preset_rows
+    from attn_select.models.presets import preset_rows
 
     if os.path.isdir(name):
         return ModelError(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_select.errors import ModelError, shorten, show
-from attn_select_cli.model_configs.fields import Fields
-from attn_select_cli.model_configs.tables import defaults, family, text_type
+from attn_select.models.fields import Fields
+from attn_select.models.tables import defaults, family, text_type
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 _TOWER_KEYS = (

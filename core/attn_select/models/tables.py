@@ -24,7 +24,7 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
         layers: how layers differ where the file has no list of layer types: a rule's name and its arguments.
         names: other names of fields, instead of the usual ones; a dot leads into an object.
         reader: ``decoder``, ``encoder_only`` or ``encoder_decoder``.
-        variant: the function of ``attn_select_cli.model_configs.variants`` that gives kinds of layers their own sizes.
+        variant: the function of ``attn_select.models.variants`` that gives kinds of layers their own sizes.
         alibi: ALiBi without a field that says so.
         sinks: a learned sink logit in every layer.
         note: what the layer configs cannot say, for the warnings.

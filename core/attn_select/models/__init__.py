@@ -1,24 +1,34 @@
-"""Models: from a Hugging Face ``config.json`` or a preset's name to the distinct attention layers.
+"""Models: from a Hugging Face config or a preset's name to the distinct attention layers.
 
 Nothing is downloaded and nothing in a config is executed.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attn_select.errors import ConfigError, shorten, show
-from attn_select_cli.model_configs.presets import Preset, find_preset, presets
+from attn_select.errors import ConfigError, ModelError, shorten, show
+from attn_select.models.presets import Preset, find_preset, presets
 
 if TYPE_CHECKING:
     from attn_select.config import AttentionConfig
     from attn_select.device import Device
-    from attn_select_cli.model_configs.fields import Fields
-    from attn_select_cli.model_configs.layer import Reading
+    from attn_select.models.fields import Fields
+    from attn_select.models.layer import Reading
 
-__all__ = ["LayerKind", "LayerKinds", "ModelSource", "Preset", "layer_kinds", "load", "presets"]
+__all__ = [
+    "LayerKind",
+    "LayerKinds",
+    "ModelSource",
+    "Preset",
+    "configs_from_model",
+    "layer_kinds",
+    "load",
+    "presets",
+]
 
 _ESSENTIAL = (
     "hidden_size",
@@ -58,17 +68,22 @@ class LayerKinds:
     kinds: tuple[LayerKind, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def configs(self) -> list[AttentionConfig]:
+        """What each kind asks for, in the order of ``kinds``: the argument of ``select_model``."""
+        return [kind.config for kind in self.kinds]
+
 
 @dataclass(slots=True)
 class ModelSource:
     """A model's config and where it came from.
 
     Attributes:
-        name: the preset's name, or the path as given.
+        name: the preset's name, the path or repository as given, or the class of a config object.
         architecture: the first of ``architectures``, or empty.
         model_type: ``model_type``, or empty.
         raw: the config as read.
-        source: where a preset's values were looked up, or the path of the file.
+        source: where a preset's values were looked up, the path of the file, or what kind of object was given.
     """
 
     name: str
@@ -100,25 +115,77 @@ class ModelSource:
         return layer_kinds(self, tensor_parallel_size=tensor_parallel_size, device=device, overrides=overrides)
 
 
-def load(name_or_path: str) -> ModelSource:
-    """Return the model that a preset's name, the path of a ``config.json`` or of its folder means.
+def configs_from_model(
+    model: object,
+    *,
+    tensor_parallel: int = 1,
+    device: Device | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> LayerKinds:
+    """Return the distinct attention layers of a model, each with what it asks for per tensor-parallel rank.
 
-    A path is what contains a separator, ends in ``.json``, or is a folder with a ``config.json``: it beats a preset of
-    the same name. Presets are found in any case.
+    Nothing is downloaded, nothing in a config is executed, and neither torch nor transformers is imported::
+
+        found = configs_from_model("meta-llama/Llama-3.1-8B", tensor_parallel=4)
+        selections = select_model(found.configs)
+
+    Args:
+        model: a preset's name (``attn-select models`` lists them), the path of a ``config.json`` or of the folder that
+            holds it, a repository ``org/name`` in the local cache of the Hugging Face Hub (``HF_HUB_CACHE``,
+            ``HF_HOME``) or that repository's ``models--org--name`` folder, the content of a ``config.json`` as a
+            mapping, or a transformers config (any object whose ``to_dict`` returns such a mapping).
+        tensor_parallel: ranks that share the query heads; KV heads below it are replicated, one per rank.
+        device: decides the dtype where neither ``overrides`` nor the config do; None is one that has them all.
+        overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
+            model's totals. A window, soft cap or top-k of 0 takes it away.
 
     Raises:
-        UnknownNameError: neither; lists the nearest presets.
-        ModelError: the file cannot be read or holds no JSON object, or a folder holds no ``config.json``.
+        UnknownNameError: neither a preset, a path nor a cached repository; or an override is no field.
+        ModelError: the config cannot be read or does not describe attention layers.
+        ConfigError: an override or the number of ranks contradicts the model.
+    """
+    return load(model).layer_kinds(tensor_parallel_size=tensor_parallel, device=device, overrides=overrides)
+
+
+def load(model: object) -> ModelSource:
+    """Return the model that ``model`` means, as ``configs_from_model`` accepts it.
+
+    A path is what contains a separator, ends in ``.json``, or is a folder with a ``config.json``: it beats a preset of
+    the same name, and a preset beats a cached repository. Presets are found in any case.
+
+    Raises:
+        UnknownNameError: a name that is none of them; lists the nearest presets.
+        ModelError: the file cannot be read or holds no JSON object, a folder holds no ``config.json``, or ``model`` is
+            something else.
     """
     from copy import deepcopy
 
-    from attn_select_cli.model_configs import source
+    from attn_select.models import hub_cache, source
 
-    if (path := source.find_path(name_or_path)) is not None:
-        return _source(name_or_path, source.read_json(path), path)
-    if (row := find_preset(name_or_path)) is None:
-        raise source.unknown(name_or_path)
-    return _source(row["name"], deepcopy(row["config"]), row["source"])
+    if not isinstance(model, str | os.PathLike):
+        return _given(model)
+    name = os.fsdecode(model)
+    if (path := source.find_path(name)) is not None:
+        return _source(name, source.read_json(path), path)
+    if (row := find_preset(name)) is not None:
+        return _source(row["name"], deepcopy(row["config"]), row["source"])
+    if (path := hub_cache.find_repository(name)) is not None:
+        return _source(name, source.read_json(path), path)
+    raise source.unknown(name)
+
+
+def _given(model: object) -> ModelSource:
+    """Return the model of a config that is an object in memory."""
+    if isinstance(model, Mapping):
+        return _source("the config", dict(model), "a mapping")
+    to_dict = getattr(model, "to_dict", None)
+    found = to_dict() if callable(to_dict) and not isinstance(model, type) else None
+    if not isinstance(found, Mapping):
+        raise ModelError(
+            f"model = {show(model)}: expected a preset's name, a path, a cached repository, the content of a "
+            "config.json as a mapping, or a transformers config"
+        )
+    return _source(type(model).__name__, dict(found), "an object in memory")
 
 
 def layer_kinds(
@@ -132,9 +199,9 @@ def layer_kinds(
 
     As ``ModelSource.layer_kinds``.
     """
-    from attn_select_cli.model_configs import dtype
-    from attn_select_cli.model_configs.build import build
-    from attn_select_cli.model_configs.layer import Layer, Reading
+    from attn_select.models import dtype
+    from attn_select.models.build import build
+    from attn_select.models.layer import Layer, Reading
 
     if type(tensor_parallel_size) is not int or not 1 <= tensor_parallel_size <= 4096:
         text = f"tensor_parallel_size = {show(tensor_parallel_size)}: expected an integer from 1 to 4096"
@@ -159,14 +226,14 @@ def layer_kinds(
 
 
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
-    from attn_select_cli.model_configs.text import first_architecture, model_type_of
+    from attn_select.models.text import first_architecture, model_type_of
 
     return ModelSource(name, first_architecture(raw), model_type_of(raw, shorten(name, 200)), raw, origin)
 
 
 def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
-    from attn_select_cli.model_configs.readers import read
-    from attn_select_cli.model_configs.text import is_mm_prefix, text_fields
+    from attn_select.models.readers import read
+    from attn_select.models.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
     reading = read(fields, is_mm_prefix(raw, fields))

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from attn_select_cli.model_configs.tables import load
+from attn_select.models.tables import load
 
 
 @dataclass(slots=True)

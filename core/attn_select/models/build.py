@@ -9,7 +9,7 @@ from typing import Any
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
 from attn_select.features import FEATURES
-from attn_select_cli.model_configs.layer import MLA_DIMS, Layer
+from attn_select.models.layer import MLA_DIMS, Layer
 
 _CACHE_FIELDS = (
     "kv_cache_dtype",

@@ -1,0 +1,115 @@
+"""From a model in any form to attention configs, in Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attn_select
+from attn_select import AttentionConfig, configs_from_model, select_model
+from attn_select.errors import ConfigError, ModelError, UnknownNameError
+from attn_select.models import LayerKind
+
+GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 64,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "sliding_window": 32,
+    "attn_logit_softcapping": 50.0,
+    "torch_dtype": "bfloat16",
+}
+FULL = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64, logits_soft_cap=50.0)
+EXPECTED = (
+    LayerKind("sliding_attention", 2, AttentionConfig(**FULL.model_dump() | {"sliding_window": 32})),
+    LayerKind("full_attention", 2, FULL),
+)
+
+
+class Configuration:
+    """What transformers' configs have in common with any other object."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(GEMMA)
+
+
+def test_every_form_of_a_model_gives_the_same_configs(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GEMMA))
+    for model in (file, str(file), tmp_path, GEMMA, Configuration()):
+        found = configs_from_model(model, tensor_parallel=2)
+        assert found.kinds == EXPECTED
+        assert found.configs == [kind.config for kind in EXPECTED]
+
+
+def test_a_preset_by_name_and_what_its_configs_are_for() -> None:
+    found = configs_from_model("gpt-oss-20b", tensor_parallel=8)
+    assert [(kind.kind, kind.count, kind.config.num_heads) for kind in found.kinds] == [
+        ("sliding_attention", 12, 8),
+        ("full_attention", 12, 8),
+    ]
+    selections = select_model(found.configs, "h100")
+    assert [selection.config.sliding_window for selection in selections] == [128, None]
+
+
+def test_the_callers_mapping_is_left_alone() -> None:
+    raw = json.loads(json.dumps(GEMMA))
+    configs_from_model(raw, overrides={"num_heads": 16})
+    assert raw == GEMMA
+
+
+def test_device_and_overrides() -> None:
+    turing = configs_from_model(
+        {**GEMMA, "model_type": "llama"}, device=attn_select.Device("t4", (7, 5)), overrides={"block_size": 32}
+    )
+    assert [(config.dtype, config.block_size) for config in turing.configs] == [("float16", 32)]
+    assert any("has no bfloat16" in warning for warning in turing.warnings)
+
+
+@pytest.mark.parametrize("model", [7, None, b"llama-3-8b", ["llama-3-8b"], dict, Configuration, object()])
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(ModelError, match="expected a preset's name, a path, a cached repository"):
+        configs_from_model(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"tensor_parallel": 3}, ConfigError, "tensor_parallel_size = 3 does not divide num_heads = 8"),
+        ({"tensor_parallel": 0}, ConfigError, "tensor_parallel_size = 0"),
+        ({"overrides": {"heads": 3}}, UnknownNameError, "heads"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        configs_from_model(GEMMA, **arguments)
+
+
+def test_torch_dtypes_are_dtypes() -> None:
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    raw = {**GEMMA, "model_type": "llama", "torch_dtype": torch.float16}
+    (config,) = configs_from_model(raw).configs
+    assert config.dtype == "float16"
+    (config,) = configs_from_model(
+        raw, overrides={"dtype": torch.bfloat16, "kv_cache_dtype": torch.float8_e4m3fn}
+    ).configs
+    assert (config.dtype, config.kv_cache_dtype) == ("bfloat16", "fp8_e4m3")
+    with pytest.raises(ConfigError, match="dtype = 'int8'"):
+        configs_from_model(raw, overrides={"dtype": torch.int8})
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    code = (
+        "import sys, attn_select; attn_select.configs_from_model('llama-3-8b'); "
+        "print([name for name in ('torch', 'transformers', 'huggingface_hub', 'click') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
