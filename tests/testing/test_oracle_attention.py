@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,15 +23,6 @@ from attn_select.testing import (
 )
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: more threads only wait for each other, five times as long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,15 +28,6 @@ HEADED = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, PAGED_ATTENTION)
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
 CACHE_DTYPES = ("auto", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 BLOCK, BLOCKS = 4, 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: more threads only wait for each other, five times as long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def poisoned(layout: str, config: AttentionConfig, num_blocks: int = BLOCKS, block_size: int = BLOCK) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -44,15 +43,6 @@ TENSORS = (
     *("query", "key", "value", "query_start_loc", "seq_lens", "kv_cache", "block_table", "slot_mapping"),
     *("alibi_slopes", "sinks", "topk_indices", "k_scale", "v_scale", "q_scale"),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: more threads only wait for each other, five times as long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("nan_tails", [True, False])

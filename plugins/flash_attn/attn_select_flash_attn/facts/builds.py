@@ -5,7 +5,7 @@ All come from Dao-AILab/flash-attention, but each distribution builds it for oth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -89,6 +89,25 @@ _SM90A = ComputeCapabilities(((HOPPER, HOPPER),))
 _SM8X_AND_90A = ComputeCapabilities((((8, 0), (8, 9)), (HOPPER, HOPPER)))
 _NO_SINKS_IN_FA2 = Fact(0, VLLM_PYTHON)
 
+_SGLANG_FA3 = FlashAttnBuild(
+    kernel="FA3",
+    version=3,
+    library=SGLANG_KERNEL,
+    module="sgl_kernel.flash_attn",
+    compute_capabilities=Fact(_SM8X_AND_90A, f"{SGLANG_PYTHON} is_fa3_supported; flash_ops: sm_80, sm_86, sm_90a"),
+    page_multiple=Fact(1, "sgl-project/sglang srt/layers/attention/flashattention_backend.py 0.5.23 (page_size 1)"),
+    sink_heads=Fact(ANY_HEADS, SGLANG_FA3),
+    sinks_with_other_v_size=Fact(True, SGLANG_FA3),
+    out=Fact(True, SGLANG_PYTHON),
+)
+# The older distribution of the same kernel.
+_SGL_FA3 = replace(
+    _SGLANG_FA3,
+    library=SGL_KERNEL,
+    compute_capabilities=Fact(_SM8X_AND_90A, f"{SGL_PYTHON} is_fa3_supported; flash_ops: sm_80, sm_86, sm_90a"),
+    out=Fact(False, SGL_PYTHON),
+)
+
 # In order of preference within one major version. Among FA3 a package of its own comes before an engine's copy. Among
 # FA2 vLLM's comes first: upstream's wants pages of 256 tokens, which would force that size on all that share the pool.
 BUILDS = (
@@ -114,28 +133,8 @@ BUILDS = (
         sinks_with_other_v_size=Fact(False, f"{VLLM_FA3}; vLLM 0.33.0 _vllm_fa3_C checks it"),
         out=Fact(True, VLLM_PYTHON),
     ),
-    FlashAttnBuild(
-        kernel="FA3",
-        version=3,
-        library=SGLANG_KERNEL,
-        module="sgl_kernel.flash_attn",
-        compute_capabilities=Fact(_SM8X_AND_90A, f"{SGLANG_PYTHON} is_fa3_supported; flash_ops: sm_80, sm_86, sm_90a"),
-        page_multiple=Fact(1, "sgl-project/sglang srt/layers/attention/flashattention_backend.py 0.5.23 (page_size 1)"),
-        sink_heads=Fact(ANY_HEADS, SGLANG_FA3),
-        sinks_with_other_v_size=Fact(True, SGLANG_FA3),
-        out=Fact(True, SGLANG_PYTHON),
-    ),
-    FlashAttnBuild(
-        kernel="FA3",
-        version=3,
-        library=SGL_KERNEL,
-        module="sgl_kernel.flash_attn",
-        compute_capabilities=Fact(_SM8X_AND_90A, f"{SGL_PYTHON} is_fa3_supported; flash_ops: sm_80, sm_86, sm_90a"),
-        page_multiple=Fact(1, "sgl-project/sglang srt/layers/attention/flashattention_backend.py 0.5.23 (page_size 1)"),
-        sink_heads=Fact(ANY_HEADS, SGLANG_FA3),
-        sinks_with_other_v_size=Fact(True, SGLANG_FA3),
-        out=Fact(False, SGL_PYTHON),
-    ),
+    _SGLANG_FA3,
+    _SGL_FA3,
     FlashAttnBuild(
         kernel="FA2",
         version=2,

@@ -12,7 +12,7 @@ behind ``fmha_varlen`` (its wrapper reads prefix sums back from the device).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeVar
 
@@ -250,19 +250,12 @@ FA3 = DecodeFacts(
     ),
     against=_against_fa3,
 )
-FA2 = DecodeFacts(
+FA2 = replace(
+    FA3,
     name="fa2",
     path="native fa2",
     dims=Fact((DEEPSEEK, SMALL), f"{RAN} (512 + 64 and 256 + 64)"),
     pages=Fact((64, 32, 16, 1), f"{RAN} (1, 64)"),
-    aligned_tables=_ANY_WIDTH,
-    fp8_query=False,
-    heads=lambda heads: heads,
-    returns_lse=True,
-    lse_scratch=False,
-    cuda_graph="UNIFORM_BATCH",
-    workspace_bytes=128 * MIB + INT_WORKSPACE,
-    workspace_note="8 MiB of the workspace are for the schedule",
     nan_tail_safe=Fact(
         True, f"flashinfer include/flashinfer/attention/mla.cuh v0.6.14 load_kv: zeros behind the end; {RAN}"
     ),

@@ -178,42 +178,14 @@ def attend_half(
         mbarrier.wait(barriers[0], 0)
     for tile in range(full):
         accumulator, row_max, row_sum = attend_tile(
-            tile,
-            accumulator,
-            row_max,
-            row_sum,
-            limits,
-            low,
-            high,
-            score_scale,
-            smem,
-            barriers,
-            ROWS,
-            RIGHT,
-            False,
-            S,
-            ACC,
-            T,
-        )
+            tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
+            ROWS, RIGHT, False, S, ACC, T,
+        )  # fmt: skip
     for tile in range(full, tiles):
         accumulator, row_max, row_sum = attend_tile(
-            tile,
-            accumulator,
-            row_max,
-            row_sum,
-            limits,
-            low,
-            high,
-            score_scale,
-            smem,
-            barriers,
-            ROWS,
-            RIGHT,
-            True,
-            S,
-            ACC,
-            T,
-        )
+            tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
+            ROWS, RIGHT, True, S, ACC, T,
+        )  # fmt: skip
 
     norm = gl.where(row_sum > 0, value_scale / row_sum, 0.0)
     total = accumulator * gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
