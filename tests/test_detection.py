@@ -198,6 +198,7 @@ def test_every_gpu_of_the_table_is_found_again(row: Any) -> None:
     device = find(gpu).device
     assert (device.name, device.compute_capability) == (row.name, row.compute_capability)
     assert (device.sm_count, device.bandwidth_gbps) == (row.sm_count, row.bandwidth_gbps)
+    assert (device.bf16_tflops, device.fp8_tflops) == (row.bf16_tflops, row.fp8_tflops)
 
 
 def test_a_gpu_that_the_table_does_not_have() -> None:
@@ -383,6 +384,7 @@ def test_mig_that_says_nothing_of_itself() -> None:
     unsaid = dict.fromkeys(("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetMemoryInfo"), NOT_SUPPORTED)
     device = find(MIG, fails=unsaid).device
     assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (None, None, None)  # not those of the whole
+    assert (device.bf16_tflops, device.fp8_tflops) == (None, None)
 
 
 def test_mig_without_instances_is_no_gpu() -> None:

@@ -25,7 +25,8 @@ REAL_CAPABILITIES = {
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_row(row: dict[str, Any]) -> None:
     assert list(row) == [
-        *("name", "aliases", "full_name", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps", "source")
+        *("name", "aliases", "full_name", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps"),
+        *("bf16_tflops", "fp8_tflops", "source"),
     ]
     assert row["name"] == row["name"].lower().strip()
     assert " " not in row["name"]
@@ -36,6 +37,8 @@ def test_row(row: dict[str, Any]) -> None:
     assert row["sm_count"] is None or 8 <= row["sm_count"] <= 200
     assert row["memory_gib"] is None or 8 <= row["memory_gib"] <= 300
     assert row["bandwidth_gbps"] is None or 100 <= row["bandwidth_gbps"] <= 10_000
+    assert row["bf16_tflops"] is None or 50 <= row["bf16_tflops"] <= 5_000
+    assert row["fp8_tflops"] is None or 1.9 <= row["fp8_tflops"] / row["bf16_tflops"] <= 2.1  # dense, as is 16 bit
 
 
 def test_no_spelling_means_two_gpus() -> None:

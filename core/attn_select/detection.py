@@ -256,6 +256,7 @@ def _device(nvml: Nvml, gpu: Gpu, driver: str | None) -> Device | None:
     bandwidth = row.bandwidth_gbps if row else _bandwidth(nvml, whole)
     memory = nvml.memory_bytes(gpu.handle)
     sm_count, full_name = _multiprocessors(nvml, whole, capability), gpu.name
+    rates = (row.bf16_tflops, row.fp8_tflops) if row and gpu.parent is None else (None, None)
     if gpu.parent is not None:  # a slice of the GPU: nothing of the whole one holds for it
         sm_count, bandwidth = nvml.mig_multiprocessors(gpu.handle), None
         full_name = gpu.name if "MIG" in gpu.name else f"{gpu.name} MIG"
@@ -266,7 +267,7 @@ def _device(nvml: Nvml, gpu: Gpu, driver: str | None) -> Device | None:
     if bandwidth and row:
         source += f"; bandwidth: {row.source}"
     name = row.name if row else re.sub(r"[^a-z0-9]+", "-", model.casefold()).strip("-")
-    return local_device(Device(name, capability, full_name, sm_count, memory_gib, bandwidth, source=source))
+    return local_device(Device(name, capability, full_name, sm_count, memory_gib, bandwidth, *rates, source=source))
 
 
 def _multiprocessors(nvml: Nvml, handle: Any, capability: tuple[int, int]) -> int | None:

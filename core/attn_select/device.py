@@ -26,6 +26,8 @@ class Device:
         sm_count: streaming multiprocessors, None where unknown (``sm90``, CPU).
         memory_gib: device memory in GiB, None where unknown.
         bandwidth_gbps: peak memory bandwidth in GB/s (10^9 bytes), None where unknown.
+        bf16_tflops: dense 16-bit matmul rate in 10^12 FLOP/s, None where unknown.
+        fp8_tflops: dense FP8 matmul rate in 10^12 FLOP/s, None where unknown or absent.
         local: this machine's own device; False for one that is only asked about.
         source: where the figures come from.
     """
@@ -36,6 +38,8 @@ class Device:
     sm_count: int | None = None
     memory_gib: float | None = None
     bandwidth_gbps: float | None = None
+    bf16_tflops: float | None = None
+    fp8_tflops: float | None = None
     local: bool = False
     source: str = ""
 
@@ -102,6 +106,8 @@ def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
                 sm_count=row["sm_count"],
                 memory_gib=row["memory_gib"],
                 bandwidth_gbps=row["bandwidth_gbps"],
+                bf16_tflops=row["bf16_tflops"],
+                fp8_tflops=row["fp8_tflops"],
                 source=row["source"],
             ),
             tuple(row["aliases"]),

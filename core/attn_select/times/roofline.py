@@ -1,0 +1,200 @@
+"""Bytes and FLOPs of one attention layer's step, and the least time that a device needs for them.
+
+A step reads the queries and the keys and values that they see, multiplies, and writes the outputs. It also writes its
+new keys and values into the cache, and an MLA layer multiplies by ``W_UK`` and ``W_UV`` (arXiv 2405.04434): decodes
+absorb both into the query and the output, prefills decompress keys and values. Bytes count each tensor once, as if no
+cache were warm and nothing were read twice. FLOPs count a multiplication and an addition as two, and only visible keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from attn_select import dtypes
+from attn_select.config import AttentionConfig
+from attn_select.device import Device
+from attn_select.layouts import FP8_DS_MLA, MLA, bytes_per_token
+
+if TYPE_CHECKING:
+    from attn_select.times.batch_shape import BatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one layer's step reads, writes and multiplies.
+
+    Attributes:
+        kv_bytes: keys and values (MLA: latents) that attention reads.
+        query_bytes: queries read and outputs written.
+        cache_write_bytes: new keys and values, read and written into the cache; 0 for layers without a cache.
+        projection_bytes: what MLA's products with ``W_UK`` and ``W_UV`` read and write beyond that; else 0.
+        attention_flops: scores and weighted sums over visible keys.
+        projection_flops: MLA's products with ``W_UK`` and ``W_UV``; else 0.
+    """
+
+    kv_bytes: float = 0
+    query_bytes: float = 0
+    cache_write_bytes: float = 0
+    projection_bytes: float = 0
+    attention_flops: float = 0
+    projection_flops: float = 0
+
+    @property
+    def bytes(self) -> float:
+        """All bytes of the step."""
+        return self.kv_bytes + self.query_bytes + self.cache_write_bytes + self.projection_bytes
+
+    @property
+    def flops(self) -> float:
+        """All FLOPs of the step."""
+        return self.attention_flops + self.projection_flops
+
+
+def visible_keys(config: AttentionConfig, query_len: int, seq_len: int) -> float:
+    """Return the number of pairs of a query and a key that it sees, in one request and one head.
+
+    Causal layers see what is before a query, itself included, at most ``sliding_window`` or ``sparse_top_k`` of it.
+    Encoders, cross-attention and ``non_causal`` layers see all keys.
+    """
+    limit = min(config.sliding_window or seq_len, config.sparse_top_k or seq_len, seq_len)
+    if config.non_causal or config.attn_type != "decoder":
+        return float(query_len * limit)
+    return _keys_before(seq_len, limit) - _keys_before(seq_len - query_len, limit)
+
+
+def _keys_before(queries: int, limit: int) -> float:
+    """Return ``min(1, limit) + min(2, limit) + … + min(queries, limit)``."""
+    rising = min(queries, limit)
+    return rising * (rising + 1) / 2 + (queries - rising) * limit
+
+
+def keys_read(config: AttentionConfig, query_len: int, seq_len: int) -> int:
+    """Return the number of tokens of one request whose keys and values its queries see."""
+    if config.sparse_top_k is not None:
+        return min(seq_len, query_len * config.sparse_top_k)  # queries may have chosen different tokens
+    if config.sliding_window is not None:
+        return min(seq_len, config.sliding_window + query_len - 1)
+    return seq_len
+
+
+def absorbs(config: AttentionConfig, query_len: int) -> bool:
+    """Whether a request of an MLA layer reads latents: decodes do, and with sparse MLA prefills as well."""
+    return config.sparse or query_len <= 1 + config.num_speculative_tokens
+
+
+def request_work(config: AttentionConfig, query_len: int, seq_len: int) -> StepWork:
+    """Return the work of one request, without MLA's weights, which a step reads once for all its requests."""
+    keys, pairs = keys_read(config, query_len, seq_len), visible_keys(config, query_len, seq_len)
+    width = dtypes.BITS[config.dtype] / 8
+    ranks = config.decode_context_parallel_size
+    if config.mla:
+        return _mla_request_work(config, query_len, seq_len, keys / ranks, pairs / ranks, width)
+    both = config.head_size + config.value_head_size
+    cached = config.num_kv_heads * both * dtypes.BITS[config.cache_dtype] / 8
+    if config.cache_dtype == "nvfp4":
+        cached += config.num_kv_heads * both / 16  # one FP8 scale per 16 elements
+    new = query_len * config.num_kv_heads * both * width + query_len * cached
+    return StepWork(
+        kv_bytes=keys * cached / ranks,
+        query_bytes=query_len * config.num_heads * both * width,
+        cache_write_bytes=new if config.has_cache else 0,
+        attention_flops=2 * pairs / ranks * config.num_heads * both,
+    )
+
+
+def _mla_request_work(
+    config: AttentionConfig, query_len: int, seq_len: int, keys: float, pairs: float, width: float
+) -> StepWork:
+    rank, nope, rope, value = _mla_dims(config)
+    heads = config.num_heads
+    token = bytes_per_token(FP8_DS_MLA if config.cache_dtype == "fp8_ds_mla" else MLA, config)
+    write = query_len * ((rank + rope) * width + token)
+    if absorbs(config, query_len):
+        return StepWork(
+            kv_bytes=keys * token,
+            query_bytes=query_len * heads * (2 * rank + rope) * width,
+            cache_write_bytes=write,
+            projection_bytes=query_len * heads * (nope + value + 2 * rank) * width,
+            attention_flops=2 * pairs * heads * (2 * rank + rope),
+            projection_flops=2 * query_len * heads * rank * (nope + value),
+        )
+    return StepWork(
+        kv_bytes=seq_len * heads * (nope + rope + value) * width,
+        query_bytes=query_len * heads * (nope + rope + value) * width,
+        cache_write_bytes=write,
+        projection_bytes=seq_len * (rank + heads * (nope + value)) * width,
+        attention_flops=2 * pairs * heads * (nope + rope + value),
+        projection_flops=2 * seq_len * heads * rank * (nope + value),
+    )
+
+
+def _mla_dims(config: AttentionConfig) -> tuple[int, int, int, int]:
+    rank, nope, rope, value = (
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+    )
+    assert rank is not None
+    assert nope is not None
+    assert rope is not None
+    assert value is not None
+    return rank, nope, rope, value
+
+
+def step_work(
+    config: AttentionConfig, batch: BatchShape, *, cache_write: bool = True, projections: bool = True
+) -> StepWork:
+    """Return the work of one layer's step over ``batch``.
+
+    Args:
+        cache_write: count the write of new keys and values into the cache.
+        projections: count MLA's products with ``W_UK`` and ``W_UV``. A kernel timed by itself does not do them.
+    """
+    parts = [(group.count, request_work(config, group.query_len, group.seq_len)) for group in batch.groups]
+    total = {each.name: sum(count * getattr(work, each.name) for count, work in parts) for each in fields(StepWork)}
+    if not cache_write:
+        total["cache_write_bytes"] = 0
+    if not projections:
+        total["projection_bytes"] = total["projection_flops"] = 0
+    elif config.mla:  # decodes and prefills multiply by the weights apart
+        rank, nope, _, value = _mla_dims(config)
+        times_read = len({absorbs(config, group.query_len) for group in batch.groups})
+        weights = config.num_heads * rank * (nope + value) * dtypes.BITS[config.dtype] / 8
+        total["projection_bytes"] += times_read * weights
+    return StepWork(**total)
+
+
+def matmul_rate(config: AttentionConfig, device: Device) -> float | None:
+    """Return the FLOP/s at which ``device`` could multiply for this layer; None where the data file has no rate.
+
+    A quantised cache counts at the FP8 rate where the GPU has one: kernels that quantise queries too multiply in FP8.
+    """
+    if config.dtype == "float32":
+        return None
+    quantized = dtypes.is_quantized(config.kv_cache_dtype) and device.fp8_tflops
+    tflops = device.fp8_tflops if quantized else device.bf16_tflops
+    return tflops * 1e12 if tflops else None
+
+
+def roofline_us(
+    config: AttentionConfig,
+    batch: BatchShape,
+    device: Device,
+    *,
+    cache_write: bool = True,
+    projections: bool = True,
+) -> float | None:
+    """Return the least time in us of one layer's step on ``device``; None where its bandwidth is unknown.
+
+    It is the longer of bytes over peak bandwidth and FLOPs over the dense matmul rate; bytes alone where the rate is
+    unknown. MLA's products run in the compute dtype, whatever the cache holds.
+    """
+    if device.bandwidth_gbps is None:
+        return None
+    work = step_work(config, batch, cache_write=cache_write, projections=projections)
+    seconds = work.bytes / (device.bandwidth_gbps * 1e9)
+    if (rate := matmul_rate(config, device)) is not None and device.bf16_tflops:
+        seconds = max(seconds, work.attention_flops / rate + work.projection_flops / (device.bf16_tflops * 1e12))
+    return seconds * 1e6
