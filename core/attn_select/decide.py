@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -131,7 +132,7 @@ class Decider:
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
         self._by_types: dict[tuple[object, ...], list[_Row]] = {}
-        candidates = {*self._specs, *self._absent}
+        candidates = [*self._specs, *self._absent]
         modules = import_names(self._specs)
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs), modules, candidates)
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
@@ -147,7 +148,7 @@ class Decider:
         for phase, runs in plans.items():
             unverified = [name for name, plan in runs.items() if plan.unverified]
             if 0 < len(unverified) < len(runs):
-                rankings = Rankings({**rankings, phase: rankings[phase].with_behind(unverified)})
+                rankings = rankings.with_behind(phase, unverified)
                 for name, candidate in candidates.items():
                     rank = rankings[phase].ranks.get(name)
                     candidate.phases[phase] = replace(candidate.phases[phase], rank=rank)
@@ -164,9 +165,6 @@ class Decider:
             if winner is not None:
                 candidates[winner].phases[phase].verdict = "selected"
         layout, block_size = cache or (None, None)
-        ordered = [candidates[name] for name in rankings.ranked]
-        if len(ordered) < len(candidates):  # the unranked come last, as registered
-            ordered += [candidate for name, candidate in candidates.items() if name not in rankings.ranked]
         return Selection(
             config=config,
             device=self.device,
@@ -174,7 +172,7 @@ class Decider:
             backends={phase: None if name is None else self._specs[name] for phase, name in chosen.items()},
             block_size=block_size,
             kv_layout=layout,
-            candidates=tuple(ordered),
+            candidates=tuple([candidates[name] for name in rankings.listed]),
             explicit=forced,
             rules=rankings.rules,
             warnings=tuple(warnings),
@@ -201,6 +199,7 @@ class Decider:
         outcome: BackendPlan | list[Reason]
         for spec, options, gates in self._by_types.get(demands.types) or self._rows(config, demands):
             name, compared = spec.name, None
+            planned: BackendPlan | list[Reason] | None = None
             rejected: Verdict | None = None
             verdicts: dict[Phase, Verdict] = {}
             for phase, runs, rank_of, denied in phases:
@@ -211,7 +210,9 @@ class Decider:
                         compared, static = capability_gate, capability_gate.compare(against, demands)
                     outcome = static
                     if fits:
-                        outcome = judge(spec, config, device, environment, options, phase, static)
+                        if planned is None or not spec.phases_share_plan:
+                            planned = gate.planned(spec, config, device, environment, options, phase)
+                        outcome = judge(spec, config, phase, planned, static)
                         if type(outcome) is BackendPlan and (demands.unverified or capability_gate.doubtful):
                             outcome = capability_gate.marked(outcome, config, demands)
                 if kv_layout is not None:
@@ -220,7 +221,7 @@ class Decider:
                     more = outcome if isinstance(outcome, list) else ()
                     outcome = [_denied(name, denied[name]), *more]
                 rank = rank_of(name)
-                if isinstance(outcome, BackendPlan):
+                if type(outcome) is BackendPlan:
                     runs[name] = outcome
                     verdicts[phase] = Verdict(rank, "valid", _NO_REASONS, outcome)
                 else:
@@ -323,20 +324,26 @@ def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout
     allocator's size; otherwise it is the first preferred kernel block size that all can split, else the least common
     multiple of their first choices. ``kv_layout`` fixes the layout to a pool's. None: no common ground.
     """
-    readers = [plan for plan in plans if plan.kv_layouts]
-    if not readers:
-        return None, None
-    wanted = readers[0].kv_layouts if kv_layout is None else (kv_layout,)
-    layouts = [name for name in wanted if all([name in plan.kv_layouts for plan in readers])]
-    if not layouts:
+    readers = tuple([(plan.kv_layouts, plan.kernel_block_sizes) for plan in plans if plan.kv_layouts])
+    return _common_ground(readers, block_size, kv_layout) if readers else (None, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _common_ground(
+    readers: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], block_size: int | None, kv_layout: str | None
+) -> _Cache | None:
+    """Return ``shared_cache`` for plans of these KV layouts and kernel block sizes, at least one."""
+    layouts, sizes = readers[0]
+    wanted = layouts if kv_layout is None else (kv_layout,)
+    common = [name for name in wanted if all(name in accepted for accepted, _ in readers)]
+    if not common:
         return None
-    sizes = [block_size] if block_size is not None else readers[0].kernel_block_sizes
-    for size in sizes:
-        if all([any([size % kernel == 0 for kernel in plan.kernel_block_sizes]) for plan in readers]):
-            return layouts[0], size
+    for size in sizes if block_size is None else (block_size,):
+        if all(any(size % kernel == 0 for kernel in kernels) for _, kernels in readers):
+            return common[0], size
     if block_size is not None:
         return None
-    return layouts[0], math.lcm(*(plan.kernel_block_sizes[0] for plan in readers))
+    return common[0], math.lcm(*(kernels[0] for _, kernels in readers))
 
 
 def _restricted(outcome: BackendPlan | list[Reason], kv_layout: str) -> BackendPlan | list[Reason]:

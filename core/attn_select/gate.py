@@ -50,7 +50,7 @@ def check(
     static = gate.reasons(config, demands)
     if gate.kind != demands.kind:
         return static
-    outcome = judge(spec, config, device, environment, options, phase, static)
+    outcome = judge(spec, config, phase, planned(spec, config, device, environment, options, phase), static)
     return gate.marked(outcome, config, demands) if type(outcome) is BackendPlan else outcome
 
 
@@ -100,33 +100,46 @@ def block_size_reason(size: int, kernel_sizes: Sequence[int]) -> Reason:
     return _reason("block-size", "block size", size, supported, f"--block-size {least}")
 
 
-def judge(
+def planned(
     spec: BackendSpec,
     config: AttentionConfig,
     device: Device,
     environment: Environment,
     options: BackendOptions,
     phase: Phase,
-    static: list[Reason],
 ) -> BackendPlan | list[Reason]:
-    """Add what ``spec.plan`` says to the ``static`` reasons of a phase and kind of attention that the spec serves."""
+    """Return what ``spec.plan`` says of a phase and kind of attention that the spec serves.
+
+    A ``plan`` function that raises or returns something else is reported as reason ``plugin-error``.
+    """
     try:
         outcome = spec.plan(config, device, environment, options, phase)
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
-        return [*static, _plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
+        return [_plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
+    if type(outcome) is BackendPlan or (type(outcome) is list and set(map(type, outcome)) == {Reason}):
+        return outcome
+    return [_plugin_error(spec, f"plan() returned {show(outcome)} instead of a BackendPlan or reasons")]
+
+
+def judge(
+    spec: BackendSpec,
+    config: AttentionConfig,
+    phase: Phase,
+    outcome: BackendPlan | list[Reason],
+    static: list[Reason],
+) -> BackendPlan | list[Reason]:
+    """Add what ``planned`` returned for a phase to its ``static`` reasons."""
     if type(outcome) is BackendPlan:
+        wanted = config.cuda_graph
         # The uniform levels speak of decode batches; a prefill can be captured at ALWAYS only.
-        wanted = config.cuda_graph if phase == "decode" or config.cuda_graph == "ALWAYS" else "NEVER"
-        if wanted != "NEVER" and _LEVEL_RANK.get(outcome.cuda_graph, 0) < _LEVEL_RANK[wanted]:
+        bound = wanted != "NEVER" and (phase == "decode" or wanted == "ALWAYS")
+        if bound and _LEVEL_RANK.get(outcome.cuda_graph, 0) < _LEVEL_RANK[wanted]:
             return [*static, _graph_reason(outcome, config)]
         if static:
             return static
         sound = (outcome.cuda_graph, outcome.kv_layouts, outcome.kernel_block_sizes) in _SOUND
         problem = None if sound and outcome.unverified == () else _plan_problem(outcome)
         return [_plugin_error(spec, problem)] if problem else outcome
-    if type(outcome) is not list or set(map(type, outcome)) != {Reason}:
-        text = f"plan() returned {show(outcome)} instead of a BackendPlan or reasons"
-        return [*static, _plugin_error(spec, text)]
     if not static:
         return outcome
     # Capabilities hold for every device. The plan knows this one, so its answer about the layer is more exact.

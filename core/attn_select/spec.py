@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict
 
@@ -164,6 +164,7 @@ class Capabilities:
     """The most draft tokens per request (decode query length is this plus one)."""
 
 
+@final
 @dataclass(slots=True, kw_only=True)
 class BackendPlan:
     """How a backend would run one phase of a config on a device. Treat as immutable.
@@ -244,6 +245,7 @@ class BackendSpec:
         plan: called as ``plan(config, device, environment, options, phase)``, also when a capability already speaks
             against the config, so that every reason is seen at once; not called when the kind of attention (MLA,
             sparse) or the phase is wrong. It must not raise for any valid config.
+        phases_share_plan: whether ``plan`` says the same for every phase: it is then called once per layer.
         libraries: groups of alternatives: every group needs one library present, the first preferred.
         options: the pydantic model of its TOML table.
         variables: names of the environment variables that ``plan`` reads; ``environment.variables`` has those that are
@@ -257,6 +259,7 @@ class BackendSpec:
     capabilities: Mapping[Phase, Capabilities]
     plan: PlanFunction
     load: Callable[[], Any]
+    phases_share_plan: bool = False
     libraries: Sequence[Sequence[Library]] = ()
     options: type[BackendOptions] = BackendOptions
     variables: tuple[str, ...] = ()

@@ -41,6 +41,8 @@ def _spec_problems(spec: BackendSpec) -> Iterator[str]:
     for attribute in ("plan", "load", "compile_key"):
         if not callable(getattr(spec, attribute)):
             yield f"{attribute} = {show(getattr(spec, attribute))} (accepted: a callable)"
+    if not _is_bool(spec.phases_share_plan):
+        yield f"phases_share_plan = {show(spec.phases_share_plan)} (accepted: True or False)"
     if not isinstance(spec.variables, tuple) or not all(isinstance(name, str) and name for name in spec.variables):
         yield f"variables = {show(spec.variables)} (accepted: a tuple of names of environment variables)"
     yield from _library_problems(spec.libraries)

@@ -326,6 +326,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": None}, "name"),
     ({"name": "NEW\n"}, "name"),
     ({"summary": None}, "summary = None"),
+    ({"phases_share_plan": "no"}, "phases_share_plan = 'no'"),
     ({"capabilities": {}}, "capabilities = {}"),
     ({"capabilities": []}, "capabilities = []"),
     ({"capabilities": {"prefill": None}}, "capabilities['prefill'] = None"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -281,6 +282,27 @@ def test_a_plan_that_raises_or_returns_rubbish_is_shown_and_does_not_spread(
         reason = candidate(selection, name).phases["decode"].reasons[0]
         assert reason.code == "plugin-error"
         assert text in reason.message
+
+
+def test_a_plan_that_phases_share_is_asked_for_once_and_judged_per_phase(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
+    asked: list[str] = []
+
+    def plan(*arguments: Any) -> BackendPlan:
+        asked.append(arguments[-1])
+        found = make_spec("A", level="UNIFORM_SINGLE_TOKEN_DECODE").plan(gqa)
+        assert isinstance(found, BackendPlan)
+        return found
+
+    for shared, times in ((True, 1), (False, 2)):
+        asked.clear()
+        spec = replace(make_spec("A", plan=plan), phases_share_plan=shared)
+        layer = gqa.model_copy(update={"cuda_graph": "UNIFORM_BATCH"})
+        phases = candidate(make_decider([spec], [priority("A")]).decide(layer, Choice()), "A").phases
+        assert len(asked) == times
+        assert phases["prefill"].verdict == "selected"
+        assert [reason.code for reason in phases["decode"].reasons] == ["cuda-graph-level"]
 
 
 def test_every_reason_is_given_not_only_the_first(make_spec: Any, make_decider: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -65,16 +65,21 @@ class Rankings(dict[Phase, Ranking]):
     Attributes:
         rules: the rules that took part, in the order they were applied, each once.
         by_phase: whether one of them speaks of one phase alone.
-        ranked: the candidates that have a rank in some phase, by decode rank, then prefill rank.
+        listed: every candidate, by decode rank, then prefill rank; those without a rank come last, as registered.
     """
 
-    __slots__ = ("by_phase", "ranked", "rules")
+    __slots__ = ("by_phase", "listed", "rules")
 
-    def __init__(self, rankings: Mapping[Phase, Ranking]) -> None:
+    def __init__(self, rankings: Mapping[Phase, Ranking], candidates: Iterable[str]) -> None:
         super().__init__(rankings)
         self.rules = tuple(dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules]))
         self.by_phase = any(rule.phase is not None for rule in self.rules)
-        self.ranked = tuple(dict.fromkeys([name for phase in reversed([*rankings]) for name in rankings[phase].ranks]))
+        ranked = [name for phase in reversed([*rankings]) for name in rankings[phase].ranks]
+        self.listed = tuple(dict.fromkeys([*ranked, *candidates]))
+
+    def with_behind(self, phase: Phase, unverified: Collection[str]) -> Rankings:
+        """Return the rankings with one phase's changed as ``Ranking.with_behind`` says."""
+        return Rankings({**self, phase: self[phase].with_behind(unverified)}, self.listed)
 
 
 _MOST_RANKINGS = 1024
@@ -140,7 +145,8 @@ class Ranker:
         if found is None:
             if len(self._rankings) >= _MOST_RANKINGS:
                 self._rankings.clear()
-            found = Rankings({phase: self._rank(phase, priorities, effects) for phase in phases})
+            ranked = {phase: self._rank(phase, priorities, effects) for phase in phases}
+            found = Rankings(ranked, self._candidates or ())
             self._rankings[key] = found
         return found
 

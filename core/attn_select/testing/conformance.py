@@ -345,12 +345,17 @@ def _undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set
 def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
     """Check that a value outside the capabilities is refused with its code, and that no capability refuses others.
 
+    Phases that share a plan by the spec do so.
+
     Raises:
         AssertionError: it is not so, or a reason is incomplete.
     """
     __tracebackhide__ = True
     for phase, outcome in found.items():
         check_stated(phase, outcome)
+    plans = [replace(outcome, unverified=()) for outcome in found.values() if isinstance(outcome, BackendPlan)]
+    if spec.phases_share_plan:
+        assert all(plan == plans[0] for plan in plans), f"phases_share_plan, and the phases' plans differ: {plans}"
     outcome = found[case.phase]
     if case.changed is not None:
         text = f"{case.phase}: {case.changed} has a value that is not declared, so the gate must give {case.code!r}"

@@ -349,6 +349,9 @@ def check_answers(
             assert isinstance(judged, list), f"the gate accepts what the plan function refuses: {outcome}"
         for reasons in (outcome, judged):
             check_stated(phase, reasons)
+    answers = [*found.values()]
+    if spec.phases_share_plan:
+        assert all(answer == answers[0] for answer in answers), f"phases_share_plan, and the phases differ: {found}"
     return found
 
 

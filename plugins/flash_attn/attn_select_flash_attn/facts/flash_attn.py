@@ -280,6 +280,7 @@ FLASH_ATTN = BackendSpec(
     summary="FlashAttention 3 on Hopper, 2 on compute capability 8.0 and up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
+    phases_share_plan=True,
     load=load,
     libraries=LIBRARIES,
     options=FlashAttnOptions,

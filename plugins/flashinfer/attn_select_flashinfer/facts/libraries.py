@@ -96,10 +96,11 @@ def upgrade(needed: Fact[Release]) -> str:
     return f"pip install 'flashinfer-python>={'.'.join(map(str, needed.value))}'"
 
 
-def pages(sizes: Sequence[int], block_size: int | None) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def pages(sizes: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
     """Return ``sizes`` (tokens), preferred first, or those that divide the allocator's block size, largest first."""
     if block_size is None:
-        return tuple(sizes)
+        return sizes
     return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))
 
 

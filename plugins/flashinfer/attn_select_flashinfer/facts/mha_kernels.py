@@ -392,7 +392,7 @@ def plain(config: AttentionConfig) -> bool:
         and config.head_size <= 256
         and (config.block_size is None or config.block_size % 16 == 0)
         and config.num_heads <= XQA_GROUP * config.num_kv_heads
-        and not config.num_speculative_tokens
+        and not (config.num_speculative_tokens and config.sliding_window is not None)
         and not config.non_causal
         and not config.batch_invariant
         and not config.per_head_quant_scales
@@ -414,42 +414,44 @@ def decide(case: Case) -> Decision:
     if case.kernel is None and case.use_trtllm == "auto":
         return Decision(False, OBSTACLES[0].because, [])
     if case.kernel is None or not plain(case.config):
-        found = [condition for condition in OBSTACLES if condition.holds(case)]
-        if found and case.use_trtllm is True:
-            return Decision(False, "", [_refusal(condition) for condition in found])
-        if found:
-            return Decision(False, found[0].because, [])
+        if case.use_trtllm is True and (refusals := _refusals(case)):
+            return Decision(False, "", refusals)
+        for condition in OBSTACLES:
+            if condition.holds(case):
+                return Decision(False, condition.because, [])
     for condition in PREFERENCES:
         if condition.holds(case):
             return Decision(condition.use, condition.because, [])
     raise AssertionError("the last preference always holds")
 
 
-def _refusal(condition: Condition) -> Reason:
-    message = f"use_trtllm = true, but {condition.because}"
-    return Reason("forced-path", message, condition.name, condition.because, 'backends.FLASHINFER.use_trtllm = "auto"')
+def _refusals(case: Case) -> list[Reason]:
+    """Return every obstacle as a reason against ``use_trtllm = true``."""
+    remedy = 'backends.FLASHINFER.use_trtllm = "auto"'
+    return [
+        Reason("forced-path", f"use_trtllm = true, but {obstacle.because}", obstacle.name, obstacle.because, remedy)
+        for obstacle in OBSTACLES
+        if obstacle.holds(case)
+    ]
 
 
 def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
     """Return the native kernel that runs a phase and why, or every reason why none does."""
     config = case.config
     reasons = _objections(case)
-    against_fa3 = _against_fa3(case)
     if case.phase == "decode":
         if config.per_head_quant_scales:
             # Only fa3 with an FP8 query takes a scale per head; the decode wrapper reaches it too.
-            chosen, why = native_kernel("fa3", False, True), "one FP8 scale per KV head"
-        else:
-            chosen, why = native_kernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel"
-    elif case.prefill_kernel == "fa3" and against_fa3 is not None:
+            return reasons or (native_kernel("fa3", False, True), "one FP8 scale per KV head")
+        return reasons or (native_kernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel")
+    against_fa3 = _against_fa3(case)
+    if case.prefill_kernel == "fa3" and against_fa3 is not None:
         reasons.append(_forced(case.prefill_kernel, against_fa3))
         return reasons
-    elif against_fa3 is None and case.prefill_kernel != "fa2":
-        chosen = native_kernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3")
+    if against_fa3 is None and case.prefill_kernel != "fa2":
         why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
-    else:
-        chosen, why = native_kernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"'
-    if config.batch_invariant and case.phase == "prefill" and chosen.backend == "fa2":
+        return reasons or (native_kernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3"), why)
+    if config.batch_invariant:
         reasons.append(
             Reason(
                 "batch-invariant",
@@ -458,7 +460,7 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
                 "native fa3 prefill (compute capability 9.x), native fa2 decode",
             )
         )
-    return reasons or (chosen, why)
+    return reasons or (native_kernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"')
 
 
 def _against_fa3(case: Case) -> str | None:

@@ -248,6 +248,7 @@ FLEX_ATTENTION = BackendSpec(
     summary="torch's compiled FlexAttention with a block mask over the paged cache",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
+    phases_share_plan=True,
     load=load,
     libraries=((TORCH,),),
     variables=("CC", "CXX", "PATH"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -88,6 +89,7 @@ def partial_bytes(config: AttentionConfig) -> int:
     return config.head_size * BITS[config.dtype] // 8 + 8
 
 
+@lru_cache(maxsize=256)
 def _rule(num_heads: int) -> str:
     tokens, rows = DECODE.partition_size, DECODE.v1_least_rows
     most = rows // num_heads
@@ -106,9 +108,10 @@ def _in_boxes(config: AttentionConfig, device: Device) -> bool:
     return newer and config.dtype != "float32" and power_of_two(size) == size
 
 
-def _partials(config: AttentionConfig) -> str:
+@lru_cache(maxsize=256)
+def _partials(size: int) -> str:
     return (
-        f"v2 reserves {partial_bytes(config)} bytes per sequence, head and partition for partial results, "
+        f"v2 reserves {size} bytes per sequence, head and partition for partial results, "
         f"{DECODE.partials_bytes >> 20} MiB or one sequence's at most; batches that need more take several launches"
     )
 
@@ -152,7 +155,7 @@ def plan(
         kernel_block_sizes=BLOCK_SIZES,
         cuda_graph="ALWAYS",
         workspace_bytes=DECODE.partials_bytes,
-        notes=(*said, _partials(config), _GRAPHS),
+        notes=(*said, _partials(partial_bytes(config)), _GRAPHS),
     )
 
 

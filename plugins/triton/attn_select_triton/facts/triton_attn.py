@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -97,6 +98,11 @@ _HALF = (
 )
 
 
+@lru_cache(maxsize=64)
+def _gathers(gather_bytes: int) -> str:
+    return f"{gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages"
+
+
 def _v_reason(size: int) -> Reason:
     supported = str(PREFILL_HEAD_SIZES)
     return Reason("v-head-size", f"V head size {size} (supported: {supported})", size, supported)
@@ -108,9 +114,9 @@ def tile_rows(config: AttentionConfig) -> int:
     return min(TILE_ROWS, -(-rows // 16) * 16)
 
 
-def kernel_block_sizes(config: AttentionConfig) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def kernel_block_sizes(size: int | None) -> tuple[int, ...]:
     """Return the allocator's own block size, since larger pages are read faster, then what it can be split to."""
-    size = config.block_size
     if size is None or size % PAGES[0]:
         return PAGES
     return tuple(dict.fromkeys((size, *(page for page in reversed(PAGES) if size % page == 0))))
@@ -138,14 +144,20 @@ def whole_pages(config: AttentionConfig) -> bool:
     return (config.block_size or PAGES[0]) % TMA_PAGE == 0 and config.cache_dtype == config.dtype
 
 
+@lru_cache(maxsize=256)
+def _in_boxes(head_size: int, width: int) -> bool:
+    """Whether TMA reads rows of K and of V in boxes whose widths are powers of two."""
+    return two_powers(head_size) != (0, 0) and power_of_two(width) == width
+
+
 def prefill_kernel(
     config: AttentionConfig, device: Device, environment: Environment, options: TritonAttnOptions
 ) -> PrefillKernel:
     """Return how a prefill reads the paged cache."""
-    head_size, width = config.head_size, config.value_head_size
     capability = device.compute_capability
-    in_boxes = two_powers(head_size) != (0, 0) and power_of_two(width) == width
-    if capability is None or capability < TMA_FROM or config.dtype == "float32" or not in_boxes:
+    if capability is None or capability < TMA_FROM or config.dtype == "float32":
+        return planned_prefill()
+    if not _in_boxes(config.head_size, config.value_head_size):
         return planned_prefill()
     by_tma = whole_pages(config)
     gathered = 0 if by_tma or config.batch_invariant else options.gather_workspace_mib << 20
@@ -189,11 +201,11 @@ def plan(
         said = (*said, _PADDED_V)
     if config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"):
         said = (*said, _HALF)
-    sizes = kernel_block_sizes(config)
+    sizes = kernel_block_sizes(config.block_size)
     # A prefill of few tokens over a long context splits its keys too.
-    workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
-    if config.batch_invariant:
-        workspace = 0
+    workspace = 0
+    if not config.batch_invariant:
+        workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
     kernel: PrefillKernel | DecodeKernel
     if phase == "prefill":
         kernel = prefill_kernel(config, device, environment, options)
@@ -202,7 +214,7 @@ def plan(
             said = (*said, _WHERE_CHEAPER)
         if kernel.gather_bytes:
             workspace += kernel.gather_bytes
-            said = (*said, f"{kernel.gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages")
+            said = (*said, _gathers(kernel.gather_bytes))
     else:
         kernel, path, because = planned_decode(config.batch_invariant), "split-KV decode", _DECODE
         if config.batch_invariant:
