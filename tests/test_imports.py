@@ -116,8 +116,8 @@ def test_cli_module_is_light(file: Path) -> None:
     name = module_name(CLI, file)
     if name.endswith("__main__"):
         pytest.skip("runs the program when imported")
-    if name.endswith(".serving"):
-        pytest.skip("the part of `run` that needs torch; run imports it in its body")
+    if name.endswith((".serving", ".benching")):
+        pytest.skip("the part of `run` or `bench` that needs torch; they import it in their bodies")
     assert loaded(f"import {name}") <= LIGHT | {"attn_select_cli", "click"}
 
 

@@ -140,48 +140,42 @@ _MODEL_HELP = (
 )
 _GPU_HELP = "The device [default: auto, which is this machine's]"
 _ONE_MODEL = model_option(f"{_MODEL_HELP}.", several=False)
-_BACKEND = click.option(
-    "--backend",
-    "-b",
-    shell_complete=complete.backends,
-    multiple=True,
-    metavar="[PHASE=]NAME",
-    help="Choose explicitly, against every rule (repeatable).",
-)
 
 
-def decision_options(function: F, *first: Callable[[Any], Any]) -> F:
+def _backend_option(metavar: str, text: str) -> Callable[[Any], Any]:
+    return click.option("--backend", "-b", shell_complete=complete.backends, multiple=True, metavar=metavar, help=text)
+
+
+_BACKEND = _backend_option("[PHASE=]NAME", "Choose explicitly, against every rule (repeatable).")
+_ONLY_BACKEND = _backend_option("NAME", "Only this backend (repeatable) [default: every one that is valid].")
+
+
+def decision_options(function: F, *first: Callable[[Any], Any], backend: Callable[[Any], Any] = _BACKEND) -> F:
     """Add the options ``first``, then what every decision takes: ``--backend``, the layer, libraries and rules."""
-    for option in reversed((*first, _BACKEND, *_LAYER, *_CONTEXT)):
+    for option in reversed((*first, backend, *_LAYER, *_CONTEXT)):
         function = option(function)
     return function
-
-
-def workload_options(function: F) -> F:
-    """Add the options that say which batches a decision is for."""
-    return click.option(
-        "--workload",
-        shell_complete=complete.workloads,
-        metavar="SHAPES|PROFILE|FILE",
-        help="The batches to be fast at: 64q1s4k*0.8,q2k*0.2 (requests, q new tokens, s all tokens; shares), "
-        "a profile (chat, long-context, offline, speculative, agent) or a .toml file.",
-    )(function)
 
 
 def explain_options(function: F) -> F:
     """Add the options of decisions for any number of models and GPUs."""
     model = model_option(f"{_MODEL_HELP} (repeatable).", several=True)
-    return decision_options(workload_options(function), model, gpu_option(f"{_GPU_HELP} (repeatable).", several=True))
+    return decision_options(function, model, gpu_option(f"{_GPU_HELP} (repeatable).", several=True))
 
 
 def diff_options(function: F) -> F:
     """Add the options of one decision: one model, one GPU."""
-    return decision_options(workload_options(function), _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
+    return decision_options(function, _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
 
 
 def run_options(function: F) -> F:
     """Add the options of one decision for this machine."""
     return decision_options(function, _ONE_MODEL)
+
+
+def bench_options(function: F) -> F:
+    """Add the options of one model's layers on this machine, whose ``--backend`` names candidates."""
+    return decision_options(function, _ONE_MODEL, backend=_ONLY_BACKEND)
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     from attn_select_cli.output import print_json, print_lines
 
     explanation = build_explanation({**options, "gpu": "auto"})
-    chosen = _chosen(explanation.layers, layer)
+    chosen = chosen_layers(explanation.layers, layer)
     for one in chosen:
         one.selection.require()
     serve, unserved, workload = _serving(options)
@@ -77,7 +77,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     return 0 if ok else 1
 
 
-def _chosen(layers: Any, kind: str | None) -> list[LayerExplanation]:
+def chosen_layers(layers: Any, kind: str | None) -> list[LayerExplanation]:
+    """Return the layers of one kind, of every kind where it is None."""
     from attn_select.errors import UnknownNameError
 
     if kind is not None and kind not in [one.kind for one in layers]:

@@ -26,10 +26,8 @@ from attn_select.testing.comparison import ErrorBound, RelativeError, error_boun
 from attn_select.testing.oracle import attention_options, attention_reference
 from attn_select.testing.oracle_mla import mla_reference
 from attn_select.testing.oracle_quant import decode, encode, quantize_query
-from attn_select.testing.problems import alibi_slopes, softmax_scale
+from attn_select.testing.problems import FP8_SCALE, alibi_slopes, softmax_scale
 
-FP8_SCALE = 0.02
-"""Of keys and values in an FP8 cache: standard normal numbers reach 5, and e4m3 holds 448 scales."""
 Batch = list[tuple[int, int, int]]
 """``(request, first position, tokens)`` of one step."""
 

@@ -20,6 +20,8 @@ from attn_select.testing.oracle_mla import absorb_query, mla_reference, project_
 from attn_select.testing.oracle_paged import gather_reference, paged_reference, slot_mapping_reference, write_reference
 from attn_select.testing.oracle_quant import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 
+FP8_SCALE = 0.02
+"""Of standard normal numbers in an FP8 cache: they reach 5, and e4m3 holds 448 scales."""
 Request = tuple[int, int]
 """``(query_len, seq_len)``: tokens of this step, and tokens in all once they are cached."""
 

@@ -30,11 +30,11 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
+from attn_select.runtime.timing import Call, gpu_times, host_times
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 
 from random_step import RandomStep
-from timing import Call, gpu_times, host_times
 
 BF16 = torch.bfloat16
 LLAMA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,13 +30,10 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.runtime.cuda_graph import CudaGraphRunner
+from attn_select.runtime.timing import Call, gpu_times, host_times
 from attn_select.testing import relative_error
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
-
-from timing import Call, gpu_times, host_times
 
 DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "block_size": 64}
 SCALE, RANK = 192**-0.5, 512

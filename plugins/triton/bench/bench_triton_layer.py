@@ -6,10 +6,8 @@ Run ``python plugins/triton/bench/bench_triton_layer.py [--what layers,paths,une
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +17,8 @@ from bench_triton import CASES, Case, Problem, fa3, own_decode, own_prefill
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAttentionMetadata, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch
+from attn_select.runtime.timing import flushed_times, host_times
 from attn_select_triton.runtime import schedule
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
-
-from timing import flushed_times, host_times
 
 
 class Step:

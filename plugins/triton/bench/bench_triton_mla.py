@@ -9,21 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from attn_select.runtime.timing import flushed_times
 from attn_select_triton.kernels import mla_decode
 from attn_select_triton.kernels.mla_decode import MLALaunch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
-
-from timing import flushed_times
 
 Run = Callable[[], Any]
 RANK, ROPE, SCALE = 512, 64, 192**-0.5

@@ -8,9 +8,7 @@ medians of CUDA-graph replays, L2 flushed before each.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +18,9 @@ from bench_triton_mla import RANK, ROPE, SCALE, Case, Problem, captured
 from attn_select import AttentionConfig, select
 from attn_select.layouts import MLA
 from attn_select.runtime import Capacity, CommonAttentionMetadata, Scales, attention_group, torch_ops
+from attn_select.runtime.timing import flushed_times, host_times
 from attn_select_triton.kernels import mla_cache
 from attn_select_triton.kernels.relaunch import Relaunch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
-
-from timing import flushed_times, host_times
 
 Run = Callable[[], Any]
 CALLS, ROUNDS = 20, 30

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from bench_triton import Case, Problem, Run, fa3, own_decode
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, prepare_batch
+from attn_select.runtime.timing import flushed_times, host_times
 from attn_select_triton.facts.paged_attention import DECODE
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, Terms, power_of_two
@@ -31,10 +30,6 @@ from attn_select_triton.kernels.paged_attention import (
     paged_attention_v2,
 )
 from attn_select_triton.kernels.prefill import prefill_attention
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
-
-from timing import flushed_times, host_times
 
 CASES = [
     Case("B64 S4096 p16", 64, 4096),

@@ -1,0 +1,238 @@
+"""``attn-select bench`` on a CPU: what it times, prints and keeps, and what happens when something stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="timing a layer needs torch")
+
+from attn_select.config import AttentionConfig
+from attn_select.device import lookup
+from attn_select.times import store
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.layer import timed_layer
+from attn_select.times.store import MeasurementFile, read_measurements
+from attn_select_cli import benching
+from attn_select_torch.runtime import sdpa
+
+pytestmark = pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects")
+
+LAYER = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32")
+MLA = ("--mla", "--num-heads", "2", "--kv-lora-rank", "32", "--qk-rope-head-dim", "16", "--qk-nope-head-dim", "16")
+CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32)
+QUICK = ("--rounds", "2", "--backend", "TORCH_SDPA")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's folder of measurements."""
+    monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_every_valid_backend_is_timed_and_compared(run: Any, folder: Path) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40*0.75,1q16_2q1s30*0.25", "--rounds", "3", "--json")
+    assert result.code == 0
+    data = result.json
+    assert data["ok"]
+    assert data["complete"]
+    assert data["workload"]["shapes"] == [
+        {"batch": "2q1s40", "weight": 0.75},
+        {"batch": "q16_2q1s30", "weight": 0.25},
+    ]
+    (layer,) = data["layers"]
+    decode, mixed = layer["batches"]
+    assert {each["backend"] for each in decode["backends"]} == {"TORCH_SDPA", "FLEX_ATTENTION"}
+    assert {phase for each in mixed["backends"] for phase in each["kernel"]} == {"prefill", "decode"}
+    for batch in layer["batches"]:
+        assert batch["roofline_us"] > 0
+        assert [each["time_us"] for each in batch["backends"]] == sorted(each["time_us"] for each in batch["backends"])
+        for each in batch["backends"]:
+            assert each["failure"] is None
+            assert each["method"] == "eager"
+            assert each["rounds"] == 3
+            assert each["spread_us"][0] <= each["time_us"] <= each["spread_us"][1]
+            assert 0 < each["error"] <= each["error_bound"]
+            assert each["roofline_share"] == pytest.approx(batch["roofline_us"] / each["time_us"])
+
+
+def test_times_are_kept_where_decisions_find_them(run: Any, folder: Path) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
+    (path,) = folder.iterdir()
+    assert f"Saved      {path}" in result.out
+    (found,) = read_measurements([MeasurementFile("user", path)]).measurements
+    measurement = found.measurement
+    assert measurement.backend == "TORCH_SDPA"
+    assert measurement.kernel == {"decode": "torch-sdpa"}
+    assert measurement.config == timed_layer(CONFIG).to_dict()
+    assert (measurement.batch, measurement.rounds, measurement.method) == ("2q1s40", 2, "eager")
+    assert measurement.libraries["torch"] == benching.torch.__version__
+    assert "attn-select-torch" in measurement.libraries
+    assert measurement.error is not None
+
+
+def test_times_go_into_a_named_file_or_nowhere(run: Any, folder: Path, tmp_path: Path) -> None:
+    run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", str(tmp_path / "here.jsonl"))
+    run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", str(tmp_path / "here.jsonl"))
+    assert len((tmp_path / "here.jsonl").read_text().splitlines()) == 2
+    assert "Saved" not in run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save").out
+    assert not folder.exists()
+    wrong = run("bench", *LAYER, "--no-save", "--output", "x.jsonl")
+    assert wrong.code == 2
+    assert "contradict" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("layer", "workload", "kernels"),
+    [
+        (("--kv-cache-dtype", "fp8"), "2q1s20,q9s20", ["decode", "prefill"]),
+        (("--sliding-window", "9", "--sinks"), "2q1s20", ["decode"]),
+        (("--alibi", "--soft-cap", "30", "--dtype", "float32"), "q20", ["prefill"]),
+        (("--speculative-tokens", "3"), "2q4s20", ["decode"]),
+        (("--attn-type", "encoder_only"), "2q20", ["prefill"]),
+        (("--block-size", "32", "--v-head-size", "16"), "q5s70", ["prefill"]),
+    ],
+)
+def test_every_kind_of_layer_is_right(
+    run: Any, layer: tuple[str, ...], workload: str, kernels: list[str], folder: Path
+) -> None:
+    data = run("bench", *LAYER, *layer, "--workload", workload, *QUICK, "--json").json
+    assert data["ok"], data
+    batches = data["layers"][0]["batches"]
+    assert [each["kernel"].keys() for batch in batches for each in batch["backends"]] == [{name} for name in kernels]
+    assert all(each["error"] > 0 for batch in batches for each in batch["backends"])
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_mla_is_timed_by_both_of_its_paths(run: Any, dtype: str) -> None:
+    workload = "2q1s40,2q9s40_q1s30,q20"
+    data = run("bench", *MLA, "--kv-cache-dtype", dtype, "--workload", workload, "--rounds", "2", "--json").json
+    assert data["ok"], data
+    kernels = [batch["backends"][0]["kernel"] for batch in data["layers"][0]["batches"]]
+    assert [set(kernel) for kernel in kernels] == [{"decode"}, {"prefill", "decode"}, {"prefill"}]
+
+
+def test_a_model_names_its_layers_and_leaves_out_what_cannot_be_run_alone(run: Any, tmp_path: Path) -> None:
+    sparse = (*MLA, "--sparse-top-k", "16", "--workload", "2q1s40", "--no-save")
+    result = run("bench", *sparse)
+    assert result.code == 1
+    assert "not timed: sparse MLA needs an indexer's choice of tokens" in result.out
+    kind = run("bench", *sparse, "--json").json["layers"][0]["kind"]
+    result = run("bench", *sparse, "--layer", kind)
+    assert result.code == 2
+    assert "cannot be timed alone" in result.err
+
+
+def test_an_encoder_has_no_context(run: Any) -> None:
+    result = run("bench", *LAYER, "--attn-type", "encoder_only", "--workload", "2q1s40")
+    assert result.code == 2
+    assert "attends to the new tokens alone" in result.err
+
+
+def test_a_backend_that_is_not_valid_says_why(run: Any) -> None:
+    options = ("--workload", "2q1s40", "--rounds", "1", "--no-save")
+    result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTN", "--backend", "TORCH_SDPA")
+    assert result.code == 0
+    assert "FLASH_ATTN: not valid for decode: device cpu" in result.out
+    result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTN")
+    assert result.code == 1
+    result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTEN")
+    assert result.code == 2
+    assert "did you mean FLASH_ATTN" in result.err
+
+
+def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the kernel is broken\nand says more")
+
+    monkeypatch.setattr(sdpa.SDPAImpl, "forward", broken)
+    result = run("bench", *LAYER, "--workload", "2q1s40", "--rounds", "2")
+    assert result.code == 0
+    assert "TORCH_SDPA: RuntimeError: the kernel is broken\n" in result.out
+    assert "FLEX_ATTENTION  flex-cpp" in result.out
+    (path,) = folder.iterdir()
+    assert [json.loads(line)["backend"] for line in path.read_text().splitlines()] == ["FLEX_ATTENTION"]
+
+
+def test_an_error_above_its_bound_is_marked(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benching.LayerStep, "error", lambda self: 0.5)
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 1
+    assert "5.0e-01 ABOVE" in result.out
+
+
+def test_a_result_that_cannot_be_compared_says_why(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(self: Any) -> float:
+        raise benching.torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(benching.LayerStep, "error", too_large)
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 0
+    assert "TORCH_SDPA was not compared: OutOfMemoryError: no memory" in result.out
+
+
+def test_an_interrupt_keeps_what_was_measured(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = benching.timed_rounds
+
+    def interrupted(*arguments: Any) -> Iterator[Any]:
+        for number, found in enumerate(rounds(*arguments)):
+            if number == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield found
+
+    monkeypatch.setattr(benching, "timed_rounds", interrupted)
+    options = ("--workload", "2q1s40,q16", "--rounds", "50", "--backend", "TORCH_SDPA")
+    result = run("bench", *LAYER, *options)
+    assert result.code == 130
+    assert "interrupted" in result.out
+    assert "2q1s40" in result.out
+    assert "torch-sdpa" in result.out
+    (path,) = folder.iterdir()
+    (line,) = path.read_text().splitlines()
+    assert 3 <= json.loads(line)["rounds"] < 50
+    data = run("bench", *LAYER, *options, "--json").json
+    assert not data["complete"]
+    assert len(data["layers"][0]["batches"]) == 1
+
+
+def test_time_is_bounded_behind_the_third_round(run: Any) -> None:
+    options = ("--workload", "2q1s40", "--rounds", "1000", "--seconds", "1e-9", "--backend", "TORCH_SDPA")
+    data = run("bench", *LAYER, *options, "--no-save", "--json").json
+    assert data["layers"][0]["batches"][0]["backends"][0]["rounds"] == benching.LEAST_ROUNDS
+
+
+def test_a_workload_is_summed_by_phase(run: Any) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40*3,2q1s20", *QUICK, "--no-save")
+    assert "weighted, decode" in result.out
+    assert "weighted, prefill" not in result.out
+
+
+def test_a_terminal_shows_progress(run_on_terminal: Any) -> None:
+    result = run_on_terminal(100, "bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 0
+    assert "measuring the device's copy and matmul rates" in result.out
+    assert "measuring" not in run_on_terminal(100, "bench", "--help").out
+    assert "torch-sdpa" in result.out
+
+
+def test_candidates_of_a_decode_are_made_for_decode_alone_where_prefill_is_not_theirs() -> None:
+    """On an assumed GPU: FLASHMLA decodes and does not prefill, so mixed batches are not its."""
+    bench = object.__new__(benching.Bench)
+    bench.device, bench.rules, bench.environment = lookup("h100"), None, None
+    config = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    decode = {each.name: each for each in bench.candidates(config, parse_batch_shape("4q1s1k"))}
+    assert decode["FLASHMLA"].phases == ("decode",)
+    assert decode["FLASH_ATTN_MLA"].phases is None
+    assert "CUTLASS_MLA" not in decode
+    mixed = {each.name: each for each in bench.candidates(config, parse_batch_shape("q512_4q1s1k"))}
+    assert str(mixed["FLASHMLA"].failure).startswith("not valid for prefill: ")
+    assert mixed["FLASH_ATTN_MLA"].failure is None
+    prefill = {each.name: each for each in bench.candidates(config, parse_batch_shape("q512"))}
+    assert "FLASHMLA" not in prefill
