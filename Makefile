@@ -23,9 +23,9 @@ NO_GPU := $(if $(shell command -v nvidia-smi),,yes)
 TRITON := triton==3.6.0
 
 # One process per core, each with one torch thread. The tests of a class or module stay in one process, which builds
-# their fixtures and compiles their kernels once.
+# their fixtures and compiles their kernels once. conftest.py orders them: what takes long comes first.
 WORKERS ?= auto
-PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope
+PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -1,4 +1,4 @@
-"""What every test process needs before torch and triton are imported, and which tests `make test` leaves out."""
+"""What every test process needs before torch and triton are imported, the order of the tests, and which are slow."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[suite] += 1
             if seen[suite] > QUICK_CONFIGS:
                 item.add_marker(pytest.mark.slow(guard=f"the suite's first {QUICK_CONFIGS} configurations"))
+    # Processes take classes and modules in this order; the many short ones at the end fill up what is left.
+    items.sort(key=lambda item: not is_long(item))
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Whether an item's class or module takes long: where it is marked so, and every conformance suite."""
+    return item.get_closest_marker("long") is not None or hasattr(getattr(item, "cls", None), "num_configs")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "attn_select"
 CLI = ROOT / "cli" / "attn_select_cli"

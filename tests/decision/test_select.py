@@ -191,7 +191,6 @@ def load_in_worker(selection: Selection) -> tuple[int, list[str], Selection]:
     return os.getpid(), [backend.__name__ for backend in selection.load().values()], selection
 
 
-@pytest.mark.slow(guard="test_a_selection_can_be_pickled_and_copied")
 def test_a_worker_loads_a_selection_and_sends_it_back() -> None:
     selection = select(GQA, CPU, backend="TORCH_SDPA")
     with multiprocessing.get_context("spawn").Pool(1) as pool:

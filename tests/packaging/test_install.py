@@ -11,7 +11,8 @@ import pytest
 import attn_select
 from attn_select import distributions
 
-pytestmark = pytest.mark.slow(guard="test_contents, and the editable installation that the tests run in")
+pytestmark = pytest.mark.long
+slow = pytest.mark.slow(guard="a clone in one command, and each plugin by its name: the remedies outside a clone")
 PLUGIN_NAMES = sorted(set(distributions.known_backends().values()))
 
 LIST = """
@@ -32,6 +33,7 @@ def listing(environment) -> dict:
     return json.loads(environment.run("python", "-c", LIST))
 
 
+@slow
 def test_plugin_installs_by_name_and_registers(dist, plugin, make_environment, root):
     environment = make_environment()
     environment.pip("install", "--find-links", dist.folder, plugin.distribution)
@@ -46,6 +48,7 @@ def test_plugin_installs_by_name_and_registers(dist, plugin, make_environment, r
     assert not found["torch"]
 
 
+@slow
 def test_extra_all_installs_every_plugin(dist, make_environment):
     environment = make_environment()
     environment.pip("install", "--find-links", dist.folder, "attn-select[all]")
@@ -63,6 +66,7 @@ def test_clone_installs_in_one_command(tree, make_environment, root):
     assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
 
 
+@slow
 def test_clone_installs_editable_in_one_command(tree, make_environment, root):
     environment = make_environment()
     environment.pip("install", "-e", ".", "-e", "./plugins/torch", cwd=tree)
@@ -73,6 +77,7 @@ def test_clone_installs_editable_in_one_command(tree, make_environment, root):
     assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
 
 
+@slow
 def test_clone_installs_into_a_folder(tree, dist, make_environment, tmp_path):
     environment = make_environment()
     folder = tmp_path / "site"
@@ -99,6 +104,7 @@ def run_remedy(environment, command: str, **options) -> None:
     environment.pip(*arguments, **options)
 
 
+@slow
 def test_remedies_in_a_clone_install_the_plugins(tree, make_environment):
     """`explain` prints them, so core is there already."""
     environment = make_environment()
@@ -133,13 +139,17 @@ def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make
     monkeypatch.setenv("PIP_FIND_LINKS", str(dist.folder))
     for remedy in remedies:
         run_remedy(environment, remedy)
-    assert sorted(listing(environment)["plugins"]) == PLUGIN_NAMES
+    found = listing(environment)
+    assert sorted(found["plugins"]) == PLUGIN_NAMES
+    assert {version for _, version, _ in found["plugins"].values()} == {attn_select.__version__}
+    assert not found["torch"]
     explained = environment.run("attn-select", "explain", "--model", "llama-3-8b", "--gpu", "h100")
     assert "pip install" not in explained
     examined = environment.run("attn-select", "doctor", "--no-import", code=1)
     assert distributions.NOT_ON_AN_INDEX not in examined
 
 
+@slow
 def test_remedies_for_libraries_say_what_needs_a_gpu(dist, make_environment):
     """Without torch and kernels: torch helps on every machine, kernels on one with a GPU."""
     environment = make_environment()

@@ -40,6 +40,8 @@ from attn_select.testing.conformance_configs import config_text, draw_case
 from attn_select.testing.running import reblocked
 from attn_select.testing.toolkit import selection_for
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = Path(__file__).parents[1] / "packaging" / "example_plugin"
 HEADS = ((1, 1), (4, 2), (8, 1))
 YES: Fact[bool] = Fact(True, "this test")

@@ -125,12 +125,13 @@ class BackendConformance:
 
     def test_configs_that_are_not_run(self) -> None:
         """The gate is right about configurations that are not run, and marks those that nothing can run."""
-        tested = set(self._to_run())
+        left_out = {case.index: self._left_out(case) for case in self._cases()}
+        tested = set(self._to_run(left_out))
         for case in self._cases():
             if case.index in tested:
                 continue
             with self._named(case):
-                plans, why = self._check_gate(case, self._judge(case)[0]), self._left_out(case)
+                plans, why = self._check_gate(case, self._judge(case)[0]), left_out[case.index]
                 for phase, plan in plans.items() if why in NEVER_RUN.values() else ():
                     assert plan.unverified, f"{phase} by {plan.path} is not marked unverified, but {why}"
             if why is not None:
@@ -149,7 +150,8 @@ class BackendConformance:
         Where this machine can run no configuration there is one skipped test instead.
         """
         if "index" in metafunc.fixturenames:
-            metafunc.parametrize("index", self._to_run() or [self._skipped()])
+            left_out = {case.index: self._left_out(case) for case in self._cases()}
+            metafunc.parametrize("index", self._to_run(left_out) or [self._skipped(left_out)])
             manager = metafunc.config.pluginmanager
             summary: Any = manager.get_plugin(_Summary.name)
             if summary is None:
@@ -220,15 +222,15 @@ class BackendConformance:
                 return replace(case, config=near)
         return case
 
-    def _to_run(self) -> list[int]:
+    def _to_run(self, left_out: Mapping[int, str | None]) -> list[int]:
         """Return the numbers of the configurations that are tests of their own: none if this machine can run none."""
-        own = [case for case in self._cases() if self._left_out(case) is None]
+        own = [case for case in self._cases() if left_out[case.index] is None]
         can_run = any(plans_of(self._judge(case)[0]) for case in own)
         return [case.index for case in own] if can_run else []
 
-    def _skipped(self) -> Any:
+    def _skipped(self, left_out: Mapping[int, str | None]) -> Any:
         """Return the parameter of the one test that stands for all configurations where none can be run here."""
-        why = Counter(filter(None, map(self._left_out, self._cases())))
+        why = Counter(filter(None, left_out.values()))
         reason = why.most_common(1)[0][0] if why else "the gate rejects all of them"
         mark = pytest.mark.skip(reason=f"none of {self.num_configs} configurations can be run: {reason}")
         return pytest.param(-1, marks=mark, id="all")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch_layers import check_close, context_of
+from torch_layers import check_close, check_words, context_of
 
 from attn_select.config import AttentionConfig
 from attn_select.layouts import FLASH_ATTN_NHD
@@ -23,7 +23,8 @@ from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TILE
 from attn_select_torch.runtime.flex import FlexImpl
 from attn_select_torch.runtime.flex_builder import FlexBuilder, FlexMetadata
 
-pytestmark = [pytest.mark.slow(guard="TestFlexAttention"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
+another_kind = pytest.mark.slow(guard="the tests of the usual kind of layer, which is compiled once for them all")
 LAYER: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32", "block_size": TILE}
 BATCH = ((1, 37), (20, 20), (1, 36), (5, 31), (1, 1), (40, 90), (3, 64), (1, 128), (17, 17))
 
@@ -73,6 +74,10 @@ class Rig:
         bound = error_bound(problem.config, self.context.plans)
         expected, expected_lse = problem.reference(kv_cache=cache)
         check_close(output, lse, expected, expected_lse, bound)
+
+
+def test_words_decide_nothing() -> None:
+    check_words(FLEX_ATTENTION, AttentionConfig(**LAYER))
 
 
 def test_masks_lengths_and_sizes_of_one_kind_compile_once() -> None:
@@ -152,12 +157,14 @@ def read_by(metadata: FlexMetadata, num_blocks: int) -> list[torch.Tensor]:
     return [metadata.tokens, metadata.rows, *metadata.bounds, pages.first, pages.places, *lists]
 
 
+@another_kind
 def test_images_see_both_ways() -> None:
     for asked in ({}, {"sliding_window": 10}):
         config = AttentionConfig(**(LAYER | {"mm_prefix": True} | asked))
         Rig(config).check(drawn(config, 6))
 
 
+@another_kind
 def test_encoders_take_the_steps_own_keys() -> None:
     for asked in ({}, {"sliding_window": 12}):
         config = AttentionConfig(**(LAYER | {"attn_type": "encoder_only"} | asked))
@@ -193,6 +200,7 @@ def test_on_a_gpu(asked: dict[str, Any]) -> None:
     rig.compare(problem, cache, *rig.run(problem, cache, metadata))
 
 
+@another_kind
 def test_encoders_do_not_see_the_nan_of_another_request() -> None:
     config = AttentionConfig(**(LAYER | {"attn_type": "encoder_only"}))
     problem = drawn(config, 6, ((20, 20), (13, 13), (3, 3), (17, 17)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch_layers import check_words
 
 from attn_select.config import AttentionConfig
-from attn_select.runtime import Capacity, attention_group
 from attn_select.spec import BackendSpec
-from attn_select.testing import plan_of, same_bits, selection_of, with_other_texts
-from attn_select.testing.running import check_result, problem_for, run_problem
+from attn_select.testing import plan_of
 from attn_select.testing.toolkit import MLA_FIELDS
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, FlexKernel
 from attn_select_torch.facts.torch_mla import TORCH_MLA
@@ -27,21 +26,11 @@ LATENT: dict[str, Any] = {**MLA_FIELDS, "num_heads": 4, "dtype": "float32"}
         (TORCH_SDPA, {**GQA, "logits_soft_cap": 30.0}),
         (TORCH_SDPA, {**GQA, "attn_type": "encoder"}),
         (TORCH_MLA, LATENT),
-        (FLEX_ATTENTION, GQA),
     ],
     ids=lambda value: getattr(value, "name", "") or "-".join(map(str, value.values())),
 )
 def test_words_decide_nothing(spec: BackendSpec, fields: dict[str, Any]) -> None:
-    config = AttentionConfig(**fields)
-    requests = [(1, 40), (1, 3), (17, 33)] if config.has_cache else [(40, 40), (3, 3)]
-    outputs = []
-    for one in (spec, with_other_texts(spec)):
-        group = attention_group(selection_of(one, config, "cpu"), "cpu", Capacity(8, 128, 256))
-        problem = problem_for(group, requests, seed=1)
-        result = run_problem(group, problem)
-        check_result(group, problem, result)
-        outputs.append(result.output)
-    assert same_bits(*outputs)
+    check_words(spec, AttentionConfig(**fields))
 
 
 @pytest.mark.parametrize(

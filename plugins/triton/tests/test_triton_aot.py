@@ -19,7 +19,8 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 pytest.importorskip("torch", reason="needs torch")
 
-pytestmark = pytest.mark.slow(guard="the same kernels in the interpreter; on a GPU every test compiles them")
+pytestmark = pytest.mark.long
+slow = pytest.mark.slow(guard="test_a_usual_layer_compiles; the same kernels in the interpreter")
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute
@@ -49,12 +50,12 @@ HOPPER = ("mla_decode_hopper_kernel", "prefill_hopper_kernel")
 Report = list[dict[str, Any]]
 
 
-def run(script: str, target: int, cache: Path) -> str:
+def run(script: str, target: int, cache: Path, *options: str) -> str:
     """Return what a script of ``aot`` prints, run with a Triton cache of its own and without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = Path(__file__).parent / "aot" / f"{script}.py"
     done = subprocess.run(
-        [sys.executable, str(path), str(target)], capture_output=True, text=True, check=False,
+        [sys.executable, str(path), str(target), *options], capture_output=True, text=True, check=False,
         env=environment | {"TRITON_CACHE_DIR": str(cache / f"{script} {target}")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -77,6 +78,16 @@ def report(
         pool.shutdown(cancel_futures=True)
 
 
+def test_a_usual_layer_compiles(tmp_path: Path) -> None:
+    """Llama-3-8B's layer in bfloat16, for Hopper: its cache, decode, prefill and merges."""
+    lines = [json.loads(line) for line in run("compile_kernels", 90, tmp_path, "--first", "1").splitlines()]
+    assert {line["kernel"] for line in lines} >= {"reshape_and_cache_kernel", "decode_kernel", "prefill_kernel"}
+    for line in lines:
+        assert line["shared"] <= SHARED_MEMORY[90] << 10, line
+        assert line["spilled"] <= SPILLED, line
+
+
+@slow
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:
     kernels = [line for line in report(target) if "refused" not in line]
@@ -87,6 +98,7 @@ def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Rep
         assert line["tensor_memory"] <= (TENSOR_MEMORY if target == 100 else 0), line
 
 
+@slow
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_the_gate_refuses_what_does_not_compile(target: int, report: Callable[[int], Report]) -> None:
     """e4m3 below compute capability 8.9, and nothing else of what is asked."""
@@ -95,6 +107,7 @@ def test_the_gate_refuses_what_does_not_compile(target: int, report: Callable[[i
     assert bool(refused) == (target < 89)
 
 
+@slow
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_products_run_on_tensor_cores(target: int, report: Callable[[int], Report]) -> None:
     """From 8.0 on, but for float32, which is exact, on FMA units. Wide tiles have the chip's own instruction."""
@@ -108,6 +121,7 @@ def test_products_run_on_tensor_cores(target: int, report: Callable[[int], Repor
             assert newest in line["instructions"], line
 
 
+@slow
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_registers_suffice(target: int, report: Callable[[int], Report]) -> None:
     for line in report(target):
@@ -115,6 +129,7 @@ def test_registers_suffice(target: int, report: Callable[[int], Report]) -> None
             assert line["spilled"] <= SPILLED_MORE.get((line["kernel"], target), SPILLED), line
 
 
+@slow
 @pytest.mark.parametrize("target", [75, 90])
 def test_batches_of_all_sizes_share_their_kernels(target: int, tmp_path: Path) -> None:
     """New lengths, batch sizes, table widths and slices compile nothing anew, but where the launch table says so.

@@ -22,6 +22,8 @@ from attn_select.testing import Problem, lse_error, relative_error, same_bits
 from attn_select.testing.running import common_of, layer_of, shared_prefix
 from attn_select_triton.runtime import schedule, triton_attn_metadata
 
+pytestmark = pytest.mark.long
+
 MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
 UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
 

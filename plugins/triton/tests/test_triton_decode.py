@@ -18,6 +18,8 @@ from attn_select.testing import Problem, lse_error, random_problem, relative_err
 from attn_select_triton.kernels import decode, launch
 from attn_select_triton.kernels.launch import Launch, Terms
 
+pytestmark = pytest.mark.long
+
 SMALL = Launch(16, 16, 4, 2)
 REQUESTS = ((1, 49), (1, 16), (3, 40), (2, 2), (1, 0), (4, 33))
 BOUNDS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}

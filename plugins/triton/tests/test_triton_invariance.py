@@ -23,6 +23,8 @@ from attn_select_triton.kernels import cache, decode, launch, mla_decode, prefil
 from attn_select_triton.kernels.launch import Launch, Terms, power_of_two
 from attn_select_triton.kernels.mla_decode import MLALaunch
 
+pytestmark = pytest.mark.long
+
 REQUESTS = ((1, 90), (3, 40), (1, 0), (2, 64), (1, 16), (17, 33), (1, 70))
 LONG_REQUESTS = ((1, 5000), (3, 700), (1, 0), (2, 4096), (1, 64), (130, 1000), (1, 2049), (256, 256))
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -25,6 +25,8 @@ from attn_select_triton.kernels.paged_attention import (
 )
 from attn_select_triton.kernels.relaunch import Relaunch
 
+pytestmark = pytest.mark.long
+
 SMALL = Launch(16, 32, 4, 2)
 BOUNDS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 VERSIONS = (1, 2)

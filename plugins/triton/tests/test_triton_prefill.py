@@ -18,6 +18,8 @@ from attn_select.testing import Problem, lse_error, random_problem, relative_err
 from attn_select_triton.kernels import cache, prefill
 from attn_select_triton.kernels.launch import FP8, Launch, Terms, describable, describe, two_powers
 
+pytestmark = pytest.mark.long
+
 SMALL = Launch(16, 16, 4, 2)
 REQUESTS = ((1, 33), (21, 21), (6, 40), (3, 32), (1, 0))
 BOUNDS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}

@@ -1,9 +1,10 @@
 """Compile shape classes for one target without a GPU.
 
-    python plugins/triton/tests/aot/compile_kernels.py 90 [--random 50 --seed 1]
+    python plugins/triton/tests/aot/compile_kernels.py 90 [--first 1 | --random 50 --seed 1]
 
 Prints one line of JSON per kernel (``fake_gpu.Compiled`` with its launch and layer), and one per class that the gate
-refuses. ``--random`` takes as many classes as asked for from all that the gates accept.
+refuses. ``--first`` takes only so many of the classes, ``--random`` as many as asked for from all that the gates
+accept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from itertools import islice
 
 import torch
 from fake_gpu import compiling, pretend
@@ -21,14 +23,18 @@ def main() -> None:
     """Compile, and print what came out."""
     parser = argparse.ArgumentParser()
     parser.add_argument("target", type=int)
+    parser.add_argument("--first", type=int)
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     pretend(asked.target)
-    drawn = random_shape_classes(asked.target, asked.random, asked.seed)
+    if asked.random:
+        classes = random_shape_classes(asked.target, asked.random, asked.seed)
+    else:
+        classes = islice(shape_classes(asked.target), asked.first)
     with compiling() as kernels:
-        for shape in drawn if asked.random else shape_classes(asked.target):
+        for shape in classes:
             layer = ", ".join(
                 f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items()
             )
