@@ -78,54 +78,81 @@ def keys_read(config: AttentionConfig, query_len: int, seq_len: int) -> int:
     return seq_len
 
 
-def absorbs(config: AttentionConfig, query_len: int) -> bool:
-    """Whether a request of an MLA layer reads latents: decodes do, and with sparse MLA prefills as well."""
-    return config.sparse or query_len <= 1 + config.num_speculative_tokens
+@dataclass(frozen=True, slots=True)
+class WorkRates:
+    """What a request of one layer costs: bytes and FLOPs per key that it reads, per new token, per visible pair.
+
+    The fields of ``StepWork`` that they add up to have the same names. A step reads MLA's weights on top, once.
+    """
+
+    kv_bytes_per_key: float
+    query_bytes_per_token: float
+    cache_write_bytes_per_token: float
+    attention_flops_per_pair: float
+    projection_bytes_per_key: float = 0
+    projection_bytes_per_token: float = 0
+    projection_flops_per_key: float = 0
+    projection_flops_per_token: float = 0
 
 
-def request_work(config: AttentionConfig, query_len: int, seq_len: int) -> StepWork:
-    """Return the work of one request, without MLA's weights, which a step reads once for all its requests."""
-    keys, pairs = keys_read(config, query_len, seq_len), visible_keys(config, query_len, seq_len)
+def work_rates(config: AttentionConfig, decode: bool) -> WorkRates:
+    """Return the rates of a layer's decodes, or of its prefills. They differ with MLA alone."""
     width = dtypes.BITS[config.dtype] / 8
     ranks = config.decode_context_parallel_size
     if config.mla:
-        return _mla_request_work(config, query_len, seq_len, keys / ranks, pairs / ranks, width)
+        return _mla_rates(config, width, ranks, absorb=decode or config.sparse)
     both = config.head_size + config.value_head_size
     cached = config.num_kv_heads * both * dtypes.BITS[config.cache_dtype] / 8
     if config.cache_dtype == "nvfp4":
         cached += config.num_kv_heads * both / 16  # one FP8 scale per 16 elements
-    new = query_len * config.num_kv_heads * both * width + query_len * cached
-    return StepWork(
-        kv_bytes=keys * cached / ranks,
-        query_bytes=query_len * config.num_heads * both * width,
-        cache_write_bytes=new if config.has_cache else 0,
-        attention_flops=2 * pairs / ranks * config.num_heads * both,
+    return WorkRates(
+        kv_bytes_per_key=cached / ranks,
+        query_bytes_per_token=config.num_heads * both * width,
+        cache_write_bytes_per_token=config.num_kv_heads * both * width + cached if config.has_cache else 0,
+        attention_flops_per_pair=2 * config.num_heads * both / ranks,
     )
 
 
-def _mla_request_work(
-    config: AttentionConfig, query_len: int, seq_len: int, keys: float, pairs: float, width: float
-) -> StepWork:
+def _mla_rates(config: AttentionConfig, width: float, ranks: int, absorb: bool) -> WorkRates:
     rank, nope, rope, value = _mla_dims(config)
     heads = config.num_heads
     token = bytes_per_token(FP8_DS_MLA if config.cache_dtype == "fp8_ds_mla" else MLA, config)
-    write = query_len * ((rank + rope) * width + token)
-    if absorbs(config, query_len):
-        return StepWork(
-            kv_bytes=keys * token,
-            query_bytes=query_len * heads * (2 * rank + rope) * width,
-            cache_write_bytes=write,
-            projection_bytes=query_len * heads * (nope + value + 2 * rank) * width,
-            attention_flops=2 * pairs * heads * (2 * rank + rope),
-            projection_flops=2 * query_len * heads * rank * (nope + value),
+    write = (rank + rope) * width + token
+    if absorb:
+        return WorkRates(
+            kv_bytes_per_key=token / ranks,
+            query_bytes_per_token=heads * (2 * rank + rope) * width,
+            cache_write_bytes_per_token=write,
+            attention_flops_per_pair=2 * heads * (2 * rank + rope) / ranks,
+            projection_bytes_per_token=heads * (nope + value + 2 * rank) * width,
+            projection_flops_per_token=2 * heads * rank * (nope + value),
         )
+    return WorkRates(
+        kv_bytes_per_key=heads * (nope + rope + value) * width,
+        query_bytes_per_token=heads * (nope + rope + value) * width,
+        cache_write_bytes_per_token=write,
+        attention_flops_per_pair=2 * heads * (nope + rope + value),
+        projection_bytes_per_key=(rank + heads * (nope + value)) * width,
+        projection_flops_per_key=2 * heads * rank * (nope + value),
+    )
+
+
+def is_decode(config: AttentionConfig, query_len: int) -> bool:
+    """Whether a request of ``query_len`` new tokens is a decode, those of speculative decoding included."""
+    return config.has_cache and query_len <= 1 + config.num_speculative_tokens
+
+
+def request_work(config: AttentionConfig, query_len: int, seq_len: int) -> StepWork:
+    """Return the work of one request, without MLA's weights, which a step reads once for all its requests."""
+    rates = work_rates(config, is_decode(config, query_len))
+    keys = keys_read(config, query_len, seq_len)
     return StepWork(
-        kv_bytes=seq_len * heads * (nope + rope + value) * width,
-        query_bytes=query_len * heads * (nope + rope + value) * width,
-        cache_write_bytes=write,
-        projection_bytes=seq_len * (rank + heads * (nope + value)) * width,
-        attention_flops=2 * pairs * heads * (nope + rope + value),
-        projection_flops=2 * seq_len * heads * rank * (nope + value),
+        kv_bytes=keys * rates.kv_bytes_per_key,
+        query_bytes=query_len * rates.query_bytes_per_token,
+        cache_write_bytes=query_len * rates.cache_write_bytes_per_token,
+        projection_bytes=keys * rates.projection_bytes_per_key + query_len * rates.projection_bytes_per_token,
+        attention_flops=visible_keys(config, query_len, seq_len) * rates.attention_flops_per_pair,
+        projection_flops=keys * rates.projection_flops_per_key + query_len * rates.projection_flops_per_token,
     )
 
 
@@ -158,9 +185,9 @@ def step_work(
         total["cache_write_bytes"] = 0
     if not projections:
         total["projection_bytes"] = total["projection_flops"] = 0
-    elif config.mla:  # decodes and prefills multiply by the weights apart
+    elif config.mla:  # decodes and prefills multiply by the weights apart; sparse prefills run as decodes do
         rank, nope, _, value = _mla_dims(config)
-        times_read = len({absorbs(config, group.query_len) for group in batch.groups})
+        times_read = len({config.sparse or is_decode(config, group.query_len) for group in batch.groups})
         weights = config.num_heads * rank * (nope + value) * dtypes.BITS[config.dtype] / 8
         total["projection_bytes"] += times_read * weights
     return StepWork(**total)

@@ -1,0 +1,300 @@
+"""``TimeModel``: the time of one kernel for any batch, from times of some.
+
+Each phase has a curve, ``t = (sum of (rate * feature)^p)^(1/p)`` over the batch's ``features``: a roofline with a start
+and terms for tiles, waves and the longest request, whose rates are fitted and never negative. What is left over, in
+logarithms, is interpolated between the measured batches (kriging with a linear variogram): near a measured batch the
+prediction is that measurement, far from all it is the curve with a mean deviation. A batch with prefills and decodes
+takes both times, overlapped as far as measured batches of that kind say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import mul, truediv
+from statistics import median
+from typing import Any
+
+from attn_select.config import AttentionConfig
+from attn_select.device import Device
+from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.features import FEATURES, Coordinates, PhaseWork, coordinates, phase_work
+from attn_select.times.layer import TimedLayer, layer_from_dict
+from attn_select.times.least_squares import cholesky, inverse_diagonal, non_negative_least_squares, solve
+
+LEAST_POINTS = 6
+"""Batches of a phase that a curve needs."""
+_POWERS = (1.0, 1.5, 2.0, 3.0, 5.0)
+_L2_BYTES = tuple([16e6 * 2 ** (step / 2) for step in range(9)])
+Fitted = tuple[float, float, tuple[float, ...], float]
+"""Mean error in logarithms, power, rates, bytes that stay in the L2."""
+_NOISE = 0.1
+"""Variance of a measurement's own error, as the distance (in doublings) over which deviations differ as much."""
+_NEAR = 0.1
+"""Distance to a measured batch within which the margin does not shrink any more."""
+_OVERLAPS = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0, 5.0)
+_LEAST_MIXED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted time.
+
+    Attributes:
+        time_us: of one layer's step, microseconds.
+        margin: half the width of the 95 % interval, as a share of ``time_us``.
+    """
+
+    time_us: float
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One phase of a kernel.
+
+    Attributes:
+        work: makes the features.
+        power: ``p`` of the sum: 1 adds the terms, a large one takes the longest.
+        rates: us per unit of each of ``FEATURES``.
+        l2_bytes: bytes that stay in the L2 between runs; 0: none.
+        points: where the measured batches lie.
+        level: of the interpolated deviation, to which each point's weight times its distance is added.
+        weights: one for each point.
+        spread: 95 % of the left-out errors, in logarithms, are below this times the root of the distance.
+    """
+
+    work: PhaseWork
+    power: float
+    rates: tuple[float, ...]
+    l2_bytes: float
+    points: tuple[Coordinates, ...]
+    level: float
+    weights: tuple[float, ...]
+    spread: float
+
+    def predict(self, groups: Sequence[RequestGroup]) -> Prediction:
+        """Return the time of ``groups``, all of this curve's phase."""
+        found = self.work.features(groups, self.l2_bytes)
+        place = coordinates(groups, found[-1] / found[1])
+        distances = list(map(math.dist, repeat(place), self.points))
+        deviation = self.level + sum(map(mul, self.weights, distances))
+        time_us = _on_curve(self.rates, self.power, found) * math.exp(deviation)
+        return Prediction(time_us, math.expm1(self.spread * math.sqrt(_NEAR + min(distances))))
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """Predicts the time of one kernel on one device for one kind of layer. Made by ``fit``.
+
+    Attributes:
+        layer: the kind of layer.
+        sm_count: multiprocessors of the device.
+        longest_decode: new tokens up to which a request is a decode; 0 for encoders, which have none.
+        decode: the curve of decodes, those of speculative decoding included; None: too few were measured.
+        prefill: the curve of prefills; None: too few were measured.
+        overlap: ``m`` of ``(prefill^m + decode^m)^(1/m)`` in batches with both: 1 adds the times.
+        mixed_margin: the least margin of a batch with both.
+    """
+
+    layer: TimedLayer
+    sm_count: int
+    longest_decode: int
+    decode: Curve | None
+    prefill: Curve | None
+    overlap: float = 1.0
+    mixed_margin: float = 0.0
+
+    def predict(self, batch: BatchShape) -> Prediction | None:
+        """Return the time of one step over ``batch``; None where it has a phase without a curve."""
+        parts = []
+        for decode, groups in _by_phase(self.longest_decode, batch):
+            curve = self.decode if decode else self.prefill
+            if curve is None:
+                return None
+            parts.append(curve.predict(groups))
+        if len(parts) == 1:
+            return parts[0]
+        total = sum(part.time_us for part in parts)
+        margin = sum(part.time_us * part.margin for part in parts) / total
+        time_us = sum(part.time_us**self.overlap for part in parts) ** (1 / self.overlap)
+        return Prediction(time_us, max(margin, self.mixed_margin))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a file; ``from_dict`` makes an equal model of it."""
+        return {
+            "layer": self.layer.to_dict(),
+            "sm_count": self.sm_count,
+            "decode": _curve_to_dict(self.decode),
+            "prefill": _curve_to_dict(self.prefill),
+            "overlap": self.overlap,
+            "mixed_margin": self.mixed_margin,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TimeModel:
+        """Return the model that ``to_dict`` wrote."""
+        layer, sm_count = layer_from_dict(data["layer"]), data["sm_count"]
+        config = layer.config
+        return cls(
+            layer,
+            sm_count,
+            _longest_decode(config),
+            decode=_curve_from_dict(data["decode"], phase_work(config, True, sm_count)),
+            prefill=_curve_from_dict(data["prefill"], phase_work(config, False, sm_count)),
+            overlap=data["overlap"],
+            mixed_margin=data["mixed_margin"],
+        )
+
+
+def fit(points: Iterable[tuple[BatchShape, float]], layer: TimedLayer, device: Device) -> TimeModel:
+    """Return the model of one kernel from measured times.
+
+    A batch that was measured several times counts once, at its median.
+
+    Args:
+        points: batches and their times in us, all by one method from one source.
+        layer: the kind of layer.
+        device: for its multiprocessors; 100 are assumed where their number is unknown.
+
+    Raises:
+        ValueError: a time that is not a positive number.
+    """
+    config, sm_count = layer.config, device.sm_count or 100
+    longest = _longest_decode(config)
+    times: dict[BatchShape, list[float]] = {}
+    for batch, time_us in points:
+        if not 0 < time_us < math.inf:
+            raise ValueError(f"time_us = {time_us} of {batch}: expected a positive number")
+        times.setdefault(batch, []).append(time_us)
+    phases: dict[bool, list[tuple[Sequence[RequestGroup], float]]] = {False: [], True: []}
+    mixed = []
+    for batch, each in times.items():
+        parts = _by_phase(longest, batch)
+        if len(parts) == 1:
+            decode, groups = parts[0]
+            phases[decode].append((groups, median(each)))
+        else:
+            mixed.append((batch, median(each)))
+    curves = {decode: _fit_curve(phase_work(config, decode, sm_count), known) for decode, known in phases.items()}
+    model = TimeModel(layer, sm_count, longest, decode=curves[True], prefill=curves[False])
+    return _with_overlap(model, mixed)
+
+
+def _longest_decode(config: AttentionConfig) -> int:
+    return 1 + config.num_speculative_tokens if config.has_cache else 0
+
+
+def _by_phase(longest_decode: int, batch: BatchShape) -> list[tuple[bool, Sequence[RequestGroup]]]:
+    """Return the prefills and the decodes of a batch, each with whether they are decodes; without empty ones."""
+    groups = batch.groups  # the longest queries come first
+    if groups[0].query_len <= longest_decode:
+        return [(True, groups)]
+    if groups[-1].query_len > longest_decode:
+        return [(False, groups)]
+    prefills = [group for group in groups if group.query_len > longest_decode]
+    return [(False, prefills), (True, groups[len(prefills) :])]
+
+
+def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]]) -> Curve | None:
+    if len(known) < LEAST_POINTS:
+        return None
+    times = [time_us for _, time_us in known]
+    _, power, rates, l2_bytes = _fit_rates(work, known, times)
+    found = [work.features(groups, l2_bytes) for groups, _ in known]
+    places = [coordinates(groups, each[-1] / each[1]) for (groups, _), each in zip(known, found, strict=True)]
+    left = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
+    apart = [list(map(math.dist, repeat(place), places)) for place in places]
+    most = 2 * max(map(max, apart)) + 1  # the variance of the mean deviation: enough to let the points decide on it
+    covariance = [[most - distance for distance in row] for row in apart]
+    for i, row in enumerate(covariance):
+        row[i] += _NOISE
+    factor = cholesky(covariance)
+    weights = solve(factor, left)
+    errors = map(truediv, weights, inverse_diagonal(factor))  # what leaving a point out would have missed it by
+    nearest = [min(distance for j, distance in enumerate(row) if j != i) for i, row in enumerate(apart)]
+    scaled = [abs(error) / math.sqrt(_NEAR + distance) for error, distance in zip(errors, nearest, strict=True)]
+    level, spread = most * sum(weights), _at_95_percent(scaled)
+    return Curve(work, power, rates, l2_bytes, tuple(places), level, tuple([-each for each in weights]), spread)
+
+
+def _fit_rates(
+    work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]], times: Sequence[float]
+) -> Fitted:
+    """Return the rates with the least error: first the power for cold caches, then the size of the L2."""
+    cold = [work.features(groups, 0.0) for groups, _ in known]
+    best = min(_fit_power(cold, times, power, 0.0) for power in _POWERS)
+    if len(known) <= len(FEATURES):
+        return best
+    warm = (
+        _fit_power([work.features(groups, l2_bytes) for groups, _ in known], times, best[1], l2_bytes)
+        for l2_bytes in _L2_BYTES
+    )
+    return min(best, *warm)
+
+
+def _fit_power(found: Sequence[tuple[float, ...]], times: Sequence[float], power: float, l2_bytes: float) -> Fitted:
+    """Return the best rates for a power and a size of the L2, which has to explain more than chance would."""
+    greatest = [max(column) or 1.0 for column in zip(*found, strict=True)]
+    rows = [
+        [(value / most / (time_us / times[0])) ** power for value, most in zip(each, greatest, strict=True)]
+        for each, time_us in zip(found, times, strict=True)
+    ]
+    shares = non_negative_least_squares(rows, [1.0] * len(rows))
+    rates = [times[0] * share ** (1 / power) / most for share, most in zip(shares, greatest, strict=True)]
+    errors = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
+    middle = median(errors)
+    error = sum(abs(each - middle) for each in errors) / len(errors) * (1.05 if l2_bytes else 1.0)
+    return error, power, tuple([rate * math.exp(middle) for rate in rates]), l2_bytes
+
+
+def _on_curve(rates: Sequence[float], power: float, found: Sequence[float]) -> float:
+    return math.pow(sum([term**power for term in map(mul, rates, found)]), 1 / power)
+
+
+def _at_95_percent(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)))]
+
+
+def _with_overlap(model: TimeModel, mixed: Sequence[tuple[BatchShape, float]]) -> TimeModel:
+    """Return the model with the overlap that measured batches of both phases show, where there are enough."""
+    if len(mixed) < _LEAST_MIXED or model.decode is None or model.prefill is None:
+        return model
+    tried = []
+    for overlap in _OVERLAPS:
+        other = replace(model, overlap=overlap)
+        errors = [abs(math.log(time_us / other.predict(batch).time_us)) for batch, time_us in mixed]  # type: ignore[union-attr]
+        tried.append((sum(errors), replace(other, mixed_margin=math.expm1(_at_95_percent(errors)))))
+    return min(tried, key=lambda each: each[0])[1]
+
+
+def _curve_to_dict(curve: Curve | None) -> dict[str, Any] | None:
+    if curve is None:
+        return None
+    return {
+        "power": curve.power,
+        "rates": dict(zip(FEATURES, curve.rates, strict=True)),
+        "l2_bytes": curve.l2_bytes,
+        "points": [list(point) for point in curve.points],
+        "level": curve.level,
+        "weights": list(curve.weights),
+        "spread": curve.spread,
+    }
+
+
+def _curve_from_dict(data: Mapping[str, Any] | None, work: PhaseWork) -> Curve | None:
+    if data is None:
+        return None
+    return Curve(
+        work,
+        data["power"],
+        tuple(data["rates"][name] for name in FEATURES),
+        data["l2_bytes"],
+        tuple((a, b, c, d) for a, b, c, d in data["points"]),
+        data["level"],
+        tuple(data["weights"]),
+        data["spread"],
+    )

@@ -1,0 +1,214 @@
+"""The model of time, on kernels whose times are known and measured with known noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from attn_select.config import AttentionConfig
+from attn_select.device import lookup
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.layer import timed_layer
+from attn_select.times.model import LEAST_POINTS, TimeModel, fit
+from attn_select.times.points import farthest_first
+from attn_select.times.roofline import step_work
+
+H100 = lookup("h100")
+GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+MLA = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+DECODES = [parse_batch_shape(f"{n}q1s{s}") for n in COUNTS for s in LENGTHS if n * s <= 2**21]
+PREFILLS = [parse_batch_shape(f"{n}q{s}") for n in COUNTS for s in LENGTHS if n * s <= 2**17]
+
+Kernel = Callable[[BatchShape], float]
+
+
+def kernel(config: AttentionConfig, start: float, bandwidth: float, tflops: float, turn: float = 0.0) -> Kernel:
+    """A kernel whose times are known: a start, a roofline, and a deviation that turns slowly along the lengths."""
+
+    def time_us(batch: BatchShape) -> float:
+        work = step_work(config, batch)
+        roof = math.hypot(work.bytes / (bandwidth * 1e3), work.flops / (tflops * 1e6))
+        return (start + roof) * math.exp(turn * math.sin(math.log2(batch.max_seq_len) / 2))
+
+    return time_us
+
+
+def measured(time_us: Kernel, batches: Sequence[BatchShape], noise: float, seed: int) -> list[tuple[BatchShape, float]]:
+    """Times of the batches as a bench would find them."""
+    drawn = random.Random(seed)
+    return [(batch, time_us(batch) * math.exp(drawn.gauss(0, noise))) for batch in batches]
+
+
+def predicted(model: TimeModel, batch: BatchShape) -> float:
+    found = model.predict(batch)
+    assert found is not None
+    return found.time_us
+
+
+def errors(model: TimeModel, time_us: Kernel, batches: Sequence[BatchShape]) -> list[float]:
+    return sorted(abs(predicted(model, batch) / time_us(batch) - 1) for batch in batches)
+
+
+@pytest.mark.parametrize("config", [GQA, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("batches", [DECODES, PREFILLS], ids=["decode", "prefill"])
+def test_times_between_the_measured_ones(config: AttentionConfig, batches: list[BatchShape]) -> None:
+    time_us = kernel(config, 8, 2500, 600, turn=0.2)
+    known = farthest_first(batches, 24)
+    model = fit(measured(time_us, known, 0.01, seed=1), timed_layer(config), H100)
+    found = errors(model, time_us, [batch for batch in batches if batch not in known])
+    assert found[len(found) // 2] < 0.03
+    assert found[int(0.9 * len(found))] < 0.12
+
+
+def test_the_margin_holds_what_it_says() -> None:
+    time_us = kernel(GQA, 8, 2500, 600, turn=0.2)
+    inside = []
+    for seed in range(5):
+        known = farthest_first(DECODES, 24)
+        model = fit(measured(time_us, known, 0.03, seed), timed_layer(GQA), H100)
+        for batch in DECODES:
+            found = model.predict(batch)
+            assert found is not None
+            inside.append(abs(time_us(batch) / found.time_us - 1) <= found.margin)
+    assert sum(inside) / len(inside) > 0.9
+
+
+def test_far_from_all_measurements_the_margin_is_wide() -> None:
+    model = fit(measured(kernel(GQA, 8, 2500, 600, turn=0.2), DECODES, 0.02, 1), timed_layer(GQA), H100)
+    near, far = (model.predict(parse_batch_shape(text)) for text in ("64q1s4k", "2048q1s512k"))
+    assert near is not None
+    assert far is not None
+    assert far.margin > 2 * near.margin
+
+
+def test_uneven_lengths_are_the_sum_of_their_requests() -> None:
+    time_us = kernel(GQA, 8, 2500, 600)
+    model = fit(measured(time_us, DECODES, 0.0, 1), timed_layer(GQA), H100)
+    uneven = [parse_batch_shape(text) for text in ("20q1s1k_20q1s16k", "1q1s32k_63q1s512", "5q1s300_9q1s3000_2q1s9000")]
+    assert errors(model, time_us, uneven)[-1] < 0.1
+
+
+def test_a_batch_with_prefills_and_decodes_takes_both_times() -> None:
+    time_us = kernel(GQA, 8, 2500, 600)
+    model = fit(measured(time_us, [*DECODES, *PREFILLS], 0.0, 1), timed_layer(GQA), H100)
+    both = predicted(model, parse_batch_shape("2q2k_32q1s2k"))
+    assert both == pytest.approx(
+        predicted(model, parse_batch_shape("2q2k")) + predicted(model, parse_batch_shape("32q1s2k"))
+    )
+
+
+def test_measured_mixed_batches_say_how_far_phases_overlap() -> None:
+    apart = kernel(GQA, 8, 2500, 600)
+    mixed = [parse_batch_shape(f"{n}q2k_{16 * n}q1s{1024 * n}") for n in (1, 2, 4, 8)]
+
+    def overlapped(batch: BatchShape) -> float:
+        parts = [apart(BatchShape((group,))) for group in batch.groups]
+        return math.hypot(*parts)
+
+    points = [*measured(apart, [*DECODES, *PREFILLS], 0.0, 1), *measured(overlapped, mixed, 0.0, 1)]
+    model = fit(points, timed_layer(GQA), H100)
+    assert model.overlap == 2.0
+    assert errors(model, overlapped, [parse_batch_shape("3q2k_40q1s3k")])[0] < 0.1
+
+
+def test_queries_of_speculative_decoding_are_decodes() -> None:
+    config = GQA.model_copy(update={"num_speculative_tokens": 3})
+    time_us = kernel(config, 8, 2500, 600)
+    batches = [parse_batch_shape(f"{n}q4s{s}") for n in COUNTS for s in LENGTHS if n * s <= 2**21]
+    model = fit(measured(time_us, batches, 0.01, 1), timed_layer(config), H100)
+    assert model.prefill is None
+    assert errors(model, time_us, [parse_batch_shape("48q4s3k")])[0] < 0.05
+    assert model.predict(parse_batch_shape("q5s3k")) is None
+
+
+def test_more_work_takes_longer() -> None:
+    model = fit(measured(kernel(GQA, 8, 2500, 600), [*DECODES, *PREFILLS], 0.01, 1), timed_layer(GQA), H100)
+    for ascending in (["8q1s1k", "8q1s4k", "8q1s16k"], ["4q1s4k", "16q1s4k", "64q1s4k"], ["q1k", "q4k", "q16k"]):
+        times = [predicted(model, parse_batch_shape(text)) for text in ascending]
+        assert times == sorted(times)
+
+
+def test_caches_that_fit_into_the_l2() -> None:
+    slow = kernel(GQA, 8, 800, 600)
+
+    def time_us(batch: BatchShape) -> float:
+        return slow(batch) if step_work(GQA, batch).bytes > 96e6 else kernel(GQA, 8, 5000, 600)(batch)
+
+    known = farthest_first(DECODES, 48)
+    model = fit(measured(time_us, known, 0.01, 1), timed_layer(GQA), H100)
+    found = errors(model, time_us, [batch for batch in DECODES if batch not in known])
+    assert found[len(found) // 2] < 0.05
+
+
+def test_choosing_by_predictions_costs_little() -> None:
+    """Of two kernels that cross, the predicted faster one is within a few per cent of the faster one."""
+    kernels = [kernel(GQA, 5, 1800, 600), kernel(GQA, 12, 2800, 600, turn=0.1)]
+    known = farthest_first(DECODES, 24)
+    models = [fit(measured(each, known, 0.02, seed), timed_layer(GQA), H100) for seed, each in enumerate(kernels)]
+    regrets = []
+    for batch in DECODES:
+        chosen = min((0, 1), key=lambda i: predicted(models[i], batch))
+        regrets.append(kernels[chosen](batch) / min(each(batch) for each in kernels))
+    assert math.exp(sum(map(math.log, regrets)) / len(regrets)) < 1.01
+    assert len({min((0, 1), key=lambda i: kernels[i](batch)) for batch in DECODES}) == 2
+
+
+def test_two_noisy_fits_choose_alike_outside_the_margin() -> None:
+    kernels = [kernel(GQA, 5, 1800, 600), kernel(GQA, 12, 2800, 600, turn=0.1)]
+    known = farthest_first(DECODES, 24)
+    first, second = (
+        [fit(measured(each, known, 0.02, 10 * turn + i), timed_layer(GQA), H100) for i, each in enumerate(kernels)]
+        for turn in (1, 2)
+    )
+    for batch in DECODES:
+        times = [model.predict(batch) for model in first]
+        assert times[0] is not None
+        assert times[1] is not None
+        margin = math.hypot(times[0].margin, times[1].margin)
+        if abs(math.log(times[0].time_us / times[1].time_us)) > margin:
+            again = [predicted(model, batch) for model in second]
+            assert (times[0].time_us < times[1].time_us) == (again[0] < again[1])
+
+
+def test_a_model_goes_through_a_file() -> None:
+    model = fit(measured(kernel(MLA, 8, 2500, 600), [*DECODES, *PREFILLS], 0.02, 1), timed_layer(MLA), H100)
+    again = TimeModel.from_dict(json.loads(json.dumps(model.to_dict())))
+    assert again == model
+    batch = parse_batch_shape("2q512s8k_32q1s2k")
+    assert again.predict(batch) == model.predict(batch)
+
+
+def test_a_phase_with_too_few_batches_has_no_prediction() -> None:
+    time_us = kernel(GQA, 8, 2500, 600)
+    points = measured(time_us, DECODES[: LEAST_POINTS - 1], 0.0, 1)
+    assert fit(points, timed_layer(GQA), H100).predict(DECODES[0]) is None
+    enough = fit(measured(time_us, DECODES[:LEAST_POINTS], 0.0, 1), timed_layer(GQA), H100)
+    assert enough.predict(DECODES[0]) is not None
+    assert enough.predict(PREFILLS[0]) is None
+    assert enough.predict(parse_batch_shape("2q512s8k_32q1s2k")) is None
+
+
+def test_a_batch_that_was_measured_often_counts_once() -> None:
+    points = measured(kernel(GQA, 8, 2500, 600), DECODES, 0.01, 1)
+    often = [*points, *[(points[0][0], points[0][1] * factor) for factor in (0.5, 1.0, 2.0)]]
+    assert fit(often, timed_layer(GQA), H100) == fit(points, timed_layer(GQA), H100)
+
+
+@pytest.mark.parametrize("time_us", [0.0, -1.0, math.inf, math.nan])
+def test_times_that_cannot_be(time_us: float) -> None:
+    with pytest.raises(ValueError, match="64q1s4k: expected a positive number"):
+        fit([(parse_batch_shape("64q1s4k"), time_us)], timed_layer(GQA), H100)
+
+
+def test_farthest_first_keeps_away_from_what_is_there() -> None:
+    there = farthest_first(DECODES, 4)
+    further = farthest_first([batch for batch in DECODES if batch not in there], 4, there)
+    assert set(further) == set(farthest_first(DECODES, 8)) - set(there)
+    assert farthest_first(DECODES[:3], 10) != DECODES[:0]
+    assert len(farthest_first(DECODES[:3], 10)) == 3
