@@ -387,6 +387,11 @@ def test_mig_that_says_nothing_of_itself() -> None:
     assert (device.bf16_tflops, device.fp8_tflops) == (None, None)
 
 
+def test_mig_of_a_gpu_without_a_name_goes_by_the_instance() -> None:
+    device = find(MIG, fails={"nvmlDeviceGetName": NOT_SUPPORTED}).device
+    assert (device.name, device.full_name) == ("nvidia-gpu", "NVIDIA GPU MIG")
+
+
 def test_mig_without_instances_is_no_gpu() -> None:
     empty = Gpu(slices=[])
     assert find(empty).device.is_cpu

@@ -43,6 +43,15 @@ def backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     return [CompletionItem(f"{phase}{equals}{item.value}") for item in _starting(known_backends(), name)]
 
 
+def workloads(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete profiles of workloads, else files."""
+    from click.shell_completion import CompletionItem
+
+    from attn_select.times.workload import PROFILES
+
+    return _starting(PROFILES, incomplete) or [CompletionItem(incomplete, type="file")]
+
+
 def choices(*names: str) -> click.types.StringParamType:
     """Return a parameter type that completes ``names`` and leaves checking to the library."""
 

@@ -18,6 +18,7 @@ Examples:
   attn-select diff --model llama-3-8b --gpu h100 --to '--gpu b200'
   attn-select diff --model deepseek-v3 --gpu h100 --to '--kv-cache-dtype fp8'
   attn-select diff --model deepseek-v3 --gpu h100 --to '--rules my_rules.toml'
+  attn-select diff --model deepseek-v3 --gpu h100 --to '--workload chat'
   attn-select explain --model deepseek-v3 --gpu h100 --json > golden.json
   attn-select diff --model deepseek-v3 --gpu h100 --golden golden.json
 

@@ -16,6 +16,7 @@ Examples:
   attn-select explain --model ./config.json --gpu b200 --tensor-parallel 8
   attn-select explain --num-heads 32 --num-kv-heads 8 --head-size 128 --gpu a100
   attn-select explain --model deepseek-v3 --gpu h100 --backend decode=FLASHMLA
+  attn-select explain --model llama-3-8b --gpu h100 --workload '64q1s4k*0.8,q2k*0.2'
   attn-select explain --model gpt-oss-120b --gpu rtx5090 --rules my_rules.toml --json
 
 Exit code: 0 every layer has a backend in every phase, 1 one has none, 2 wrong input, 3 a bug.

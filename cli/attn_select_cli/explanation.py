@@ -171,7 +171,8 @@ def build_explanation(options: Mapping[str, Any]) -> Explanation:
     warnings += unknown_pins(environment.pins, decider)
     backend = tuple(options["backend"]) or None
     configs = [kind.config for kind in kinds.kinds]
-    selections = select_model(configs, device, rules, backend, environment=environment)
+    workload = options.get("workload")
+    selections = select_model(configs, device, rules, backend, environment=environment, workload=workload)
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
     return Explanation(described, layers, [*warnings, *kinds.warnings], decider)

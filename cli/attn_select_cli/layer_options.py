@@ -157,15 +157,26 @@ def decision_options(function: F, *first: Callable[[Any], Any], backend: Callabl
     return function
 
 
+def workload_options(function: F) -> F:
+    """Add the options that say which batches a decision is for."""
+    return click.option(
+        "--workload",
+        shell_complete=complete.workloads,
+        metavar="SHAPES|PROFILE|FILE",
+        help="The batches to be fast at: 64q1s4k*0.8,q2k*0.2 (requests, q new tokens, s all tokens; shares), "
+        "a profile (chat, long-context, offline, speculative, agent) or a .toml file.",
+    )(function)
+
+
 def explain_options(function: F) -> F:
     """Add the options of decisions for any number of models and GPUs."""
     model = model_option(f"{_MODEL_HELP} (repeatable).", several=True)
-    return decision_options(function, model, gpu_option(f"{_GPU_HELP} (repeatable).", several=True))
+    return decision_options(workload_options(function), model, gpu_option(f"{_GPU_HELP} (repeatable).", several=True))
 
 
 def diff_options(function: F) -> F:
     """Add the options of one decision: one model, one GPU."""
-    return decision_options(function, _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
+    return decision_options(workload_options(function), _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
 
 
 def run_options(function: F) -> F:

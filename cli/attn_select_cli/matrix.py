@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from attn_select_cli.layer_options import decision_options, gpu_option, model_option
+from attn_select_cli.layer_options import decision_options, gpu_option, model_option, workload_options
 
 EPILOG = """\b
 Examples:
   attn-select matrix
   attn-select matrix --model llama-3-8b --model deepseek-v3 --gpu a100 --gpu h100 --gpu b200
   attn-select matrix --kv-cache-dtype fp8 --format markdown
+  attn-select matrix --gpu h100 --gpu b200 --workload long-context
   attn-select matrix --json
 
 A cell names the backend, or prefill / decode where they differ; `none` where no backend is valid.
@@ -30,6 +31,7 @@ DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 @click.option("--all-models", is_flag=True, help="Every preset.")
 @click.option("--all-gpus", is_flag=True, help="Every known GPU.")
 @decision_options
+@workload_options
 @click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(

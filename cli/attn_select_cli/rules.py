@@ -64,7 +64,7 @@ def show(rules: tuple[str, ...], as_json: bool) -> int:
         lines = [
             [(rule.name, "title"), (f"  {rule.origin}", "dim")],
             [(f"  when {when}{phase}", "")],
-            [(f"  {rule.effect} {', '.join(rule.backends)}", "")],
+            [(f"  {rule.effect} {', '.join(rule.backends) or 'false'}", "")],
         ]
         if rule.because:
             lines.append([(f"  because {rule.because}", "dim")])

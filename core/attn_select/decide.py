@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from typing import TYPE_CHECKING
 
 from attn_select import distributions, gate
 from attn_select.config import PHASES, AttentionConfig, Phase
@@ -23,6 +24,9 @@ from attn_select.rules.ranking import Ranker, Rankings
 from attn_select.rules.rule import Rule
 from attn_select.selection import Selection
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
+
+if TYPE_CHECKING:
+    from attn_select.times.workload import Workload
 
 _NO_REASONS: list[Reason] = []
 _Cache = tuple[str | None, int | None]
@@ -137,11 +141,16 @@ class Decider:
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs), modules, candidates)
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
-    def decide(self, config: AttentionConfig, choice: Choice, kv_layout: str | None = None) -> Selection:
+    def decide(
+        self, config: AttentionConfig, choice: Choice, kv_layout: str | None = None, workload: Workload | None = None
+    ) -> Selection:
         """Decide for one layer; with ``kv_layout``, that of a shared pool, only plans that read it count."""
         phases = config.phases
         warnings = list(self._warnings)
-        rankings = self._ranker.rank(config, phases)
+        if workload is None:
+            rankings = self._ranker.rank(config, phases)
+        else:
+            rankings = self._ranker.rank_for(config, phases, workload)
         forced = self._forced(choice, phases, rankings, warnings)
         candidates, plans = self._judge(config, rankings, forced, kv_layout)
         valid: dict[Phase, list[str]] = {}
@@ -177,6 +186,7 @@ class Decider:
             rules=rankings.rules,
             warnings=tuple(warnings),
             options=self._options,
+            workload=workload,
         )
 
     def _judge(

@@ -207,9 +207,8 @@ def has_module(top_level: str) -> bool:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, AttributeError):  # a broken finder
-        return False
+        spec = None
     except ValueError:  # no name, or a module made by hand and put into sys.modules
         return sys.modules.get(name) is not None
-    if spec is None or spec.loader is None:
-        return False
-    return not isinstance(spec.loader, importlib.machinery.NamespaceLoader)
+    loader = None if spec is None else spec.loader
+    return loader is not None and not isinstance(loader, importlib.machinery.NamespaceLoader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attn_select import layouts
 from attn_select.config import AttentionConfig, Phase
@@ -12,6 +12,9 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.rules.rule import Rule
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
+
+if TYPE_CHECKING:
+    from attn_select.times.workload import Workload
 
 VerdictName = Literal["selected", "valid", "rejected"]
 
@@ -59,6 +62,7 @@ class Outcome:
         explicit: the backend that was asked for by name, per phase; it alone was considered there.
         warnings: what a user should know, one sentence each.
         options: the ``[backends.NAME]`` table of every registered backend.
+        workload: the batches that it was decided for, or None.
     """
 
     config: AttentionConfig
@@ -72,6 +76,7 @@ class Outcome:
     explicit: Mapping[Phase, str]
     warnings: tuple[str, ...]
     options: Mapping[str, BackendOptions]
+    workload: Workload | None = None
 
     @property
     def ok(self) -> bool:

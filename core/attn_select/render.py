@@ -8,6 +8,7 @@ them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from attn_select import distributions
 from attn_select.config import AttentionConfig, Phase
@@ -17,6 +18,9 @@ from attn_select.outcome import Candidate, Outcome, Verdict
 from attn_select.rules.layers import FILE_NAME
 from attn_select.rules.rule import PACKAGED, Rule
 from attn_select.spec import BackendPlan, Reason
+
+if TYPE_CHECKING:
+    from attn_select.times.workload import Workload
 
 Line = list[tuple[str, str]]
 STYLES = {
@@ -53,7 +57,7 @@ def selection_text(selection: Outcome) -> str:
 
 
 def device_lines(selection: Outcome) -> list[Line]:
-    """Say which device and which libraries the decision is for."""
+    """Say which device, which libraries and which workload the decision is for."""
     device, environment = selection.device, selection.environment
     facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
     if device.sm_count:
@@ -72,10 +76,19 @@ def device_lines(selection: Outcome) -> list[Line]:
         libraries = f"as installed on this machine; given: {pins}"
     else:
         libraries = "as installed here (`attn-select doctor` lists)"
-    return [
+    lines: list[Line] = [
         [("Device     ", "dim"), HANG, (name, "title"), (details, "")],
         [("Libraries  ", "dim"), HANG, (libraries, "")],
     ]
+    if selection.workload is not None:
+        lines.append([("Workload   ", "dim"), HANG, (workload_text(selection.workload), "")])
+    return lines
+
+
+def workload_text(workload: Workload) -> str:
+    """Return a workload as text: its shapes with their shares, behind its name where it has one of its own."""
+    shapes = str(workload)
+    return shapes if workload.name == shapes else f"{workload.name} ({shapes})"
 
 
 def config_text(config: AttentionConfig) -> str:
@@ -290,9 +303,13 @@ def _rule_lines(selection: Outcome) -> list[Line]:
         phase = f" for {rule.phase}" if rule.phase else ""
         because = f": {rule.because}" if rule.because else ""
         lines.append(
-            [("    ", ""), HANG, (f"{rule.name} ({rule.effect}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")]
+            [("    ", ""), HANG, (f"{rule.name} ({_effect(rule)}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")]
         )
     return lines
+
+
+def _effect(rule: Rule) -> str:
+    return "evidence off" if rule.effect == "evidence" else str(rule.effect)
 
 
 def _origin(rule: Rule) -> str:

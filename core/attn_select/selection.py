@@ -68,6 +68,7 @@ class Selection(Outcome):
             "config": self.config.model_dump(),
             "selected": self.selected,
             "explicit": dict(self.explicit),
+            "workload": self.workload.to_dict() if self.workload is not None else None,
             "plan": self._plan_dict(),
             "candidates": [_candidate_dict(candidate) for candidate in self.candidates],
             "rules": [

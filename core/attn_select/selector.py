@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_select import detection, registry
 from attn_select.config import AttentionConfig
@@ -18,13 +18,16 @@ from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.selection import Selection
 from attn_select.shared_pool import agree_on_pool
 
+if TYPE_CHECKING:
+    from attn_select.times.workload import Workload, WorkloadArgument
+
 RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
 
 _MOST_SELECTIONS = 4096
 _MOST_DECIDERS = 128
 _recent: dict[int, tuple[Any, ...]] = {}
-_selections: dict[tuple[AttentionConfig, Decider, Choice], Selection] = {}
+_selections: dict[tuple[AttentionConfig, Decider, Choice, Workload | None], Selection] = {}
 _deciders: dict[Hashable, Decider] = {}
 
 
@@ -35,6 +38,7 @@ def select(
     backend: BackendArgument = None,
     *,
     environment: Environment | None = None,
+    workload: WorkloadArgument | None = None,
 ) -> Selection:
     """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
 
@@ -49,13 +53,16 @@ def select(
             former. It beats every rule, must pass the gate and is never replaced by another backend.
         environment: the libraries and variables to judge by, by value; None probes this machine, or for a device that
             is not this machine's assumes all libraries.
+        workload: the batches that the layer is to be fast at, as ``attn_select.times.workload.parse_workload`` reads
+            them: ``"64q1s4k*0.8,q2k*0.2"``, a profile such as ``"chat"``, or a file. Rules about batches match only
+            with one. A file is read once per process.
 
     Returns:
         A ``Selection``. Check ``ok``: where no backend is valid the phase's entry is None and the reasons are in
         ``candidates``; ``Selection.load()`` raises ``NoBackendError`` then.
 
     Raises:
-        ConfigError, UnknownNameError: unknown device or backend name, malformed ``backend``.
+        ConfigError, UnknownNameError: unknown device, backend or workload, malformed ``backend`` or ``workload``.
         RulesError: a rules file is missing or broken.
     """
     recent = _recent.get(id(config))
@@ -65,24 +72,26 @@ def select(
         and recent[2] is rules
         and recent[3] is backend
         and recent[4] is environment
+        and recent[5] is workload
     ):
-        found: Selection = recent[5]
+        found: Selection = recent[6]
         return found
     if not isinstance(config, AttentionConfig):
         raise ConfigError(f"config = {show(config)}: expected an AttentionConfig", fields=["config"])
     decider = decider_for(device, rules, environment)
     choice = parse_choice(backend, decider.names, decider.registry.failed)
-    key = (config, decider, choice)
+    batches = _workload(workload)
+    key = (config, decider, choice, batches)
     selection = _selections.get(key)
     if selection is None:
         if len(_selections) >= _MOST_SELECTIONS:
             _selections.clear()
-        selection = _selections[key] = decider.decide(config, choice)
+        selection = _selections[key] = decider.decide(config, choice, workload=batches)
     if len(_recent) >= _MOST_SELECTIONS:
         _recent.clear()
     # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
     if _is_immutable(rules) and _is_immutable(backend):
-        _recent[id(config)] = (config, device, rules, backend, environment, selection)
+        _recent[id(config)] = (config, device, rules, backend, environment, workload, selection)
     return selection
 
 
@@ -93,6 +102,7 @@ def select_model(
     backend: BackendArgument = None,
     *,
     environment: Environment | None = None,
+    workload: WorkloadArgument | None = None,
 ) -> tuple[Selection, ...]:
     """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
 
@@ -106,7 +116,12 @@ def select_model(
     """
     decider = decider_for(device, rules, environment)
     choice = parse_choice(backend, decider.names, decider.registry.failed)
-    return agree_on_pool([decider.decide(config, choice) for config in configs], decider, choice)
+    batches = _workload(workload)
+
+    def decide(config: AttentionConfig, kv_layout: str | None = None) -> Selection:
+        return decider.decide(config, choice, kv_layout, batches)
+
+    return agree_on_pool(configs, decide)
 
 
 def decider_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Decider:
@@ -160,6 +175,22 @@ def _rules(paths: tuple[str, ...]) -> RuleSet:
     return load_rules(paths, registry.load_plugins().fragments)
 
 
+def _workload(given: WorkloadArgument | None) -> Workload | None:
+    """Return what ``workload`` means. A file is read once."""
+    if given is None:
+        return None
+    from attn_select.times.workload import parse_workload  # most ask for none
+
+    return _read_workload(given) if isinstance(given, (str, PurePath)) else parse_workload(given)
+
+
+@functools.lru_cache(maxsize=256)
+def _read_workload(given: str | PurePath) -> Workload:
+    from attn_select.times.workload import parse_workload
+
+    return parse_workload(given)
+
+
 def _is_immutable(argument: RulesArgument | BackendArgument) -> bool:
     """Whether an argument of ``select`` says the same as long as it is the same object."""
     if isinstance(argument, tuple):
@@ -176,3 +207,4 @@ def clear_cache() -> None:
     detection.detect_device.cache_clear()
     _environment.cache_clear()
     _rules.cache_clear()
+    _read_workload.cache_clear()

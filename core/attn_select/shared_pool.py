@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
 from attn_select.selection import Selection
 
-if TYPE_CHECKING:
-    from attn_select.decide import Choice, Decider
+
+class Decide(Protocol):
+    """How one layer is decided; with ``kv_layout`` only plans that read it count."""
+
+    def __call__(self, config: AttentionConfig, kv_layout: str | None = None) -> Selection: ...
 
 
-def agree_on_pool(selections: Sequence[Selection], decider: Decider, choice: Choice) -> tuple[Selection, ...]:
-    """Return the selections, re-decided where kinds of one pool want different layouts or block sizes.
+def agree_on_pool(configs: Iterable[AttentionConfig], decide: Decide) -> tuple[Selection, ...]:
+    """Decide for layer kinds, and again where kinds of one pool want different layouts or block sizes.
 
     Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of
     layout and block size with the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a tie.
@@ -24,16 +28,16 @@ def agree_on_pool(selections: Sequence[Selection], decider: Decider, choice: Cho
     Raises:
         ConfigError: two configs of one pool name different block sizes.
     """
-    result = list(selections)
-    for sort in {(s.config.mla, s.config.sparse) for s in selections}:
-        members = [i for i, s in enumerate(selections) if s.kv_layout and (s.config.mla, s.config.sparse) == sort]
-        wishes = {(selections[i].kv_layout, selections[i].block_size) for i in members}
+    result = list(map(decide, configs))
+    for sort in {(s.config.mla, s.config.sparse) for s in result}:
+        members = [i for i, s in enumerate(result) if s.kv_layout and (s.config.mla, s.config.sparse) == sort]
+        wishes = {(result[i].kv_layout, result[i].block_size) for i in members}
         if len(wishes) > 1:
-            _agree(result, members, decider, choice)
+            _agree(result, members, decide)
     return tuple(result)
 
 
-def _agree(selections: list[Selection], members: list[int], decider: Decider, choice: Choice) -> None:
+def _agree(selections: list[Selection], members: list[int], decide: Decide) -> None:
     wanted = [selections[i] for i in members]
     layouts = dict.fromkeys(layout for s in wanted for plan in s.plans.values() for layout in plan.kv_layouts)
     named = dict.fromkeys(s.config.block_size for s in wanted if s.config.block_size is not None)
@@ -48,14 +52,14 @@ def _agree(selections: list[Selection], members: list[int], decider: Decider, ch
     best: tuple[int, list[Selection]] | None = None
     for layout in layouts:
         for size in sizes:
-            trial = [decider.decide(s.config.model_copy(update={"block_size": size}), choice, layout) for s in wanted]
+            trial = [decide(s.config.model_copy(update={"block_size": size}), layout) for s in wanted]
             if all(s.ok for s in trial):
                 cost = sum(map(_rank_sum, trial))
                 if best is None or cost < best[0]:
                     best = cost, trial
     if best is None and named:
         (size,) = named
-        alone = [decider.decide(s.config.model_copy(update={"block_size": size}), choice) for s in wanted]
+        alone = [decide(s.config.model_copy(update={"block_size": size})) for s in wanted]
         if not all(s.ok for s in alone):
             for i, selection in zip(members, alone, strict=True):
                 text = f"block size {size}, which another layer kind of the pool names, has no backend for this kind"

@@ -338,3 +338,23 @@ def test_the_backends_of_a_broken_plugin_are_not_called_missing(run: Any, monkey
     assert result.code == 1
     assert "TORCH_SDPA is not usable: plugin torch (attn-select-torch 0.1.0) is broken: ImportError" in result.out
     assert "pip install" not in "".join(line for line in result.out.splitlines() if line.startswith("problem"))
+
+
+def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
+    rules = tmp_path / "mine.toml"
+    rules.write_text(
+        'version = 1\n[[rules]]\nname = "long"\nwhen = { seq_len = ">=32768" }\nprefer = ["TRITON_ATTN"]\n', "utf-8"
+    )
+    layer = ("--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "h100", "--rules", str(rules))
+    for workload, name in (("8q1s32k,q32k", "TRITON_ATTN"), ("8q1s1k", "FLASH_ATTN")):
+        cell = run("matrix", *layer, "--workload", workload, "--json").json["cells"][0]
+        assert cell["selected"]["decode"] == name
+    changed = run("diff", *layer, "--to", "--workload 8q1s32k,q32k", "--json")
+    assert changed.code == 1
+    assert {(c["phase"], c["from"], c["to"]) for c in changed.json["changes"] if c["what"] == "backend"} == {
+        ("prefill", "FLASH_ATTN", "TRITON_ATTN"),
+        ("decode", "FLASH_ATTN", "TRITON_ATTN"),
+    }
+    wrong = run("matrix", *layer, "--workload", "8q1s32m")
+    assert wrong.code == 2
+    assert "batch = '8q1s32m': expected groups such as 64q1s4k" in wrong.err

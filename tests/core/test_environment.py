@@ -301,6 +301,7 @@ def test_pins_that_are_refused(pin: str) -> None:
     assert caught.value.fields == ("with",)
     assert "NAME==VERSION" in str(caught.value)
     assert repr(pin) in str(caught.value)
+    assert caught.value.hint == "e.g. --with flashinfer-python==0.6.14"
 
 
 def test_two_versions_of_one_distribution() -> None:

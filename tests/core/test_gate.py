@@ -69,6 +69,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], str, Any, Any, str | None]] = [
     ({}, {**PLAIN, "head_size": 80 + 4}, "head-size", 84, "multiples of 8 from 1 to 256", None),
     ({}, {**PLAIN, "head_size": 512}, "head-size", 512, "multiples of 8 from 1 to 256", None),
     ({"head_sizes": HeadSizes((64, 128))}, {**PLAIN, "head_size": 96}, "head-size", 96, "64, 128", None),
+    ({"head_sizes": HeadSizes(minimum=64)}, {**PLAIN, "head_size": 56}, "head-size", 56, "from 64", None),
     ({"mla": True}, MLA, "head-size", 576, "multiples of 8 from 1 to 256", None),
     ({}, {**PLAIN, "dtype": "float32"}, "dtype", "float32", ["bfloat16", "float16"], "--dtype bfloat16"),
     ({}, {**PLAIN, "attn_type": "encoder_only"}, "attn-type", "encoder_only", ["decoder"], None),
@@ -337,6 +338,13 @@ def test_a_fact_without_a_source_marks_the_layers_that_use_it(
     assert marks(backend, uses, "prefill") == (f"no source proves the capability {fact}",)
     if leaves is not None:
         assert marks(backend, leaves, "prefill") == ()
+
+
+def test_a_quantised_cache_is_no_mixed_one(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
+    both = capabilities(kv_cache_dtypes=("bfloat16", "fp8_e4m3"), mixed_kv_cache_dtype=True)
+    both.mixed_kv_cache_dtype = Fact(True, "unverified")
+    backend = spec(capabilities={"prefill": both, "decode": both})
+    assert marks(backend, {**PLAIN, "kv_cache_dtype": "fp8_e4m3"}) == ()
 
 
 def test_a_plan_keeps_its_own_marks_in_front(spec: MakeSpec, capabilities: MakeCapabilities, plan: MakePlan) -> None:

@@ -1,11 +1,17 @@
-"""Texts of quantities."""
+"""Texts of quantities, layers and selections."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
-from attn_select import select
+from attn_select import distributions, select
 from attn_select.config import AttentionConfig
+from attn_select.decide import Choice, Decider
+from attn_select.device import Device, local_device
+from attn_select.environment import Environment
+from attn_select.registry import Registry
 from attn_select.render import (
     STYLES,
     brief_lines,
@@ -13,11 +19,35 @@ from attn_select.render import (
     config_text,
     device_lines,
     layer_lines,
+    note_lines,
     plain,
     plan_lines,
     selection_text,
     warning_lines,
 )
+from attn_select.rules.layers import RuleSet
+from attn_select.rules.rule import parse_rule
+from attn_select.selection import Selection
+from attn_select.spec import BackendSpec, Capabilities, HeadSizes, Library
+
+MakeSpec = Callable[..., BackendSpec]
+MakeCapabilities = Callable[..., Capabilities]
+GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
+H100 = Device("h100", (9, 0))
+
+
+def decide(
+    specs: Sequence[BackendSpec],
+    order: Sequence[str],
+    config: AttentionConfig = GQA,
+    device: Device = H100,
+    pins: dict[str, str] | None = None,
+) -> Selection:
+    """Decide among these backends, ranked in this order."""
+    registry = Registry({spec.name: spec for spec in specs}, {spec.name: "test" for spec in specs})
+    rule = parse_rule({"name": "order", "priority": list(order)}, file="rules.toml", line=1, layer=1)
+    environment = Environment(assume_installed=not device.local, pins=pins or {})
+    return Decider(registry, RuleSet(rules=[rule]), device, environment).decide(config, Choice())
 
 
 @pytest.mark.parametrize(
@@ -68,6 +98,64 @@ def test_where_plugins_come_from_is_said_only_where_one_is_missing() -> None:
     rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
     assert any(verdict.reasons for each in rejected.candidates for verdict in each.phases.values())
     assert "note: " not in selection_text(rejected)
+
+
+@pytest.mark.parametrize(("folder", "said"), [(None, True), ("./plugins/triton", False)])
+def test_outside_a_clone_a_missing_plugin_comes_with_a_note(
+    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, folder: str | None, said: bool
+) -> None:
+    monkeypatch.setattr(distributions, "folder_in_clone", lambda distribution: folder)
+    text = plain(note_lines([decide([spec("A")], ["TRITON_ATTN", "A"])]))
+    assert (distributions.NOT_ON_AN_INDEX in text) is said
+
+
+def test_nearest_misses_are_the_backends_above_the_chosen_one_that_one_remedy_admits(
+    spec: MakeSpec, capabilities: MakeCapabilities
+) -> None:
+    rejecting = {
+        "TWICE": capabilities(block_sizes=(32,), dtypes=("float16",)),
+        "NEVER": capabilities(head_sizes=HeadSizes((64,))),
+        "ABOVE": capabilities(block_sizes=(32,)),
+        "BELOW": capabilities(block_sizes=(32,)),
+    }
+    backends = [spec("CHOSEN")]
+    backends += [spec(name, capabilities={"prefill": facts, "decode": facts}) for name, facts in rejecting.items()]
+    order = ["TRITON_ATTN", "TWICE", "NEVER", "ABOVE", "CHOSEN", "BELOW"]  # the first is not installed
+    text = plain(layer_lines(decide(backends, order)))
+    *_, misses = text.partition("  Nearest misses\n")
+    assert [line.split() for line in misses.splitlines()] == [
+        ["--block-size", "32", "would", "admit", "ABOVE", "for", "prefill", "and", "decode"]
+    ]
+
+
+def test_a_kernel_library_for_another_machine_needs_a_gpu(spec: MakeSpec) -> None:
+    library = Library("the-kernel", "the_kernel", "pip install 'the-kernel>=2'", ">=2")
+    backends, order = [spec("A", libraries=((library,),))], ["TRITON_ATTN", "A"]
+    elsewhere = plain(layer_lines(decide(backends, order, pins={"the-kernel": "1"})))
+    assert f"; try pip install --upgrade 'the-kernel>=2' ({distributions.NEEDS_GPU})\n" in elsewhere
+    assert f"{distributions.install_command('attn-select-triton')}\n" in elsewhere
+    here = plain(layer_lines(decide(backends, order, device=local_device(H100), pins={"the-kernel": "1"})))
+    assert "; try pip install --upgrade 'the-kernel>=2'\n" in here
+    assert distributions.NEEDS_GPU not in here
+    smaller = plain(layer_lines(decide([spec("A")], order, GQA.model_copy(update={"block_size": 24}))))
+    assert "; try --block-size 32\n" in smaller
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "block_sizes", "says"),
+    [
+        (("bfloat16",), (32,), "PLAIN: block size 16 (supported: multiples of 32); try --block-size 32"),
+        (("float16",), (16,), "PLAIN: dtype bfloat16 (supported: float16); try --dtype float16"),
+        (("float16",), (32,), "PLAIN: dtype bfloat16 (supported: float16) (and 1 more reason)"),
+    ],
+)
+def test_brief_counts_the_reasons_that_it_leaves_out(
+    spec: MakeSpec, capabilities: MakeCapabilities, dtypes: tuple[str], block_sizes: tuple[int], says: str
+) -> None:
+    served = capabilities(dtypes=dtypes, kv_cache_dtypes=("bfloat16",), block_sizes=block_sizes)
+    rejected = decide([spec(capabilities=dict.fromkeys(("prefill", "decode"), served))], ["PLAIN"])
+    (line,) = [line for line in plain(brief_lines(rejected)).splitlines() if "PLAIN: " in line]
+    assert line.removeprefix("  rejected").strip() == says
 
 
 def test_brief_folds_only_backends_that_never_serve_such_a_layer() -> None:

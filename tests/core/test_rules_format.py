@@ -154,7 +154,7 @@ def test_all_errors_of_a_file_come_at_once_each_with_the_line_of_its_key(rules_f
         ("[[rules]]", "a rule needs a name, so that later files can replace or disable it"),
         ("nam", "unknown key 'nam'; did you mean name?"),
         ("phase", "phase = 'both'"),
-        ("deny", "expected exactly one of priority, prefer, avoid, deny; found prefer and deny"),
+        ("deny", "expected exactly one of priority, prefer, avoid, deny, evidence; found prefer and deny"),
         ("deny", "deny = ['B', 3]"),
         ("enabled", "rule 'second'"),
         ("when", "rule 'second'"),

@@ -121,6 +121,8 @@ def test_a_rule_that_an_earlier_one_always_beats(earlier: dict[str, Any], later:
         ({"logits_soft_cap": 30}, {"logits_soft_cap": ">29.9,<30.1"}),
         ({"logits_soft_cap": ">=30"}, {"logits_soft_cap": "<30"}),
         ({"num_heads": ">=30"}, {"num_heads": "<30"}),
+        ({"num_heads": ["<=8", ">=10"]}, {"num_heads": ">8,<10"}),
+        ({"num_heads": ["<=3", ">=5"]}, {"num_heads": ">3,<4.5"}),
         ({"logits_soft_cap": [">0.2", "<0.1"]}, {"logits_soft_cap": ">0"}),
         ({"compute_capability": ">=9.0"}, {"compute_capability": ">=8.9"}),
         ({"compute_capability": "9.x"}, {"compute_capability": ">=9.0"}),

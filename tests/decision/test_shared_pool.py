@@ -19,7 +19,11 @@ TWO = [{"name": "order", "priority": ["A", "B"]}]
 
 
 def decide(decider: Any, *configs: AttentionConfig) -> Any:
-    return agree_on_pool([decider.decide(c, Choice()) for c in configs], decider, Choice())
+    return agree_on_pool(configs, deciding(decider, Choice()))
+
+
+def deciding(decider: Any, choice: Choice) -> Any:
+    return lambda config, kv_layout=None: decider.decide(config, choice, kv_layout)
 
 
 def test_kinds_that_already_agree_stay_as_they_are(make_spec: Any, make_decider: Any) -> None:
@@ -126,9 +130,8 @@ def test_a_backend_that_no_rule_ranks_costs_more_than_any_that_one_does(make_spe
         {"name": "else", "priority": ["A"]},
     ]
     decider, choice = make_decider(specs, rules), Choice(default="X")
-    selections = [decider.decide(config, choice) for config in (FULL, WINDOW)]
-    assert [s.block_size for s in selections] == [16, 64]
-    assert [s.block_size for s in agree_on_pool(selections, decider, choice)] == [64, 64]
+    assert [decider.decide(config, choice).block_size for config in (FULL, WINDOW)] == [16, 64]
+    assert [s.block_size for s in agree_on_pool((FULL, WINDOW), deciding(decider, choice))] == [64, 64]
 
 
 def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:

@@ -40,7 +40,7 @@ NO_GUARDS = ("docs", "packaging")
 GUARDS_ALONE = ("tests/test_detection.py", "tests/test_devices.py", "tests/test_kernel_names.py")
 EXPECTED = 0.95
 RECORDING_SECONDS = 1200
-CAUGHT, SURVIVED = "caught", "survived"
+CAUGHT, SURVIVED, OUT_OF_TIME = "caught", "survived", "out of time"
 
 
 class BrokenError(Exception):
@@ -167,6 +167,8 @@ class Worker:
             with self._planted(fault):
                 verdict = self._run(fault, chosen)
             test = verdict["test"]
+            if verdict["outcome"] == OUT_OF_TIME and self._run(fault, chosen)["outcome"] == OUT_OF_TIME:
+                sys.exit(f"the tests run out of time without a fault: {' '.join(chosen or fault.tests)}")
             if not test or self._passes_without(test, fault):
                 break
             self.plan.left_out.add(test)
@@ -379,8 +381,10 @@ def report(planted: Sequence[Fault], drawn: Sequence[Fault], verdicts: dict[str,
     counted = [fault for fault in drawn if fault.key not in reasons]
     caught = len(counted) - sum(not fault.name for fault in survivors)
     score, equal = caught / len(counted) if counted else 1.0, len(drawn) - len(counted)
+    late = sum(verdicts[fault.key]["outcome"] == OUT_OF_TIME for fault in counted)
     print(f"\nplanted: {len(planted) - len(lost)} of {len(planted)} caught")
     print(f"drawn with seed {seed}: {caught} of {len(counted)} caught ({score:.1%}); {equal} more are equivalent")
+    print(f"{late} of those caught ran out of time")
     return not lost and score >= EXPECTED
 
 
@@ -416,7 +420,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw (1)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument(
-        "--budget", type=float, default=20, help="seconds of tests per fault, the quick ones first (20)"
+        "--budget", type=float, default=20, help="processor seconds of tests per fault, the quick ones first (20)"
     )
     parser.add_argument("--fault", action="append", default=[], help="only faults whose key or name holds this text")
     parser.add_argument(

@@ -281,6 +281,7 @@ def test_lengths_that_cannot_be(arguments: tuple[list[int], list[int]], message:
     [
         ([9, 2], [9, 0], "request 0: new_lens = 9 with seq_lens = 8: accepted is 0 to seq_lens"),
         ([9, 2], [8, -2], "request 1: new_lens = -2 with seq_lens = 3"),
+        ([9, 2], [0, 4], "request 1: new_lens = 4 with seq_lens = 3"),
         ([9, -2], [8, 3], "request 1: query_lens = -2 with seq_lens = 3"),
         ([9, 2], [8], "2 query_lens, 2 seq_lens and 1 new_lens"),
     ],

@@ -21,7 +21,7 @@ from attn_select.runtime import (
     Scales,
     prepare_batch,
 )
-from attn_select.runtime.checks import checks_enabled
+from attn_select.runtime.checks import check_strides, checks_enabled
 from attn_select.testing import Problem, random_problem, relative_error, same_bits
 from attn_select.testing.running import common_of
 
@@ -402,3 +402,11 @@ def test_a_table_by_hand_in_blocks_of_another_size(make_toy: Factory, make_group
     ):
         Attention(group)(rows, rows[:, :2], rows[:, :2], group.allocate_kv_cache(8), group.build(batch))
     assert toy.calls == []
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 1, 4)])
+def test_strides_of_the_last_dimension_alone_count(shape: tuple[int, ...]) -> None:
+    device = torch.device("cpu")
+    with pytest.raises(BatchError, match=r"x has strides .*: the last dimension must be contiguous"):
+        check_strides("x", columns(torch.zeros(shape)), device)
+    check_strides("x", columns(torch.zeros(shape))[..., :1], device)  # one element is next to no other

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_select import AttentionConfig, select
 from attn_select.config import CudaGraphLevel
@@ -229,6 +231,28 @@ def test_launch_grids_are_captured_for_the_longest_query_of_a_size(
 
 def test_tables_of_another_block_size_are_refused(make_group: Any, make_batch: Any) -> None:
     group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    padded = StaticBatch(group, 1).load(make_batch([(1, 20)], block_size=8), 4)
     with pytest.raises(BatchError, match=r"block_size = 8: .* this group's cache has blocks of 16"):
-        group.build(padded)
+        StaticBatch(group, 1).load(make_batch([(1, 20)], block_size=8), 4)
+
+
+@pytest.mark.parametrize("missing", ["slot_mapping", "block_table_tensor"])
+def test_a_step_takes_no_slots_and_no_table_of_the_step_before(make_group: Any, make_batch: Any, missing: str) -> None:
+    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
+    with pytest.raises(BatchError, match=f"{missing} is None: layers with a KV cache need it"):
+        StaticBatch(group, 1).load(replace(make_batch([(1, 20)]), **{missing: None}), 4)
+
+
+def test_a_batch_runs_in_the_smallest_size_that_holds_it(make_group: Any, make_batch: Any) -> None:
+    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
+    group.device = torch.device("cuda")  # of tensors without memory: no kernel is launched
+    with FakeTensorMode():
+        uniform = CudaGraphRunner(function_of(Attention, torch.empty(0)), [group], {}, [4, 2])
+        mixed = CudaGraphRunner(function_of(Attention, torch.empty(0)), [group], {}, [32, 8], mixed=True)
+    assert [uniform.size_for(make_batch([(1, 5)] * count)) for count in (1, 2, 3, 4)] == [2, 2, 4, 4]
+    assert [mixed.size_for(make_batch([(count, 40)])) for count in (1, 8, 9, 32)] == [8, 8, 32, 32]
+    with pytest.raises(BatchError, match="a batch of 5 requests: graphs were captured for 2, 4"):
+        uniform.size_for(make_batch([(1, 5)] * 5))
+    with pytest.raises(BatchError, match="a batch of 33 tokens: graphs were captured for 8, 32"):
+        mixed.size_for(make_batch([(33, 40)]))
+    with pytest.raises(BatchError, match="nothing is captured yet"):
+        uniform({}, {group: make_batch([(1, 5)])})

@@ -303,3 +303,5 @@ def test_capacity(choose: Choose, make_batch: MakeBatch) -> None:
     group = MLAAttentionGroup(choose(CONFIG, toy()), capacity=Capacity(2, 10, 64))
     with pytest.raises(BatchError, match="a batch of 3 requests and 3 tokens"):
         group.build(make_batch([(1, 5)] * 3))
+    with pytest.raises(BatchError, match="a batch of 3 requests and 3 tokens"):
+        group.build_for_cudagraph_capture(make_batch([(1, 5)] * 3))

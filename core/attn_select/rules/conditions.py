@@ -1,6 +1,7 @@
-"""``when`` conditions: one field of the config, the device or the environment against written values.
+"""``when`` conditions: one field of the config, the workload, the device or the environment against written values.
 
-A list means any of its values, a comma inside a string means all (``">=64,<=128"``). An unset field never matches.
+A list means any of its values, a comma inside a string means all (``">=64,<=128"``). An unset field never matches. The
+fields of the workload (``batch``, ``seq_len``, ``query_len``) hold where they do for every batch shape of the phase.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
 _CONFIG = config.AttentionConfig.model_fields
 _BOOLEANS = ("mla", "sparse", *(name for name, item in _CONFIG.items() if item.annotation is bool))
 _FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps")
-_INTEGERS = (*(name for name in _CONFIG if name not in {*_BOOLEANS, *_FLOATS, *_NAMES}), "sm_count")
+_OF_WORKLOAD = ("batch", "seq_len", "query_len")
+_OF_CONFIG = tuple(name for name in _CONFIG if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
+_INTEGERS = (*_OF_CONFIG, *_OF_WORKLOAD, "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps")
 
 FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "compute_capability", "cuda", "library")
@@ -57,8 +60,10 @@ class Condition:
     points: frozenset[Any]
 
     @property
-    def scope(self) -> Literal["config", "device", "environment"]:
+    def scope(self) -> Literal["config", "workload", "device", "environment"]:
         """Where the value comes from."""
+        if self.field in _OF_WORKLOAD:
+            return "workload"
         if self.field == "cuda" or self.field.startswith("library."):
             return "environment"
         return "device" if self.field in _OF_DEVICE else "config"

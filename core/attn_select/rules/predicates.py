@@ -64,11 +64,11 @@ def numbers(
             raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
         alternatives.append(_all(_compare(sign, bound) for sign, bound in bounds))
         near: set[float] = set(limits)
-        for _, bound in bounds:  # the bound and the next values on both sides of it
+        for _, bound in bounds:  # the bound and the next value above it, which stands for all up to the next bound
             if integers:
-                near |= {math.ceil(bound) - 1, math.ceil(bound), math.floor(bound) + 1}
+                near |= {math.ceil(bound), math.floor(bound) + 1}
             else:
-                near |= {math.nextafter(bound, -math.inf), bound, math.nextafter(bound, math.inf)}
+                near |= {bound, math.nextafter(bound, math.inf)}
         near = {point for point in near if limits[0] <= point <= limits[1]}
         points |= near
         if len(values) > 1 and not any(map(alternatives[-1], near)):

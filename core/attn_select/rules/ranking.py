@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
@@ -14,6 +14,9 @@ from attn_select.environment import Environment, canonical_distribution
 from attn_select.rules.conditions import Condition
 from attn_select.rules.libraries import PREFIX
 from attn_select.rules.rule import PACKAGED, Rule
+
+if TYPE_CHECKING:
+    from attn_select.times.workload import Workload
 
 
 @dataclass(slots=True)
@@ -24,14 +27,16 @@ class Ranking:
         order: backend names, best first.
         ranks: position from 1 of every candidate in that order.
         denied: backend name → the rule that denies it.
-        rules: the rules that took part, in the order they were applied.
+        rules: the rules that made the order, as they were applied.
         by_rule: False where no priority rule matched and the registered order was taken.
+        without_evidence: the rule that keeps times out of the choice, or None.
     """
 
     order: list[str]
     denied: dict[str, Rule]
     rules: list[Rule]
     by_rule: bool
+    without_evidence: Rule | None
     _default_order: list[str] | None
     """The order before the users' own rules; None where one of them gives the priority."""
     _later: list[Rule]
@@ -64,7 +69,7 @@ class Rankings(dict[Phase, Ranking]):
 
     Attributes:
         rules: the rules that took part, in the order they were applied, each once.
-        by_phase: whether one of them speaks of one phase alone.
+        by_phase: whether one of them ranks one phase alone.
         listed: every candidate, by decode rank, then prefill rank; those without a rank come last, as registered.
     """
 
@@ -72,8 +77,9 @@ class Rankings(dict[Phase, Ranking]):
 
     def __init__(self, rankings: Mapping[Phase, Ranking], candidates: Iterable[str]) -> None:
         super().__init__(rankings)
-        self.rules = tuple(dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules]))
-        self.by_phase = any(rule.phase is not None for rule in self.rules)
+        rules = dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules])
+        self.by_phase = any(len(ranking.rules) < len(rules) for ranking in rankings.values())
+        self.rules = (*rules, *dict.fromkeys([r.without_evidence for r in rankings.values() if r.without_evidence]))
         ranked = [name for phase in reversed([*rankings]) for name in rankings[phase].ranks]
         self.listed = tuple(dict.fromkeys([*ranked, *candidates]))
 
@@ -83,7 +89,10 @@ class Rankings(dict[Phase, Ranking]):
 
 
 _MOST_RANKINGS = 1024
-_Test = tuple[Callable[[AttentionConfig], Any], Callable[[Any], bool]]
+_Test = tuple[Callable[[Any], Any], Callable[[Any], bool]]
+"""Gets a value out of a config or a batch shape, and says whether it matches."""
+_Compiled = tuple[Rule, list[_Test]]
+_OF_BATCH = {"batch": "num_requests", "seq_len": "max_seq_len", "query_len": "max_query_len"}
 
 
 def _kv_cache_names(config: AttentionConfig) -> tuple[str, ...]:
@@ -122,19 +131,32 @@ class Ranker:
         self._candidates = candidates
         self._rankings: dict[tuple[object, ...], Rankings] = {}
         self._registered = list(registered)
-        self._priorities: list[tuple[Rule, list[_Test]]] = []
-        self._effects: list[tuple[Rule, list[_Test]]] = []
+        compiled: list[_Compiled] = []
+        self._of_batch: dict[Rule, list[_Test]] = {}
         for rule in rules:
             tests: list[_Test] = []
             for condition in rule.when:
                 if condition.scope == "config":
                     tests.append((_GETTERS.get(condition.field) or attrgetter(condition.field), condition.matches))
+                elif condition.scope == "workload":
+                    test = attrgetter(_OF_BATCH[condition.field]), condition.matches
+                    self._of_batch.setdefault(rule, []).append(test)
                 elif not _holds(condition, device, environment, modules):
                     break
             else:
-                (self._priorities if rule.effect == "priority" else self._effects).append((rule, tests))
-        # Priorities: last layer to first, top-down within one. sort() is stable.
-        self._priorities.sort(key=lambda item: -item[0].layer)
+                compiled.append((rule, tests))
+        # Priorities: last layer to first, top-down within one. sorted() is stable.
+        priorities = sorted(
+            [item for item in compiled if item[0].effect == "priority"], key=lambda item: -item[0].layer
+        )
+        effects = [item for item in compiled if item[0].effect != "priority"]
+        self._with_workload = priorities, effects
+        self._priorities = self._without_workload(priorities)
+        self._effects = self._without_workload(effects)
+
+    def _without_workload(self, compiled: Sequence[_Compiled]) -> list[_Compiled]:
+        """Return the rules that may match where no workload is given: without one no time is known."""
+        return [item for item in compiled if item[0] not in self._of_batch and item[0].effect != "evidence"]
 
     def rank(self, config: AttentionConfig, phases: Sequence[Phase]) -> Rankings:
         """Return the ranking of every phase."""
@@ -150,6 +172,25 @@ class Ranker:
             self._rankings[key] = found
         return found
 
+    def rank_for(self, config: AttentionConfig, phases: Sequence[Phase], workload: Workload) -> Rankings:
+        """Return the ranking of every phase for a workload.
+
+        Conditions on batches hold in a phase where they hold for every shape that the workload has of it.
+        """
+        priorities, effects = [
+            [rule for rule, tests in compiled if _matches(tests, config)] for compiled in self._with_workload
+        ]
+        rankings: dict[Phase, Ranking] = {}
+        for phase in phases:
+            shapes = workload.of_phase(phase, config)
+
+            def holds(rule: Rule, batches: Sequence[object] = [shape.batch for shape in shapes]) -> bool:
+                tests = self._of_batch.get(rule)
+                return tests is None or (bool(batches) and all(_matches(tests, batch) for batch in batches))
+
+            rankings[phase] = self._rank(phase, [*filter(holds, priorities)], [*filter(holds, effects)])
+        return Rankings(rankings, self._candidates or ())
+
     def _rank(self, phase: Phase, priorities: Sequence[Rule], effects: Sequence[Rule]) -> Ranking:
         applied: list[Rule] = []
         order = self._registered
@@ -163,11 +204,15 @@ class Ranker:
         default_order = None if users else order
         later: list[Rule] = []
         denied: dict[str, Rule] = {}
+        without_evidence: Rule | None = None
         for rule in effects:
             if rule.phase is not None and rule.phase != phase:
                 continue
             if rule.effect == "deny":
                 denied.update(dict.fromkeys(rule.backends, rule))
+            elif rule.effect == "evidence":
+                without_evidence = rule
+                continue
             elif users and rule.layer < PACKAGED:
                 continue  # a plugin's fragment does not change the order that a user wrote
             else:
@@ -177,7 +222,7 @@ class Ranker:
                 elif not users:
                     default_order = order
             applied.append(rule)
-        return Ranking(order, denied, applied, by_rule, default_order, later, self._candidates)
+        return Ranking(order, denied, applied, by_rule, without_evidence, default_order, later, self._candidates)
 
 
 def _applied(rule: Rule, order: list[str]) -> list[str]:
@@ -189,9 +234,10 @@ def _applied(rule: Rule, order: list[str]) -> list[str]:
     return [*others, *listed, *(name for name in rule.backends if name not in listed)]
 
 
-def _matches(tests: list[_Test], config: AttentionConfig) -> bool:
+def _matches(tests: list[_Test], asked: object) -> bool:
+    """Whether a config, or a batch shape, passes all tests; an unset field passes none."""
     for get, matches in tests:
-        value = get(config)
+        value = get(asked)
         if value is None or not matches(value):
             return False
     return True

@@ -12,8 +12,8 @@ from attn_select.errors import UnknownNameError, shorten, show
 from attn_select.rules.conditions import Condition, compile_when
 from attn_select.rules.predicates import ConditionError
 
-Effect = Literal["priority", "prefer", "avoid", "deny"]
-EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny")
+Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
+EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
 _KEYS = ("name", "phase", "when", *EFFECTS, "because", "enabled")
 PACKAGED = 0
 """The layer of the packaged rules; plugins' fragments are below it, users' files above."""
@@ -39,8 +39,9 @@ class Rule:
 
     Attributes:
         name: unique within a file; a later layer's rule of the same name replaces this one.
-        effect: ``priority``, ``prefer``, ``avoid`` or ``deny``; None for a rule that only switches another off.
-        backends: the names that the effect lists, in order.
+        effect: ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out of the choice;
+            None for a rule that only switches another off.
+        backends: the names that the effect lists, in order; ``evidence`` lists none.
         phase: the one phase it speaks of, or None for both.
         when: all must match.
         because: the author's reason, shown by explain, as one line.
@@ -152,6 +153,10 @@ def _parse(
 
 def _backends(effect: str, value: object) -> tuple[str, ...]:
     """Return the names that an effect lists. Raises ValueError where it lists none or something else."""
+    if effect == "evidence":
+        if value is not False:
+            raise ValueError(f"evidence = {show(value)}: expected false, which keeps times out of the choice")
+        return ()
     if not isinstance(value, list) or not value or not all(map(_is_name, value)):
         raise ValueError(f'{effect} = {show(value)}: expected a list of backend names such as ["FLASH_ATTN"]')
     names = tuple(name.strip() for name in value)

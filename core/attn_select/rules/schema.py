@@ -11,7 +11,7 @@ from attn_select.rules.document import VERSION
 from attn_select.rules.lint import known_names
 from attn_select.rules.rule import EFFECTS, Effect
 
-_EFFECTS: dict[Effect, str] = {
+_LISTS: dict[Effect, str] = {
     "priority": "the order; the first matching priority rule wins, last file first",
     "prefer": "put in front of the order, inserting missing names",
     "avoid": "moved to the end of the order",
@@ -27,7 +27,8 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         "name": _text("unique in the file; a later file's rule of this name replaces it", minLength=1),
         "phase": {"enum": list(PHASES), "description": "leave out for both phases"},
         "when": _when(),
-        **{effect: {**names, "description": text} for effect, text in _EFFECTS.items()},
+        **{effect: {**names, "description": text} for effect, text in _LISTS.items()},
+        "evidence": {"const": False, "description": "false keeps measured times out of the choice"},
         "because": _text("shown by `attn-select explain`"),
         "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},
     }

@@ -45,7 +45,7 @@ class StaticBatch:
         self.query_start_loc = torch.arange(requests + 1, **ints) * (query_len or 0)
         self.seq_lens = torch.zeros(requests, **ints)
         self.block_table = torch.zeros(requests, -(-capacity.max_model_len // size), **ints)
-        self.slot_mapping = torch.full((capacity.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.empty(capacity.max_num_batched_tokens, dtype=torch.int64, device=device)
 
     def padded_requests(self, size: int) -> int:
         """Return how many requests a batch of a captured size (requests, or tokens where mixed) has."""
@@ -59,9 +59,10 @@ class StaticBatch:
         """Copy a batch into the buffers and return it padded to a captured size. Does not synchronise.
 
         Raises:
-            BatchError: the batch is not uniform, has image ranges, or its block table is wider than ``max_model_len``
-                allows.
+            BatchError: the group refuses the batch, or it is not uniform, has image ranges, or its block table is wider
+                than ``max_model_len`` allows.
         """
+        self.group.check_batch(common)
         if common.mm_prefix_ranges is not None and any(common.mm_prefix_ranges):
             raise BatchError("mm_prefix_ranges are given: a captured step has none, run it eagerly")
         requests, tokens = self.padded_requests(size), self.padded_tokens(size)

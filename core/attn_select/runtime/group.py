@@ -284,7 +284,7 @@ class AttentionGroup:
                 of the block size or longer than what a request had cached, or (in checked mode) anything else is
                 wrong with the batch.
         """
-        self._check(common_attn_metadata)
+        self.check_batch(common_attn_metadata)
         if common_prefix_len:
             self._check_prefix(common_attn_metadata, common_prefix_len)
         if self.unified:
@@ -304,7 +304,7 @@ class AttentionGroup:
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """Build what a graph is captured with. All requests are of one phase unless one backend serves both."""
-        self._check(common_attn_metadata)
+        self.check_batch(common_attn_metadata)
         phase = self._only_phase(common_attn_metadata)
         served = self._server(phase)
         common = self._for_kernel(served.context, common_attn_metadata)
@@ -334,7 +334,12 @@ class AttentionGroup:
     def _prefix(self, served: Served, prefix: int, common: CommonAttentionMetadata) -> int:
         return prefix if prefix and served.builder.use_cascade_attention(prefix, common) else 0
 
-    def _check(self, common: CommonAttentionMetadata) -> None:
+    def check_batch(self, common: CommonAttentionMetadata) -> None:
+        """Compare a step's batch with what the group was made for; in checked mode also its contents.
+
+        Raises:
+            BatchError: names what was seen and what is accepted.
+        """
         capacity = self.capacity
         if common.num_reqs > capacity.max_num_seqs or common.num_actual_tokens > capacity.max_num_batched_tokens:
             raise BatchError(

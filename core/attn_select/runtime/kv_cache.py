@@ -144,7 +144,7 @@ class CacheView(Generic[T]):
     def __init__(self, make: Callable[[Tensor], T]) -> None:
         self._make = make
         self._seen: Callable[[], Tensor | None] = lambda: None
-        self._address = 0
+        self._address: int | None = None
         self._view: T | None = None
 
     def __call__(self, kv_cache: Tensor) -> T:

@@ -69,7 +69,7 @@ class MLAAttention(nn.Module):
             "kv_c_normed": ((self.rank,), dtype),
             "k_pe": ((self.rope,), dtype),
             "output": ((self.heads, self.value_size), dtype),
-            "topk_indices": ((config.sparse_top_k or 0,), torch.int32),
+            "topk_indices": ((cast(int, config.sparse_top_k),), torch.int32),
             "output_lse": ((self.heads,), torch.float32),
         }
         self._layout = cast(str, group.kv_layout)

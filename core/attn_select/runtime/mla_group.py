@@ -120,7 +120,7 @@ class MLAAttentionGroup(AttentionGroup):
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
     ) -> MLAMetadata:
         """As ``AttentionGroup.build``; MLA layers use no cascade, so ``common_prefix_len`` changes nothing."""
-        self._check(common_attn_metadata)
+        self.check_batch(common_attn_metadata)
         common, parts = common_attn_metadata, []
         if self._latent_alone():
             return self._mla_metadata(common, self._latent_part("decode", common, 0, fast_build))
@@ -138,7 +138,7 @@ class MLAAttentionGroup(AttentionGroup):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
         """As ``AttentionGroup.build_for_cudagraph_capture``; only decodes are captured."""
-        self._check(common_attn_metadata)
+        self.check_batch(common_attn_metadata)
         served = self._server("decode")
         common = self._for_kernel(served.context, common_attn_metadata)
         decode = served.builder.build_for_cudagraph_capture(common)

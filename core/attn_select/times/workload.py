@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from attn_select.config import AttentionConfig, Phase
@@ -87,6 +86,11 @@ class Workload:
             return str(self.shapes[0].batch)
         return ",".join(f"{shape.batch}*{shape.weight:.4g}" for shape in self.shapes)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the workload as plain data; ``docs/json.md`` documents it."""
+        shapes = [{"batch": str(shape.batch), "share": shape.weight} for shape in self.shapes]
+        return {"name": self.name, "shapes": shapes}
+
     def of_phase(self, phase: Phase, config: AttentionConfig) -> tuple[WeightedShape, ...]:
         """Return the shapes that a layer runs in a phase.
 
@@ -97,7 +101,7 @@ class Workload:
         return tuple([shape for shape in self.shapes if shape.batch.is_decode(longest) is (phase == "decode")])
 
 
-WorkloadArgument = Workload | str | os.PathLike[str]
+WorkloadArgument = Workload | str | PurePath
 
 
 def parse_workload(given: WorkloadArgument) -> Workload:
@@ -114,7 +118,7 @@ def parse_workload(given: WorkloadArgument) -> Workload:
     """
     if isinstance(given, Workload):
         return given
-    if isinstance(given, os.PathLike):
+    if isinstance(given, PurePath):
         return _from_file(Path(given))
     if not isinstance(given, str):
         raise ConfigError(f"workload = {show(given)}: expected shapes, a profile or a file", fields=["workload"])

@@ -1,0 +1,119 @@
+"""Rules about batches: ``batch``, ``seq_len`` and ``query_len`` in ``when``, and ``evidence = false``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_select.config import PHASES, AttentionConfig
+from attn_select.device import lookup
+from attn_select.environment import Environment
+from attn_select.rules.ranking import Ranker, Rankings
+from attn_select.rules.rule import RuleError, parse_rule
+from attn_select.times.workload import parse_workload
+
+PLAIN = AttentionConfig(num_heads=8, head_size=128)
+ORDER = {"name": "order", "priority": ["A", "B"]}
+H100 = lookup("h100")
+
+
+def ranker(*tables: dict[str, Any]) -> Ranker:
+    rules = [parse_rule(table, file="mine.toml", line=n, layer=1) for n, table in enumerate(tables, 1)]
+    return Ranker(rules, H100, Environment(assume_installed=True), ["A", "B"])
+
+
+def rank(workload: str, *tables: dict[str, Any], config: AttentionConfig = PLAIN) -> Rankings:
+    return ranker(*tables).rank_for(config, PHASES, parse_workload(workload))
+
+
+@pytest.mark.parametrize(
+    ("when", "workload", "matches"),
+    [
+        ({"batch": ">=32"}, "32q1s1k", True),
+        ({"batch": ">=32"}, "31q1s1k", False),
+        ({"batch": ">=32"}, "16q1s1k_16q1s2k", True),
+        ({"batch": ">=32"}, "64q1s1k,8q1s1k", False),  # every shape
+        ({"batch": ">=32"}, "64q1s1k,q2k", True),  # of the phase
+        ({"batch": [64, 128]}, "64q1s1k,128q1s1k", True),
+        ({"seq_len": "<=1024"}, "8q1s1k", True),
+        ({"seq_len": "<=1024"}, "8q1s1k_q1s1025", False),  # the longest request
+        ({"seq_len": ">=1024,<2048"}, "8q1s1k,8q1s2047", True),
+        ({"query_len": 1}, "8q1s1k", True),
+        ({"query_len": ">1"}, "8q1s1k", False),
+        ({"batch": ">=32", "seq_len": "<=1024"}, "64q1s2k", False),
+        ({"batch": ">=32", "num_heads": 8}, "64q1s2k", True),
+        ({"batch": ">=32", "num_heads": 16}, "64q1s2k", False),
+        ({"batch": ">=32", "gpu": "b200"}, "64q1s2k", False),
+        ({"batch": ">=1"}, "q2k", False),  # no decode in the workload
+    ],
+)
+def test_a_condition_holds_for_every_shape_of_the_phase(when: dict[str, Any], workload: str, matches: bool) -> None:
+    rule = {"name": "mine", "phase": "decode", "when": when, "prefer": ["B"]}
+    assert rank(workload, ORDER, rule)["decode"].order == (["B", "A"] if matches else ["A", "B"])
+
+
+def test_a_rule_without_a_phase_is_asked_for_each_phase() -> None:
+    rule = {"name": "mine", "when": {"batch": ">=32"}, "prefer": ["B"]}
+    both = rank("64q1s1k,32q1k", ORDER, rule)
+    assert both["prefill"].order == both["decode"].order == ["B", "A"]
+    assert not both.by_phase
+    decode = rank("64q1s1k,q1k", ORDER, rule)
+    assert decode["decode"].order == ["B", "A"]
+    assert decode["prefill"].order == ["A", "B"]
+    assert decode.by_phase  # the rule ranks one phase alone, so the phases are chosen as a pair
+
+
+def test_speculative_decodes_are_decode() -> None:
+    rule = {"name": "mine", "phase": "decode", "when": {"query_len": 4}, "prefer": ["B"]}
+    drafts = AttentionConfig(num_heads=8, head_size=128, num_speculative_tokens=3)
+    assert rank("8q4s1k", ORDER, rule, config=drafts)["decode"].order == ["B", "A"]
+    assert rank("8q4s1k", ORDER, rule)["decode"].order == ["A", "B"]
+
+
+@pytest.mark.parametrize("effect", ["priority", "prefer", "avoid", "deny"])
+def test_without_a_workload_no_such_rule_matches(effect: str) -> None:
+    rule = {"name": "mine", "when": {"batch": ">=1"}, effect: ["A"]}
+    rankings = ranker({**rule, "when": {**rule["when"], "mla": False}}, ORDER).rank(PLAIN, PHASES)
+    for ranking in rankings.values():
+        assert ranking.order == ["A", "B"]
+        assert not ranking.denied
+        assert [used.name for used in ranking.rules] == ["order"]
+
+
+def test_priorities_about_batches_beat_later_ones() -> None:
+    rule = {"name": "mine", "when": {"seq_len": ">=32768"}, "priority": ["B"]}
+    assert rank("8q1s32k", rule, ORDER)["decode"].order == ["B"]
+    assert rank("8q1s1k", rule, ORDER)["decode"].order == ["A", "B"]
+
+
+def test_evidence_is_switched_off_where_the_rule_matches() -> None:
+    off = {"name": "off", "phase": "decode", "when": {"seq_len": "<=1024"}, "evidence": False, "because": "we doubt it"}
+    found = rank("8q1s1k,q1k", ORDER, off)
+    assert found["decode"].without_evidence is not None
+    assert found["decode"].without_evidence.name == "off"
+    assert [rule.name for rule in found.rules] == ["order", "off"]
+    assert not found.by_phase  # it ranks nothing
+    assert found["prefill"].without_evidence is None
+    assert rank("8q1s2k,q1k", ORDER, off)["decode"].without_evidence is None
+    without = ranker(ORDER, off).rank(PLAIN, PHASES)  # no workload: no time is known, and the rule is not named
+    assert [rule.name for rule in without.rules] == ["order"]
+
+
+@pytest.mark.parametrize("value", [True, "false", 0, [], ["A"], None])
+def test_evidence_takes_false_alone(value: object) -> None:
+    with pytest.raises(RuleError, match=r"evidence = .*: expected false, which keeps times out of the choice"):
+        parse_rule({"name": "mine", "evidence": value}, file="mine.toml", line=1, layer=1)
+
+
+@pytest.mark.parametrize(
+    ("when", "what"),
+    [
+        ({"batch": "many"}, "batch = 'many': expected a number"),
+        ({"batches": 3}, "unknown field 'batches' in when; did you mean batch"),
+        ({"seq_len": True}, "seq_len = True: expected a number"),
+    ],
+)
+def test_what_is_no_condition_is_named(when: dict[str, Any], what: str) -> None:
+    with pytest.raises(RuleError, match=what):
+        parse_rule({"name": "mine", "when": when, "prefer": ["A"]}, file="mine.toml", line=1, layer=1)
