@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from attn_select_cli.layer_options import diff_options
+from attn_select_cli.layer_options import diff_options, options_in
 
 if TYPE_CHECKING:
     from attn_select.render import Line
@@ -46,7 +45,7 @@ def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: 
     if golden is not None:
         before, after = read_golden(golden), explained
     else:
-        before, after = explained, build_explanation({**options, **_other_side(to or "")}).to_dict()
+        before, after = explained, build_explanation({**options, **options_in(to or "", "--to")[1]}).to_dict()
     changes = compare(before, after)
     if as_json:
         print_json({"schema_version": 1, "changes": changes})
@@ -66,23 +65,6 @@ _PLAN_FIELDS = (
     "workspace_bytes",
     "block_table_width_multiple",
 )
-
-
-def _other_side(text: str) -> dict[str, Any]:
-    """Parse the options of ``--to``: only those given there."""
-    try:
-        arguments = shlex.split(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r}: {error}", param_hint="--to") from None
-
-    @click.command("--to", add_help_option=False)
-    @diff_options
-    def other_side(**options: Any) -> None:
-        """Never run; only its parameters are used."""
-
-    context = other_side.make_context("attn-select diff --to", arguments)
-    given = click.core.ParameterSource.COMMANDLINE
-    return {name: value for name, value in context.params.items() if context.get_parameter_source(name) is given}
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -159,12 +141,13 @@ def _change_lines(change: Mapping[str, Any]) -> list[Line]:
     from attn_select.render import HANG
 
     where = f"{change['kind']}{', ' + change['phase'] if change['phase'] else ''}: {change['what']}"
-    before, after = (_value(change[side]) for side in ("from", "to"))
+    before, after = (value_text(change[side]) for side in ("from", "to"))
     lines: list[Line] = [[(where, "title"), (f"  {before} -> {after}", "")]]
     return lines + [[("  ", ""), HANG, (reason, "dim")] for reason in change["why"]]
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return one side of a change in words."""
     if isinstance(value, list):
         return f"({', '.join(map(str, value))})"
     return "none" if value is None else str(value)

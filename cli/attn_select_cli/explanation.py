@@ -16,6 +16,7 @@ from attn_select.errors import ConfigError, ModelError, UnknownNameError
 from attn_select.models import layer_kinds, load
 from attn_select.registry import Registry
 from attn_select.render import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, warning_lines
+from attn_select.rules.layers import RuleSet
 from attn_select.selection import Selection
 from attn_select.selector import decider_for, environment_for, select_model
 from attn_select_cli.layer_options import overrides_from
@@ -124,9 +125,11 @@ def library_states(registry: Registry, environment: Environment) -> dict[str, di
 
 
 def build_explanations(
-    options: Mapping[str, Any], models: Sequence[str | None], gpus: Sequence[str]
+    options: Mapping[str, Any], models: Sequence[str | None], gpus: Sequence[str], rules: RuleSet | None = None
 ) -> list[Explanation]:
     """Decide for every model on every GPU; return the explanations model by model.
+
+    ``rules`` replace those that the options name.
 
     Raises:
         AttnSelectError: any documented error of input. Where there are several, it names the model and the GPU.
@@ -135,7 +138,7 @@ def build_explanations(
     for model in models:
         for gpu in gpus:
             try:
-                found.append(build_explanation({**options, "model": model, "gpu": gpu}))
+                found.append(build_explanation({**options, "model": model, "gpu": gpu}, rules))
             except (ModelError, ConfigError) as error:
                 if len(models) * len(gpus) > 1:
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
@@ -143,8 +146,10 @@ def build_explanations(
     return found
 
 
-def build_explanation(options: Mapping[str, Any]) -> Explanation:
+def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) -> Explanation:
     """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation.
+
+    ``rules`` replace those that the options name.
 
     Raises:
         AttnSelectError: any documented error of input.
@@ -166,13 +171,13 @@ def build_explanation(options: Mapping[str, Any]) -> Explanation:
     environment = environment_for(device, parse_pins(options["pins"]))
     source = load(options["model"]) if options["model"] is not None else None
     kinds = layer_kinds(source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides)
-    rules = tuple(options["rules"]) or None
-    decider = decider_for(device, rules, environment)
+    used_rules = rules or tuple(options["rules"]) or None
+    decider = decider_for(device, used_rules, environment)
     warnings += unknown_pins(environment.pins, decider)
     backend = tuple(options["backend"]) or None
     configs = [kind.config for kind in kinds.kinds]
     workload = options.get("workload")
-    selections = select_model(configs, device, rules, backend, environment=environment, workload=workload)
+    selections = select_model(configs, device, used_rules, backend, environment=environment, workload=workload)
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
     return Explanation(described, layers, [*warnings, *kinds.warnings], decider)

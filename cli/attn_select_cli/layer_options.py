@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -187,6 +188,28 @@ def run_options(function: F) -> F:
 def bench_options(function: F) -> F:
     """Add the options of one model's layers on this machine, whose ``--backend`` names candidates."""
     return decision_options(function, _ONE_MODEL, backend=_ONLY_BACKEND)
+
+
+def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parse ``text``, what ``flag`` was given, as options of one decision: all of them, and those that it names.
+
+    Raises:
+        ClickException: it is not made of such options.
+    """
+    try:
+        arguments = shlex.split(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}", param_hint=flag) from None
+
+    @click.command(flag, add_help_option=False)
+    @diff_options
+    def parsed(**options: Any) -> None:
+        """Never run; only its parameters are used."""
+
+    calling = click.get_current_context(silent=True)
+    context = parsed.make_context(f"{calling.command_path if calling else 'attn-select'} {flag}", arguments)
+    given = click.core.ParameterSource.COMMANDLINE
+    return context.params, {k: v for k, v in context.params.items() if context.get_parameter_source(k) is given}
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:

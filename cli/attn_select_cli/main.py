@@ -108,7 +108,7 @@ def run(arguments: list[str]) -> int:
         return 130
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        shown = context.command_path.removesuffix(" --to") if context is not None else ""
+        shown = context.command_path.partition(" --")[0] if context is not None else ""
         hint = f"`{shown} --help` shows the options" if shown else None
         return _fail(as_json, "usage", error.format_message(), hint, 2)
     except AttnSelectError as error:

@@ -1,4 +1,4 @@
-"""``attn-select rules``: show, check, schema, path."""
+"""``attn-select rules``: show, check, schema, path; ``rules_edit`` has the commands that write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from attn_select_cli import rules_edit
 
 if TYPE_CHECKING:
     from attn_select.rules.document import Problem
@@ -18,6 +20,9 @@ Examples:
   attn-select rules show --rules my_rules.toml
   attn-select rules check my_rules.toml
   attn-select rules schema > selector_rules.schema.json
+  attn-select rules prefer FLASHINFER --gpu h20 --phase decode
+  attn-select rules deny FLASHINFER --when 'library.flashinfer-python<0.6.3'
+  attn-select rules undo
 """
 
 
@@ -30,9 +35,9 @@ _extra_rules = click.option(
 )
 
 
-@click.group("rules", epilog=EPILOG, short_help="Show, check and find the rules that rank backends.")
+@click.group("rules", epilog=EPILOG, short_help="Show, check, find and change the rules that rank backends.")
 def command() -> None:
-    """Show, check and find the rules that rank backends."""
+    """Show, check, find and change the rules that rank backends."""
 
 
 @command.command(
@@ -197,3 +202,7 @@ def path(rules: tuple[str, ...], as_json: bool) -> int:
     else:
         print_lines([Table(["layer", "state", "path"], [[x.kind, x.state, str(x.path)] for x in layers])])
     return 0
+
+
+for each in (rules_edit.init, rules_edit.prefer, rules_edit.avoid, rules_edit.deny, rules_edit.undo):
+    command.add_command(each)

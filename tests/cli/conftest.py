@@ -57,17 +57,26 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.fixture
 def run_on_terminal(tmp_path: Path) -> Run:
-    """Return ``run_on_terminal(60, "explain", "--gpu", "h100")``; the output has its control sequences removed."""
+    """Return ``run_on_terminal(60, "explain", "--gpu", "h100")``; the output has its control sequences removed.
 
-    def call(width: int, *arguments: str, **variables: str) -> Result:
+    ``typed`` is what the user types; the child reads nothing otherwise.
+    """
+
+    def call(width: int, *arguments: str, typed: str = "", **variables: str) -> Result:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
         code = "from attn_select_cli.main import main; main()"
         environment = {**os.environ, "TERM": "xterm-256color", **variables}
         child = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path
+            [sys.executable, "-c", code, *arguments],
+            stdin=theirs if typed else None,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            cwd=tmp_path,
         )
         os.close(theirs)
+        os.write(ours, typed.encode())
         read = b""
         while True:
             try:

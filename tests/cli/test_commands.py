@@ -32,7 +32,7 @@ def test_version_and_help(run: Any) -> None:
         assert text.code == 0
         assert "Example" in text.out
         assert "None" not in text.out
-    for command in ("show", "check", "schema", "path"):
+    for command in ("show", "check", "schema", "path", "init", "prefer", "avoid", "deny", "undo"):
         assert "Example" in run("rules", command, "--help").out
     assert "did you mean explain?" in run("explian").err
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attn_select import variables
@@ -15,6 +16,10 @@ from attn_select.rules.fragments import Fragment
 from attn_select.rules.rule import PACKAGED, Rule
 
 FILE_NAME = "selector_rules.toml"
+
+Instead = Mapping[str, bytes]
+"""Contents to read in place of what files have, by the files' real paths: rules as they would be."""
+_NOTHING_INSTEAD: Instead = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -79,7 +84,7 @@ def candidate_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer
     ``extra`` are the files of ``--rules`` (or ``select(rules=…)``), in order.
     """
     layers = [Layer("packaged", packaged_rules_path())]
-    if user := _user_path():
+    if user := user_rules_path():
         layers.append(Layer("user", user))
     layers.append(Layer("working directory", Path(FILE_NAME)))
     layers += (
@@ -89,7 +94,8 @@ def candidate_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer
     return layers
 
 
-def _user_path() -> Path | None:
+def user_rules_path() -> Path | None:
+    """Return the path of the user's own rules, there or not; None where there is no home directory."""
     import platformdirs
 
     try:
@@ -105,27 +111,35 @@ def inspect_layers(extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequ
     return [*map(_fragment_layer, fragments), *layers]
 
 
-def load_rules(extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequence[Fragment] = ()) -> RuleSet:
+def load_rules(
+    extra: Sequence[str | os.PathLike[str]] = (),
+    fragments: Sequence[Fragment] = (),
+    instead: Instead = _NOTHING_INSTEAD,
+) -> RuleSet:
     """Read and merge every layer; ``fragments`` are those of the registered plugins.
+
+    A file that ``instead`` has a content for counts as there, with that content.
 
     Raises:
         RulesError: a file that was asked for is missing, or a file cannot be read or breaks the format. The problems of
             all files are collected in ``problems`` (the first hundred).
     """
-    rule_set, problems = read_rules(extra, fragments)
+    rule_set, problems = read_rules(extra, fragments, instead)
     if problems:
         raise _error(problems)
     return rule_set
 
 
 def read_rules(
-    extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequence[Fragment] = ()
+    extra: Sequence[str | os.PathLike[str]] = (),
+    fragments: Sequence[Fragment] = (),
+    instead: Instead = _NOTHING_INSTEAD,
 ) -> tuple[RuleSet, list[Problem]]:
     """Read and merge every layer as far as it can be understood; return also what cannot (the first hundred)."""
     layers = candidate_layers(extra)
     problems: list[Problem] = []
     documents = [(PACKAGED - len(fragments) + i, each.document) for i, each in enumerate(fragments)]
-    for index, content in enumerate(_read_all(layers, problems)):
+    for index, content in enumerate(_read_all(layers, problems, instead)):
         if content is not None:
             layer = PACKAGED + index
             documents.append((layer, read_document(content, str(layers[index].path), layer, problems)))
@@ -164,12 +178,12 @@ def _error(problems: list[Problem]) -> RulesError:
     return RulesError(shown, problems=problems, hint=hint)
 
 
-def _read_all(layers: list[Layer], problems: list[Problem]) -> list[bytes | None]:
+def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _NOTHING_INSTEAD) -> list[bytes | None]:
     """Set the state of every layer; return the contents of those whose state is ``read``."""
     contents: list[bytes | None] = []
     for layer in layers:
         try:
-            content = _read(layer)
+            content = _read(layer, instead)
         except (OSError, ValueError) as error:
             content, layer.state = None, str(getattr(error, "strerror", None) or error)
             origin = f" (given by {layer.kind})" if layer.kind in (variables.RULES, "--rules") else ""
@@ -194,14 +208,15 @@ def _same_file(one: Layer, other: Layer) -> bool:
     return other.state == "read" and os.path.realpath(one.path) == os.path.realpath(other.path)
 
 
-def _read(layer: Layer) -> bytes | None:
+def _read(layer: Layer, instead: Instead) -> bytes | None:
     """Return a file's content, None where an optional one does not exist.
 
     Raises:
         OSError, ValueError: it cannot be read, or a file that must exist does not.
     """
     try:
-        content = read_file(layer.path)
+        content = instead.get(os.path.realpath(layer.path)) if instead else None
+        content = read_file(layer.path) if content is None else content
     except (FileNotFoundError, NotADirectoryError):
         if layer.kind not in ("user", "working directory"):
             raise ValueError("no such file") from None

@@ -1,0 +1,223 @@
+"""``rules init, prefer, avoid, deny, undo``: what they write, show, refuse and take back."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select_cli import rules_file
+
+WRITTEN_BY_HAND = """\
+# ours
+version = 1 # the format
+
+# about a
+[[rules]]
+name = "a" # why
+prefer = ["TRITON_ATTN"]   # fast here
+
+[backends.FLASH_ATTN]
+version = 2
+
+# about b
+[[rules]]
+name = "b"
+deny = ["FLASHMLA"]
+[rules.when]
+# old ones
+library.flash-mla = "<1" # known bad
+
+# the end
+"""
+
+
+@pytest.fixture
+def user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's rules file, not there yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "attn-select" / "selector_rules.toml"
+
+
+def rules(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(path.read_text())["rules"]
+    return found
+
+
+def test_prefer_writes_a_rule_that_decides(run: Any, user_file: Path) -> None:
+    result = run("rules", "prefer", "triton-attn", "--gpu", "h100", "--phase", "decode", "--yes")
+    assert result.code == 0, result.err
+    assert "decode backend" in result.out
+    expected = {"name": "prefer-triton-attn-h100-decode", "phase": "decode", "when": {"gpu": "h100"}}
+    assert rules(user_file) == [expected | {"prefer": ["TRITON_ATTN"]}]
+    layer = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--json").json["layers"][0]
+    assert layer["selected"]["decode"] == "TRITON_ATTN"
+    again = run("rules", "prefer", "TRITON_ATTN", "--gpu", "h100", "--phase", "decode", "--yes")
+    assert again.code == 0
+    assert "nothing to write" in again.out
+    assert run("rules", "check").code == 0
+
+
+def test_nothing_is_written_without_a_yes(run: Any, user_file: Path) -> None:
+    result = run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b")
+    assert result.code == 1
+    assert "FLASH_ATTN" in result.out
+    assert "--yes" in result.out
+    as_json = run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--gpu", "h100", "--json")
+    assert as_json.code == 1
+    assert as_json.json["written"] is False
+    change = as_json.json["changes"][0]
+    assert (change["model"], change["gpu"], change["from"]) == ("llama-3-8b", "h100", "FLASH_ATTN")
+    assert not user_file.parent.exists()
+
+
+def test_a_terminal_is_asked(run_on_terminal: Any, user_file: Path) -> None:
+    command = ("rules", "avoid", "FLASH_ATTN", "--model", "llama-3-8b")
+    assert "Write it? [y/N]" in run_on_terminal(100, *command, "--gpu", "h100", typed="n\n").out
+    assert not user_file.exists()
+    assert run_on_terminal(100, *command, "--gpu", "h100", typed="y\n").code == 0
+    assert rules(user_file)[0]["avoid"] == ["FLASH_ATTN"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "when"),
+    [
+        (["--when", "sinks"], {"sinks": True}),
+        (["--when", "num_heads<=16"], {"num_heads": "<=16"}),
+        (["--when", "head_size=128", "--when", "head_size = 64"], {"head_size": [128, 64]}),
+        (["--when", "kv_cache_dtype=fp8*"], {"kv_cache_dtype": "fp8*"}),
+        (["--when", 'dtype=["float16", "bfloat16"]'], {"dtype": ["float16", "bfloat16"]}),
+        (["--when", "library.flashinfer-python<0.6.3"], {"library": {"flashinfer-python": "<0.6.3"}}),
+        (["--when", "library.torch=2.9"], {"library": {"torch": "2.9"}}),
+        (["--when", "compute_capability=9.x", "--when", "mla=false"], {"compute_capability": "9.x", "mla": False}),
+        (["--gpu", "sm90", "--gpu", "8.9"], {"compute_capability": ["9.0", "8.9"]}),
+        (["--gpu", "NVIDIA H100 80GB HBM3", "--gpu", "cpu"], {"gpu": ["h100", "cpu"]}),
+    ],
+)
+def test_conditions(run: Any, user_file: Path, arguments: list[str], when: dict[str, Any]) -> None:
+    result = run("rules", "avoid", "FLASHINFER", *arguments, "--model", "llama-3-8b", "--yes")
+    assert result.code == 0, result.err
+    assert rules(user_file)[0]["when"] == when
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["FLASHINFR"], "did you mean FLASHINFER"),
+        (["FLASHINFER", "--when", "num_head=8"], "did you mean num_heads"),
+        (["FLASHINFER", "--when", "num_heads=many"], "num_heads = 'many'"),
+        (["FLASHINFER", "--when", "<=8"], "expected FIELD=VALUE"),
+        (["FLASHINFER", "--gpu", "h100", "--gpu", "sm90"], "need a rule each"),
+        (["FLASHINFER", "--gpu", "h100", "--when", "gpu=h20"], "--gpu names the devices already"),
+        (["FLASHINFER", "--gpu", "h1000"], "did you mean"),
+        (["FLASHINFER", "--for", "--nonsense"], "--nonsense"),
+        (["FLASHINFER", "--name", "a\tb"], "printable"),
+    ],
+)
+def test_wrong_input_writes_nothing(run: Any, user_file: Path, arguments: list[str], told: str) -> None:
+    result = run("rules", "prefer", *arguments, "--yes")
+    assert result.code == 2
+    assert told in result.err
+    assert not user_file.exists()
+
+
+def test_a_rule_that_takes_no_effect_is_told_beforehand(run: Any, user_file: Path) -> None:
+    result = run("rules", "deny", "FLASHMLA", "--when", "sparse", "--when", "mla=false", "--model", "deepseek-v3")
+    assert "is never reached" in result.out
+
+
+def test_a_broken_file_is_left_alone(run: Any, user_file: Path) -> None:
+    user_file.parent.mkdir(parents=True)
+    user_file.write_text("version = 1\n[[rules]\n")
+    result = run("rules", "prefer", "FLASHINFER", "--yes")
+    assert result.code == 2
+    assert "not valid TOML" in result.err
+    assert user_file.read_text() == "version = 1\n[[rules]\n"
+
+
+def test_undo_and_undo_again(run: Any, user_file: Path) -> None:
+    assert run("rules", "undo", "--yes").code == 2
+    run("rules", "init")
+    before = user_file.read_text()
+    assert run("rules", "check").code == 0
+    assert "exists" in run("rules", "init").err
+    run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes")
+    after = user_file.read_text()
+    assert after.startswith(before.rstrip())
+    result = run("rules", "undo", "--model", "llama-3-8b", "--gpu", "h100", "--yes")
+    assert "FLASH_ATTN" in result.out
+    assert user_file.read_text() == before
+    assert run("rules", "undo", "--yes").code == 0
+    assert user_file.read_text() == after
+
+
+def test_undo_of_the_first_change_removes_the_file(run: Any, user_file: Path) -> None:
+    run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes")
+    assert run("rules", "undo", "--yes").code == 0
+    assert not user_file.exists()
+    assert run("rules", "undo", "--yes").code == 0
+    assert rules(user_file)[0]["deny"] == ["FLASH_ATTN"]
+
+
+def test_another_file_than_the_users(run: Any, user_file: Path, tmp_path: Path) -> None:
+    result = run("rules", "deny", "FLASH_ATTN", "--gpu", "h100", "--file", "mine.toml", "--yes")
+    assert "rules undo --file mine.toml" in result.out
+    assert "FLASH_ATTN" in result.out
+    assert rules(tmp_path / "mine.toml")[0]["deny"] == ["FLASH_ATTN"]
+    assert not user_file.exists()
+
+
+def test_a_link_and_permissions_stay(run: Any, user_file: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "dotfiles.toml"
+    kept.write_text(WRITTEN_BY_HAND)
+    kept.chmod(0o600)
+    user_file.parent.mkdir(parents=True)
+    user_file.symlink_to(kept)
+    assert run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes").code == 0
+    assert user_file.is_symlink()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert kept.read_text().startswith(WRITTEN_BY_HAND.rstrip())
+
+
+def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text("version = 1\n# newer\n")
+    with pytest.raises(Exception, match="has changed"):
+        rules_file.write(path, "version = 1\n", "version = 1\n# older\n")
+    assert os.listdir(tmp_path) == ["rules.toml"]
+    assert path.read_text() == "version = 1\n# newer\n"
+
+
+def test_replacing_a_rule_keeps_all_else() -> None:
+    old = {"name": "b", "deny": ["FLASHMLA"], "when": {"library": {"flash-mla": "<1"}}}
+    assert rules_file.with_rule(WRITTEN_BY_HAND, old) == WRITTEN_BY_HAND
+    new = {"name": "b", "avoid": ["FLASHMLA"], "when": {"library": {"flash-mla": "<2"}, "gpu": "h20"}}
+    text = rules_file.with_rule(WRITTEN_BY_HAND, new)
+    assert tomllib.loads(text)["rules"] == [tomllib.loads(WRITTEN_BY_HAND)["rules"][0], new]
+    for comment in (
+        "# ours",
+        "# the format",
+        "# about a\n[[rules]]",
+        "# about b\n[[rules]]",
+        "# old ones",
+        "# the end",
+    ):
+        assert comment in text
+    first = {"name": "a", "prefer": ["FLASHINFER"]}
+    assert rules_file.with_rule(WRITTEN_BY_HAND, first) == WRITTEN_BY_HAND.replace("TRITON_ATTN", "FLASHINFER")
+
+
+def test_adding_and_removing_a_rule() -> None:
+    long = {"dtype": ["float16", "bfloat16"], "library": {f"library-{i}": ">=1.0,<2.0" for i in range(5)}}
+    for when in ({"gpu": "h20", "library": {"flashinfer-python": "0.6"}}, long):
+        rule = {"name": 'c "quoted"', "when": when, "prefer": ["FLASHINFER"], "because": "x\\y"}
+        text = rules_file.with_rule(WRITTEN_BY_HAND, rule)
+        assert text.startswith(WRITTEN_BY_HAND.rstrip())
+        assert tomllib.loads(text)["rules"][2] == rule
+        assert rules_file.without_rules(text, ['c "quoted"']).rstrip() == WRITTEN_BY_HAND.rstrip()
+    without = rules_file.without_rules(WRITTEN_BY_HAND, ["a"])
+    assert [rule["name"] for rule in tomllib.loads(without)["rules"]] == ["b"]
+    assert "# about b\n[[rules]]" in without
