@@ -38,6 +38,8 @@ from attn_select_cli.serving import unserved
 
 LEAST_US = 1000.0
 """A graph runs at least this long by the roofline, so that its launch does not count."""
+MOST_US = 20000.0
+"""A graph of several layers runs at most this long: what one layer of a longer step touches is more than L2."""
 MOST_LAYERS = 256
 SPARE_BYTES = 4 << 30
 """Device memory that stays free for the kernels' workspaces and the oracle."""
@@ -364,8 +366,9 @@ class Bench:
             )
         l2 = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
         wanted = -(-3 * l2 // max(1, largest + weights)) + 1
-        count = max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each))
-        layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor) if floor else 1))
+        floor = floor or LEAST_US
+        count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))
+        layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
         memory = CacheMemory(config, largest, count, self.torch_device) if config.has_cache else None
         return memory, -(-layers // count) * count
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,3 +238,93 @@ def test_candidates_of_a_decode_are_made_for_decode_alone_where_prefill_is_not_t
     assert mixed["FLASH_ATTN_MLA"].failure is None
     prefill = {each.name: each for each in bench.candidates(config, parse_batch_shape("q512"))}
     assert "FLASHMLA" not in prefill
+
+
+class FakeGraph:
+    """Replays what was captured by calling it again."""
+
+    def __init__(self, calls: Sequence[Any]) -> None:
+        self.calls = weakref.WeakSet(calls)
+        self.count = len(calls)
+        self.caches = {call.args[3].data_ptr() for call in calls}
+        self.last = weakref.ref(calls[-1])
+
+    def replay(self) -> None:
+        last = self.last()
+        assert last is not None, "the graph reads metadata that nobody owns any more"
+        last()
+
+
+@pytest.fixture
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A bench that takes the CPU for a GPU of 16 GiB with an L2 of 1 MiB, whose copies reach 1 TB/s."""
+    bench: Any = benching.Bench(rounds=2)
+    bench.on_gpu, bench.rates = True, benching.Rates(1e12, 1e14)
+    cuda = benching.torch.cuda
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: (16 << 30, 16 << 30))
+    monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 20))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(cuda, name, lambda *_: None)
+    bench.graphs = []
+
+    def captured(calls: Sequence[Any]) -> FakeGraph:
+        bench.graphs.append(FakeGraph(calls))
+        return bench.graphs[-1]
+
+    monkeypatch.setattr(benching, "captured", captured)
+    return bench
+
+
+def timed_by(bench: Any, config: AttentionConfig, text: str, backend: str) -> benching.Timed:
+    batch = parse_batch_shape(text)
+    (timed,) = bench.measure(config, batch, bench.candidates(config, batch, [backend])).timed
+    return timed
+
+
+@pytest.mark.parametrize("text", ["q512", "2q128s256"])
+def test_a_graph_runs_as_many_layers_as_keep_l2_cold(gpu_bench: Any, text: str) -> None:
+    config = AttentionConfig(num_heads=2, num_kv_heads=1, head_size=32)
+    batch = parse_batch_shape(text)
+    found = gpu_bench.measure(config, batch, gpu_bench.candidates(config, batch, ["TORCH_SDPA"]))
+    (timed,), (graph,) = found.timed, gpu_bench.graphs
+    assert (timed.failure, timed.method) == (None, "graph")
+    assert timed.error is not None
+    assert timed.exact
+    cache = 512 * 2 * 32 * 2
+    assert (len(graph.caches) - 1) * cache >= 3 << 20
+    assert (len(graph.caches) - 2) * cache < 3 << 20
+    assert graph.count % len(graph.caches) == 0
+    wanted = min(benching.MOST_LAYERS, round(benching.LEAST_US / found.roofline_us))
+    assert wanted <= graph.count < wanted + len(graph.caches)
+
+
+def test_long_steps_are_few(gpu_bench: Any) -> None:
+    gpu_bench.rates = benching.Rates(1e9, 1e14)
+    timed = timed_by(gpu_bench, CONFIG, "q4096", "TORCH_SDPA")
+    assert timed.failure is None
+    (graph,) = gpu_bench.graphs
+    assert 1 <= graph.count < 10
+
+
+def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
+    assert (timed.method, timed.why_eager) == ("eager", "its plan supports no CUDA graphs")
+    assert timed.samples_us
+
+    def refuse(calls: Sequence[Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(benching, "captured", refuse)
+    timed = timed_by(gpu_bench, CONFIG, "q40", "TORCH_SDPA")
+    assert timed.method == "eager"
+    assert timed.why_eager == "RuntimeError: operation not permitted when stream is capturing"
+    assert timed.samples_us
+
+
+def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benching.torch.cuda, "mem_get_info", lambda device: (4 << 30, 16 << 30))
+    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
+    assert timed.failure == (
+        "the batch's cache and weights take 24 KiB for one layer; 4 GiB of device memory are free, and 4 GiB of it "
+        "stay spare: take fewer or shorter requests"
+    )

@@ -1,0 +1,122 @@
+"""Collects the measurements that the package brings: about 27 batches of each of ten layers, the most telling first.
+
+    python tests/bench/collect_times.py --out $OUT --with vllm==0.26.0
+    python tests/bench/collect_times.py --out $OUT --done before/rounds.jsonl     # goes on where that stopped
+
+``OUT/measurements.jsonl`` is a file of measurements, ``OUT/rounds.jsonl`` has every round. With ``--compile`` every
+layer first runs small batches in a process of its own, so that kernels that compile at their first call do so side by
+side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from timed_layers import Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
+
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.store import append_measurements
+from attn_select_cli.benching import Bench
+
+TIERS = (
+    ("64q1s4k", "8q1s16k", "256q1s1k", "q1s1k", "q1s32k", "16q1s512", "q2k", "q512s2k_32q1s2k", "128q1s128"),
+    ("q1s128k", "4q1s4k", "32q1s1k", "256q1s256", "128q1s2k", "2q1s8k", "4q512", "q8k", "q1ks16k", "16q1s512_4q1s16k"),
+    ("q1s128", "16q1s32k", "256q1s4k", "8q1s2k", "64q1s512", "q128", "16q256", "q16k", "q128s8k", "2q2ks8k_16q1s8k"),
+)
+"""Batches, the most telling first: decode by batch and context, prefill by length with and without context, mixed."""
+SPECULATIVE = (
+    ("64q4s4k", "8q4s16k", "256q4s1k", "q4s1k", "q4s32k", "16q4s512"),
+    ("128q4s2k", "32q4s1k", "4q4s4k", "q4s128k"),
+    (),
+)
+TINY = (("2q1s40", "q32", "q16_2q1s30"), ("2q4s40",), ())
+COMPILING = ("2q1s64", "q64", "q64_2q1s64", "2q4s64")
+"""Small batches that run every kernel of a layer once."""
+COMPILE_SECONDS = 240
+
+
+def points(layers: Sequence[str], tiny: bool) -> list[Point]:
+    """Return every point, tier by tier, within one batch by batch for all layers."""
+    found = []
+    for tier in range(len(TIERS)):
+        shapes = {name: (TINY if tiny else SPECULATIVE if name == "speculative" else TIERS)[tier] for name in layers}
+        for index in range(max(map(len, shapes.values()))):
+            found += [
+                Point(name, parse_batch_shape(own[index]), f"tier {tier + 1}")
+                for name, own in shapes.items()
+                if index < len(own)
+            ]
+    return found
+
+
+def compile_all(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Run the small batches of every layer, one process each, and wait for them."""
+    own = [word for pin in arguments.pins for word in ("--with", pin)] + ["--device", arguments.device]
+    environment = {**os.environ, "MAX_JOBS": "3"}
+    command = [sys.executable, __file__, *own, "--out", str(arguments.out), "--compile-only"]
+    began = time.monotonic()
+    running = {
+        name: subprocess.Popen([*command, "--layers", name], env=environment, start_new_session=True) for name in names
+    }
+    for name, process in running.items():
+        try:
+            process.wait(max(1.0, COMPILE_SECONDS - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers too
+            print(f"{name}: still compiling after {COMPILE_SECONDS} s", flush=True)
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--done", action="append", default=[], metavar="FILE", help="a rounds.jsonl to go on from")
+    parser.add_argument("--compile", action="store_true", help="compile first, in parallel")
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    layers = layers_of(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.compile_only:
+        bench = Bench(environment_of(arguments), rounds=1)
+        for name, config in layers.items():
+            for text in COMPILING:
+                batch = parse_batch_shape(text)
+                found = measured(bench, config, batch)
+                first = ", ".join(f"{timed.backend} {timed.first_call_s:.1f} s" for timed in found.timed)
+                print(f"{name:12s} {text}: {first}", flush=True)
+        return
+    if arguments.compile:
+        compile_all(arguments, [*layers])
+    kept, rounds_file = arguments.out / "measurements.jsonl", arguments.out / "rounds.jsonl"
+    files = [*arguments.done, *([rounds_file] if rounds_file.exists() else [])]
+    done = {(row["layer"], row["batch"]) for file in files for row in rows(file)}
+    todo = [point for point in points([*layers], arguments.device == "cpu") if point.key not in done]
+    bench = Bench(environment_of(arguments), rounds=arguments.rounds)
+    print(
+        f"{bench.gpu}: copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.1f} TFLOP/s",
+        flush=True,
+    )
+    for number, point in enumerate(todo):
+        spent = time.monotonic() - began
+        if spent > arguments.seconds:
+            print(f"{number} of {len(todo)} points in {spent:.0f} s; {len(todo) - number} are left")
+            return
+        config = layers[point.layer]
+        found = measured(bench, config, point.batch)
+        append_measurements(kept, bench.measurements(config, found))
+        append(rounds_file, raw(bench, point, config, found))
+        print(f"{spent:5.0f} s  {line(point, found)}", flush=True)
+        if not found.complete:
+            return
+    print(f"all {len(todo)} points in {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""What the choice costs on workloads that no fit and no rule was made from: the regret of three ways to choose.
+
+    python tests/bench/held_out.py --measure --out $OUT --with vllm==0.26.0     # on the GPU, about 90 workloads
+    python tests/bench/held_out.py --from held_out.jsonl [--rules tuned.toml]   # anywhere, without a GPU
+
+The workloads are drawn with a fixed seed from the ranges of ``draw``, which stand here before anything is measured. The
+rounds of a batch are cut in two: the best backend is named by the medians of the first half, and times are those of the
+second half. Regret is the chosen backend's time over the best one's. Ways to choose: the rules without a workload; with
+the workload and what is known of times (``ATTN_SELECT_MEASUREMENTS`` adds files); and with ``--rules``, a tuned file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from timed_layers import LAYERS, TINY, Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
+
+from attn_select import AttentionConfig, select
+from attn_select.config import Phase
+from attn_select.device import CPU, Device, lookup
+from attn_select.environment import canonical_distribution
+from attn_select.selector import environment_for
+from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
+
+SEED = 20261122
+MOST_TOKENS = 1 << 20
+"""Of all requests of a batch: larger ones are drawn anew."""
+MOST_PREFILL_TOKENS = 1 << 15
+ROUNDS = 24
+KINDS = ("decode", "decode", "decode", "decode", "prefill", "prefill", "mixed", "uneven", "uneven")
+"""What is drawn for each layer, in turn; a layer with drafts has speculative decodes in place of all decodes."""
+CHOICES = ("rules", "workload", "tuned")
+
+
+def log_uniform(rng: random.Random, low: int, high: int) -> int:
+    """Draw an integer whose logarithm is uniform."""
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def draw(rng: random.Random, kind: str, drafts: int, tiny: bool) -> BatchShape:
+    """Draw one batch: 1 to 256 requests, contexts of 128 to 128 k tokens, prompts of 64 to 16 k, all log-uniform."""
+    most_requests, contexts, prompts = (4, (16, 64), (8, 32)) if tiny else (256, (128, 131072), (64, 16384))
+    new = 1 + drafts
+    while True:
+        if kind == "prefill":
+            query = log_uniform(rng, *prompts)
+            context = 0 if rng.random() < 0.5 else log_uniform(rng, *contexts)
+            groups = [RequestGroup(log_uniform(rng, 1, min(16, most_requests)), query, query + context)]
+        elif kind == "mixed":
+            query = log_uniform(rng, prompts[0], max(prompts[0] + 1, prompts[1] // 4))
+            context = 0 if rng.random() < 0.5 else log_uniform(rng, *contexts)
+            groups = [RequestGroup(log_uniform(rng, 1, 4), query, query + context)]
+            groups.append(RequestGroup(log_uniform(rng, 1, most_requests), new, log_uniform(rng, *contexts)))
+        elif kind == "uneven":
+            short = log_uniform(rng, contexts[0], contexts[1] // 4)
+            long = log_uniform(rng, 4 * short, contexts[1])
+            groups = [RequestGroup(log_uniform(rng, 1, most_requests), new, short)]
+            groups.append(RequestGroup(log_uniform(rng, 1, max(2, most_requests // 16)), new, long))
+        else:
+            groups = [RequestGroup(log_uniform(rng, 1, most_requests), new, log_uniform(rng, *contexts))]
+        batch = BatchShape(tuple(groups))
+        prefilled = sum(group.count * group.query_len for group in groups if group.query_len > new)
+        total = sum(group.count * group.seq_len for group in groups)
+        if total <= MOST_TOKENS and prefilled <= MOST_PREFILL_TOKENS and batch.num_requests <= 256:
+            return batch
+
+
+def workloads(layers: Mapping[str, AttentionConfig], tiny: bool, seed: int = SEED) -> list[Point]:
+    """Return the held-out workloads, one of each layer in turn; each layer's own draws do not depend on the others."""
+    found = []
+    for index, kind in enumerate(KINDS):
+        for name, config in layers.items():
+            drafts = config.num_speculative_tokens
+            rng = random.Random(f"{seed} {name} {index}")
+            named = "speculative" if drafts and kind == "decode" else kind
+            found.append(Point(name, draw(rng, kind, drafts, tiny), named))
+    return found
+
+
+def measure(arguments: argparse.Namespace) -> Path:
+    """Measure every workload; return the file of results."""
+    from attn_select_cli.benching import Bench
+
+    began, layers = time.monotonic(), layers_of(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / "held_out.jsonl"
+    files = [*arguments.done, *([path] if path.exists() else [])]
+    done = {(row["layer"], row["batch"]) for file in files for row in rows(Path(file))}
+    todo = [point for point in workloads(layers, arguments.device == "cpu") if point.key not in done]
+    bench = Bench(environment_of(arguments), rounds=arguments.rounds)
+    for number, point in enumerate(todo):
+        spent = time.monotonic() - began
+        if spent > arguments.seconds:
+            print(f"{number} of {len(todo)} workloads in {spent:.0f} s; {len(todo) - number} are left")
+            break
+        found = measured(bench, layers[point.layer], point.batch)
+        append(path, raw(bench, point, layers[point.layer], found))
+        print(f"{spent:5.0f} s  {point.kind:11s} {line(point, found)}", flush=True)
+        if not found.complete:
+            break
+    return path
+
+
+def halves(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return each backend's median in the first and in the second half of the rounds."""
+    found = {}
+    for timed in row["timed"]:
+        samples = timed["samples_us"]
+        if timed["failure"] is None and len(samples) >= 2:
+            middle = len(samples) // 2
+            found[timed["backend"]] = statistics.median(samples[:middle]), statistics.median(samples[middle:])
+    return found
+
+
+def device_of(row: Mapping[str, Any]) -> Device:
+    """Return the device that a row was measured on, as one that is asked about."""
+    return CPU if row["gpu_name"] == "cpu" else replace(lookup(row["gpu_name"]), full_name=row["gpu"])
+
+
+def chosen(row: Mapping[str, Any], pins: Mapping[str, str], rules: str | None, with_workload: bool) -> str | None:
+    """Return the backend that ``select`` takes for the row's batch."""
+    config, batch = AttentionConfig(**row["config"]), parse_batch_shape(row["batch"])
+    device = device_of(row)
+    decode = config.has_cache and batch.is_decode(1 + config.num_speculative_tokens)
+    phase: Phase = "decode" if decode else "prefill"
+    environment = environment_for(device, pins)
+    workload = row["batch"] if with_workload else None
+    return select(config, device, rules, environment=environment, workload=workload).selected[phase]
+
+
+def regrets(found: Sequence[Mapping[str, Any]], rules: str | None) -> list[dict[str, Any]]:
+    """Return for each workload the best backend, and per way to choose the backend and its regret."""
+    pins: dict[str, str] = {}
+    for row in found:
+        pins |= {canonical_distribution(name): version for name, version in row["libraries"].items()}
+    judged = []
+    for row in found:
+        times = halves(row)
+        if len(times) < 2:
+            continue  # nothing to choose from
+        best = min(times, key=lambda name: times[name][0])
+        result: dict[str, Any] = {"layer": row["layer"], "batch": row["batch"], "kind": row["kind"], "best": best}
+        for choice in CHOICES if rules else CHOICES[:2]:
+            name = chosen(row, pins, rules if choice == "tuned" else None, choice != "rules")
+            result[choice] = name, times[name][1] / times[best][1] if name in times else None
+        judged.append(result)
+    return judged
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """Return the 95 % interval of the geometric mean by drawing workloads anew, seeded."""
+    rng = random.Random(SEED)
+    means = sorted(geomean(rng.choices(values, k=len(values))) for _ in range(draws))
+    return means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
+
+
+def report(judged: Sequence[Mapping[str, Any]]) -> None:
+    """Print every workload, and the regret per layer, per kind and in all."""
+    choices = [choice for choice in CHOICES if judged and choice in judged[0]]
+    print(f"{'layer':12s} {'kind':11s} {'batch':28s} {'best':16s} " + " ".join(f"{choice:24s}" for choice in choices))
+    for row in judged:
+        cells = []
+        for choice in choices:
+            name, regret = row[choice]
+            cells.append(f"{name} {'not measured' if regret is None else f'{regret:.3f}'}".ljust(24))
+        print(f"{row['layer']:12s} {row['kind']:11s} {row['batch']:28s} {row['best']:16s} {' '.join(cells)}".rstrip())
+    print()
+    groups = [("all", list(judged))]
+    for field in ("layer", "kind"):
+        for value in dict.fromkeys(row[field] for row in judged):
+            groups.append((f"{field} {value}", [row for row in judged if row[field] == value]))
+    for name, group in groups:
+        for choice in choices:
+            values = [row[choice][1] for row in group if row[choice][1] is not None]
+            if not values:
+                continue
+            low, high = interval(values)
+            print(
+                f"{name:20s} {choice:9s} n {len(values):3d}  geometric mean {geomean(values):.4f} "
+                f"(95 % {low:.4f} to {high:.4f})  worst {max(values):.3f}  best chosen "
+                f"{sum(row[choice][0] == row['best'] for row in group) / len(group):.0%}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.set_defaults(rounds=ROUNDS)
+    parser.add_argument("--measure", action="store_true", help="measure here; else --from")
+    parser.add_argument("--from", dest="saved", action="append", default=[], type=Path, metavar="FILE")
+    parser.add_argument("--done", action="append", default=[], metavar="FILE", help="a held_out.jsonl to go on from")
+    parser.add_argument("--rules", metavar="FILE", help="a tuned rules file")
+    parser.add_argument("--list", action="store_true", help="print the workloads and stop")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for point in workloads(TINY if arguments.device == "cpu" else LAYERS, arguments.device == "cpu"):
+            print(f"{point.layer:12s} {point.kind:11s} {point.batch}")
+        return
+    files = [*arguments.saved, *([measure(arguments)] if arguments.measure else [])]
+    if not files:
+        parser.error("give --measure or --from FILE")
+    report(regrets([row for file in files for row in rows(file)], arguments.rules))
+
+
+if __name__ == "__main__":
+    main()
