@@ -1,0 +1,116 @@
+"""The wrapped methods of vLLM's platform: attn-select is asked first, and an explicit choice is left alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from attn_select import select
+from attn_select.engines import Adapter
+from attn_select.errors import ConfigError, ModelError, RuntimeMissingError
+from attn_select.registry import load_plugins
+from attn_select.selection import Selection
+from attn_select.variables import WORKLOAD
+from attn_select_vllm import log_block
+from attn_select_vllm.choice import Choice, Refusals, choose
+from attn_select_vllm.kernels.limits import limits
+from attn_select_vllm.layers import kind_of, layer_config
+from attn_select_vllm.mla_prefill import choose_prefill
+from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, EngineBackend
+
+logger = init_logger("vllm.attn_select")
+_MARK = "_attn_select_wrapped"
+
+
+def install(adapter: Adapter) -> None:
+    """Wrap the platform's choice and register attn-select's backends; nothing happens the second time.
+
+    Raises:
+        AttributeError, TypeError, ImportError: vLLM has no such interface any more.
+    """
+    for name, path in OWN_KERNELS.items():
+        if OWN_PREFIX + name not in AttentionBackendEnum.__members__:
+            register_backend(OWN_PREFIX + name, path)
+    platform = type(current_platform)
+    original = platform.get_attn_backend_cls
+    if not hasattr(original, _MARK):
+        platform.get_attn_backend_cls = classmethod(_wrapped(original.__func__, adapter))
+
+
+def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., str]:
+    @functools.wraps(original)
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        def by_vllm() -> str:
+            return original(cls, selected_backend, attn_selector_config, num_heads)
+
+        if selected_backend is not None:
+            return _explicit(selected_backend, attn_selector_config, by_vllm)
+        try:
+            path = _chosen(cls, attn_selector_config, num_heads)
+        except (ImportError, AttributeError, TypeError) as error:
+            adapter.interface_moved(error)
+            return by_vllm()
+        return path or by_vllm()
+
+    setattr(get_attn_backend_cls, _MARK, True)
+    return get_attn_backend_cls
+
+
+def _explicit(selected: Any, asked: Any, by_vllm: Callable[[], str]) -> str:
+    """Return the backend that was asked for by name. Platforms that have one backend alone would not look at ours."""
+    name = selected.name
+    _say(log_block.explicit_text(name, kind_of(asked)))
+    return str(selected.get_path()) if name.startswith(OWN_PREFIX) else by_vllm()
+
+
+def _chosen(platform: Any, asked: Any, num_heads: int | None) -> str | None:
+    """Return the class path of the backend that attn-select chooses; None where vLLM is to choose."""
+    kind = kind_of(asked)
+    vllm_config = get_current_vllm_config()
+    try:
+        config = layer_config(asked, vllm_config, num_heads)
+    except (ConfigError, ModelError) as error:
+        _say(log_block.abstained_text(error.message, kind))
+        return None
+    device = "cpu" if current_platform.is_cpu() else None
+    selection = select(config, device, workload=os.environ.get(WORKLOAD) or None)
+    choice = judge(selection, platform, asked, vllm_config)
+    _say(log_block.choice_text(choice, kind))
+    if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:
+        _say(log_block.prefill_text(*choose_prefill(selection, platform, vllm_config)))
+    return None if choice.engine is None else str(AttentionBackendEnum[choice.engine.name].get_path())
+
+
+def judge(selection: Selection, platform: Any, asked: Any, vllm_config: Any) -> Choice:
+    """Return the first backend of a selection's order that vLLM accepts on this platform."""
+    capability = platform.get_device_capability()
+
+    def refusals(backend: str, engine: EngineBackend) -> Refusals:
+        if engine.own and (found := limits(asked, vllm_config)):
+            return found
+        if engine.name not in AttentionBackendEnum.__members__:
+            return ["this release of vLLM does not have it"]
+        try:
+            made = AttentionBackendEnum[engine.name].get_class()
+            if not engine.own:
+                return list(made.validate_configuration(device_capability=capability, **asked._asdict()))
+            load_plugins().specs[backend].load()
+        except (ImportError, OSError, RuntimeMissingError) as error:
+            return [f"{type(error).__name__}: {error}"]
+        return []
+
+    return choose(selection, refusals)
+
+
+def _say(text: str) -> None:
+    """Log what vLLM asks for several times once, and on one rank."""
+    logger.info_once("%s", text, scope="global")

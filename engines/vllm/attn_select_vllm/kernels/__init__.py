@@ -1,0 +1,1 @@
+"""attn-select's kernels as backends of vLLM."""

@@ -1,0 +1,235 @@
+"""Backends of vLLM that run attn-select's kernels for attention with keys and values per head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+from attn_select.config import AttentionConfig
+from attn_select.runtime.torch_dtypes import storage_dtype
+from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.binding import Builders, Layer, layers_of, least_level, on_device
+from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
+from attn_select_vllm.layers import config_of
+from attn_select_vllm.names import OWN_PREFIX
+
+Metadata = Mapping[AttentionConfig, Any]
+"""A step's metadata by the config of the layers."""
+
+
+class OwnBuilder(AttentionMetadataBuilder[Metadata]):
+    """Builds a step's metadata for the layers of one group."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = layers_of(vllm_config, layer_names)
+        self.block_size: int = kv_cache_spec.block_size
+        self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
+        self.reorder_batch_threshold = self.builders.reorder_batch_threshold
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return the level of the layers' plans."""
+        return AttentionCGSupport[least_level(vllm_config)]
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """Return the metadata of a step; what requests share is read once by no kernel here."""
+        return self.builders.build(common_of(common_attn_metadata, self.block_size), fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """Return what a graph is captured with."""
+        return self.builders.build(common_of(common_attn_metadata, self.block_size), capture=True)
+
+
+class OwnImpl(AttentionImpl[Metadata]):
+    """Runs one layer. A subclass names its kernels."""
+
+    backend: ClassVar[str]
+    """attn-select's name of the backend."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window, self.logits_soft_cap, self.sinks = sliding_window, logits_soft_cap, sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        config = config_of(
+            get_current_vllm_config(),
+            torch.get_default_dtype(),
+            envs.VLLM_BATCH_INVARIANT,
+            num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=head_size,
+            kv_cache_dtype=kv_cache_dtype,
+            attn_type=str(getattr(attn_type, "value", attn_type)),
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap or None,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+        )
+        self.attn_select = Layer(
+            self.backend,
+            config.phases,
+            LAYOUT,
+            config,
+            scale=self.scale,
+            alibi_slopes=on_device(alibi_slopes, torch.get_default_device()),
+            sinks=sinks,
+        )
+        self.storage_dtype = storage_dtype(config.cache_dtype)
+
+    def _cache(self, kv_cache: Tensor) -> Tensor:
+        if kv_cache.dtype != self.storage_dtype:  # vLLM keeps FP8 as bytes
+            kv_cache = kv_cache.view(self.storage_dtype)
+        return own_view(kv_cache, self.head_size)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the step's keys and values into the cache."""
+        if (own := self.attn_select).impl is None:
+            return  # a run before the cache was laid out
+        own.scales_of(layer)
+        own.impl.do_kv_cache_update(own, key, value, self._cache(kv_cache), slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; the step's keys and values are in the cache."""
+        if output is None:
+            output = query.new_empty(query.shape)
+        own = self.attn_select
+        if attn_metadata is None:  # a run that measures memory
+            return output.fill_(0)
+        own.scales_of(layer)
+        metadata = attn_metadata[own.config]
+        own.impl.forward(own, query, key, value, self._cache(kv_cache), metadata, output)
+        return output
+
+
+class OwnBackend(AttentionBackend):
+    """What all of them tell vLLM. A subclass names its kernels, and its block sizes."""
+
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # any: attn-select's gate has judged
+    block_sizes: ClassVar[list[int | MultipleOf]]
+    """Tokens per block of a cache that the kernels read."""
+    best_block_size: ClassVar[int]
+    """Which of them is the fastest, where vLLM's user names none."""
+    impl: ClassVar[type[OwnImpl]]
+
+    @classmethod
+    def get_name(cls) -> str:
+        return OWN_PREFIX + cls.impl.backend
+
+    @classmethod
+    def get_impl_cls(cls) -> type[OwnImpl]:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[OwnBuilder]:
+        return OwnBuilder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return cls.block_sizes
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return cls.best_block_size
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache; releases until 0.26 ask for it."""
+        return own_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class TorchSdpaImpl(OwnImpl):
+    backend = "TORCH_SDPA"
+
+
+class TorchSdpaBackend(OwnBackend):
+    """``TORCH_SDPA``."""
+
+    impl = TorchSdpaImpl
+    block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    best_block_size = 16
+
+
+class TritonAttnImpl(OwnImpl):
+    backend = "TRITON_ATTN"
+
+
+class TritonAttnBackend(OwnBackend):
+    """``TRITON_ATTN``. Pages of 64 tokens hold whole tiles of its kernels."""
+
+    impl = TritonAttnImpl
+    block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
+    best_block_size = 64
+
+
+class FlashInferImpl(OwnImpl):
+    backend = "FLASHINFER"
+
+
+class FlashInferBackend(OwnBackend):
+    """``FLASHINFER``, on Hopper with an FP8 cache: XQA decodes."""
+
+    impl = FlashInferImpl
+    block_sizes: ClassVar[list[int | MultipleOf]] = [16, 32, 64, 128]
+    best_block_size = 64

@@ -1,0 +1,45 @@
+"""vLLM's description of a step's batch as attn-select's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attn_select.runtime import BatchError, CommonAttentionMetadata
+
+
+def common_of(common: Any, block_size: int) -> CommonAttentionMetadata:
+    """Return attn-select's view of vLLM's ``CommonAttentionMetadata``; tensors are shared.
+
+    Args:
+        block_size: tokens per block of the tables.
+
+    Raises:
+        BatchError: the step has a causality per request, or vLLM does not say the lengths on the host.
+    """
+    if not isinstance(common.causal, bool):
+        raise BatchError("causal is a tensor: accepted is one answer for the whole batch")
+    return CommonAttentionMetadata(
+        query_start_loc=common.query_start_loc,
+        query_start_loc_cpu=common.query_start_loc_cpu,
+        seq_lens=common.seq_lens,
+        seq_lens_cpu=_lengths_on_the_host(common),
+        num_reqs=common.num_reqs,
+        num_actual_tokens=common.num_actual_tokens,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        block_table_tensor=common.block_table_tensor,
+        slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+        causal=common.causal,
+        block_size=block_size,
+    )
+
+
+def _lengths_on_the_host(common: Any) -> Tensor:
+    """Return the requests' lengths without asking the device. The upper bound is exact but in speculative decoding."""
+    on_device: Tensor = common.seq_lens
+    bound: Tensor | None = on_device if on_device.device.type == "cpu" else common.seq_lens_cpu_upper_bound
+    if bound is None:
+        raise BatchError("seq_lens_cpu_upper_bound is None: the kernels' plans are made from lengths on the host")
+    return bound

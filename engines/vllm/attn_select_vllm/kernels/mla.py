@@ -1,0 +1,173 @@
+"""Backends of vLLM that run attn-select's kernels for the decodes of dense MLA; vLLM's own do the prefills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+
+from attn_select.layouts import MLA
+from attn_select.runtime.torch_dtypes import storage_dtype
+from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.binding import Builders, Layer, layers_of, least_level
+from attn_select_vllm.layers import config_of
+from attn_select_vllm.names import OWN_PREFIX
+
+
+@dataclass
+class OwnMLAMetadata(MLACommonMetadata[Any]):
+    """vLLM's metadata with attn-select's for the decodes: by config of the layers, None where there are none."""
+
+    attn_select: Any = None
+
+
+class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
+    """Builds vLLM's metadata, and attn-select's for the decodes in it."""
+
+    query_len_support = QueryLenSupport.SINGLE_ONLY
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, OwnMLAMetadata)
+        layers = layers_of(vllm_config, layer_names)
+        self.block_size: int = kv_cache_spec.block_size
+        self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
+        self._capturing = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return the level of the layers' decode plans; prefills are never captured."""
+        level = AttentionCGSupport[least_level(vllm_config)]
+        return min(level, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> OwnMLAMetadata:
+        """Return the metadata of a step."""
+        metadata: OwnMLAMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if metadata.num_decodes:
+            common = common_of(common_attn_metadata, self.block_size)
+            if metadata.num_prefills:
+                common = common.requests(0, metadata.num_decodes)
+            metadata.attn_select = self.builders.build(common, fast_build, self._capturing)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OwnMLAMetadata:
+        """Return what a graph is captured with: decodes alone."""
+        self._capturing = True
+        try:
+            captured: OwnMLAMetadata = super().build_for_cudagraph_capture(common_attn_metadata)
+            return captured
+        finally:
+            self._capturing = False
+
+
+class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
+    """Runs one layer. A subclass names its kernels."""
+
+    backend: ClassVar[str]
+    """attn-select's name of the backend."""
+    can_return_lse_for_decode = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.supports_quant_query_input = False  # kernels that want an FP8 query quantise it themselves
+        config = config_of(
+            get_current_vllm_config(),
+            torch.get_default_dtype(),
+            envs.VLLM_BATCH_INVARIANT,
+            num_heads=self.num_heads,
+            kv_cache_dtype=self.kv_cache_dtype,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+        self.attn_select = Layer(self.backend, ("decode",), MLA, config, scale=float(self.scale))
+        self.storage_dtype = storage_dtype(config.cache_dtype)
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: OwnMLAMetadata, layer: Any
+    ) -> tuple[Tensor, None]:
+        """Attend over latents with the absorbed query, given whole or as its latent and its rope part."""
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        if kv_c_and_k_pe_cache.dtype != self.storage_dtype:
+            kv_c_and_k_pe_cache = kv_c_and_k_pe_cache.view(self.storage_dtype)
+        own = self.attn_select
+        own.scales_of(layer)
+        output = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
+        own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, attn_metadata.attn_select[own.config], output)
+        return output, None
+
+
+class OwnMLABackend(MLACommonBackend):
+    """What all of them tell vLLM. A subclass names its kernels, and its block sizes."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # any: attn-select's gate has judged
+    block_sizes: ClassVar[list[int | MultipleOf]]
+    """Tokens per block of a cache that the kernels read."""
+    best_block_size: ClassVar[int]
+    """Which of them is the fastest, where vLLM's user names none."""
+    impl: ClassVar[type[OwnMLAImpl]]
+
+    @classmethod
+    def get_name(cls) -> str:
+        return OWN_PREFIX + cls.impl.backend
+
+    @classmethod
+    def get_impl_cls(cls) -> type[OwnMLAImpl]:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[OwnMLABuilder]:
+        return OwnMLABuilder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return cls.block_sizes
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return cls.best_block_size
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class TritonMLAImpl(OwnMLAImpl):
+    backend = "TRITON_MLA"
+
+
+class TritonMlaBackend(OwnMLABackend):
+    """``TRITON_MLA``."""
+
+    impl = TritonMLAImpl
+    block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
+    best_block_size = 64
+
+
+class FlashInferMLAImpl(OwnMLAImpl):
+    backend = "FLASHINFER_MLA"
+
+
+class FlashInferMlaBackend(OwnMLABackend):
+    """``FLASHINFER_MLA``, on Hopper: its native wrapper takes pages of any size."""
+
+    impl = FlashInferMLAImpl
+    block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    best_block_size = 64

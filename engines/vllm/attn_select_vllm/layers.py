@@ -1,0 +1,105 @@
+"""What vLLM says of a layer, as an ``AttentionConfig`` per rank.
+
+vLLM's selector asks with an ``AttentionSelectorConfig`` (vllm/v1/attention/selector.py). Heads per rank come from its
+``ModelConfig``; MLA dimensions, windows, soft caps and ALiBi are read in the model's Hugging Face config, as by
+``attn-select explain --model``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from attn_select.config import MLA_DIMS, AttentionConfig, CudaGraphLevel
+from attn_select.dtypes import DTypeName, canonical
+from attn_select.errors import ModelError
+from attn_select.models import configs_from_model
+
+
+def kind_of(asked: Any) -> str:
+    """Return the layer kind that a selector's question is about, as ``attn-select explain`` names it."""
+    if asked.use_mla:
+        return "sparse_mla" if asked.use_sparse else "mla"
+    if asked.attn_type != "decoder":
+        return "cross_attention" if asked.attn_type == "encoder_decoder" else str(asked.attn_type)
+    return "sliding_attention" if asked.has_sliding_window else "full_attention"
+
+
+def layer_config(asked: Any, vllm_config: Any, num_heads: int | None) -> AttentionConfig:
+    """Return what the layers that a selector asks about want.
+
+    Args:
+        asked: vLLM's ``AttentionSelectorConfig``.
+        vllm_config: vLLM's ``VllmConfig``.
+        num_heads: query heads per rank where the selector is told them (MLA); None: the model's.
+
+    Raises:
+        ConfigError: the layers want what attn-select knows nothing of, such as a KV-cache dtype of vLLM's own.
+        ModelError: the model's config does not describe such layers.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    fields: dict[str, Any] = {
+        "num_heads": num_heads or model.get_num_attention_heads(parallel),
+        "block_size": asked.block_size,
+        "kv_cache_dtype": asked.kv_cache_dtype or "auto",
+        "sinks": asked.has_sink,
+        "mm_prefix": asked.use_mm_prefix,
+        "non_causal": asked.use_non_causal,
+        "per_head_quant_scales": asked.use_per_head_quant_scales,
+        "attn_type": _attn_type(asked),
+    }
+    read = _as_read(asked, model.hf_text_config)
+    if asked.use_mla:
+        fields |= {name: getattr(read, name) for name in (*MLA_DIMS, "sparse_top_k")}
+    else:
+        fields |= {"num_kv_heads": model.get_num_kv_heads(parallel), "head_size": asked.head_size}
+        fields |= {"logits_soft_cap": read.logits_soft_cap, "alibi": read.alibi}
+        if asked.has_sliding_window:
+            fields["sliding_window"] = read.sliding_window or vllm_config.cache_config.sliding_window
+    return config_of(vllm_config, asked.dtype, asked.use_batch_invariant, **fields)
+
+
+def _attn_type(asked: Any) -> str:
+    return str(getattr(asked.attn_type, "value", asked.attn_type))
+
+
+def _as_read(asked: Any, text: Any) -> AttentionConfig:
+    """Return the layers as attn-select reads them in the model's config: of the kind that is asked about, if there are.
+
+    Raises:
+        ModelError: the config does not describe attention layers.
+    """
+    kinds = configs_from_model(text).configs
+    same = [config for config in kinds if config.attn_type == _attn_type(asked) and config.mla == asked.use_mla]
+    if not same:
+        seen = ", ".join(dict.fromkeys(f"{'MLA ' if c.mla else ''}{c.attn_type}" for c in kinds))
+        raise ModelError(f"vLLM has {kind_of(asked)} layers, and the model's config describes {seen} layers alone")
+    windowed = [config for config in same if (config.sliding_window is not None) == asked.has_sliding_window]
+    return (windowed or same)[0]
+
+
+def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any) -> AttentionConfig:
+    """Return the config of layers with these fields and what is the same for all layers of an engine.
+
+    Raises:
+        ConfigError: a field has a value that attn-select does not know.
+    """
+    speculative = vllm_config.speculative_config
+    return AttentionConfig(
+        dtype=cast(DTypeName, canonical(str(dtype))),
+        batch_invariant=bool(batch_invariant),
+        decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
+        num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
+        cuda_graph=_cuda_graph(vllm_config) if fields.get("attn_type", "decoder") == "decoder" else "NEVER",
+        **fields,
+    )
+
+
+def _cuda_graph(vllm_config: Any) -> CudaGraphLevel:
+    """Return the least level that lets vLLM capture whole decodes, where it is to capture them.
+
+    Pieces between attention layers are captured with any backend.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if vllm_config.model_config.enforce_eager or mode is None or not mode.has_full_cudagraphs():
+        return "NEVER"
+    return "UNIFORM_BATCH" if vllm_config.speculative_config is not None else "UNIFORM_SINGLE_TOKEN_DECODE"

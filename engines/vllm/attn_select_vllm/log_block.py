@@ -1,0 +1,49 @@
+"""What is logged at the start for each kind of layers: the winner, why, what was rejected and the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from attn_select import __version__
+from attn_select.render import layer_lines, plain, warning_lines
+from attn_select_vllm.choice import Choice, Refusals
+
+_NOTHING = "nothing that vLLM accepts; vLLM chooses by itself"
+
+
+def choice_text(choice: Choice, kind: str) -> str:
+    """Return the block of one kind of layers."""
+    lines = [f"attn-select {__version__} chose for {kind}: {_winner(choice)}"]
+    lines += _refused(choice.refused)
+    selection = replace(choice.selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
+    lines.append(plain([*layer_lines(selection, kind), *warning_lines(selection.warnings)]))
+    return "\n".join(lines)
+
+
+def explicit_text(name: str, kind: str) -> str:
+    """Return the line for layers whose backend was asked for by name."""
+    return f"attn-select {__version__} leaves {kind} to {name}: --attention-backend asks for it"
+
+
+def abstained_text(reason: str, kind: str) -> str:
+    """Return the line for layers that attn-select cannot judge."""
+    return f"attn-select {__version__} leaves {kind} to vLLM: {reason}"
+
+
+def prefill_text(chosen: str | None, refused: Mapping[str, Refusals]) -> str:
+    """Return the lines about MLA prefill."""
+    what = f"{chosen} (vLLM's kernel)" if chosen else _NOTHING
+    return "\n".join([f"attn-select {__version__} chose for mla prefill: {what}", *_refused(refused)])
+
+
+def _winner(choice: Choice) -> str:
+    if choice.engine is None:
+        return _NOTHING
+    whose = f"attn-select's kernel, as {choice.engine.name}" if choice.engine.own else "vLLM's kernel"
+    return f"{choice.backend} ({whose})"
+
+
+def _refused(refused: Mapping[str, Refusals]) -> Iterator[str]:
+    for name, reasons in refused.items():
+        yield f"  vLLM refuses {name}: {'; '.join(reasons)}"

@@ -1,0 +1,30 @@
+"""The entry point of ``vllm.general_plugins``: vLLM calls it in every process, before a model is made."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from attn_select.engines import Adapter
+from attn_select_vllm.releases import RELEASES
+
+
+def register() -> None:
+    """Let attn-select choose in this process, where it takes part in this release of vLLM. May be called again."""
+    import vllm
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.attn_select")
+
+    def warn(message: str) -> None:
+        if multiprocessing.parent_process() is None:  # the engine's other processes would say the same again
+            logger.warning("%s", message)
+
+    adapter = Adapter("attn-select-vllm", "vLLM", vllm.__version__, RELEASES, warn)
+    if not adapter.takes_part():
+        return
+    try:
+        from attn_select_vllm import hook
+
+        hook.install(adapter)
+    except (ImportError, AttributeError, TypeError) as error:
+        adapter.interface_moved(error)

@@ -1,0 +1,5 @@
+"""The releases of vLLM that this adapter was run with; README.md says what ran where."""
+
+from __future__ import annotations
+
+RELEASES = ("0.32",)

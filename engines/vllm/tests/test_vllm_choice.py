@@ -1,0 +1,232 @@
+"""attn-select chooses in vLLM: its order, of which vLLM takes the first that it accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_emulated import LLAMA, AttentionSelectorConfig, engine_config
+
+from attn_select import AttentionConfig, select
+from attn_select.device import lookup
+from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
+from attn_select_vllm.choice import choose, prefill_order
+from attn_select_vllm.names import ENGINE_NAMES, OWN_KERNELS, OWN_PREFIX, engine_backends
+
+GOLDEN = json.loads((Path(__file__).with_name("vllm_answers_0_33_0.json")).read_text("utf-8"))
+"""Made by ``python vllm_answers.py 8.0 9.0 10.0 12.0`` with vLLM 0.33.0; that file says how."""
+
+
+def config_for(layer: dict[str, Any]) -> AttentionConfig:
+    """The layer that a question of the golden file is about."""
+    fields: dict[str, Any] = {
+        "dtype": layer.get("dtype", "bfloat16"),
+        "kv_cache_dtype": layer.get("kv_cache_dtype", "auto"),
+        "block_size": layer.get("block_size"),
+    }
+    if layer.get("use_mla"):
+        fields |= dict(MLA_FIELDS) | {"num_heads": 16, "sparse_top_k": 2048 if layer.get("use_sparse") else None}
+        return AttentionConfig(**fields)
+    fields |= {"num_heads": 32, "num_kv_heads": 8, "head_size": layer["head_size"]}
+    fields |= {"attn_type": layer.get("attn_type", "decoder"), "sinks": layer.get("has_sink", False)}
+    return AttentionConfig(**fields, sliding_window=128 if layer.get("has_sliding_window") else None)
+
+
+CASES = [(gpu, layer) for gpu in GOLDEN["answers"] for layer in GOLDEN["layers"]]
+
+
+@pytest.mark.parametrize(("gpu", "layer"), CASES)
+def test_the_first_of_our_order_that_vllm_0_33_accepts(gpu: str, layer: str) -> None:
+    answer = GOLDEN["answers"][gpu][layer]
+    asked: list[str] = []
+
+    def refusals(backend: str, engine: Any) -> list[str]:
+        asked.append(engine.name)
+        return ["kernels of attn-select are left out here"] if engine.own else answer["refused"].get(engine.name, ["-"])
+
+    selection = select(config_for(GOLDEN["layers"][layer]), gpu)
+    choice = choose(selection, refusals)
+    accepted = [name for name, reasons in answer["refused"].items() if not reasons]
+    if choice.engine is None:
+        assert choice.backend is None
+        assert not set(asked) & set(accepted)
+    else:
+        assert choice.engine.name in accepted
+        assert list(choice.refused) == asked[:-1]
+        assert ENGINE_NAMES[choice.backend or ""][0] == choice.backend
+
+
+@pytest.mark.parametrize(
+    ("gpu", "layer", "backend"),
+    [
+        ("8.0", "llama", "FLASH_ATTN"),
+        ("9.0", "llama", "FLASH_ATTN"),
+        ("10.0", "llama", "FLASHINFER"),
+        ("9.0", "llama-float32", "TRITON_ATTN"),
+        ("9.0", "gpt-oss-sliding", "FLASH_ATTN"),
+        ("9.0", "deepseek", "FLASH_ATTN_MLA"),
+        ("10.0", "deepseek", "FLASHINFER_MLA"),
+    ],
+)
+def test_packaged_rules_follow_vllms_order(gpu: str, layer: str, backend: str) -> None:
+    answer = GOLDEN["answers"][gpu][layer]
+    selection = select(config_for(GOLDEN["layers"][layer]), gpu)
+    choice = choose(selection, lambda _, engine: ["-"] if engine.own else answer["refused"].get(engine.name, ["-"]))
+    assert (choice.backend, answer["chosen"]) == (backend, backend)
+
+
+def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
+    gqa, mla = AttentionConfig(**GQA_FIELDS), AttentionConfig(**MLA_FIELDS)
+    fp8 = AttentionConfig(**GQA_FIELDS, kv_cache_dtype="fp8")
+    hopper, blackwell, cpu = lookup("h100"), lookup("b200"), lookup("cpu")
+
+    def names(backend: str, config: AttentionConfig, device: Any) -> list[str]:
+        return [engine.name.replace(OWN_PREFIX, "own ") for engine in engine_backends(backend, config, device)]
+
+    assert names("TORCH_SDPA", gqa, cpu) == ["own TORCH_SDPA"]
+    assert names("TORCH_SDPA", gqa, hopper) == []
+    assert names("TRITON_ATTN", gqa, hopper) == ["own TRITON_ATTN", "TRITON_ATTN"]
+    assert names("TRITON_MLA", mla, blackwell) == ["own TRITON_MLA", "TRITON_MLA"]
+    assert names("FLASHINFER_MLA", mla, hopper) == ["own FLASHINFER_MLA", "FLASHINFER_MLA"]
+    assert names("FLASHINFER_MLA", mla, blackwell) == ["FLASHINFER_MLA"]
+    assert names("FLASHINFER", gqa, hopper) == ["FLASHINFER"]
+    assert names("FLASHINFER", fp8, hopper) == ["own FLASHINFER", "FLASHINFER"]
+    assert names("FLASH_ATTN", gqa, hopper) == ["FLASH_ATTN"]
+
+
+def test_mla_prefill_is_ordered_apart() -> None:
+    assert prefill_order(select(AttentionConfig(**MLA_FIELDS), "h100")) == ["FLASH_ATTN", "FLASHINFER"]
+
+
+ASKED = AttentionSelectorConfig(head_size=32, dtype="torch.float32", kv_cache_dtype="auto", block_size=None)
+
+
+def test_the_entry_point_wraps_the_platform(vllm: Any) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    register()
+    assert {name for name in engine.registry.__members__ if name.startswith(OWN_PREFIX)} == {
+        OWN_PREFIX + name for name in OWN_KERNELS
+    }
+    path = engine.platform.get_attn_backend_cls(None, attn_selector_config=ASKED, num_heads=None)
+    assert path == OWN_KERNELS["TORCH_SDPA"]
+    assert engine.platform.get_attn_backend_cls(None, attn_selector_config=ASKED) == path
+    (block,) = engine.log.lines
+    assert "chose for full_attention: TORCH_SDPA (attn-select's kernel, as ATTN_SELECT_TORCH_SDPA)" in block
+    assert "4 query heads, 2 KV heads, head size 32, float32" in block
+    assert "TRITON_ATTN" in block
+    assert "selector_rules.toml:" in block
+
+
+def test_ranks_have_their_share_of_the_heads(vllm: Any) -> None:
+    engine = vllm(engine_config(LLAMA, tensor_parallel=2))
+    from attn_select_vllm.plugin import register
+
+    register()
+    engine.platform.get_attn_backend_cls(None, ASKED)
+    assert "2 query heads, 1 KV head," in engine.log.lines[0]
+
+
+def test_an_explicit_backend_wins(vllm: Any) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    chosen = engine.registry["CPU_ATTN"]
+    assert engine.platform.get_attn_backend_cls(chosen, ASKED) == "vllm.CPU_ATTN"
+    assert "leaves full_attention to CPU_ATTN: --attention-backend asks for it" in engine.log.lines[0]
+    own = engine.registry["ATTN_SELECT_TRITON_ATTN"]
+    assert engine.platform.get_attn_backend_cls(own, ASKED) == OWN_KERNELS["TRITON_ATTN"]
+
+
+def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_select import clear_cache
+
+    rules = tmp_path / "no_sdpa.toml"
+    rules.write_text('version = 1\n[[rules]]\nname = "no-sdpa"\ndeny = ["TORCH_SDPA"]\nwhen = { gpu = "cpu" }\n')
+    monkeypatch.setenv("ATTN_SELECT_RULES", str(rules))
+    clear_cache()
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    block = engine.log.lines[0]
+    assert "chose for full_attention: nothing that vLLM accepts; vLLM chooses by itself" in block
+    assert "vLLM refuses FLEX_ATTENTION: this release of vLLM does not have it" in block
+    assert "no_sdpa.toml:2" in block
+    clear_cache()
+
+
+class Speculation:
+    num_speculative_tokens = 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "reason"),
+    [
+        ({"use_mm_prefix": True}, {}, "the adapter passes no image ranges"),
+        ({"use_kv_connector": True}, {}, "the adapter serves no KV connector"),
+        ({}, {"speculative_config": Speculation}, "the adapter serves no speculative decoding"),
+    ],
+)
+def test_what_the_adapter_does_not_do_is_vllms(
+    vllm: Any, asked: dict[str, Any], changes: dict[str, Any], reason: str
+) -> None:
+    engine = vllm(engine_config(LLAMA, **changes))
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert engine.platform.get_attn_backend_cls(None, ASKED._replace(**asked)) == "vllm.CPU_ATTN"
+    assert f"vLLM refuses ATTN_SELECT_TORCH_SDPA: {reason}" in engine.log.lines[0]
+
+
+def test_layers_that_attn_select_does_not_know_are_vllms(vllm: Any) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    asked = ASKED._replace(kv_cache_dtype="int8_per_token_head")
+    assert engine.platform.get_attn_backend_cls(None, asked) == "vllm.CPU_ATTN"
+    assert "leaves full_attention to vLLM: kv_cache_dtype = 'int8_per_token_head'" in engine.log.lines[0]
+
+
+def test_an_unlisted_release_runs_without_us(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm(engine_config(LLAMA), "0.99.0")
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    (line,) = engine.log.lines
+    assert line.startswith("WARNING attn-select-vllm takes no part in vLLM 0.99.0")
+    monkeypatch.setenv("ATTN_SELECT_ANY_VERSION", "1")
+    register()
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+
+
+def test_an_interface_that_moved_ends_in_vllms_choice(vllm: Any) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    del engine.config.model_config.get_num_kv_heads
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    assert (
+        "takes no part in vLLM 0.32.0, which chooses attention by itself: an interface has moved"
+        in (engine.log.lines[0])
+    )
+
+
+def test_a_platform_without_the_method_is_left_alone(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm(engine_config(LLAMA))
+    import vllm_emulated
+
+    monkeypatch.delattr(vllm_emulated.Platform, "get_attn_backend_cls")
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert "an interface has moved (AttributeError" in engine.log.lines[0]

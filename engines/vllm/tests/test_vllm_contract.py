@@ -1,0 +1,105 @@
+"""The emulated vLLM has the signatures of the installed one. Runs where vLLM is installed (``make test-engines``)."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import vllm_emulated
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+PLACES = {
+    "AttentionBackend": "vllm.v1.attention.backend",
+    "AttentionCGSupport": "vllm.v1.attention.backend",
+    "AttentionImpl": "vllm.v1.attention.backend",
+    "AttentionMetadataBuilder": "vllm.v1.attention.backend",
+    "AttentionType": "vllm.v1.attention.backend",
+    "CommonAttentionMetadata": "vllm.v1.attention.backend",
+    "MultipleOf": "vllm.v1.attention.backend",
+    "AttentionSelectorConfig": "vllm.v1.attention.selector",
+    "MLACommonBackend": "vllm.model_executor.layers.attention.mla_attention",
+    "MLACommonImpl": "vllm.model_executor.layers.attention.mla_attention",
+    "MLACommonMetadata": "vllm.model_executor.layers.attention.mla_attention",
+    "MLACommonMetadataBuilder": "vllm.model_executor.layers.attention.mla_attention",
+    "QueryLenSupport": "vllm.model_executor.layers.attention.mla_attention",
+}
+
+
+def real(name: str) -> Any:
+    return getattr(importlib.import_module(PLACES[name]), name)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_members_are_the_installed_ones(name: str) -> None:
+    emulated, installed = getattr(vllm_emulated, name), real(name)
+    if hasattr(emulated, "__members__"):
+        assert set(emulated.__members__) <= set(installed.__members__)
+    for method in [n for n, value in vars(emulated).items() if inspect.isfunction(value) and not n.startswith("__")]:
+        assert hasattr(installed, method)
+
+
+@pytest.mark.parametrize("name", ["AttentionMetadataBuilder", "MLACommonMetadataBuilder", "MLACommonImpl"])
+def test_constructors_take_the_same(name: str) -> None:
+    emulated = list(inspect.signature(getattr(vllm_emulated, name).__init__).parameters)
+    installed = list(inspect.signature(real(name).__init__).parameters)
+    assert installed[: len(emulated)] == emulated
+
+
+@pytest.mark.parametrize("name", ["CommonAttentionMetadata", "AttentionSelectorConfig"])
+def test_fields_are_there(name: str) -> None:
+    emulated = list(inspect.signature(getattr(vllm_emulated, name)).parameters)
+    assert set(emulated) <= set(inspect.signature(real(name)).parameters)
+
+
+@pytest.mark.parametrize("method", ["forward", "do_kv_cache_update"])
+def test_attention_calls_the_impl_as_we_define_it(method: str) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    from attn_select_vllm.kernels.attention import OwnImpl
+
+    ours = list(inspect.signature(getattr(OwnImpl, method)).parameters)
+    assert ours == list(inspect.signature(getattr(CPUAttentionBackendImpl, method)).parameters)
+
+
+def test_mla_calls_the_impl_as_we_define_it() -> None:
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    from attn_select_vllm.kernels.mla import OwnMLAImpl
+
+    ours = list(inspect.signature(OwnMLAImpl.forward_mqa).parameters)
+    assert ours == list(inspect.signature(CPUMLAImpl.forward_mqa).parameters)
+
+
+@pytest.mark.parametrize("method", ["build", "build_for_cudagraph_capture", "get_cudagraph_support"])
+def test_builders_are_called_as_we_define_them(method: str) -> None:
+    from attn_select_vllm.kernels.attention import OwnBuilder
+
+    ours = list(inspect.signature(getattr(OwnBuilder, method)).parameters)
+    assert ours == list(inspect.signature(getattr(real("AttentionMetadataBuilder"), method)).parameters)
+
+
+def test_the_platform_is_asked_as_we_wrap_it() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    emulated = inspect.signature(vllm_emulated.Platform.get_attn_backend_cls).parameters
+    assert list(inspect.signature(CpuPlatform.get_attn_backend_cls).parameters) == list(emulated)
+
+
+def test_every_backend_answers_vllm() -> None:
+    """vLLM reads these of any backend; a name must be a registered one."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX
+
+    for name, path in OWN_KERNELS.items():
+        backend = resolve_obj_by_qualname(path)
+        assert backend.get_name() == OWN_PREFIX + name
+        assert backend.is_mla() == ("MLA" in name)
+        assert backend.supports_block_size(backend.get_preferred_block_size(16))
+        assert not backend.supports_kv_connector()
+        assert backend.get_builder_cls().__init__ is not object.__init__
+        assert backend.get_impl_cls().backend == name

@@ -1,0 +1,194 @@
+"""attn-select's kernels under vLLM's protocol, without vLLM: prefills and decodes equal attention in float64.
+
+Triton's kernels run in its interpreter, as planned for a GPU that is not here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_emulated import LLAMA, CommonAttentionMetadata, engine_config
+
+torch = pytest.importorskip("torch")
+
+HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 32, 16
+STEPS = ((5, 40, 3), (1, 1, 1), (1, 3, 20))
+"""Query lengths of three requests in three steps: prefills, decodes, and a decode before chunks."""
+WINDOWS = (None, 7)
+"""Of the two layers: layers of one group may differ in it."""
+PROTOCOLS = ("0.26", "LBHNC", "LBNHC", "BLHNC")
+"""vLLM until 0.26 asks for a cache's shape; later releases give a view by one of the engine's layouts."""
+triton = pytest.param(
+    "TRITON_ATTN",
+    marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
+)
+
+
+def layer_of(impl: Any) -> Any:
+    """A layer of vLLM's: scales of 1."""
+    one = torch.tensor(1.0)
+    scales = {f"_{n}_scale": one for n in "qkv"} | {f"_{n}_scale_float": 1.0 for n in "qkv"}
+    return SimpleNamespace(impl=impl, **scales)
+
+
+def cache_of(backend: Any, protocol: str, num_blocks: int) -> Any:
+    """A layer's cache, full of NaN, as a release of vLLM hands it to a backend."""
+    if protocol == "0.26":
+        return torch.full(backend.get_kv_cache_shape(num_blocks, BLOCK, KV_HEADS, SIZE), torch.nan)
+    logical = {"L": 2, "B": num_blocks, "H": KV_HEADS, "N": BLOCK, "C": 2 * SIZE}
+    memory = torch.full([logical[axis] for axis in protocol], torch.nan)
+    layer = memory.select(protocol.index("L"), 1)
+    axes = [axis for axis in protocol if axis != "L"]
+    return layer.permute([axes.index(axis) for axis in "BHNC"])
+
+
+def step_of(query_lens: Sequence[int], seq_lens: Sequence[int], table: Any) -> Any:
+    """A step's batch, as vLLM describes it."""
+    starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    slots = [
+        int(table[r, p // BLOCK]) * BLOCK + p % BLOCK
+        for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for p in range(s - q, s)
+    ]
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        num_reqs=len(lens),
+        num_actual_tokens=len(slots),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=table,
+        slot_mapping=torch.tensor(slots),
+        seq_lens_cpu_upper_bound=lens,
+    )
+
+
+def attention(query: Any, keys: Any, values: Any, window: int | None, scale: float) -> Any:
+    """Causal attention of a request's last tokens in float64, ``(T, heads, size)``."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (t.double().repeat_interleave(group, dim=1) for t in (keys, values))
+    scores = torch.einsum("thd,shd->hts", query.double(), keys) * scale
+    distance = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
+    hidden = (distance < 0) | (distance >= (window or len(keys)))
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def use(vllm: Any, gpu: str | None, monkeypatch: pytest.MonkeyPatch, text: dict[str, Any]) -> Any:
+    """The emulated engine on a CPU or on a GPU that is not here."""
+    config = engine_config(text)
+    engine = vllm(config)
+    if gpu is not None:
+        from attn_select_vllm.kernels import binding
+
+        engine.platform.cpu = False
+        monkeypatch.setattr(binding, "select", functools.partial(_select_for, binding.select, gpu))
+    return config
+
+
+def _select_for(select: Any, gpu: str, config: Any, device: Any, **options: Any) -> Any:
+    return select(config, gpu, **options)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("name", ["TORCH_SDPA", triton])
+def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protocol: str) -> None:
+    config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
+    from attn_select_vllm.kernels import attention as kernels
+
+    backend = {"TORCH_SDPA": kernels.TorchSdpaBackend, "TRITON_ATTN": kernels.TritonAttnBackend}[name]
+    impls = [backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, w, "auto") for w in WINDOWS]
+    layers = {f"layers.{i}": layer_of(impl) for i, impl in enumerate(impls)}
+    config.compilation_config.static_forward_context = layers
+    builder = backend.get_builder_cls()(SimpleNamespace(block_size=BLOCK), list(layers), config, torch.device("cpu"))
+
+    torch.manual_seed(0)
+    table = torch.randperm(12, dtype=torch.int32).view(3, 4)
+    caches = [cache_of(backend, protocol, 12) for _ in impls]
+    seen: list[list[Any]] = [[torch.empty(0, 2 * KV_HEADS, SIZE)] for _ in range(3)]
+    for query_lens in STEPS:
+        tokens, padded = sum(query_lens), sum(query_lens) + 3
+        seq_lens = [sum(len(part) for part in seen[r]) + q for r, q in enumerate(query_lens)]
+        step = step_of(query_lens, seq_lens, table)
+        metadata = builder.build(0, step)
+        query = torch.randn(padded, HEADS, SIZE)
+        key_value = torch.randn(padded, 2 * KV_HEADS, SIZE)
+        for own, part in zip(seen, key_value[:tokens].split(list(query_lens)), strict=True):
+            own.append(part)
+        key, value = key_value.split(KV_HEADS, dim=1)
+        for layer, cache, own_window in zip(layers.values(), caches, WINDOWS, strict=True):
+            output = torch.full((padded, HEADS, SIZE), 7.0)
+            layer.impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
+            layer.impl.forward(layer, query, key, value, cache, metadata, output)
+            assert bool((output[tokens:] == 7.0).all())
+            parts = [tensor[:tokens].split(list(query_lens)) for tensor in (query, output)]
+            for asked, given, own in zip(*parts, seen, strict=True):
+                keys, values = torch.cat(own).split(KV_HEADS, dim=1)
+                wanted = attention(asked, keys, values, own_window, SIZE**-0.5).float()
+                torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_measures_memory_writes_zeros(vllm: Any) -> None:
+    use(vllm, None, pytest.MonkeyPatch(), LLAMA)
+    from attn_select_vllm.kernels.attention import TorchSdpaBackend
+
+    impl = TorchSdpaBackend.get_impl_cls()(HEADS, SIZE, 1.0, KV_HEADS)
+    layer, query = layer_of(impl), torch.ones(2, HEADS, SIZE)
+    impl.do_kv_cache_update(layer, query, query, torch.empty(0), torch.zeros(2, dtype=torch.int64))
+    assert not impl.forward(layer, query, query, query, torch.empty(0), None, torch.ones(2, HEADS, SIZE)).any()
+
+
+def test_layers_that_the_kernels_cannot_run_are_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(vllm, "h100", monkeypatch, LLAMA)
+    from attn_select import NoBackendError
+    from attn_select_vllm.kernels.attention import FlashInferBackend
+
+    with pytest.raises(NoBackendError, match="FLASHINFER cannot run prefill and decode"):
+        FlashInferBackend.get_impl_cls()(HEADS, 80, 1.0, KV_HEADS)
+
+
+MLA: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+def test_mla_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = use(vllm, "a100", monkeypatch, MLA)
+    config.model_config.dtype = torch.float32
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float16)
+    from attn_select_vllm.kernels.mla import TritonMlaBackend
+
+    backend = TritonMlaBackend
+    scale, dims = 192**-0.5, (None, 512, 128, 64, 192, 128)
+    impl = backend.get_impl_cls()(4, 576, scale, 1, None, None, "auto", None, "decoder", None, *dims, None)
+    layer = layer_of(impl)
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    builder = backend.get_builder_cls()(SimpleNamespace(block_size=BLOCK), ["layers.0"], config, torch.device("cpu"))
+    torch.manual_seed(0)
+    table = torch.randperm(12, dtype=torch.int32).view(3, 4)
+    cache = torch.randn(12, BLOCK, 576).half()
+    metadata = builder.build(0, step_of((1, 1, 9), (17, 50, 9), table))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    query = torch.randn(2, 4, 576).half()
+    output, lse = impl.forward_mqa((query[..., :512], query[..., 512:]), cache, metadata, layer)
+    assert lse is None
+    for request, length in enumerate((17, 50)):
+        keys = cache[table[request].long()].view(-1, 1, 576)[:length]
+        wanted = attention(query[request : request + 1], keys, keys[..., :512], None, scale)
+        torch.testing.assert_close(output[request : request + 1].double(), wanted, rtol=4e-3, atol=4e-3)

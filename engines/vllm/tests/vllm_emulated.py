@@ -1,0 +1,289 @@
+"""What the adapter touches of vLLM, in as few lines as it takes, with vLLM's signatures.
+
+``test_vllm_contract.py`` compares the signatures with the installed package's, where there is one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+M = TypeVar("M")
+
+
+class AttentionType(StrEnum):
+    DECODER = "decoder"
+    ENCODER_ONLY = "encoder_only"
+
+
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    base: int
+
+
+class AttentionBackend:
+    @classmethod
+    def validate_configuration(cls, **asked: Any) -> list[str]:
+        return []
+
+
+class AttentionImpl(Generic[M]):
+    pass
+
+
+class AttentionMetadataBuilder(Generic[M]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+
+
+class AttentionSelectorConfig(NamedTuple):
+    head_size: int
+    dtype: Any
+    kv_cache_dtype: str | None
+    block_size: int | None
+    use_mla: bool = False
+    has_sink: bool = False
+    use_sparse: bool = False
+    use_mm_prefix: bool = False
+    use_per_head_quant_scales: bool = False
+    attn_type: str = "decoder"
+    has_sliding_window: bool = False
+    use_non_causal: bool = False
+    use_batch_invariant: bool = False
+    use_kv_connector: bool = False
+    use_pcp: bool = False
+
+
+class QueryLenSupport(Enum):
+    SINGLE_ONLY = "single_only"
+
+
+@dataclass
+class MLACommonMetadata(Generic[M]):
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+
+
+class MLACommonBackend(AttentionBackend):
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder[M]):
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, metadata_cls: Any = None
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.metadata_cls = metadata_cls
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        lens = common_attn_metadata.query_start_loc_cpu.diff()
+        decodes = int((lens <= 1).sum())
+        return self.metadata_cls(decodes, decodes, len(lens) - decodes)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(0, common_attn_metadata)
+
+
+class MLACommonImpl(Generic[M]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any,
+        sliding_window: Any,
+        kv_cache_dtype: str,
+        logits_soft_cap: Any,
+        attn_type: str,
+        kv_sharing_target_layer_name: Any,
+        q_lora_rank: Any,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+    ) -> None:
+        self.num_heads, self.scale, self.kv_cache_dtype = num_heads, scale, kv_cache_dtype
+        self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+
+
+class Registry:
+    """``AttentionBackendEnum`` and ``register_backend``."""
+
+    def __init__(self, *names: str) -> None:
+        self.__members__ = {name: self._member(name, f"vllm.{name}") for name in names}
+
+    def _member(self, name: str, path: str) -> Any:
+        return SimpleNamespace(name=name, get_path=lambda: path, get_class=lambda: AttentionBackend)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.__members__[name]
+
+    def register_backend(self, backend: str, class_path: str | None = None, is_mamba: bool = False) -> None:
+        if backend in self.__members__:
+            raise ValueError(f"Backend {backend} already exists")
+        self.__members__[backend] = self._member(backend, str(class_path))
+
+
+class Platform:
+    """``CpuPlatform``: one backend, whatever is asked for."""
+
+    cpu = True
+
+    def is_cpu(self) -> bool:
+        return self.cpu
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> Any:
+        return None
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        return "vllm.CPU_ATTN"
+
+
+@dataclass
+class Log:
+    """``init_logger``'s."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def info_once(self, msg: str, *args: Any, scope: str = "local") -> None:
+        if (text := msg % args) not in self.lines:
+            self.lines.append(text)
+
+    def warning(self, msg: str, *args: Any) -> None:
+        self.lines.append("WARNING " + msg % args)
+
+
+class Text(SimpleNamespace):
+    """A Hugging Face config."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+def engine_config(text: dict[str, Any], tensor_parallel: int = 1, **changes: Any) -> Any:
+    """Return vLLM's ``VllmConfig`` of a model, without CUDA graphs."""
+    heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
+    model = SimpleNamespace(
+        hf_text_config=Text(**text),
+        get_num_attention_heads=lambda parallel: heads // parallel.tensor_parallel_size,
+        get_num_kv_heads=lambda parallel: max(1, kv_heads // parallel.tensor_parallel_size),
+        enforce_eager=True,
+        dtype=torch.float32,
+        max_model_len=256,
+    )
+    parts: dict[str, Any] = {
+        "model_config": model,
+        "parallel_config": SimpleNamespace(tensor_parallel_size=tensor_parallel, decode_context_parallel_size=1),
+        "cache_config": SimpleNamespace(sliding_window=None, calculate_kv_scales=False),
+        "scheduler_config": SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
+        "speculative_config": None,
+        "compilation_config": SimpleNamespace(cudagraph_mode=None, static_forward_context={}),
+        "attention_config": SimpleNamespace(mla_prefill_backend=None),
+    }
+    return SimpleNamespace(**parts | changes)
+
+
+@contextmanager
+def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamespace]:
+    """Put the emulated modules in vLLM's place; yields ``platform``, ``registry``, ``log`` and ``config``."""
+
+    class OwnPlatform(Platform):
+        pass
+
+    registry, log, platform = Registry("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"), Log(), OwnPlatform()
+    backend = {
+        name: globals()[name]
+        for name in (
+            "AttentionBackend",
+            "AttentionCGSupport",
+            "AttentionImpl",
+            "AttentionMetadataBuilder",
+            "AttentionType",
+            "MultipleOf",
+        )
+    }
+    mla = {name: value for name, value in globals().items() if name.startswith("MLACommon")}
+    prefill = "vllm.v1.attention.backends.mla.prefill"
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": version, "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
+        "vllm.logger": {"init_logger": lambda name: log},
+        "vllm.config": {"VllmConfig": object, "get_current_vllm_config": lambda: config},
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.v1.attention.backend": backend,
+        "vllm.v1.attention.backends.registry": {
+            "AttentionBackendEnum": registry,
+            "register_backend": registry.register_backend,
+        },
+        "vllm.model_executor.layers.attention.mla_attention": {**mla, "QueryLenSupport": QueryLenSupport},
+        f"{prefill}.base": {"MLADimensions": SimpleNamespace},
+        f"{prefill}.registry": {"MLAPrefillBackendEnum": Registry("FLASH_ATTN", "FLASHINFER")},
+        f"{prefill}.selector": {"MLAPrefillSelectorConfig": SimpleNamespace},
+    }
+    before = dict(sys.modules)
+    for name, content in modules.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            sys.modules.setdefault(path, ModuleType(path))
+        vars(sys.modules[name]).update(content)
+    try:
+        yield SimpleNamespace(platform=platform, registry=registry, log=log, config=config)
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] in ("vllm", "attn_select_vllm")]:
+            if name not in before:
+                del sys.modules[name]
+                parent, _, child = name.rpartition(".")
+                if parent in sys.modules:  # `from parent import child` would find it there
+                    delattr(sys.modules[parent], child)
