@@ -118,6 +118,8 @@ def _plan_changes(kind: str, phase: str, a: Mapping[str, Any], b: Mapping[str, A
 
 def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
     """Say why the old choice is not made any more, and what speaks for the new one."""
+    from attn_select.render import us_text
+
     why: list[str] = []
     old, new = a["selected"].get(phase), b["selected"].get(phase)
     now = {candidate["backend"]: candidate["phases"].get(phase) for candidate in b["candidates"]}
@@ -128,6 +130,9 @@ def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
         why += [f"{new} was not possible before: {reason['message']}" for reason in then[new]["reasons"]]
     if new is not None and old is not None and now.get(old) and not now[old]["reasons"]:
         why.append(f"{new} is ranked {now[new]['rank']}, {old} {now[old]['rank'] or 'not at all'}")
+        if now[old].get("behind") is not None and now[new].get("behind") is not None:
+            times = [now[name]["timing"]["time_us"] for name in (new, old)]
+            why.append(f"{new} takes {us_text(times[0])}, {old} {us_text(times[1])} ({now[new]['timing']['kind']})")
     before = {(rule["name"], rule["file"]) for rule in a["rules"]}
     why += [
         f"rule {rule['name']} ({rule['file']}:{rule['line']})"

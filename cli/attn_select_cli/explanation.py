@@ -176,8 +176,15 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     warnings += unknown_pins(environment.pins, decider)
     backend = tuple(options["backend"]) or None
     configs = [kind.config for kind in kinds.kinds]
-    workload = options.get("workload")
-    selections = select_model(configs, device, used_rules, backend, environment=environment, workload=workload)
+    workload, measurements = options.get("workload"), tuple(options.get("measurements") or ())
+    if measurements and workload is None:
+        raise click.UsageError(
+            "--measurements needs --workload: times count for batches, such as --workload 64q1s4k",
+            click.get_current_context(silent=True),
+        )
+    selections = select_model(
+        configs, device, used_rules, backend, environment=environment, workload=workload, measurements=measurements
+    )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
     return Explanation(described, layers, [*warnings, *kinds.warnings], decider)

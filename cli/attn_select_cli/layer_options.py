@@ -159,7 +159,14 @@ def decision_options(function: F, *first: Callable[[Any], Any], backend: Callabl
 
 
 def workload_options(function: F) -> F:
-    """Add the options that say which batches a decision is for."""
+    """Add the options that say which batches a decision is for, and where times are known from."""
+    function = click.option(
+        "--measurements",
+        multiple=True,
+        type=click.Path(),
+        metavar="FILE",
+        help="One more file of measured times, as `attn-select bench` writes them (repeatable).",
+    )(function)
     return click.option(
         "--workload",
         shell_complete=complete.workloads,

@@ -26,6 +26,8 @@ from attn_select.selection import Selection
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 
 if TYPE_CHECKING:
+    from attn_select.times.choice import ByTimes, EvidenceUsed
+    from attn_select.times.evidence import Evidence
     from attn_select.times.workload import Workload
 
 _NO_REASONS: list[Reason] = []
@@ -142,9 +144,22 @@ class Decider:
         self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
 
     def decide(
-        self, config: AttentionConfig, choice: Choice, kv_layout: str | None = None, workload: Workload | None = None
+        self,
+        config: AttentionConfig,
+        choice: Choice,
+        kv_layout: str | None = None,
+        workload: Workload | None = None,
+        evidence: Evidence | None = None,
     ) -> Selection:
-        """Decide for one layer; with ``kv_layout``, that of a shared pool, only plans that read it count."""
+        """Decide for one layer.
+
+        Args:
+            config: what the layer asks for.
+            choice: the backends that are asked for by name.
+            kv_layout: that of a shared pool: only plans that read it count.
+            workload: the batches to be fast at.
+            evidence: what is known about times on this device; it counts with a workload alone.
+        """
         phases = config.phases
         warnings = list(self._warnings)
         if workload is None:
@@ -170,6 +185,14 @@ class Decider:
                 )
             valid[phase] = [name for name in names if name in runs]
         chosen, cache = self._choose(config, rankings, valid, plans, forced, kv_layout, warnings)
+        used: EvidenceUsed | None = None
+        if workload is not None and evidence is not None:
+            found = self._by_times(config, workload, evidence, rankings, plans, forced, chosen, kv_layout, candidates)
+            rankings, used = found.rankings, found.used
+            if found.chosen != chosen:
+                chosen = found.chosen
+                cache = shared_cache(_decode_first(plans, chosen), config.block_size, kv_layout)
+            warnings += evidence.warnings
         for phase, winner in chosen.items():
             if winner is not None:
                 candidates[winner].phases[phase].verdict = "selected"
@@ -187,7 +210,34 @@ class Decider:
             warnings=tuple(warnings),
             options=self._options,
             workload=workload,
+            evidence=used,
         )
+
+    def _by_times(
+        self,
+        config: AttentionConfig,
+        workload: Workload,
+        evidence: Evidence,
+        rankings: Rankings,
+        plans: _Plans,
+        forced: Mapping[Phase, str],
+        chosen: Mapping[Phase, str | None],
+        kv_layout: str | None,
+        candidates: Mapping[str, Candidate],
+    ) -> ByTimes:
+        """Let times change what the rules chose; write ranks and times into the candidates' verdicts."""
+        from attn_select.times.choice import choose_by_times  # most ask for no workload
+
+        def fits(pair: Mapping[Phase, str]) -> bool:
+            return shared_cache(_decode_first(plans, pair), config.block_size, kv_layout) is not None
+
+        found = choose_by_times(config, workload, evidence, rankings, plans, forced, chosen, fits)
+        for name, candidate in candidates.items():
+            for phase, verdict in candidate.phases.items():
+                timing, behind = found.shown[phase].get(name, (None, None))
+                rank = found.rankings[phase].ranks.get(name)
+                candidate.phases[phase] = replace(verdict, rank=rank, timing=timing, behind=behind)
+        return found
 
     def _judge(
         self,
@@ -325,6 +375,11 @@ class Decider:
             f"decode {', '.join(valid['decode'])}"
         )
         return {"prefill": None, "decode": None}, shared_cache([], config.block_size, kv_layout)
+
+
+def _decode_first(plans: _Plans, chosen: Mapping[Phase, str | None]) -> list[BackendPlan]:
+    """Return the plans of the chosen backends in the order in which their preferences count."""
+    return [plans[phase][name] for phase in reversed(PHASES) if (name := chosen.get(phase)) is not None]
 
 
 def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout: str | None = None) -> _Cache | None:

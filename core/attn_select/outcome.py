@@ -14,6 +14,8 @@ from attn_select.rules.rule import Rule
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 
 if TYPE_CHECKING:
+    from attn_select.times.choice import EvidenceUsed
+    from attn_select.times.timing import Timing
     from attn_select.times.workload import Workload
 
 VerdictName = Literal["selected", "valid", "rejected"]
@@ -28,12 +30,16 @@ class Verdict:
         verdict: ``selected``, ``valid`` (would run) or ``rejected``.
         reasons: everything that speaks against it; empty unless rejected.
         plan: how it would run; None where rejected.
+        timing: how long it takes for the workload's steps of the phase; None where nothing is known, or none was asked.
+        behind: its time as a multiple of the chosen backend's; None where the two do not compare.
     """
 
     rank: int | None
     verdict: VerdictName
     reasons: list[Reason]
     plan: BackendPlan | None
+    timing: Timing | None = None
+    behind: float | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +69,7 @@ class Outcome:
         warnings: what a user should know, one sentence each.
         options: the ``[backends.NAME]`` table of every registered backend.
         workload: the batches that it was decided for, or None.
+        evidence: what was taken from measured times; None without a workload.
     """
 
     config: AttentionConfig
@@ -77,6 +84,7 @@ class Outcome:
     warnings: tuple[str, ...]
     options: Mapping[str, BackendOptions]
     workload: Workload | None = None
+    evidence: EvidenceUsed | None = None
 
     @property
     def ok(self) -> bool:

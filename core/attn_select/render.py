@@ -7,6 +7,8 @@ them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,8 @@ from attn_select.rules.rule import PACKAGED, Rule
 from attn_select.spec import BackendPlan, Reason
 
 if TYPE_CHECKING:
+    from attn_select.times.choice import EvidenceUsed
+    from attn_select.times.timing import Timing
     from attn_select.times.workload import Workload
 
 Line = list[tuple[str, str]]
@@ -122,6 +126,7 @@ def config_text(config: AttentionConfig) -> str:
 def layer_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
     """Render one layer kind: the plan, every candidate, the rules, the nearest remedies."""
     lines = plan_lines(selection, kind, count)
+    lines += _time_lines(selection)
     lines += _candidate_lines(selection)
     lines += _rule_lines(selection)
     lines += _remedy_lines(selection)
@@ -200,7 +205,79 @@ def plan_lines(selection: Outcome, kind: str | None = None, count: int | None = 
         if count is not None and count > 1:
             text += f", {byte_text(selection.bytes_per_token * count)} per token for all {count}"
         lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
+    if selection.evidence is not None:
+        lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
     return lines
+
+
+def _time_text(selection: Outcome, used: EvidenceUsed) -> str:
+    """Say how long the chosen backends take for the workload's steps, or that nobody knows."""
+    parts = []
+    for phase, name in selection.selected.items():
+        timing = _verdict(selection, name, phase).timing if name is not None else None
+        if timing is not None and timing.compares:
+            parts.append(f"{phase} {us_text(timing.time_us)} ({_percent(timing.share)} of the steps)")
+    if not parts:
+        phases = [phase for phase, each in used.phases.items() if each.share]
+        asked = f" for {' and '.join(phases)}" if phases else ""
+        return f"not known{asked}: backends are ranked by rules (`attn-select bench` measures times)"
+    mean = f"{us_text(used.time_us)} per step: " if used.time_us is not None and len(parts) > 1 else ""
+    return f"{mean}{', '.join(parts)}, one layer"
+
+
+def _time_lines(selection: Outcome) -> list[Line]:
+    """Render the time of every candidate, how far it is behind the chosen one, and where the time comes from."""
+    lines: list[Line] = []
+    for phase, used in selection.evidence.phases.items() if selection.evidence is not None else ():
+        timed = [(c, c.phases[phase]) for c in selection.candidates if c.phases[phase].timing is not None]
+        if not any(verdict.timing.compares for _, verdict in timed if verdict.timing):
+            continue
+        head = "by time where times compare" if used.by_times else f"by rules: {used.why}"
+        title = f"  Times for {phase}"
+        lines += [[], [(title, "title"), HANG, (f"  {_percent(used.share)} of the steps; ordered {head}", "dim")]]
+        for candidate, verdict in sorted(timed, key=lambda item: _order(item[0], phase)):
+            timing = verdict.timing
+            assert timing is not None
+            rank = "-" if verdict.rank is None else str(verdict.rank)
+            least = "" if timing.compares else "at least "
+            margin = f" ± {timing.margin * 100:.1f} %" if timing.compares else ""
+            behind = "" if verdict.behind is None else f"× {verdict.behind:.2f}"
+            figures = f"{f'{least}{us_text(timing.time_us)}':>17}{margin:<10} {behind:<7} "
+            name = (f"  {rank:>4}  {candidate.backend:<22}", "selected" if verdict.verdict == "selected" else "")
+            lines.append([name, (figures, ""), HANG, (_provenance(timing), "dim")])
+            if timing.weaker:
+                lines.append([(" " * 66, ""), HANG, ("weaker: ", "warning"), (timing.weaker, "")])
+    return lines
+
+
+def _provenance(timing: Timing) -> str:
+    """Say where a time comes from."""
+    if not timing.compares:
+        return "roofline, at the device's peak rates"
+    parts = [timing.source if timing.kind == "table" else timing.kind]
+    if timing.kind == "named file":
+        parts = [os.path.basename(file) for file in timing.files]
+    if timing.method == "eager":
+        parts.append("launched eagerly")
+    if not timing.measured_shapes:
+        parts.append("predicted from other batches")
+    elif timing.measured_shapes < timing.shapes:
+        parts.append(f"{timing.shapes - timing.measured_shapes} of {timing.shapes} shapes predicted")
+    return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def us_text(time_us: float) -> str:
+    """Return a time with three significant digits, all of them before the point."""
+    digits = max(0, 2 - math.floor(math.log10(time_us)))
+    return f"{time_us:.{digits}f} us"
+
+
+def _verdict(selection: Outcome, backend: str, phase: Phase) -> Verdict:
+    return next(c.phases[phase] for c in selection.candidates if c.backend == backend)
 
 
 def _why_none(selection: Outcome, phase: str) -> str:

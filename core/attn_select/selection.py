@@ -69,6 +69,7 @@ class Selection(Outcome):
             "selected": self.selected,
             "explicit": dict(self.explicit),
             "workload": self.workload.to_dict() if self.workload is not None else None,
+            "evidence": self.evidence.to_dict() if self.evidence is not None else None,
             "plan": self._plan_dict(),
             "candidates": [_candidate_dict(candidate) for candidate in self.candidates],
             "rules": [
@@ -133,6 +134,8 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
                     for reason in verdict.reasons
                 ],
                 "unverified": list(verdict.plan.unverified) if verdict.plan is not None else [],
+                "timing": verdict.timing.to_dict() if verdict.timing is not None else None,
+                "behind": verdict.behind,
             }
             for phase, verdict in candidate.phases.items()
         },

@@ -19,15 +19,18 @@ from attn_select.selection import Selection
 from attn_select.shared_pool import agree_on_pool
 
 if TYPE_CHECKING:
+    from attn_select.times.evidence import Evidence
     from attn_select.times.workload import Workload, WorkloadArgument
 
 RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
+MeasurementsArgument = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _MOST_SELECTIONS = 4096
 _MOST_DECIDERS = 128
 _recent: dict[int, tuple[Any, ...]] = {}
-_selections: dict[tuple[AttentionConfig, Decider, Choice, Workload | None], Selection] = {}
+_selections: dict[tuple[AttentionConfig, Decider, Choice, Workload | None, Evidence | None], Selection] = {}
+_evidence: dict[tuple[Device, Environment, tuple[str, ...]], Evidence] = {}
 _deciders: dict[Hashable, Decider] = {}
 
 
@@ -39,6 +42,7 @@ def select(
     *,
     environment: Environment | None = None,
     workload: WorkloadArgument | None = None,
+    measurements: MeasurementsArgument = (),
 ) -> Selection:
     """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
 
@@ -55,7 +59,9 @@ def select(
             is not this machine's assumes all libraries.
         workload: the batches that the layer is to be fast at, as ``attn_select.times.workload.parse_workload`` reads
             them: ``"64q1s4k*0.8,q2k*0.2"``, a profile such as ``"chat"``, or a file. Rules about batches match only
-            with one. A file is read once per process.
+            with one, and measured times count with one alone. A file is read once per process.
+        measurements: files of measurements to read beside the packaged ones, the user's and those of
+            ``ATTN_SELECT_MEASUREMENTS``; needs a workload. Read once per process.
 
     Returns:
         A ``Selection``. Check ``ok``: where no backend is valid the phase's entry is None and the reasons are in
@@ -64,6 +70,7 @@ def select(
     Raises:
         ConfigError, UnknownNameError: unknown device, backend or workload, malformed ``backend`` or ``workload``.
         RulesError: a rules file is missing or broken.
+        MeasurementError: a named file of measurements does not exist.
     """
     recent = _recent.get(id(config))
     if (
@@ -73,25 +80,26 @@ def select(
         and recent[3] is backend
         and recent[4] is environment
         and recent[5] is workload
+        and recent[6] is measurements
     ):
-        found: Selection = recent[6]
+        found: Selection = recent[7]
         return found
     if not isinstance(config, AttentionConfig):
         raise ConfigError(f"config = {show(config)}: expected an AttentionConfig", fields=["config"])
     decider = decider_for(device, rules, environment)
     choice = parse_choice(backend, decider.names, decider.registry.failed)
-    batches = _workload(workload)
-    key = (config, decider, choice, batches)
+    batches, evidence = _asked(workload, measurements, decider)
+    key = (config, decider, choice, batches, evidence)
     selection = _selections.get(key)
     if selection is None:
         if len(_selections) >= _MOST_SELECTIONS:
             _selections.clear()
-        selection = _selections[key] = decider.decide(config, choice, workload=batches)
+        selection = _selections[key] = decider.decide(config, choice, workload=batches, evidence=evidence)
     if len(_recent) >= _MOST_SELECTIONS:
         _recent.clear()
     # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
-    if _is_immutable(rules) and _is_immutable(backend):
-        _recent[id(config)] = (config, device, rules, backend, environment, workload, selection)
+    if _is_immutable(rules) and _is_immutable(backend) and _is_immutable(measurements):
+        _recent[id(config)] = (config, device, rules, backend, environment, workload, measurements, selection)
     return selection
 
 
@@ -103,6 +111,7 @@ def select_model(
     *,
     environment: Environment | None = None,
     workload: WorkloadArgument | None = None,
+    measurements: MeasurementsArgument = (),
 ) -> tuple[Selection, ...]:
     """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
 
@@ -116,10 +125,10 @@ def select_model(
     """
     decider = decider_for(device, rules, environment)
     choice = parse_choice(backend, decider.names, decider.registry.failed)
-    batches = _workload(workload)
+    batches, evidence = _asked(workload, measurements, decider)
 
     def decide(config: AttentionConfig, kv_layout: str | None = None) -> Selection:
-        return decider.decide(config, choice, kv_layout, batches)
+        return decider.decide(config, choice, kv_layout, batches, evidence)
 
     return agree_on_pool(configs, decide)
 
@@ -175,13 +184,28 @@ def _rules(paths: tuple[str, ...]) -> RuleSet:
     return load_rules(paths, registry.load_plugins().fragments)
 
 
-def _workload(given: WorkloadArgument | None) -> Workload | None:
-    """Return what ``workload`` means. A file is read once."""
-    if given is None:
-        return None
-    from attn_select.times.workload import parse_workload  # most ask for none
+def _asked(
+    workload: WorkloadArgument | None, measurements: MeasurementsArgument, decider: Decider
+) -> tuple[Workload, Evidence] | tuple[None, None]:
+    """Return the workload, and what is known about times on the device. Files are read once."""
+    given = (measurements,) if isinstance(measurements, (str, os.PathLike)) else measurements
+    if workload is None:
+        if given:
+            hint = "name the batches too, such as '64q1s4k': times count for a workload alone"
+            raise ConfigError(f"measurements = {show(measurements)} without a workload", fields=["workload"], hint=hint)
+        return None, None
+    from attn_select.times.evidence import load_evidence  # most ask for no workload
+    from attn_select.times.workload import parse_workload
 
-    return _read_workload(given) if isinstance(given, (str, PurePath)) else parse_workload(given)
+    batches = _read_workload(workload) if isinstance(workload, (str, PurePath)) else parse_workload(workload)
+    key = decider.device, decider.environment, tuple([os.fspath(path) for path in given])
+    evidence = _evidence.get(key)
+    if evidence is None:
+        if len(_evidence) >= _MOST_DECIDERS:
+            _evidence.clear()
+            _selections.clear()  # they hold evidence too
+        evidence = _evidence[key] = load_evidence(*key)
+    return batches, evidence
 
 
 @functools.lru_cache(maxsize=256)
@@ -191,7 +215,7 @@ def _read_workload(given: str | PurePath) -> Workload:
     return parse_workload(given)
 
 
-def _is_immutable(argument: RulesArgument | BackendArgument) -> bool:
+def _is_immutable(argument: RulesArgument | BackendArgument | MeasurementsArgument) -> bool:
     """Whether an argument of ``select`` says the same as long as it is the same object."""
     if isinstance(argument, tuple):
         return all(isinstance(each, (str, PurePath)) for each in argument)
@@ -208,3 +232,4 @@ def clear_cache() -> None:
     _environment.cache_clear()
     _rules.cache_clear()
     _read_workload.cache_clear()
+    _evidence.clear()

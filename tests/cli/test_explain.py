@@ -222,12 +222,12 @@ def test_bad_input_is_one_clear_message_and_exit_2(run: Any, arguments: list[str
 
 
 def test_an_internal_bug_is_exit_3(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_select import models
+    from attn_select_cli import explanation
 
     def broken(name: str) -> Any:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr(models, "load", broken)
+    monkeypatch.setattr(explanation, "load", broken)
     result = run("explain", "--model", "llama-3-8b")
     assert result.code == 3
     assert "ZeroDivisionError: boom" in result.err

@@ -80,7 +80,7 @@ def make_spec() -> MakeSpec:
 def make_decider() -> MakeDecider:
     """Return a factory: ``make_decider(specs, rules, device=…, environment=…)``.
 
-    Rules are tables, each layer 1 unless told.
+    Rules are tables of layer 1, a user's, unless they have a key ``layer`` (0: packaged).
     """
 
     def make(
@@ -97,7 +97,10 @@ def make_decider() -> MakeDecider:
             conflicts=conflicts or {},
             plugins=[Plugin("test", "test", "1", tuple(spec.name for spec in specs)), *failed],
         )
-        parsed = [parse_rule(table, file="rules.toml", line=n, layer=1) for n, table in enumerate(rules, 1)]
+        parsed = [
+            parse_rule({k: v for k, v in t.items() if k != "layer"}, file="rules.toml", line=n, layer=t.get("layer", 1))
+            for n, t in enumerate(rules, 1)
+        ]
         rule_set = RuleSet(rules=parsed)
         return Decider(registry, rule_set, device, environment or Environment(assume_installed=True))
 

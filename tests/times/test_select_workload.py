@@ -1,4 +1,4 @@
-"""``select`` and the command line with a workload, on the real facts."""
+"""``select`` with a workload and measured times, on the real facts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import jsonschema
 import pytest
 
 from attn_select import AttentionConfig, ConfigError, clear_cache, select, select_model
-from attn_select.errors import UnknownNameError
+from attn_select.errors import MeasurementError, UnknownNameError
+from attn_select.registry import load_plugins
+from attn_select.testing import plan_of
+from attn_select.times.layer import timed_layer
+from attn_select.times.measurement import Measurement
+from attn_select.times.store import append_measurements
 from attn_select.times.workload import Workload, parse_workload
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -104,3 +109,94 @@ def test_without_a_workload_nothing_of_times_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def times(tmp_path: Path) -> Path:
+    """Return a file by which FLASHINFER decodes 64q1s1k on an H100 faster than FLASH_ATTN."""
+    path = tmp_path / "h100.jsonl"
+    rows = []
+    for backend, time_us in (("FLASH_ATTN", 125.0), ("FLASHINFER", 113.0), ("TRITON_ATTN", 181.0)):
+        plan = plan_of(load_plugins().specs[backend], GQA, "h100")
+        assert plan.kernel_name is not None
+        rows.append(
+            Measurement(
+                gpu="NVIDIA H100 80GB HBM3",
+                compute_capability="9.0",
+                libraries={"torch": "2.9.0"},
+                backend=backend,
+                kernel={"decode": plan.kernel_name},
+                config=timed_layer(GQA).to_dict(),
+                batch="64q1s1k",
+                time_us=time_us,
+                spread_us=(time_us * 0.999, time_us * 1.001),
+                rounds=20,
+                method="graph",
+                date="2026-11-22",
+            )
+        )
+    append_measurements(path, rows)
+    return path
+
+
+def test_measured_times_choose_and_are_shown(times: Path) -> None:
+    selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    assert selection.selected == {"prefill": "FLASH_ATTN", "decode": "FLASHINFER"}
+    assert select(GQA, "h100", workload="64q1s1k", measurements=[times]) is selection
+    assert select(GQA, "h200", workload="64q1s1k", measurements=times).selected["decode"] == "FLASH_ATTN"
+    text = selection.explain()
+    assert "  Time             decode 113 us (100 % of the steps), one layer\n" in text
+    assert "  Times for decode  100 % of the steps; ordered by time where times compare\n" in text
+    for rank, backend, time, behind in (("1", "FLASHINFER", 113, "1.00"), ("2", "FLASH_ATTN", 125, "1.11")):
+        line = f"  {rank:>4}  {backend:<22}           {time} us ± 0.1 %   × {behind}  h100.jsonl\n"
+        assert line in text
+    layer = {"kind": "full_attention", "count": 1, **selection.to_dict()}
+    jsonschema.validate(layer, {**DEFINITIONS["layer"], "$defs": DEFINITIONS})
+    decode = {each["backend"]: each["phases"]["decode"] for each in layer["candidates"]}
+    assert decode["FLASH_ATTN"]["behind"] == pytest.approx(125 / 113)
+    assert decode["FLASH_ATTN"]["timing"]["libraries"] == {"torch": "2.9.0"}
+    assert decode["PAGED_ATTENTION"]["timing"]["kind"] == "roofline estimate"
+    assert layer["evidence"]["files"] == [str(times)]
+
+
+def test_measurements_are_one_snapshot_per_process(times: Path) -> None:
+    first = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    times.write_text("")
+    assert select(GQA, "h100", workload="64q1s1k", measurements=times) is first
+    clear_cache()
+    again = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    assert again.selected["decode"] == "FLASH_ATTN"
+    assert "Time             not known for decode: backends are ranked by rules" in again.explain()
+
+
+def test_measurements_of_the_variable_and_the_cache_folder_count(times: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind() -> str | None:
+        clear_cache()
+        selection = select(GQA, "h100", workload="64q1s1k")
+        timing = next(c for c in selection.candidates if c.backend == "FLASHINFER").phases["decode"].timing
+        return timing.kind if timing is not None else None
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(times.parent / "cache"))
+    assert kind() == "roofline estimate"
+    folder = times.parent / "cache" / "attn-select" / "measurements"
+    folder.mkdir(parents=True)
+    (folder / "h100.jsonl").write_bytes(times.read_bytes())
+    assert kind() == "measured here"
+    monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", str(times))
+    assert kind() == "named file"
+    clear_cache()
+
+
+def test_a_corrupt_line_is_named_and_skipped(times: Path) -> None:
+    text = times.read_text("utf-8")
+    times.write_text(text + '{"v":1,"gpu":"NVIDIA H100 80GB HBM3"}\n', "utf-8")
+    selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    assert selection.selected["decode"] == "FLASHINFER"
+    assert [w for w in selection.warnings if w.startswith(f"measurement skipped: {times}:4: ")]
+
+
+def test_measurements_without_a_workload_or_a_file_are_errors(times: Path) -> None:
+    with pytest.raises(ConfigError, match="without a workload"):
+        select(GQA, "h100", measurements=times)
+    with pytest.raises(MeasurementError, match="there is no such file"):
+        select(GQA, "h100", workload="64q1s1k", measurements=times.parent / "none.jsonl")

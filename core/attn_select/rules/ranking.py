@@ -58,10 +58,28 @@ class Ranking:
         if self._default_order is None:
             return self
         order = [name for name in self._default_order if name not in unverified]
-        order += [name for name in self._default_order if name in unverified]
+        return self._with_default([*order, *[name for name in self._default_order if name in unverified]])
+
+    def arranged(self, arrange: Callable[[list[str]], list[str]]) -> Ranking:
+        """Return the ranking with the default order arranged anew; what users' rules place stays where they place it.
+
+        Unchanged where a user's priority gives the order, or a rule keeps evidence out.
+        """
+        if self._default_order is None or self.without_evidence is not None:
+            return self
+        return self._with_default(arrange(self._default_order))
+
+    def _with_default(self, default_order: list[str]) -> Ranking:
+        order = default_order
         for rule in self._later:
             order = _applied(rule, order)
-        return replace(self, order=order)
+        return replace(self, order=order, _default_order=default_order)
+
+    def placed_by(self, name: str) -> Rule | None:
+        """Return the user's rule that gives a backend its place, or None."""
+        if self._default_order is None:
+            return self.rules[0]
+        return next((rule for rule in reversed(self._later) if name in rule.backends), None)
 
 
 class Rankings(dict[Phase, Ranking]):
@@ -86,6 +104,10 @@ class Rankings(dict[Phase, Ranking]):
     def with_behind(self, phase: Phase, unverified: Collection[str]) -> Rankings:
         """Return the rankings with one phase's changed as ``Ranking.with_behind`` says."""
         return Rankings({**self, phase: self[phase].with_behind(unverified)}, self.listed)
+
+    def arranged(self, phase: Phase, arrange: Callable[[list[str]], list[str]]) -> Rankings:
+        """Return the rankings with one phase's changed as ``Ranking.arranged`` says."""
+        return Rankings({**self, phase: self[phase].arranged(arrange)}, self.listed)
 
 
 _MOST_RANKINGS = 1024

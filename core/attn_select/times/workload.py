@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.errors import ConfigError, UnknownNameError, show
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.roofline import is_decode
 
 PROFILES: dict[str, tuple[str, str]] = {
     "chat": (
@@ -95,10 +96,16 @@ class Workload:
         """Return the shapes that a layer runs in a phase.
 
         A shape is decode where no request has more new tokens than 1 plus the layer's speculative tokens, else prefill:
-        a mixed batch counts as prefill.
+        a mixed batch counts as prefill. Layers without a cache have prefills alone.
         """
-        longest = 1 + config.num_speculative_tokens
-        return tuple([shape for shape in self.shapes if shape.batch.is_decode(longest) is (phase == "decode")])
+        return tuple([shape for shape in self.shapes if phases_of(shape.batch, config)[0] == phase])
+
+
+def phases_of(batch: BatchShape, config: AttentionConfig) -> tuple[Phase, ...]:
+    """Return the phases that a layer's requests of a batch are in, prefill first."""
+    decodes = [is_decode(config, group.query_len) for group in batch.groups]
+    here = {"prefill": not all(decodes), "decode": any(decodes)}
+    return tuple([phase for phase in PHASES if here[phase]])
 
 
 WorkloadArgument = Workload | str | PurePath

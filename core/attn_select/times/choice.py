@@ -1,0 +1,278 @@
+"""What times say in a decision: the order of a phase's candidates, and the pair of backends that is fastest.
+
+The rules decide first. Times then change what they decided, where they compare and no user's rule stands against it
+(``docs/times.md`` has the order of authority).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.rules.ranking import Ranking, Rankings
+from attn_select.spec import BackendPlan
+from attn_select.times.evidence import Evidence, digest_of
+from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first
+from attn_select.times.workload import Workload
+
+Pair = dict[Phase, str]
+"""The backend of each phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEvidence:
+    """What times did in one phase.
+
+    Attributes:
+        share: share of the workload's steps that are of the phase, from 0 to 1.
+        by_times: whether times could order candidates: two or more that compare, and nothing above them that decides.
+        why: where they could not, why not, in words.
+    """
+
+    share: float
+    by_times: bool
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; ``docs/json.md`` documents it."""
+        return {"share": self.share, "by_times": self.by_times, "why": self.why or None}
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceUsed:
+    """What a decision took from evidence.
+
+    Attributes:
+        digest: of the measurements behind all times of the candidates; None where there are none.
+        files: the files with these measurements.
+        phases: what times did, per phase.
+        time_us: mean time of one layer's step over the whole workload with the chosen backends, microseconds; None
+            where not all of it is known from one series.
+    """
+
+    digest: str | None
+    files: tuple[str, ...]
+    phases: Mapping[Phase, PhaseEvidence]
+    time_us: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; ``docs/json.md`` documents it."""
+        return {
+            "digest": self.digest,
+            "files": list(self.files),
+            "phases": {phase: used.to_dict() for phase, used in self.phases.items()},
+            "time_us": self.time_us,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ByTimes:
+    """A decision after times were asked.
+
+    Attributes:
+        rankings: the order of every phase.
+        chosen: the backend per phase.
+        used: what was taken from evidence.
+        shown: per phase the time of each candidate that has one, and how many times the chosen one's it is.
+    """
+
+    rankings: Rankings
+    chosen: dict[Phase, str | None]
+    used: EvidenceUsed
+    shown: dict[Phase, dict[str, tuple[Timing, float | None]]]
+
+
+def choose_by_times(
+    config: AttentionConfig,
+    workload: Workload,
+    evidence: Evidence,
+    rankings: Rankings,
+    plans: Mapping[Phase, Mapping[str, BackendPlan]],
+    explicit: Collection[Phase],
+    chosen: Mapping[Phase, str | None],
+    fits: Callable[[Pair], bool],
+) -> ByTimes:
+    """Order candidates by time where times compare, and choose the fastest where no user's rule stands against it.
+
+    Args:
+        plans: per phase the plans of the candidates that can run it.
+        explicit: the phases whose backend was asked for by name.
+        chosen: what the rules chose.
+        fits: whether backends share a KV layout and block size.
+    """
+    times: dict[Phase, PhaseTimes] = {}
+    rivals: dict[Phase, dict[str, Timing]] = {}
+    phases: dict[Phase, PhaseEvidence] = {}
+    for phase, ranking in rankings.items():
+        found: dict[str, list[Timing]] = {}
+        for name in plans[phase]:
+            kernels = {each: runs[name].kernel_name for each, runs in plans.items() if name in runs}
+            found[name] = evidence.timings(config, name, kernels, phase, workload)
+        times[phase] = known = PhaseTimes(found)
+        share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
+        if phase not in explicit:
+            rankings = rankings.arranged(phase, known.arranged)
+        order = [name for name in rankings[phase].ranks if name in plans[phase]]
+        winner = chosen[phase]
+        why = _why_rules(phase, share, rankings[phase], phase in explicit, winner, known)
+        if not why and winner is not None:
+            fixed = {each for each in order if ranking.placed_by(each)}
+            rivals[phase] = known.rivals(winner, order, fixed)
+            if not rivals[phase]:
+                why = f"no neighbour of {winner} in the order has a time that compares with its own"
+        phases[phase] = PhaseEvidence(share, not why, why)
+    pair = {phase: name for phase, name in chosen.items() if name is not None}
+    final: dict[Phase, str | None] = {**chosen, **fastest(pair, rivals, fits)}
+    shown = {phase: known.shown(final[phase]) for phase, known in times.items()}
+    every = [t for each in times.values() for timings in each.timings.values() for t in timings]
+    files = tuple(dict.fromkeys(file for t in every for file in t.files))
+    winners = [shown[p][name][0] for p, name in final.items() if name in shown[p]]
+    used = EvidenceUsed(digest_of(every), files, phases, _total(winners))
+    return ByTimes(rankings, final, used, shown)
+
+
+def _why_rules(
+    phase: Phase, share: float, ranking: Ranking, explicit: bool, chosen: str | None, times: PhaseTimes
+) -> str:
+    """Say why the rules alone decide a phase; empty where times may."""
+    if not share:
+        return f"the workload has no {phase}"
+    if chosen is None:
+        return f"no backend was found for {phase}"
+    if explicit:
+        return f"{chosen} is asked for by name"
+    if ranking.without_evidence is not None:
+        return f"rule {ranking.without_evidence.name!r} ({ranking.without_evidence.origin}) keeps times out"
+    if (rule := ranking.placed_by(chosen)) is not None:
+        return f"rule {rule.name!r} ({rule.origin}) places {chosen}"
+    return "" if times.known else "no times are known for this layer on this device"
+
+
+def _total(winners: Sequence[Timing]) -> float | None:
+    """Return the mean time of a step of the whole workload; None where it is not known from one series."""
+    shares = math.fsum([timing.share for timing in winners])
+    if len({timing.series for timing in winners}) != 1 or not winners[0].compares or not math.isclose(shares, 1):
+        return None
+    return math.fsum([timing.time_us * timing.share for timing in winners])
+
+
+class PhaseTimes:
+    """The times of one phase's candidates.
+
+    Args:
+        timings: by candidate that can run the phase, one timing per series, the most trusted first.
+    """
+
+    def __init__(self, timings: Mapping[str, Sequence[Timing]]) -> None:
+        self.timings = timings
+        counts = Counter(t.series for each in timings.values() for t in each if t.compares)
+        self._series = strongest_first(counts)
+        self._of_series: dict[Series, dict[str, Timing]] = {
+            series: {name: t for name, each in timings.items() for t in each if t.series == series}
+            for series in self._series
+        }
+
+    @property
+    def known(self) -> bool:
+        """Whether any candidate has a time; what a roofline says is none."""
+        return bool(self._series)
+
+    def arranged(self, order: Sequence[str]) -> list[str]:
+        """Return the candidates by time, where they compare; what the most trusted times say is done last.
+
+        Candidates that cannot run keep their positions and stand in nobody's way.
+        """
+        rules = {name: position for position, name in enumerate(order)}
+        able = [name for name in order if name in self.timings]
+        for series in reversed(self._series):
+            able = by_time(able, self._of_series[series], rules)
+        moved = iter(able)
+        return [next(moved) if name in self.timings else name for name in order]
+
+    def rivals(self, name: str, order: Sequence[str], fixed: Collection[str]) -> dict[str, Timing]:
+        """Return the neighbours of a candidate that its time compares with, itself included, in their order.
+
+        Args:
+            order: the candidates that can run, best first.
+            fixed: candidates whose place a user's rule gives; nothing replaces them, and they replace nothing.
+        """
+        found: dict[str, Timing] = {}
+        if name in fixed:
+            return found
+        for series in self._series:
+            times = self._of_series[series]
+            if name not in times:
+                continue
+            run = [name]
+            here = order.index(name)
+            for step, others in ((-1, reversed(order[:here])), (1, iter(order[here + 1 :]))):
+                for other in others:
+                    if other not in times or other in fixed:
+                        break
+                    run = [*run, other] if step > 0 else [other, *run]
+            if len(run) > 1:
+                return {each: times[each] for each in run}
+        return found
+
+    def shown(self, winner: str | None) -> dict[str, tuple[Timing, float | None]]:
+        """Return each candidate's time, and how many times the winner's it is; None where they do not compare.
+
+        A time that compares with the winner's is shown before a more trusted one that does not.
+        """
+        best = self._best(winner)
+        found: dict[str, tuple[Timing, float | None]] = {}
+        for name, timings in self.timings.items():
+            same = [t for t in timings if best is not None and t.compares and t.series == best.series]
+            if same and best is not None:
+                found[name] = same[0], same[0].time_us / best.time_us
+            elif timings:
+                found[name] = timings[0], None
+        return found
+
+    def _best(self, winner: str | None) -> Timing | None:
+        """Return the winner's time of the most trusted series that times others too, else of the most trusted."""
+        own = [t for t in self.timings.get(winner or "", ()) if t.compares]
+        shared = [t for t in own if len(self._of_series[t.series]) > 1]
+        return next(iter((*shared, *own)), None)
+
+
+def fastest(chosen: Pair, rivals: Mapping[Phase, Mapping[str, Timing]], fits: Callable[[Pair], bool]) -> Pair:
+    """Return the fastest backends for all phases together.
+
+    A tie with the fastest goes to what the rules chose, then to one backend for both phases, then to the candidates
+    that stand first.
+
+    Args:
+        chosen: what the rules chose.
+        rivals: per phase in which times decide, the candidates and their times, best first. The other phases keep what
+            the rules chose.
+        fits: whether backends share a KV layout and block size.
+    """
+    pools = {phase: list(rivals.get(phase) or [name]) for phase, name in chosen.items()}
+    pairs = [
+        pair
+        for names in product(*reversed(pools.values()))
+        if fits(pair := dict(zip(reversed(pools), names, strict=True)))
+    ]
+    timed = [phase for phase in chosen if rivals.get(phase)]
+    if not timed or not pairs:
+        return chosen
+
+    def total(pair: Pair) -> float:
+        return sum([(t := rivals[phase][pair[phase]]).time_us * t.share for phase in timed])
+
+    best = min(pairs, key=total)
+
+    def ties(pair: Pair) -> bool:
+        parts = [(rivals[p][pair[p]], rivals[p][best[p]]) for p in timed if pair[p] != best[p]]
+        return not parts or is_tie(parts, (total(pair), total(best)))
+
+    near = [pair for pair in pairs if ties(pair)]
+    one = [pair for pair in near if len(timed) > 1 and len(set(pair.values())) == 1]
+    found = chosen if chosen in near else (one or near)[0]
+    return {phase: found[phase] for phase in chosen}

@@ -1,0 +1,325 @@
+"""``Evidence``: everything that is known about times on one device, and what it says about a candidate.
+
+A measurement counts for a candidate where GPU, backend, kernel names and the layer (``attn_select.times.layer``) are
+the same. Batches that were not measured are predicted from those that were (``attn_select.times.model``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, Protocol
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device, find_gpu
+from attn_select.environment import Environment
+from attn_select.errors import ConfigError
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.layer import TimedLayer, timed_layer
+from attn_select.times.measurement import Measurement
+from attn_select.times.model import fit
+from attn_select.times.roofline import roofline_us
+from attn_select.times.store import (
+    MeasurementFile,
+    Problem,
+    Stored,
+    StoredMeasurement,
+    measurement_files,
+    read_measurements,
+)
+from attn_select.times.timing import WEAKER_MARGIN, Kind, Series, Timing, strongest_first
+from attn_select.times.workload import Workload, phases_of
+
+_UNKNOWN_MARGIN = 0.05
+"""Margin of a measured batch whose line says nothing of its spread, where no model says more."""
+_MOST_WARNINGS = 5
+_KINDS: Mapping[str, Kind] = {"named": "named file", "user": "measured here", "packaged": "packaged"}
+_GPU = re.compile(rb'"gpu"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+
+class Predicted(Protocol):
+    """A predicted time in us, and half the width of its 95 % interval as a share of it."""
+
+    @property
+    def time_us(self) -> float: ...
+    @property
+    def margin(self) -> float: ...
+
+
+class Model(Protocol):
+    """Predicts the times of one kernel; None where it cannot."""
+
+    def predict(self, batch: BatchShape) -> Predicted | None: ...
+
+
+Fit = Callable[[Sequence[tuple[BatchShape, float]], TimedLayer, Device], Model]
+
+
+class Evidence:
+    """What is known about times on one device, a snapshot: later measurements do not change it.
+
+    Args:
+        stored: the measurements on this device; those of other layers and kernels are not looked at.
+        device: the device.
+        environment: the libraries that a decision rests on: measurements with others count as weaker.
+        fit: makes the model of a kernel from its times.
+    """
+
+    def __init__(self, stored: Stored, device: Device, environment: Environment, fit: Fit = fit) -> None:
+        self.problems: list[Problem] = list(stored.problems)
+        self._device, self._environment, self._fit = device, environment, fit
+        self._rows: dict[tuple[str, frozenset[tuple[str, Any]]], list[StoredMeasurement]] = {}
+        for row in stored.measurements:
+            key = row.measurement.backend, _layer_key(row.measurement.config)
+            self._rows.setdefault(key, []).append(row)
+        self._groups: dict[tuple[object, ...], dict[Series, list[_Group]]] = {}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a selection warns of: the lines that could not be read, the first five of them."""
+        told = [f"measurement skipped: {problem}" for problem in self.problems[:_MOST_WARNINGS]]
+        more = len(self.problems) - len(told)
+        return [*told, f"{more} more lines of measurements were skipped"] if more else told
+
+    def timings(
+        self,
+        config: AttentionConfig,
+        backend: str,
+        kernels: Mapping[Phase, str | None],
+        phase: Phase,
+        workload: Workload,
+    ) -> list[Timing]:
+        """Return a candidate's times over the workload's shapes of a phase, one per series, the most trusted first.
+
+        A series that does not cover every shape is left out. Where no series does, the least time that the device
+        needs for the shapes is returned (``roofline estimate``). Nothing is returned where the workload has no shape
+        of the phase.
+
+        Args:
+            kernels: name of the backend's kernel for each phase that it can run; a batch of prefills and decodes counts
+                where both are the backend's.
+        """
+        shapes = workload.of_phase(phase, config)
+        if not shapes:
+            return []
+        share = math.fsum([shape.weight for shape in shapes])
+        weights = [(shape.batch, shape.weight / share) for shape in shapes]
+        groups = self._groups_of(config, backend, kernels)
+        found: list[Timing] = []
+        for series in strongest_first(dict.fromkeys(groups, 0)):
+            for group in groups[series]:
+                if (timing := group.timing(weights, share)) is not None:
+                    found.append(timing)
+                    break
+        return found or self._roofline(config, weights, share)
+
+    def _roofline(
+        self, config: AttentionConfig, weights: Sequence[tuple[BatchShape, float]], share: float
+    ) -> list[Timing]:
+        total = 0.0
+        for batch, weight in weights:
+            least = roofline_us(config, batch, self._device)
+            if least is None:
+                return []
+            total += weight * least
+        return [
+            Timing(
+                time_us=total,
+                margin=0.0,
+                share=share,
+                kind="roofline estimate",
+                source="peak rates of the device",
+                method=None,
+                measured_shapes=0,
+                shapes=len(weights),
+                kernel={},
+                libraries={},
+            )
+        ]
+
+    def _groups_of(
+        self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None]
+    ) -> dict[Series, list[_Group]]:
+        """Return a candidate's measurements by series and versions; those of this environment's versions come first."""
+        layer = timed_layer(config)
+        key = backend, layer, *sorted(kernels.items())
+        if key in self._groups:
+            return self._groups[key]
+        points: dict[tuple[Series, tuple[tuple[str, str], ...]], list[tuple[BatchShape, StoredMeasurement]]] = {}
+        for row in self._rows.get((backend, _layer_key(layer.to_dict())), ()):
+            measured = row.measurement.kernel
+            try:
+                batch = parse_batch_shape(row.measurement.batch)
+            except ConfigError as error:
+                self.problems.append(Problem(row.file.path, row.line, error.message))
+                continue
+            if all(phase in measured and kernels.get(phase) == measured[phase] for phase in phases_of(batch, config)):
+                versions = tuple(sorted(row.measurement.libraries.items()))
+                points.setdefault((_series(row), versions), []).append((batch, row))
+        found: dict[Series, list[_Group]] = {}
+        for (series, versions), rows in points.items():
+            weaker = self._weaker(dict(versions))
+            found.setdefault(series, []).append(_Group(series, rows, weaker, layer, self._device, self._fit))
+        for groups in found.values():
+            groups.sort(key=lambda group: group.date, reverse=True)
+            groups.sort(key=lambda group: bool(group.weaker))
+        self._groups[key] = found
+        return found
+
+    def _weaker(self, libraries: Mapping[str, str]) -> str:
+        """Say which libraries had another version than here; empty where none had, as far as versions are known."""
+        others = []
+        for name, version in libraries.items():
+            here = self._environment.version(name)
+            if here is None and not self._environment.assume_installed:
+                others.append(f"{name} {version}, not installed here")
+            elif here is not None and here != version:
+                others.append(f"{name} {version}, here {here}")
+        return f"measured with {'; '.join(others)}" if others else ""
+
+
+class _Group:
+    """Measurements of one kernel and layer, of one series, with one set of versions."""
+
+    def __init__(
+        self,
+        series: Series,
+        rows: Sequence[tuple[BatchShape, StoredMeasurement]],
+        weaker: str,
+        layer: TimedLayer,
+        device: Device,
+        fit: Fit,
+    ) -> None:
+        self.weaker = weaker
+        self.date = max(row.measurement.date for _, row in rows)
+        self._series, self._rows, self._layer, self._device, self._fit = series, rows, layer, device, fit
+        self._measured: dict[BatchShape, list[Measurement]] = {}
+        for batch, row in rows:
+            self._measured.setdefault(batch, []).append(row.measurement)
+        self._model: Model | None = None
+        self._digest = ""
+
+    def timing(self, weights: Sequence[tuple[BatchShape, float]], share: float) -> Timing | None:
+        """Return the mean time over batches of these weights; None where one is neither measured nor predictable."""
+        time_us = half_width = 0.0
+        for batch, weight in weights:
+            known = self._of_batch(batch)
+            if known is None:
+                return None
+            time_us += weight * known[0]
+            half_width += weight * known[0] * known[1]  # errors of one model go one way, so they add up
+        first = self._rows[0][1].measurement
+        kernel = {phase: name for _, row in self._rows for phase, name in row.measurement.kernel.items()}
+        kind, source, method = self._series
+        return Timing(
+            time_us=time_us,
+            margin=half_width / time_us + (WEAKER_MARGIN if self.weaker else 0.0),
+            share=share,
+            kind=kind,
+            source=source,
+            method=method,
+            measured_shapes=sum([batch in self._measured for batch, _ in weights]),
+            shapes=len(weights),
+            kernel=kernel,
+            libraries=first.libraries,
+            weaker=self.weaker,
+            files=tuple(dict.fromkeys(str(row.file.path) for _, row in self._rows)),
+            digest=self.digest,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Of all measurements of the group."""
+        if not self._digest:
+            lines = sorted(row.measurement.to_line() for _, row in self._rows)
+            self._digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return self._digest
+
+    def _of_batch(self, batch: BatchShape) -> tuple[float, float] | None:
+        """Return time and margin of one batch."""
+        measured = self._measured.get(batch)
+        if measured is None:
+            predicted = self._predicted(batch)
+            return None if predicted is None else (predicted.time_us, predicted.margin)
+        margins = [margin for each in measured if (margin := _margin(each)) is not None]
+        if not margins:
+            predicted = self._predicted(batch)
+            margins = [_UNKNOWN_MARGIN if predicted is None else predicted.margin]
+        return median([each.time_us for each in measured]), max(margins)
+
+    def _predicted(self, batch: BatchShape) -> Predicted | None:
+        if self._model is None:
+            points = [(each, row.measurement.time_us) for each, row in self._rows]
+            self._model = self._fit(points, self._layer, self._device)
+        return self._model.predict(batch)
+
+
+def load_evidence(device: Device, environment: Environment, named: Sequence[str | os.PathLike[str]] = ()) -> Evidence:
+    """Read what is known about times on a device: packaged files, the user's, and named ones.
+
+    Raises:
+        MeasurementError: a named file does not exist.
+    """
+    found: list[StoredMeasurement] = []
+    problems: list[Problem] = []
+    for file in measurement_files(named):
+        for gpu in _names_of(device, file):
+            stored = read_measurements([file], gpu)
+            found += stored.measurements
+            problems += stored.problems
+    return Evidence(Stored(tuple(found), tuple(problems), ()), device, environment)
+
+
+def digest_of(timings: Iterable[Timing]) -> str | None:
+    """Return one digest of the measurements that timings rest on; None where they rest on none."""
+    digests = sorted({timing.digest for timing in timings if timing.digest})
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16] if digests else None
+
+
+def _layer_key(fields: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    """Return a layer's fields as a key; a value that no config has (a list, an object) equals no other."""
+    return frozenset(
+        (name, value if isinstance(value, (str, int, float)) else id(value)) for name, value in fields.items()
+    )
+
+
+def _series(row: StoredMeasurement) -> Series:
+    measurement = row.measurement
+    kind: Kind = "table" if measurement.method == "table" else _KINDS[row.file.kind]
+    return kind, measurement.source, measurement.method
+
+
+def _margin(measurement: Measurement) -> float | None:
+    """Return half the width of a median's 95 % interval, by the quartiles and the number of rounds.
+
+    A normal distribution's quartiles lie 1.349 standard deviations apart; its median's standard error is 1.2533 of
+    the mean's.
+    """
+    if measurement.spread_us is None or measurement.rounds < 2:
+        return None
+    low, high = measurement.spread_us
+    deviation = (high - low) / 1.349
+    return 1.96 * 1.2533 * deviation / math.sqrt(measurement.rounds) / measurement.time_us
+
+
+def _names_of(device: Device, file: MeasurementFile) -> list[str]:
+    """Return the names by which lines of a file call the device."""
+    try:
+        content = file.path.read_bytes()
+    except OSError:
+        return [device.full_name]  # reading it says why it cannot be read
+    names: list[str] = []
+    for written in set(_GPU.findall(content)):
+        try:
+            name = json.loads(written)
+        except ValueError:
+            continue
+        gpu = find_gpu(name)
+        if name == device.full_name or (gpu is not None and gpu.name == device.name):
+            names.append(name)
+    return sorted(names)
