@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from timed_layers import Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
 
@@ -76,7 +77,9 @@ def compile_all(arguments: argparse.Namespace, names: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--done", action="append", default=[], metavar="FILE", help="a rounds.jsonl to go on from")
+    parser.add_argument(
+        "--done", action="append", default=[], type=Path, metavar="FILE", help="a rounds.jsonl to go on from"
+    )
     parser.add_argument("--compile", action="store_true", help="compile first, in parallel")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -92,8 +92,9 @@ def measure(arguments: argparse.Namespace) -> Path:
     began, layers = time.monotonic(), layers_of(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "held_out.jsonl"
-    files = [*arguments.done, *([path] if path.exists() else [])]
-    done = {(row["layer"], row["batch"]) for file in files for row in rows(Path(file))}
+    path.touch()
+    files = [*arguments.done, path]
+    done = {(row["layer"], row["batch"]) for file in files for row in rows(file)}
     todo = [point for point in workloads(layers, arguments.device == "cpu") if point.key not in done]
     bench = Bench(environment_of(arguments), rounds=arguments.rounds)
     for number, point in enumerate(todo):
@@ -201,7 +202,9 @@ def main() -> None:
     parser.set_defaults(rounds=ROUNDS)
     parser.add_argument("--measure", action="store_true", help="measure here; else --from")
     parser.add_argument("--from", dest="saved", action="append", default=[], type=Path, metavar="FILE")
-    parser.add_argument("--done", action="append", default=[], metavar="FILE", help="a held_out.jsonl to go on from")
+    parser.add_argument(
+        "--done", action="append", default=[], type=Path, metavar="FILE", help="a held_out.jsonl to go on from"
+    )
     parser.add_argument("--rules", metavar="FILE", help="a tuned rules file")
     parser.add_argument("--list", action="store_true", help="print the workloads and stop")
     arguments = parser.parse_args()
@@ -209,7 +212,7 @@ def main() -> None:
         for point in workloads(TINY if arguments.device == "cpu" else LAYERS, arguments.device == "cpu"):
             print(f"{point.layer:12s} {point.kind:11s} {point.batch}")
         return
-    files = [*arguments.saved, *([measure(arguments)] if arguments.measure else [])]
+    files = [*arguments.saved, *([*arguments.done, measure(arguments)] if arguments.measure else [])]
     if not files:
         parser.error("give --measure or --from FILE")
     report(regrets([row for file in files for row in rows(file)], arguments.rules))
