@@ -13,9 +13,9 @@ FIRST := pip==26.3 numpy==2.4.6
 
 TEST_ENV := .venv
 DEMO_ENV := .venv-demo
-PYPROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
-PLUGINS := $(patsubst %/pyproject.toml,./%,$(filter plugins/%,$(PYPROJECTS)))
-EDITABLE := -e . $(addprefix -e ,$(PLUGINS))
+PYPROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml engines/*/pyproject.toml))
+PROJECTS := $(patsubst %/pyproject.toml,./%,$(filter-out pyproject.toml,$(PYPROJECTS)))
+EDITABLE := -e . $(addprefix -e ,$(PROJECTS))
 
 # Without a GPU the Triton kernels run in this release's interpreter (conftest.py turns it on). It is not the release that
 # torch asks for and never calls here, hence --no-deps.
@@ -30,7 +30,7 @@ PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-lo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutate check venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo test test-all test-engines mutate check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k 
 
 test-all: check ## Lint, type-check and run every test: all conformance configurations, installations from wheels
 	$(PYTEST) $(ARGS)
+
+test-engines: venv ## Test the adapters of engines in other releases of these, each in an environment of its own (ARGS as above)
+	$(TEST_ENV)/bin/python tests/engines/run.py -n $(WORKERS) $(ARGS)
 
 mutate: venv ## Plant 300 faults in core and list those that no test notices (ARGS="--seed 2"; an hour on two cores)
 	$(INTERPRET) $(TEST_ENV)/bin/python tests/mutation/mutate.py $(ARGS)
@@ -72,13 +75,13 @@ bench-runtime: venv ## Measure the runtime's host time: metadata and dispatch
 
 dist: venv ## Build the wheels and sdists of all projects into dist/
 	rm -rf dist
-	@set -e; for project in . $(PLUGINS); do \
+	@set -e; for project in . $(PROJECTS); do \
 		$(TEST_ENV)/bin/python -m build --no-isolation --outdir dist $$project; \
 	done
 
 clean: ## Remove both environments, dist/ and all caches
-	rm -rf $(TEST_ENV) $(DEMO_ENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find core cli plugins tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(TEST_ENV) $(DEMO_ENV) .venv-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find core cli plugins engines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch alone has a stamp of its own: a change to a pyproject file installs the rest anew, not torch.
 %/.torch:

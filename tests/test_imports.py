@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "attn_select"
 CLI = ROOT / "cli" / "attn_select_cli"
 PLUGINS = {package.name: package for package in sorted(ROOT.glob("plugins/*/attn_select_*"))}
+ENGINES = {package.name: package for package in sorted(ROOT.glob("engines/*/attn_select_*"))}
 
 # What selection may load beside the standard library and the project itself. A list of what is allowed, not of what is
 # forbidden, so that a kernel library nobody thought of is found as well.
@@ -138,7 +139,7 @@ def test_explain_is_light(gpu: str) -> None:
 def test_core_imports_nobody_above_it() -> None:
     for file in core_files(tensors=True):
         found = top_names(read_imports(CORE, file, top_level=False))
-        assert not found & {"attn_select_cli", "click", "rich", "tomlkit", *PLUGINS}, file
+        assert not found & {"attn_select_cli", "click", "rich", "tomlkit", *PLUGINS, *ENGINES}, file
 
 
 def test_core_knows_no_kernel_library() -> None:
@@ -149,13 +150,14 @@ def test_core_knows_no_kernel_library() -> None:
         assert not [n for n in loaded_at_once if n.startswith(("attn_select.runtime", "attn_select.testing"))], file
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_plugins_do_not_import_each_other(plugin: str) -> None:
-    files = sorted(PLUGINS[plugin].rglob("*.py"))
+@pytest.mark.parametrize("name", [*PLUGINS, *ENGINES])
+def test_plugins_and_engines_import_core_alone(name: str) -> None:
+    package = (PLUGINS | ENGINES)[name]
+    files = sorted(package.rglob("*.py"))
     assert files
     for file in files:
-        found = top_names(read_imports(PLUGINS[plugin], file, top_level=False))
-        assert not found & ({"attn_select_cli", *PLUGINS} - {plugin}), file
+        found = top_names(read_imports(package, file, top_level=False))
+        assert not found & ({"attn_select_cli", *PLUGINS, *ENGINES} - {name}), file
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

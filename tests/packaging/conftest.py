@@ -56,11 +56,19 @@ PLUGINS = tuple(
     )
     for file in sorted(ROOT.glob("plugins/*/pyproject.toml"))
 )
-PROJECTS = (CORE, *PLUGINS)
+ENGINES = tuple(
+    Project(
+        f"engines/{file.parent.name}",
+        f"attn-select-{file.parent.name.replace('_', '-')}",
+        (f"attn_select_{file.parent.name}",),
+    )
+    for file in sorted(ROOT.glob("engines/*/pyproject.toml"))
+)
+PROJECTS = (CORE, *PLUGINS, *ENGINES)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name, projects in (("project", PROJECTS), ("plugin", PLUGINS)):
+    for name, projects in (("project", PROJECTS), ("plugin", PLUGINS), ("engine", ENGINES)):
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, projects, ids=[project.distribution for project in projects])
 
@@ -92,7 +100,7 @@ def tree(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in (".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "selector_rules.toml"):
         shutil.copy2(root / name, copy / name)
-    for name in ("cli", "core", "plugins"):
+    for name in ("cli", "core", "engines", "plugins"):
         ignored = shutil.ignore_patterns("__pycache__", "build", "dist", ".*_cache", ".hypothesis")
         shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
     return copy

@@ -45,13 +45,12 @@ def test_wheel_holds_the_packages_and_nothing_else(dist, tree, project):
     kinds = {PurePosixPath(name).suffix or PurePosixPath(name).name for name in found}
     assert kinds <= {".py", ".json", ".toml", ".typed"}
     assert not [name for name in found if PurePosixPath(name).name.startswith(("test_", "conftest"))]
-    assert {name.removeprefix(f"{info}/") for name in dist.built[project].wheel if name.startswith(f"{info}/")} == {
-        "METADATA",
-        "RECORD",
-        "WHEEL",
-        "entry_points.txt",
-        "licenses/LICENSE",
-    }
+    described = {name.removeprefix(f"{info}/") for name in dist.built[project].wheel if name.startswith(f"{info}/")}
+    if project.folder.startswith("engines/"):
+        described.discard("entry_points.txt")  # as the engine looks for its plugins, or not at all
+    else:
+        assert "entry_points.txt" in described
+    assert described - {"entry_points.txt"} == {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE"}
 
 
 def test_packages_are_typed(dist, project):
@@ -112,17 +111,29 @@ def test_plugin_needs_core_alone(dist, plugin):
     assert "torch" in extra
 
 
+def test_engine_adapter_needs_core_alone(dist, engine):
+    """The engine is there already, in its user's release: an extra names those that the adapter is for."""
+    requirements = [Requirement(text) for text in metadata(dist.built[engine].wheel, engine).get_all("Requires-Dist")]
+    plain = [requirement for requirement in requirements if requirement.marker is None]
+    assert [requirement.name for requirement in plain] == ["attn-select"]
+    assert plain[0].specifier.contains(VERSION)
+
+
 def test_core_needs_no_plugin_and_no_torch(dist):
     (core,) = (project for project in dist.built if project.folder == ".")
     requirements = [Requirement(text) for text in metadata(dist.built[core].wheel, core).get_all("Requires-Dist")]
     plain = sorted(requirement.name for requirement in requirements if requirement.marker is None)
     assert plain == ["click", "packaging", "platformdirs", "pluggy", "pydantic", "rich", "tomlkit"]
     every = {r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": "all"})}
-    assert {r.name for r in every} == {project.distribution for project in dist.built if project is not core}
+    assert {r.name for r in every} == {p.distribution for p in dist.built if p.folder.startswith("plugins/")}
     assert all(r.specifier.contains(VERSION) for r in every)
 
 
-def test_entry_points(dist, project):
+def test_entry_points(dist, project, root):
+    if project.folder.startswith("engines/"):
+        declared = tomllib.loads((root / project.folder / "pyproject.toml").read_text())["project"]
+        assert "attn_select" not in declared.get("entry-points", {}), "an engine's adapter brings no backends"
+        return
     parser = configparser.ConfigParser()
     parser.read_string(dist.built[project].wheel[f"{project.normalized}-{VERSION}.dist-info/entry_points.txt"].decode())
     found = {section: dict(parser[section]) for section in parser.sections()}
@@ -142,7 +153,7 @@ def test_pinned_tools_agree_with_the_build_requirement(root):
     (version,) = pinned.specifier
     assert required.name == pinned.name == "hatchling"
     assert required.specifier.contains(version.version)
-    for file in root.glob("plugins/*/pyproject.toml"):
+    for file in (*root.glob("plugins/*/pyproject.toml"), *root.glob("engines/*/pyproject.toml")):
         assert tomllib.loads(file.read_text())["build-system"] == pyproject["build-system"]
 
 

@@ -1,0 +1,109 @@
+"""Continuous batching: what has to be changed in transformers so that it runs on our kernels, and nothing else.
+
+The engine accepts names of its own alone and may replace any other by flash attention. So the name is set for the time
+of the batching behind its check, and the name contains "flash", by which it knows functions that need no mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from attn_select_transformers.paged import Cache, note_lens
+from attn_select_transformers.paged_caches import AllocatorLayer, GroupedLayer
+
+logger = logging.getLogger("attn_select_transformers")
+DENSE = "attn_select"
+PAGED = "attn_select_flash"
+_WRAPPED = "_attn_select_wrapped"
+
+
+def install() -> type:
+    """Change the engine's functions, once; return the class of its cache.
+
+    Raises:
+        ImportError, AttributeError: the engine has other functions than the releases that are listed.
+    """
+    from transformers.generation.continuous_batching import cache, continuous_api, initialization, input_outputs
+
+    changes = (
+        (continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch),
+        (continuous_api, "resolve_continuous_batching_config", _resolve),
+        (initialization, "ensure_decode_fast_path_is_available", _fast_path),
+        (input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", _prepare),
+    )
+    for owner, name, _ in changes:
+        getattr(owner, name)  # all of them are there before the first is changed
+    for owner, name, around in changes:
+        _wrap(owner, name, around)
+    made: type = cache.PagedAttentionCache
+    return made
+
+
+def layer_of(cache: Any, layer_idx: int) -> Cache:
+    """Return one layer of the engine's cache."""
+    layers: dict[int, Cache] = cache.__dict__.setdefault("_attn_select_layers", {})
+    if layer_idx not in layers:
+        made = AllocatorLayer if hasattr(cache, "layer_to_allocator") else GroupedLayer
+        layers[layer_idx] = made(cache, layer_idx)
+    return layers[layer_idx]
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``around(original, ...)``; a second time changes nothing."""
+    original = getattr(owner, name)
+    if hasattr(original, _WRAPPED):
+        return
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    setattr(wrapper, _WRAPPED, original)
+    setattr(owner, name, wrapper)
+
+
+def _switch(original: Callable[..., Any], manager: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+    """Keep our attention where the engine would refuse it or switch to flash attention."""
+    if model.config._attn_implementation == DENSE:
+        model.config._attn_implementation = PAGED
+        manager._original_attn_impl = DENSE
+    if model.config._attn_implementation == PAGED:
+        return None
+    return original(manager, model, *arguments, **options)
+
+
+def _resolve(original: Callable[..., Any], config: Any, cb_config: Any, *arguments: Any, **options: Any) -> Any:
+    """Leave out CUDA graphs: a captured step would read lengths of the step that was captured."""
+    if config._attn_implementation == PAGED:
+        wanted = cb_config.use_cuda_graph
+        if any(wanted) if isinstance(wanted, tuple | list) else wanted:
+            logger.warning("attn-select: continuous batching runs without CUDA graphs: use_cuda_graph is ignored")
+        cb_config = deepcopy(cb_config)
+        cb_config.use_cuda_graph = False
+    return original(config, cb_config, *arguments, **options)
+
+
+def _fast_path(original: Callable[..., Any], config: Any, cb_config: Any, *arguments: Any, **options: Any) -> Any:
+    """Let decodes come with block tables, which the engine gives to flash attention on GPUs alone."""
+    if config._attn_implementation != PAGED:
+        return original(config, cb_config, *arguments, **options)
+    types = getattr(config, "layer_types", None) or ()
+    windows = "sliding_attention" in types or (not types and getattr(config, "sliding_window", None) is not None)
+    if windows:  # their rings have no tables
+        cb_config.max_blocks_per_request = 0
+    return None
+
+
+def _prepare(original: Callable[..., Any], io: Any, requests_in_batch: Any, *arguments: Any, **options: Any) -> Any:
+    """Note a step's lengths for the kernels' metadata: reading them back from the device would stop it."""
+    if io.cache.config._attn_implementation == PAGED:
+        note_lens(
+            io.cache,
+            [request.query_length for request in requests_in_batch],
+            [request.state.position_offset for request in requests_in_batch],
+        )
+    return original(io, requests_in_batch, *arguments, **options)

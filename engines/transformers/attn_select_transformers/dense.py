@@ -1,0 +1,297 @@
+"""Attention of ``generate()`` and of a plain forward pass: dense tensors in, our kernels on pages.
+
+transformers keeps keys and values as ``(B, heads, tokens, size)``, of any cache class. The keys of a call are copied
+into pages that all layers of a kind share, and the kernel reads those.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_select.errors import AttnSelectError
+from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata, key_value_views
+from attn_select_transformers.kinds import Kind, choices_of, config_of, kind_of
+from attn_select_transformers.runs import Runs, holders, read_mask, without_mask
+
+logger = logging.getLogger("attn_select_transformers")
+_READ = "_attn_select_runs"
+
+
+class MaskError(AttnSelectError, ValueError):
+    """A call that no kernel can serve and that may not go to torch's masked attention: says why and what to do."""
+
+    code = "mask-not-supported"
+
+
+@dataclass(slots=True)
+class Step:
+    """What all layers of a kind need for one call.
+
+    Attributes:
+        runs: what it was made for.
+        metadata: the built batch.
+        queries: ``(T,)`` rows of the flattened ``(B * rows)`` queries in the batch's order; None: all, in order.
+        keys: ``(S,)`` rows of the flattened ``(B * keys)`` keys, or None where the kernel takes them as they come.
+        slots: ``(S,)`` where each of these keys goes.
+    """
+
+    runs: Runs
+    metadata: AttentionMetadata
+    queries: Tensor | None
+    keys: Tensor | None
+    slots: Tensor | None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend, as transformers' attention functions do.
+
+    Args:
+        module: the attention module; its ``is_causal`` counts where the argument is None.
+        query: ``(B, num_heads, T, head_size)``.
+        key, value: ``(B, num_kv_heads, S, head_size)`` and ``(B, num_kv_heads, S, value_head_size)``, all of them.
+        attention_mask: as ``runs.read_mask`` takes it, or None (``runs.without_mask``).
+        dropout: must be 0 for a kernel.
+        scaling: factor on ``q . k``; None: ``head_size ** -0.5``.
+        options: the model's other arguments; ``sliding_window``, ``softcap``, ``s_aux`` and ``position_bias`` count.
+
+    Returns:
+        ``(B, T, num_heads, value_head_size)``, and None for the weights. A query that sees no key (padding) gives 0.
+
+    Raises:
+        MaskError: no kernel can serve the call, and torch's masked attention cannot or may not.
+        NoBackendError: no backend serves such layers here.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    reason = _needs_torch(module, query, key, value, dropout, options)
+    runs = None
+    if reason is None:
+        if attention_mask is None:
+            runs = without_mask(query.shape[0], query.shape[2], key.shape[2], causal)
+        else:
+            mask = attention_mask[..., : key.shape[2]]
+            runs = _read(mask if mask.shape[-1] != attention_mask.shape[-1] else attention_mask, query.shape[0])
+        reason = _unreadable(runs, attention_mask)
+    if runs is None or reason is not None:
+        assert reason is not None
+        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
+        return _masked_by_torch(reason, module, query, key, value, attention_mask, arguments)
+    config = config_of(query, key, value, _attn_type(runs, causal), _window(runs, options), options)
+    kind = kind_of(config, query.device)
+    choices_of(module).kinds.setdefault(config, kind)
+    return attend_runs(kind, runs, module, query, key, value, scaling, options.get("s_aux")), None
+
+
+def attend_runs(
+    kind: Kind,
+    runs: Runs,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend as ``runs`` say, on the kind's kernels; arguments and result as of ``attend``."""
+    step = _step(kind, runs, query.device)
+    layer = kind.layer(module, scaling, sinks)  # after the step, which may replace the group
+    queries = query.transpose(1, 2).flatten(0, 1)
+    if step.queries is not None:
+        queries = queries[step.queries]
+    output = query.new_empty(queries.shape[0], query.shape[1], value.shape[3])
+    if step.slots is None:
+        keys, values = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (key, value))
+        layer(queries.contiguous(), keys, values, None, step.metadata, output)
+    else:
+        cache = _written(kind, step, key, value)
+        layer(queries.contiguous(), None, None, cache, step.metadata, output)
+    if step.queries is not None:
+        whole = output.new_zeros(query.shape[0] * query.shape[2], *output.shape[1:])
+        whole[step.queries] = output
+        output = whole
+    return output.view(query.shape[0], query.shape[2], *output.shape[1:])
+
+
+def _needs_torch(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any]
+) -> str | None:
+    """Return why a call cannot go to a kernel whatever its mask, or None."""
+    if options.get("position_bias") is not None:
+        return "a position bias is added to the scores, which no kernel here does"
+    if dropout:
+        return f"dropout = {dropout}: the kernels are for inference"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+        return "gradients are asked for (no torch.no_grad()): the kernels are for inference"
+    return None
+
+
+def _unreadable(runs: Runs | None, mask: Tensor | None) -> str | None:
+    if runs is not None and runs.runs:
+        return None
+    shape = "" if mask is None else f" of shape {tuple(mask.shape)}"
+    return f"the attention mask{shape} is not made of causal, windowed or whole runs of keys"
+
+
+def _read(mask: Tensor, sequences: int) -> Runs | None:
+    """Return ``read_mask``, read once for all layers that get the same tensor."""
+    known = getattr(mask, _READ, None)
+    if known is None or known[:2] != (mask._version, sequences):
+        known = (mask._version, sequences, read_mask(mask, sequences))
+        setattr(mask, _READ, known)
+    runs: Runs | None = known[2]
+    return runs
+
+
+def _attn_type(runs: Runs, causal: bool) -> str:
+    if not runs.bidirectional and (causal or any(run.rows > 1 for run in runs.runs)):
+        return "decoder"
+    whole = all(run.first_row == run.first_key and run.last_row == run.last_key for run in runs.runs)
+    every = len(runs.runs) * runs.rows == sum(run.rows for run in runs.runs) and runs.rows == runs.keys
+    return "encoder_only" if whole and every and runs.runs[0].rows == runs.rows else "encoder_decoder"
+
+
+def _window(runs: Runs, options: dict[str, Any]) -> int | None:
+    """Return the window of the layer: its own where the mask agrees with it, else what the mask shows."""
+    if runs.bidirectional:
+        return None
+    own = options.get("sliding_window")
+    agrees = own and (runs.window == own or (runs.window is None and runs.widest <= own))
+    return int(own) if own and agrees else runs.window
+
+
+def _step(kind: Kind, runs: Runs, device: torch.device) -> Step:
+    """Return what the kind's layers need for these runs, made once for all of them."""
+    step: Step | None = kind.state.get("step")
+    if step is None or step.runs is not runs:
+        requests, tokens = len(runs.runs), sum(run.rows for run in runs.runs)
+        kind.reserve(requests, tokens, max(run.last_key - run.first_key for run in runs.runs))
+        step = kind.state["step"] = _made(kind, runs, device)
+    return step
+
+
+def _made(kind: Kind, runs: Runs, device: torch.device) -> Step:
+    size = kind.group.block_size
+    query_lens = [run.rows for run in runs.runs]
+    seq_lens = [run.last_key - run.first_key for run in runs.runs]
+    bounds = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    keys = slots = table = None
+    if size is not None:
+        first_blocks: dict[tuple[int, int], int] = {}
+        key_rows, key_slots, used = [], [], 0
+        for (sequence, first), held in holders(runs).items():
+            first_blocks[sequence, first] = used
+            key_rows.append(torch.arange(held) + (sequence * runs.keys + first))
+            key_slots.append(torch.arange(held) + used * size)
+            used += -(-held // size)
+        keys, slots = torch.cat(key_rows).to(device), torch.cat(key_slots).to(device)
+        width = -(-max(seq_lens) // size)
+        begins = torch.tensor([first_blocks[run.sequence, run.first_key] for run in runs.runs], dtype=torch.int32)
+        table = (begins[:, None] + torch.arange(width, dtype=torch.int32)).clamp_(max=used - 1).to(device)
+        kind.state["blocks"] = max(used, kind.state.get("blocks", 0))
+    tokens = int(bounds[-1])
+    common = CommonAttentionMetadata(
+        query_start_loc=bounds.to(device),
+        query_start_loc_cpu=bounds,
+        seq_lens=lens.to(device),
+        seq_lens_cpu=lens,
+        num_reqs=len(query_lens),
+        num_actual_tokens=tokens,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=table,
+        slot_mapping=None if size is None else torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        block_size=size,
+    )
+    rows = torch.cat([torch.arange(r.first_row, r.last_row) + r.sequence * runs.rows for r in runs.runs])
+    whole = torch.equal(rows, torch.arange(len({run.sequence for run in runs.runs}) * runs.rows))
+    return Step(runs, kind.group.build(common), None if whole else rows.to(device), keys, slots)
+
+
+def _written(kind: Kind, step: Step, key: Tensor, value: Tensor) -> Tensor:
+    """Copy the call's keys and values into the kind's pages and return these."""
+    blocks: int = kind.state["blocks"]
+    cache: Tensor | None = kind.state.get("cache")
+    if cache is None or kind.state["cache_blocks"] < blocks:
+        kind.state["cache_blocks"] = 1 << (blocks - 1).bit_length()
+        cache = kind.state["cache"] = kind.group.allocate_kv_cache(kind.state["cache_blocks"])
+    assert kind.group.kv_layout is not None
+    pages = key_value_views(cache, kind.group.kv_layout, kind.config)
+    size = pages[0].shape[1]
+    assert step.slots is not None
+    at = step.slots // size, step.slots % size
+    for page, dense in zip(pages, (key, value), strict=True):
+        rows = dense.transpose(1, 2).flatten(0, 1)
+        page[at] = rows[step.keys]
+    return cache
+
+
+def _masked_by_torch(
+    reason: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attend through torch's masked attention where that is allowed, and say so once per reason.
+
+    Raises:
+        MaskError: it is not: a rule denies TORCH_SDPA, or the layer has a soft cap or sinks.
+    """
+    config = config_of(query, key, value, "decoder", None, arguments)
+    lacks = [name for name, here in (("a soft cap", config.logits_soft_cap), ("sinks", config.sinks)) if here]
+    name = type(module).__name__
+    if lacks:
+        raise MaskError(
+            f"{name}: {reason}, and torch's masked attention has no {' and no '.join(lacks)}",
+            hint='load the model with attn_implementation="eager"',
+        )
+    kind = kind_of(config, query.device)
+    if (denied := _denied(kind)) is not None:
+        raise MaskError(
+            f"{name}: {reason}, and TORCH_SDPA is not allowed: {denied}",
+            hint='allow TORCH_SDPA in the rules, or load the model with attn_implementation="sdpa" or "eager"',
+        )
+    seen = choices_of(module).without_kernel
+    if reason not in seen:
+        seen[reason] = None
+        _warn_once(f"{name}: {reason}; TORCH_SDPA attends with the mask")
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, **arguments)
+    return output, None
+
+
+def _denied(kind: Kind) -> str | None:
+    """Return how a rule denies TORCH_SDPA, or None where none does."""
+    for candidate in kind.selection.candidates:
+        for verdict in candidate.phases.values() if candidate.backend == "TORCH_SDPA" else ():
+            for reason in verdict.reasons:
+                if reason.code == "denied-by-rule":
+                    return reason.message
+    return None
+
+
+_WARNED: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _WARNED:
+        _WARNED.add(text)
+        logger.warning("attn-select: %s", text)

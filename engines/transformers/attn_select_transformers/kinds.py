@@ -1,0 +1,140 @@
+"""The layers of a model by kind: what each asks for, the group that serves it, and what was chosen."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_select import AttentionConfig, Selection, select
+from attn_select.runtime import Attention, AttentionGroup, Capacity
+
+
+class Kind:
+    """One kind of layers on one device: a selection, its loaded kernels, and what its layers share.
+
+    Attributes:
+        config: what the layers ask for.
+        group: the loaded kernels; replaced by a larger one where a batch exceeds it.
+        state: what a route keeps for the kind: the last metadata, scratch memory.
+    """
+
+    def __init__(self, config: AttentionConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.selection: Selection = select(config, "cpu" if device.type == "cpu" else None)
+        self.group = self._made(Capacity())
+        self.state: dict[str, Any] = {}
+        self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Attention]] = weakref.WeakKeyDictionary()
+
+    def _made(self, capacity: Capacity) -> AttentionGroup:
+        return AttentionGroup(self.selection, self.device, capacity)
+
+    def reserve(self, requests: int, tokens: int, longest: int) -> None:
+        """Make room for a batch; metadata and layers of a smaller group are dropped."""
+        held = self.group.capacity
+        wanted = {"max_num_seqs": requests, "max_num_batched_tokens": tokens, "max_model_len": longest}
+        if all(getattr(held, name) >= least for name, least in wanted.items()):
+            return
+        sizes = {name: max(getattr(held, name), 1 << (least - 1).bit_length()) for name, least in wanted.items()}
+        self.group = self._made(Capacity(**sizes))
+        self.state.clear()
+        self._layers.clear()
+
+    def layer(self, module: nn.Module, scaling: float | None, sinks: Tensor | None) -> Attention:
+        """Return the layer of a transformers module, made once for its scale and sinks."""
+        wanted = (scaling, None if sinks is None else (sinks.data_ptr(), sinks._version))
+        found = self._layers.get(module)
+        if found is None or found[0] != wanted:
+            logits = None if sinks is None else sinks.detach().reshape(-1).to(self.device)
+            found = wanted, Attention(self.group, scale=scaling, sinks=logits)
+            self._layers[module] = found
+        return found[1]
+
+
+@functools.lru_cache(256)
+def kind_of(config: AttentionConfig, device: torch.device) -> Kind:
+    """Return the kind of layers that ask for ``config`` on a device.
+
+    Raises:
+        NoBackendError: no backend serves them; names every candidate with its reasons.
+    """
+    return Kind(config, device)
+
+
+@dataclass(slots=True)
+class Choices:
+    """What served one module so far.
+
+    Attributes:
+        kinds: the kinds of layers that its calls were, in order of appearance.
+        without_kernel: why calls went to torch's masked attention, in order of appearance.
+    """
+
+    kinds: dict[AttentionConfig, Kind] = field(default_factory=dict)
+    without_kernel: dict[str, None] = field(default_factory=dict)
+
+
+_CHOICES: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictionary()
+
+
+def choices_of(module: nn.Module) -> Choices:
+    """Return what served a module so far; kept as long as the module lives."""
+    found = _CHOICES.get(module)
+    if found is None:
+        found = _CHOICES[module] = Choices()
+    return found
+
+
+def config_of(
+    query: Tensor, key: Tensor, value: Tensor, attn_type: str, window: int | None, options: Mapping[str, Any]
+) -> AttentionConfig:
+    """Return what a call asks for.
+
+    Args:
+        query: ``(B, num_heads, T, head_size)``; ``key`` ``(B, num_kv_heads, S, head_size)``, ``value`` likewise.
+        attn_type: as in ``AttentionConfig``.
+        window: tokens that a query sees, itself included.
+        options: the call's other arguments; ``softcap`` and ``s_aux`` (sinks) are read.
+    """
+    return _config(
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        value.shape[3],
+        query.dtype,
+        attn_type,
+        window,
+        options.get("softcap"),
+        options.get("s_aux") is not None,
+    )
+
+
+@functools.lru_cache(1024)
+def _config(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value_size: int,
+    dtype: torch.dtype,
+    attn_type: str,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: bool,
+) -> AttentionConfig:
+    values: dict[str, Any] = {"attn_type": attn_type, "dtype": dtype}
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=size,
+        v_head_size=None if value_size == size else value_size,
+        sliding_window=window,
+        logits_soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=sinks,
+        **values,
+    )

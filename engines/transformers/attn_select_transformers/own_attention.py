@@ -1,0 +1,35 @@
+"""What ``attn_implementation="attn_select"`` means where attn-select takes no part: transformers' own attention."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by transformers' sdpa; by the model's eager function where a soft cap or sinks keep sdpa from it."""
+    found: tuple[Tensor, Tensor | None]
+    if options.get("softcap") is None and options.get("s_aux") is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    rows, keys = query.shape[2], key.shape[2]
+    seen = attention_mask
+    if seen is None and rows > 1:  # as sdpa reads a mask that is not there
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()
+    if seen is not None and seen.dtype == torch.bool:
+        seen = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
+    found = eager(module, query, key, value, seen, **options)
+    return found

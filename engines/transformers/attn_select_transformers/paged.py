@@ -1,0 +1,196 @@
+"""Attention of continuous batching: our kernels on transformers' own pages.
+
+Layers that attend to everything read and write the engine's cache as it lies there, as a strided view in the layout
+that the kernel wants. Layers with a window keep a ring of tokens there, whose order no kernel can count out: their keys
+are gathered by the cache itself, and attended to as dense ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attn_select import layouts
+from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata
+from attn_select_transformers.dense import attend_runs
+from attn_select_transformers.kinds import Kind, choices_of, config_of, kind_of
+from attn_select_transformers.runs import Run, Runs
+
+_LENS = "_attn_select_lens"
+_VIEWS = "_attn_select_views"
+
+
+@dataclass(slots=True, eq=False)
+class Lens:
+    """A step's requests as the host knows them; compared by identity.
+
+    Attributes:
+        queries: tokens of each request in this step.
+        past: tokens of each request before it.
+        built: what was made for the step, by a route's own key.
+    """
+
+    queries: list[int]
+    past: list[int]
+    built: dict[Any, Any]
+
+
+class Cache(Protocol):
+    """What the adapter of a family of releases says of one layer of the engine's cache.
+
+    Attributes:
+        index: of the layer's group among the step's tables and indices.
+        window: tokens that a query sees, itself included; None is all.
+        page: tokens per page.
+    """
+
+    index: int
+    window: int | None
+    page: int
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values as ``(rows, num_kv_heads, head_size)`` of one storage, a row per slot."""
+
+    def gathered(self, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Write the step's keys and values; return all that is attended to, ``(1, heads, tokens, size)``."""
+
+
+def note_lens(cache: Any, queries: list[int], past: list[int]) -> None:
+    """Remember a step's lengths with the engine's cache, before the step runs."""
+    setattr(cache, _LENS, Lens(queries, past, {}))
+
+
+def attend(
+    layer: Cache,
+    cache: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Write the step's keys and values into the engine's cache and attend.
+
+    Args:
+        layer: the layer's place in the cache.
+        cache: the engine's cache, whose lengths ``note_lens`` set.
+        query: ``(1, num_heads, T, head_size)``, the tokens of all requests; ``key`` and ``value`` likewise.
+        scaling: factor on ``q . k``.
+        options: the step's other arguments: ``cu_seq_lens_q``, ``read_index``, ``write_index``, ``block_table``, and
+            the model's ``softcap`` and ``s_aux``.
+
+    Returns:
+        ``(1, T, num_heads, value_head_size)``.
+    """
+    lens: Lens = getattr(cache, _LENS)
+    kind = kind_of(config_of(query, key, value, "decoder", layer.window, options), query.device)
+    choices_of(module).kinds.setdefault(kind.config, kind)
+    view = None if layer.window is not None else _view(kind, cache, module, layer)
+    if view is None:
+        keys, values = layer.gathered(key, value, options)
+        runs = _runs(lens, layer.window, query.shape[2], keys.shape[2])
+        return attend_runs(kind, runs, module, query, keys, values, scaling, options.get("s_aux"))
+    metadata = _metadata(kind, lens, layer, query.device, options)
+    tokens = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    output: Tensor = kind.layer(module, scaling, options.get("s_aux"))(*tokens, view, metadata)
+    return output.unsqueeze(0)
+
+
+def _runs(lens: Lens, window: int | None, rows: int, keys: int) -> Runs:
+    """Return the step as runs over gathered keys: each request's lie side by side, its new ones last."""
+    if (found := lens.built.get(window)) is None:
+        runs, row, first = [], 0, 0
+        for queries, past in zip(lens.queries, lens.past, strict=True):
+            held = queries + (past if window is None else min(past, window - 1))
+            runs.append(Run(0, row, row + queries, first, first + held, full=False))
+            row, first = row + queries, first + held
+        widest = max(run.last_key - run.first_key for run in runs)
+        found = lens.built[window] = Runs(tuple(runs), window, widest, rows, keys, bidirectional=False)
+    assert isinstance(found, Runs)
+    return found
+
+
+def _view(kind: Kind, cache: Any, module: nn.Module, layer: Cache) -> Tensor | None:
+    """Return the layer's pages in the kernel's layout, made once; None where they cannot be seen in it."""
+    views: dict[Any, Tensor | None] = cache.__dict__.setdefault(_VIEWS, {})
+    key = (module, kind.group)
+    if key not in views:
+        views[key] = _strided(kind, layer)
+    return views[key]
+
+
+def _strided(kind: Kind, layer: Cache) -> Tensor | None:
+    group, config = kind.group, kind.config
+    size = group.block_size
+    if size is None or size != group.kernel_block_size or layer.page % size:
+        return None
+    keys, values = layer.rows()
+    if keys.shape[1:] != (config.num_kv_heads, config.head_size) or config.v_head_size is not None:
+        return None
+    row, head, one = keys.stride()
+    apart = values.storage_offset() - keys.storage_offset()
+    blocks, heads, width = min(len(keys), len(values)) // size, config.num_kv_heads, config.head_size
+    shapes = {
+        layouts.FLASH_ATTN_NHD: ((2, blocks, size, heads, width), (apart, size * row, row, head, one)),
+        layouts.FLASHINFER_NHD: ((blocks, 2, size, heads, width), (size * row, apart, row, head, one)),
+        layouts.FLASHINFER_HND: ((blocks, 2, heads, size, width), (size * row, apart, head, row, one)),
+    }
+    if group.kv_layout not in shapes:
+        return None
+    shape, strides = shapes[group.kv_layout]
+    return torch.as_strided(keys, shape, strides, keys.storage_offset())
+
+
+def _metadata(kind: Kind, lens: Lens, layer: Cache, device: torch.device, options: dict[str, Any]) -> AttentionMetadata:
+    """Return the step's metadata for the layers of a kind in one group of the cache, built once."""
+    key = (id(kind), layer.index)
+    if key not in lens.built:
+        seq_lens = [past + queries for past, queries in zip(lens.past, lens.queries, strict=True)]
+        kind.reserve(len(seq_lens), sum(lens.queries), max(seq_lens))
+        lens.built[key] = kind.group.build(_common(kind, lens, seq_lens, layer, device, options))
+    metadata: AttentionMetadata = lens.built[key]
+    return metadata
+
+
+def _common(
+    kind: Kind, lens: Lens, seq_lens: list[int], layer: Cache, device: torch.device, options: dict[str, Any]
+) -> CommonAttentionMetadata:
+    size = kind.group.block_size
+    assert size is not None
+    requests, longest = len(seq_lens), max(seq_lens)
+    bounds = torch.tensor([0, *lens.queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lens_cpu = torch.tensor(seq_lens, dtype=torch.int32)
+    both = torch.cat((bounds, lens_cpu))
+    on_device = both if device.type == "cpu" else both.pin_memory().to(device, non_blocking=True)
+    starts, held = on_device[: requests + 1], on_device[requests + 1 :]
+    width = -(-longest // size)
+    if options.get("block_table") is not None:
+        pages = options["block_table"][layer.index][:requests].clamp(min=0)
+        split = layer.page // size
+        table = (pages[:, : -(-longest // layer.page), None] * split + torch.arange(split, device=device)).flatten(1)
+        last = held.long() - 1
+        slots = table.gather(1, (last // size)[:, None])[:, 0].long() * size + last % size
+    else:
+        slots = options["write_index"][layer.index]
+        read = options["read_index"][layer.index]
+        if not len(read):  # nothing was cached before: the keys are the step's own
+            read = slots
+        firsts = (held.cumsum(0) - held)[:, None] + torch.arange(width, device=device) * size
+        table = read[firsts.clamp(max=len(read) - 1)] // size
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=bounds,
+        seq_lens=held,
+        seq_lens_cpu=lens_cpu,
+        num_reqs=requests,
+        num_actual_tokens=int(bounds[-1]),
+        max_query_len=max(lens.queries),
+        max_seq_len=longest,
+        block_table_tensor=table[:, :width].to(torch.int32).contiguous(),
+        slot_mapping=slots,
+        block_size=size,
+    )

@@ -1,0 +1,81 @@
+"""``attn_implementation="attn_select"``: what transformers calls for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_select.engines import Adapter
+from attn_select_transformers import continuous, dense, paged
+from attn_select_transformers.continuous import DENSE, PAGED
+from attn_select_transformers.own_attention import own_attention
+from attn_select_transformers.releases import RELEASES
+
+logger = logging.getLogger("attn_select_transformers")
+_REGISTERED: list[bool] = []
+
+
+def register() -> bool:
+    """Make ``attn_implementation="attn_select"`` known to transformers; a second call changes nothing.
+
+    Returns:
+        Whether attn-select takes part. In a release that it was not run with (``releases.RELEASES``) it does not: one
+        warning says so, and the name stands for transformers' own attention.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    if not _REGISTERED:
+        _REGISTERED.append(_register())
+    return _REGISTERED[0]
+
+
+def _register() -> bool:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    adapter = Adapter("attn-select-transformers", "transformers", transformers.__version__, RELEASES, logger.warning)
+    AttentionMaskInterface.register(DENSE, sdpa_mask)
+    AttentionInterface.register(DENSE, own_attention)
+    if not adapter.takes_part():
+        return False
+    try:
+        _PAGED_CACHES.append(continuous.install())
+    except (ImportError, AttributeError) as error:
+        adapter.interface_moved(error)
+        return False
+    for name in (DENSE, PAGED):
+        AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(PAGED, _no_mask)
+    return True
+
+
+_PAGED_CACHES: list[type] = []
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Continuous batching packs its requests; where they begin and end is in the step's arguments."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cache: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend, in ``generate()`` and in continuous batching; see ``dense.attend`` and ``paged.attend``."""
+    if cache is not None and isinstance(cache, tuple(_PAGED_CACHES)):
+        layer = continuous.layer_of(cache, module.layer_idx)  # type: ignore[arg-type]
+        return paged.attend(layer, cache, module, query, key, value, scaling, options), None
+    return dense.attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)

@@ -1,0 +1,5 @@
+"""The releases of transformers that this adapter was run with; docs/engines.md says what ran where."""
+
+from __future__ import annotations
+
+RELEASES = ("5.17", "5.19", "5.23")

@@ -1,0 +1,160 @@
+"""Continuous batching runs on our kernels, on the engine's own pages, and gives the engine's tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import models_for_tests as models  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from transformers.generation.continuous_batching import cache as engine_cache  # noqa: E402
+from transformers.generation.continuous_batching import continuous_api  # noqa: E402
+
+from attn_select_transformers import explain_model, paged  # noqa: E402
+
+REQUESTS = 32
+NEW = 16
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older releases find no memory on a CPU."""
+    monkeypatch.setattr(engine_cache.PagedAttentionMemoryHandler, "get_available_memory", lambda *_: 1 << 30)
+
+
+def requests() -> list[list[int]]:
+    torch.manual_seed(7)
+    return [torch.randint(1, 96, (1 + 5 * i % 43,)).tolist() for i in range(REQUESTS)]
+
+
+def batching(**options: Any) -> Any:
+    """Small pages, and steps of so few tokens that prompts are cut and mixed with decodes."""
+    known = ContinuousBatchingConfig.__dataclass_fields__
+    sizes = {"page_size": 16, "block_size": 16, "num_blocks": 128, "max_batch_tokens": 64, "use_async_batching": False}
+    return ContinuousBatchingConfig(**{name: value for name, value in (sizes | options).items() if name in known})
+
+
+def tokens(model: Any, implementation: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    model.set_attn_implementation(implementation)
+    found = model.generate_batch(
+        inputs=prompts,
+        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=batching(**options),
+        progress_bar=False,
+    )
+    assert len(found) == len(prompts)
+    order = sorted(found, key=lambda name: int(name.rpartition("_")[2]))
+    return [list(found[name].generated_tokens) for name in order]
+
+
+def alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What eager attention gives to each request by itself."""
+    model.set_attn_implementation("eager")
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+            )
+        found.append(whole[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("make", [models.llama, models.qwen3, models.gemma2, models.gemma3, models.gpt_oss])
+def test_requests_of_uneven_length_get_the_tokens_that_each_gets_alone(make: Any, calls: Counter[str]) -> None:
+    model, prompts = models.built(make), requests()
+    if make in (models.gemma2, models.gpt_oss):
+        prompts = prompts[:8]
+    expected = alone(model, prompts)
+    calls.clear()
+    found = tokens(model, "attn_select", prompts)
+    assert found == expected
+    assert calls["paged"] == calls["kernel"] > 0
+    assert not calls["dense"]
+    assert not calls["torch"]
+    assert model.config._attn_implementation == "attn_select", "the name that the user gave comes back"
+    assert sum(layer.count for layer in explain_model(model).layers) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("blocks", [0, 8])
+def test_full_layers_read_the_engines_pages_in_place(
+    blocks: int, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By slots, and by block tables where every request decodes; the cache is gathered in neither."""
+    seen: Counter[str] = Counter()
+    original = paged._common
+
+    def spy(*arguments: Any) -> Any:
+        seen["table" if arguments[-1].get("block_table") is not None else "slots"] += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(paged, "_common", spy)
+    monkeypatch.setattr(paged, "attend_runs", lambda *_: pytest.fail("keys were gathered"))
+    model, prompts = models.built(models.llama), requests()
+    expected = alone(model, prompts)
+    calls.clear()
+    assert tokens(model, "attn_select", prompts, max_blocks_per_request=blocks) == expected
+    assert calls["paged"] == calls["kernel"]
+    assert seen["slots"]
+    assert bool(seen["table"]) == bool(blocks)
+
+
+def test_shared_prefixes(calls: Counter[str]) -> None:
+    """Requests with the same beginning share pages of the engine."""
+    model = models.built(models.llama)
+    common = requests()[8] * 3
+    prompts = [common + prompt for prompt in requests()[:6]]
+    expected = alone(model, prompts)
+    calls.clear()
+    assert tokens(model, "attn_select", prompts) == expected
+    assert calls["paged"]
+
+
+def test_flash_attention_that_is_installed_does_not_take_over(
+    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would switch to it with a warning, whatever the model was loaded with."""
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
+
+    def fake(*_: Any, **__: Any) -> Any:
+        raise AssertionError("flash attention was called")
+
+    for name in ("flash_attention_2", "flash_attention_3", "paged|flash_attention_2", "paged|flash_attention_3"):
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, name, fake)
+    model, prompts = models.built(models.llama), requests()[:4]
+    expected = alone(model, prompts)
+    calls.clear()
+    assert tokens(model, "attn_select", prompts) == expected
+    assert calls["paged"] == calls["kernel"] > 0
+
+
+def test_other_attention_is_left_alone(calls: Counter[str]) -> None:
+    model, prompts = models.built(models.llama), requests()[:4]
+    expected = alone(model, prompts)
+    assert tokens(model, "paged|eager", prompts, auto_switch_to_flash=False) == expected
+    assert not calls
+
+
+def test_generate_after_continuous_batching(calls: Counter[str]) -> None:
+    model, prompts = models.built(models.llama), requests()[:2]
+    first = tokens(model, "attn_select", prompts)
+    ids = torch.tensor(prompts[1:2])
+    with torch.no_grad():
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, eos_token_id=None)
+    assert whole[0, len(prompts[1]) :].tolist() == first[1]
+    assert calls["dense"]
+    assert calls["paged"]
+
+
+def test_cuda_graphs_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.built(models.llama)
+    tokens(model, "attn_select", requests()[:2], use_cuda_graph=True)
+    assert "runs without CUDA graphs" in caplog.text

@@ -1,0 +1,80 @@
+"""What importing the package does, and what it leaves undone in a release that it was not run with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import attn_select_transformers  # noqa: E402
+
+pytestmark = pytest.mark.long
+
+GENERATE = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
+{before}
+import torch, transformers
+sys.path[:0] = {path!r}
+import models_for_tests as models
+from attn_select.runtime import Attention
+import attn_select_transformers
+calls = []
+original = Attention.forward
+Attention.forward = lambda *arguments, **options: (calls.append(1), original(*arguments, **options))[1]
+ids = torch.arange(1, 12)[None]
+for make in (models.llama, models.gemma2, models.gpt_oss):
+    found = []
+    for name in ("eager", "attn_select"):
+        model = models.built(make)
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4))
+    assert torch.equal(*found), make
+print("takes part:", attn_select_transformers.register(), "kernels:", len(calls))
+"""
+OTHER_RELEASE = "import transformers; transformers.__version__ = '5.99.1'"
+MOVED = """
+from transformers.generation.continuous_batching import initialization
+del initialization.ensure_decode_fast_path_is_available
+"""
+
+
+def output(before: str, **variables: str) -> str:
+    code = GENERATE.format(before=before, path=[os.path.dirname(__file__)])
+    environment = {**os.environ, **variables}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_importing_registers_and_a_second_time_changes_nothing() -> None:
+    known = transformers.AttentionInterface._global_mapping["attn_select"]
+    assert attn_select_transformers.register()
+    assert transformers.AttentionInterface._global_mapping["attn_select"] is known
+    assert "attn_select" in transformers.AttentionMaskInterface._global_mapping
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [(OTHER_RELEASE, "takes no part in transformers 5.99.1"), (MOVED, "an interface has moved (")],
+    ids=["release", "interface"],
+)
+def test_transformers_own_attention_runs_where_the_adapter_takes_no_part(before: str, said: str) -> None:
+    found = output(before, ATTN_SELECT_ANY_VERSION="")
+    assert found.count(said) == 1
+    assert "takes part: False kernels: 0" in found
+    if before == OTHER_RELEASE:
+        assert "ATTN_SELECT_ANY_VERSION=1" in found
+
+
+def test_any_release_on_request() -> None:
+    found = output(OTHER_RELEASE, ATTN_SELECT_ANY_VERSION="1")
+    assert "takes no part" not in found
+    assert "takes part: True kernels: " in found
+    assert "kernels: 0" not in found
