@@ -17,7 +17,19 @@ import click
 
 BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
-COMMANDS = ("explain", "run", "bench", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
+COMMANDS = (
+    "explain",
+    "run",
+    "bench",
+    "matrix",
+    "diff",
+    "measurements",
+    "backends",
+    "rules",
+    "models",
+    "gpus",
+    "doctor",
+)
 
 
 class LazyGroup(click.Group):

@@ -267,3 +267,20 @@ def test_every_public_name_can_be_had() -> None:
         assert getattr(attn_select, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = attn_select.no_such_name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "backends"),
+    [
+        ("l40s", {}, ("FLASH_ATTN", "FLASHINFER")),
+        ("rtx4090", {"sliding_window": 1024}, ("FLASH_ATTN", "FLASHINFER")),
+        ("l40s", {"num_speculative_tokens": 3}, ("FLASH_ATTN", "FLASH_ATTN")),
+        ("l40s", {"sinks": True}, ("TRITON_ATTN", "TRITON_ATTN")),
+        ("a100", {}, ("FLASH_ATTN", "FLASH_ATTN")),
+        ("rtx5090", {}, ("FLASH_ATTN", "FLASH_ATTN")),
+    ],
+    ids=str,
+)
+def test_decodes_on_ada_run_on_flashinfer(gpu: str, changes: dict[str, Any], backends: tuple[str, str]) -> None:
+    selection = select(GQA.model_copy(update=changes), gpu)
+    assert tuple(spec.name for spec in selection.backends.values() if spec is not None) == backends

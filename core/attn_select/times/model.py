@@ -183,6 +183,23 @@ def fit(points: Iterable[tuple[BatchShape, float]], layer: TimedLayer, device: D
     return _with_overlap(model, mixed)
 
 
+def left_out_errors(
+    points: Iterable[tuple[BatchShape, float]], layer: TimedLayer, device: Device, batches: Iterable[BatchShape]
+) -> dict[BatchShape, float]:
+    """Return by how much a fit without it misses each of ``batches``, as a share of its time.
+
+    Left out are batches that the rest cannot predict.
+    """
+    known = list(points)
+    found: dict[BatchShape, float] = {}
+    for batch in batches:
+        predicted = fit([each for each in known if each[0] != batch], layer, device).predict(batch)
+        if predicted is not None:
+            measured = median(time_us for each, time_us in known if each == batch)
+            found[batch] = abs(predicted.time_us / measured - 1)
+    return found
+
+
 def _longest_decode(config: AttentionConfig) -> int:
     return 1 + config.num_speculative_tokens if config.has_cache else 0
 
