@@ -34,6 +34,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             patch.delenv(name, raising=False)
         patch.setenv("HOME", str(home))
         patch.setenv("XDG_CONFIG_HOME", str(home / ".config"))
+        patch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
         patch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
         yield
 

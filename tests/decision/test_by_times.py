@@ -19,6 +19,7 @@ from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.times.evidence import Evidence
 from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
+from attn_select.times.model import fit
 from attn_select.times.store import MeasurementFile, Stored, StoredMeasurement
 from attn_select.times.workload import parse_workload
 
@@ -105,6 +106,10 @@ def prefill(times: Mapping[str, float], batch: str = "q2k", **changes: Any) -> l
     return [measured(name, batch, time_us, "prefill", **changes) for name, time_us in times.items()]
 
 
+def known(rows: Sequence[StoredMeasurement], environment: Environment) -> Evidence:
+    return Evidence(lambda layer: Stored(tuple(rows), (), ()), HOPPER, environment, fit)
+
+
 def decide(
     decider: Decider,
     rows: Sequence[StoredMeasurement],
@@ -113,7 +118,7 @@ def decide(
     config: AttentionConfig = LAYER,
 ) -> Selection:
     choice = Choice() if backend is None else Choice(default=backend)
-    evidence = Evidence(Stored(tuple(rows), (), ()), HOPPER, decider.environment)
+    evidence = known(rows, decider.environment)
     return decider.decide(config, choice, workload=parse_workload(workload), evidence=evidence)
 
 
@@ -152,7 +157,7 @@ def test_without_evidence_the_rules_rank_and_say_so(decider: Any) -> None:
 
 def test_without_a_workload_no_time_counts(decider: Any) -> None:
     made = decider()
-    evidence = Evidence(Stored(tuple(decode({"A": 125, "B": 113})), (), ()), HOPPER, made.environment)
+    evidence = known(decode({"A": 125, "B": 113}), made.environment)
     selection = made.decide(LAYER, Choice(), evidence=evidence)
     assert selection.selected["decode"] == "A"
     assert selection.evidence is None
@@ -333,7 +338,7 @@ def test_a_tie_is_with_the_fastest_not_with_the_next(decider: Any) -> None:
 def versions(decider: Any, *rows: StoredMeasurement, pins: Mapping[str, str], assumed: bool = True) -> Selection:
     made = decider()
     environment = Environment(assume_installed=assumed, pins=pins)
-    evidence = Evidence(Stored(rows, (), ()), HOPPER, environment)
+    evidence = known(rows, environment)
     return made.decide(LAYER, Choice(), workload=parse_workload("64q1s4k"), evidence=evidence)
 
 
@@ -484,7 +489,7 @@ def two_files() -> tuple[list[StoredMeasurement], list[StoredMeasurement]]:
 
 def test_the_choice_costs_little_where_batches_were_not_measured(decider: Any, two_files: Any) -> None:
     made, costs = decider(), []
-    evidence = Evidence(Stored(tuple(two_files[0]), (), ()), HOPPER, made.environment)
+    evidence = known(two_files[0], made.environment)
     for batch, context in ASKED:
         workload = parse_workload(f"{batch}q1s{context}")
         selection = made.decide(LAYER, Choice(), workload=workload, evidence=evidence)
@@ -502,7 +507,7 @@ def test_the_choice_costs_little_where_batches_were_not_measured(decider: Any, t
 def test_two_noisy_files_decide_alike_outside_ties(decider: Any, two_files: Any) -> None:
     made, chosen = decider(), []
     for rows in two_files:
-        evidence = Evidence(Stored(tuple(rows), (), ()), HOPPER, made.environment)
+        evidence = known(rows, made.environment)
         found = [
             made.decide(LAYER, Choice(), workload=parse_workload(f"{b}q1s{c}"), evidence=evidence) for b, c in MEASURED
         ]

@@ -13,16 +13,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device, find_gpu
 from attn_select.environment import Environment
 from attn_select.errors import ConfigError
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.kept_fits import kept_or_fitted
 from attn_select.times.layer import TimedLayer, timed_layer
 from attn_select.times.measurement import Measurement
-from attn_select.times.model import fit
 from attn_select.times.roofline import roofline_us
 from attn_select.times.store import (
     MeasurementFile,
@@ -30,7 +30,7 @@ from attn_select.times.store import (
     Stored,
     StoredMeasurement,
     measurement_files,
-    read_measurements,
+    measurements_in,
 )
 from attn_select.times.timing import WEAKER_MARGIN, Kind, Series, Timing, strongest_first
 from attn_select.times.workload import Workload, phases_of
@@ -57,6 +57,7 @@ class Model(Protocol):
     def predict(self, batch: BatchShape) -> Predicted | None: ...
 
 
+Read = Callable[[TimedLayer], Stored]
 Fit = Callable[[Sequence[tuple[BatchShape, float]], TimedLayer, Device], Model]
 
 
@@ -64,19 +65,17 @@ class Evidence:
     """What is known about times on one device, a snapshot: later measurements do not change it.
 
     Args:
-        stored: the measurements on this device; those of other layers and kernels are not looked at.
+        read: returns the measurements of a layer on this device; others beside them are not looked at. It is called
+            once per layer.
         device: the device.
         environment: the libraries that a decision rests on: measurements with others count as weaker.
         fit: makes the model of a kernel from its times.
     """
 
-    def __init__(self, stored: Stored, device: Device, environment: Environment, fit: Fit = fit) -> None:
-        self.problems: list[Problem] = list(stored.problems)
-        self._device, self._environment, self._fit = device, environment, fit
-        self._rows: dict[tuple[str, frozenset[tuple[str, Any]]], list[StoredMeasurement]] = {}
-        for row in stored.measurements:
-            key = row.measurement.backend, _layer_key(row.measurement.config)
-            self._rows.setdefault(key, []).append(row)
+    def __init__(self, read: Read, device: Device, environment: Environment, fit: Fit = kept_or_fitted) -> None:
+        self.problems: list[Problem] = []
+        self._read, self._device, self._environment, self._fit = read, device, environment, fit
+        self._rows: dict[TimedLayer, dict[str, list[tuple[BatchShape, StoredMeasurement]]]] = {}
         self._groups: dict[tuple[object, ...], dict[Series, list[_Group]]] = {}
 
     @property
@@ -151,13 +150,8 @@ class Evidence:
         if key in self._groups:
             return self._groups[key]
         points: dict[tuple[Series, tuple[tuple[str, str], ...]], list[tuple[BatchShape, StoredMeasurement]]] = {}
-        for row in self._rows.get((backend, _layer_key(layer.to_dict())), ()):
+        for batch, row in self._rows_of(layer).get(backend, ()):
             measured = row.measurement.kernel
-            try:
-                batch = parse_batch_shape(row.measurement.batch)
-            except ConfigError as error:
-                self.problems.append(Problem(row.file.path, row.line, error.message))
-                continue
             if all(phase in measured and kernels.get(phase) == measured[phase] for phase in phases_of(batch, config)):
                 versions = tuple(sorted(row.measurement.libraries.items()))
                 points.setdefault((_series(row), versions), []).append((batch, row))
@@ -169,6 +163,26 @@ class Evidence:
             groups.sort(key=lambda group: group.date, reverse=True)
             groups.sort(key=lambda group: bool(group.weaker))
         self._groups[key] = found
+        return found
+
+    def _rows_of(self, layer: TimedLayer) -> dict[str, list[tuple[BatchShape, StoredMeasurement]]]:
+        """Return the measurements of a layer by backend."""
+        if layer in self._rows:
+            return self._rows[layer]
+        found: dict[str, list[tuple[BatchShape, StoredMeasurement]]] = {}
+        fields, stored = layer.to_dict(), self._read(layer)
+        problems = [*stored.problems]
+        for row in stored.measurements:
+            if row.measurement.config != fields:
+                continue
+            try:
+                batch = parse_batch_shape(row.measurement.batch)
+            except ConfigError as error:
+                problems.append(Problem(row.file.path, row.line, error.message))
+            else:
+                found.setdefault(row.measurement.backend, []).append((batch, row))
+        self.problems += [problem for problem in problems if problem not in self.problems]
+        self._rows[layer] = found
         return found
 
     def _weaker(self, libraries: Mapping[str, str]) -> str:
@@ -265,14 +279,23 @@ def load_evidence(device: Device, environment: Environment, named: Sequence[str 
     Raises:
         MeasurementError: a named file does not exist.
     """
-    found: list[StoredMeasurement] = []
-    problems: list[Problem] = []
+    contents: list[tuple[MeasurementFile, str, bytes]] = []
+    unread: list[Problem] = []
     for file in measurement_files(named):
-        for gpu in _names_of(device, file):
-            stored = read_measurements([file], gpu)
-            found += stored.measurements
-            problems += stored.problems
-    return Evidence(Stored(tuple(found), tuple(problems), ()), device, environment)
+        try:
+            content = file.path.read_bytes()
+        except OSError as error:
+            unread.append(Problem(file.path, None, f"cannot be read: {error.strerror or error}"))
+            continue
+        contents += [(file, gpu, content) for gpu in _names_of(device, content)]
+
+    def read(layer: TimedLayer) -> Stored:
+        wanted = _mentions(layer)
+        parts = [measurements_in(content, file, gpu, wanted) for file, gpu, content in contents]
+        rows = tuple([row for part in parts for row in part.measurements])
+        return Stored(rows, (*unread, *[problem for part in parts for problem in part.problems]), ())
+
+    return Evidence(read, device, environment)
 
 
 def digest_of(timings: Iterable[Timing]) -> str | None:
@@ -281,11 +304,15 @@ def digest_of(timings: Iterable[Timing]) -> str | None:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16] if digests else None
 
 
-def _layer_key(fields: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
-    """Return a layer's fields as a key; a value that no config has (a list, an object) equals no other."""
-    return frozenset(
-        (name, value if isinstance(value, (str, int, float)) else id(value)) for name, value in fields.items()
-    )
+def _mentions(layer: TimedLayer) -> Callable[[bytes], bool]:
+    """Return whether a line may be of a layer: those that name its numbers. A line without a layer is looked at too."""
+    numbers = {name: value for name, value in layer.fields if type(value) is int}
+    patterns = [re.compile(rf'"{name}"\s*:\s*{value}\b'.encode()) for name, value in numbers.items()]
+
+    def wanted(line: bytes) -> bool:
+        return b'"config"' not in line or all([pattern.search(line) for pattern in patterns])
+
+    return wanted
 
 
 def _series(row: StoredMeasurement) -> Series:
@@ -307,17 +334,13 @@ def _margin(measurement: Measurement) -> float | None:
     return 1.96 * 1.2533 * deviation / math.sqrt(measurement.rounds) / measurement.time_us
 
 
-def _names_of(device: Device, file: MeasurementFile) -> list[str]:
-    """Return the names by which lines of a file call the device."""
-    try:
-        content = file.path.read_bytes()
-    except OSError:
-        return [device.full_name]  # reading it says why it cannot be read
+def _names_of(device: Device, content: bytes) -> list[str]:
+    """Return the names by which a file calls the device."""
     names: list[str] = []
     for written in set(_GPU.findall(content)):
         try:
             name = json.loads(written)
-        except ValueError:
+        except ValueError:  # reading the line says what is wrong
             continue
         gpu = find_gpu(name)
         if name == device.full_name or (gpu is not None and gpu.name == device.name):

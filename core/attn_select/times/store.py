@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,26 +139,38 @@ def read_measurements(files: Iterable[MeasurementFile], gpu: str | None = None) 
     found: list[StoredMeasurement] = []
     problems: list[Problem] = []
     files = tuple(files)
-    spellings = () if gpu is None else {json.dumps(gpu).encode(), json.dumps(gpu, ensure_ascii=False).encode()}
     for file in files:
         try:
             content = file.path.read_bytes()
         except OSError as error:
             problems.append(Problem(file.path, None, f"cannot be read: {error.strerror or error}"))
             continue
-        for number, raw in enumerate(content.split(b"\n"), 1):
-            if not raw.strip() or (spellings and not any(spelling in raw for spelling in spellings)):
-                continue
-            try:
-                measurement = Measurement.from_line(raw.decode("utf-8"))
-            except UnicodeDecodeError:
-                problems.append(Problem(file.path, number, "not a line of UTF-8"))
-            except MeasurementError as error:
-                problems.append(Problem(file.path, number, error.message))
-            else:
-                if gpu is None or measurement.gpu == gpu:
-                    found.append(StoredMeasurement(measurement, file, number))
+        stored = measurements_in(content, file, gpu)
+        found += stored.measurements
+        problems += stored.problems
     return Stored(tuple(found), tuple(problems), files)
+
+
+def measurements_in(
+    content: bytes, file: MeasurementFile, gpu: str | None = None, wanted: Callable[[bytes], bool] = bool
+) -> Stored:
+    """Read the content of one file, as ``read_measurements`` does; lines that are not ``wanted`` are passed over."""
+    found: list[StoredMeasurement] = []
+    problems: list[Problem] = []
+    spellings = () if gpu is None else {json.dumps(gpu).encode(), json.dumps(gpu, ensure_ascii=False).encode()}
+    for number, raw in enumerate(content.split(b"\n"), 1):
+        if not raw.strip() or (spellings and not any([spelling in raw for spelling in spellings])) or not wanted(raw):
+            continue
+        try:
+            measurement = Measurement.from_line(raw.decode("utf-8"))
+        except UnicodeDecodeError:
+            problems.append(Problem(file.path, number, "not a line of UTF-8"))
+        except MeasurementError as error:
+            problems.append(Problem(file.path, number, error.message))
+        else:
+            if gpu is None or measurement.gpu == gpu:
+                found.append(StoredMeasurement(measurement, file, number))
+    return Stored(tuple(found), tuple(problems), (file,))
 
 
 def append_measurements(path: Path, measurements: Iterable[Measurement]) -> None:
