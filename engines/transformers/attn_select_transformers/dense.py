@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attn_select.errors import AttnSelectError
 from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata, key_value_views
-from attn_select_transformers.kinds import Kind, choices_of, config_of, kind_of
+from attn_select_transformers.kinds import Kind, choices_of, kind_of
 from attn_select_transformers.runs import Runs, holders, read_mask, without_mask
 
 logger = logging.getLogger("attn_select_transformers")
@@ -90,9 +90,8 @@ def attend(
         assert reason is not None
         arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
         return _masked_by_torch(reason, module, query, key, value, attention_mask, arguments)
-    config = config_of(query, key, value, _attn_type(runs, causal), _window(runs, options), options)
-    kind = kind_of(config, query.device)
-    choices_of(module).kinds.setdefault(config, kind)
+    kind = kind_of(query, key, value, _attn_type(runs, causal), _window(runs, options), options)
+    choices_of(module).kinds[kind] = None
     return attend_runs(kind, runs, module, query, key, value, scaling, options.get("s_aux")), None
 
 
@@ -254,15 +253,15 @@ def _masked_by_torch(
     Raises:
         MaskError: it is not: a rule denies TORCH_SDPA, or the layer has a soft cap or sinks.
     """
-    config = config_of(query, key, value, "decoder", None, arguments)
-    lacks = [name for name, here in (("a soft cap", config.logits_soft_cap), ("sinks", config.sinks)) if here]
+    kind = kind_of(query, key, value, "decoder", None, arguments)
+    has = (("a soft cap", kind.config.logits_soft_cap), ("sinks", kind.config.sinks))
+    lacks = [name for name, here in has if here]
     name = type(module).__name__
     if lacks:
         raise MaskError(
             f"{name}: {reason}, and torch's masked attention has no {' and no '.join(lacks)}",
             hint='load the model with attn_implementation="eager"',
         )
-    kind = kind_of(config, query.device)
     if (denied := _denied(kind)) is not None:
         raise MaskError(
             f"{name}: {reason}, and TORCH_SDPA is not allowed: {denied}",

@@ -79,8 +79,8 @@ def explain_model(model: nn.Module) -> ModelExplanation:
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         choices = choices_of(module)
-        for config, kind in choices.kinds.items():
-            choice = found.setdefault(config, LayerChoice([], 0, kind.selection))
+        for kind in choices.kinds:
+            choice = found.setdefault(kind.config, LayerChoice([], 0, kind.selection))
             choice.modules.append(name)
             choice.count += 1
         for reason in choices.without_kernel:

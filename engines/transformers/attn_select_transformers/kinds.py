@@ -57,16 +57,6 @@ class Kind:
         return found[1]
 
 
-@functools.lru_cache(256)
-def kind_of(config: AttentionConfig, device: torch.device) -> Kind:
-    """Return the kind of layers that ask for ``config`` on a device.
-
-    Raises:
-        NoBackendError: no backend serves them; names every candidate with its reasons.
-    """
-    return Kind(config, device)
-
-
 @dataclass(slots=True)
 class Choices:
     """What served one module so far.
@@ -76,7 +66,7 @@ class Choices:
         without_kernel: why calls went to torch's masked attention, in order of appearance.
     """
 
-    kinds: dict[AttentionConfig, Kind] = field(default_factory=dict)
+    kinds: dict[Kind, None] = field(default_factory=dict)
     without_kernel: dict[str, None] = field(default_factory=dict)
 
 
@@ -91,23 +81,27 @@ def choices_of(module: nn.Module) -> Choices:
     return found
 
 
-def config_of(
+def kind_of(
     query: Tensor, key: Tensor, value: Tensor, attn_type: str, window: int | None, options: Mapping[str, Any]
-) -> AttentionConfig:
-    """Return what a call asks for.
+) -> Kind:
+    """Return the kind of layers that a call is of.
 
     Args:
         query: ``(B, num_heads, T, head_size)``; ``key`` ``(B, num_kv_heads, S, head_size)``, ``value`` likewise.
         attn_type: as in ``AttentionConfig``.
         window: tokens that a query sees, itself included.
         options: the call's other arguments; ``softcap`` and ``s_aux`` (sinks) are read.
+
+    Raises:
+        NoBackendError: no backend serves such layers; names every candidate with its reasons.
     """
-    return _config(
+    return _kind(
         query.shape[1],
         key.shape[1],
         query.shape[3],
         value.shape[3],
         query.dtype,
+        query.device,
         attn_type,
         window,
         options.get("softcap"),
@@ -116,19 +110,20 @@ def config_of(
 
 
 @functools.lru_cache(1024)
-def _config(
+def _kind(
     heads: int,
     kv_heads: int,
     size: int,
     value_size: int,
     dtype: torch.dtype,
+    device: torch.device,
     attn_type: str,
     window: int | None,
     soft_cap: float | None,
     sinks: bool,
-) -> AttentionConfig:
+) -> Kind:
     values: dict[str, Any] = {"attn_type": attn_type, "dtype": dtype}
-    return AttentionConfig(
+    config = AttentionConfig(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=size,
@@ -138,3 +133,9 @@ def _config(
         sinks=sinks,
         **values,
     )
+    return Kind(config, device)
+
+
+def forget() -> None:
+    """Decide anew from here on, for rules or an environment that have changed."""
+    _kind.cache_clear()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attn_select import layouts
 from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata
 from attn_select_transformers.dense import attend_runs
-from attn_select_transformers.kinds import Kind, choices_of, config_of, kind_of
+from attn_select_transformers.kinds import Kind, choices_of, kind_of
 from attn_select_transformers.runs import Run, Runs
 
 _LENS = "_attn_select_lens"
@@ -87,8 +87,8 @@ def attend(
         ``(1, T, num_heads, value_head_size)``.
     """
     lens: Lens = getattr(cache, _LENS)
-    kind = kind_of(config_of(query, key, value, "decoder", layer.window, options), query.device)
-    choices_of(module).kinds.setdefault(kind.config, kind)
+    kind = kind_of(query, key, value, "decoder", layer.window, options)
+    choices_of(module).kinds[kind] = None
     view = None if layer.window is not None else _view(kind, cache, module, layer)
     if view is None:
         keys, values = layer.gathered(key, value, options)

@@ -13,19 +13,15 @@ class GroupedLayer:
 
     def __init__(self, cache: Any, layer_idx: int) -> None:
         self._cache, self._layer = cache, layer_idx
+        _join(cache)
         self.index, self._tensor = cache.layer_index_to_group_indices[layer_idx]
         self.page: int = cache.block_size
         window = cache.sliding_windows[layer_idx]
         self.window: int | None = None if window == 1 else window
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values; the first time they are moved into one storage, which the engine uses from then."""
-        keys, values = self._cache.key_cache[self._tensor], self._cache.value_cache[self._tensor]
-        if keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
-            both = torch.stack((keys, values))
-            torch._dynamo.mark_static_address(both)
-            keys, values = self._cache.key_cache[self._tensor], self._cache.value_cache[self._tensor] = both.unbind(0)
-        return keys, values
+        """Return keys and values."""
+        return self._cache.key_cache[self._tensor], self._cache.value_cache[self._tensor]
 
     def gathered(self, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Write and gather, as the engine does."""
@@ -37,6 +33,22 @@ class GroupedLayer:
             write_index=options["write_index"],
         )
         return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+
+
+def _join(cache: Any) -> None:
+    """Put the keys and values of each layer into one storage, before the first step writes to it.
+
+    Each pair is given back before its successor is made, so that no memory beyond one pair is needed.
+    """
+    for index, keys in enumerate(cache.key_cache):
+        if keys.untyped_storage().data_ptr() == cache.value_cache[index].untyped_storage().data_ptr():
+            return
+        shape, dtype, device = keys.shape, keys.dtype, keys.device
+        del keys
+        cache.key_cache[index] = cache.value_cache[index] = None
+        both = torch.zeros((2, *shape), dtype=dtype, device=device)
+        torch._dynamo.mark_static_address(both)
+        cache.key_cache[index], cache.value_cache[index] = both.unbind(0)
 
 
 class AllocatorLayer:

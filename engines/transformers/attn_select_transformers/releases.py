@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-RELEASES = ("5.17", "5.19", "5.23")
+RELEASES = ("5.17", "5.19", "5.20", "5.21", "5.22", "5.23")

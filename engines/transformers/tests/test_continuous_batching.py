@@ -36,7 +36,8 @@ def requests() -> list[list[int]]:
 def batching(**options: Any) -> Any:
     """Small pages, and steps of so few tokens that prompts are cut and mixed with decodes."""
     known = ContinuousBatchingConfig.__dataclass_fields__
-    sizes = {"page_size": 16, "block_size": 16, "num_blocks": 128, "max_batch_tokens": 64, "use_async_batching": False}
+    page = "page_size" if "page_size" in known else "block_size"
+    sizes = {page: 16, "num_blocks": 128, "max_batch_tokens": 64, "use_async_batching": False}
     return ContinuousBatchingConfig(**{name: value for name, value in (sizes | options).items() if name in known})
 
 

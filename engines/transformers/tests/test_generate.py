@@ -191,13 +191,13 @@ def test_a_mask_that_torch_cannot_take_either_is_refused(make: Callable[[], Any]
 
 def test_a_rule_may_refuse_such_masks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_select import clear_cache
-    from attn_select_transformers.kinds import kind_of
+    from attn_select_transformers.kinds import forget
 
     rules = tmp_path / "rules.toml"
     rules.write_text('version = 1\n[[rules]]\nname = "no torch"\ndeny = ["TORCH_SDPA"]\nbecause = "a test"\n')
     monkeypatch.setenv("ATTN_SELECT_RULES", str(rules))
     clear_cache()
-    kind_of.cache_clear()
+    forget()
     try:
         model = models.built(models.llama)
         model.set_attn_implementation("attn_select")
@@ -207,7 +207,7 @@ def test_a_rule_may_refuse_such_masks(tmp_path: Any, monkeypatch: pytest.MonkeyP
     finally:
         monkeypatch.undo()
         clear_cache()
-        kind_of.cache_clear()
+        forget()
 
 
 def test_training_keeps_its_gradients(calls: Counter[str]) -> None:

@@ -1,0 +1,142 @@
+"""Continuous batching of a random Llama on one GPU: attn-select against transformers' own routes, interleaved.
+
+    python engines/transformers/bench/bench_continuous_batching.py [--layers 32] [--batch 64] [--repeats 3]
+
+Each repeat runs every route once, over the same prompts of uneven length, and counts generated tokens per second of the
+whole ``generate_batch`` call. Printed per route: the median and the range; then the median of the per-repeat ratios of
+attn-select to each other route. Routes that cannot run here are named with the reason. The share of tokens that agree
+with the first route is no test: in half precision different kernels round differently, and random weights amplify it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+import attn_select_transformers
+
+PAGE = 256
+"""Tokens per page, as transformers has it for flash attention."""
+
+
+def model(options: argparse.Namespace) -> Any:
+    """Return a random Llama, drawn so that attention is not uniform."""
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 7 // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        max_position_embeddings=options.prompt + options.new,
+        tie_word_embeddings=False,
+    )
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    with torch.device(options.device):
+        made = transformers.LlamaForCausalLM(config).eval()
+        torch.manual_seed(0)
+        for name, parameter in made.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+    torch.set_default_dtype(previous)
+    return made
+
+
+def routes() -> dict[str, str | None]:
+    """Return the names of attention to compare, each with the reason if it cannot run here."""
+    paged = any(name.startswith("paged|sdpa") for name in transformers.AttentionInterface._global_mapping)
+    found: dict[str, str | None] = {"attn_select": None, "paged|sdpa" if paged else "sdpa": None}
+    for version, here in ((3, is_flash_attn_3_available()), (2, is_flash_attn_2_available())):
+        found[f"flash_attention_{version}"] = None if here else f"flash attention {version} is not installed"
+    return found
+
+
+def run(made: Any, route: str, prompts: list[list[int]], options: argparse.Namespace) -> tuple[float, list[list[int]]]:
+    """Return the tokens per second of one call, and the tokens."""
+    made.set_attn_implementation(route)
+    blocks = sum(-(-(len(prompt) + options.new) // PAGE) for prompt in prompts) + 8
+    known = ContinuousBatchingConfig.__dataclass_fields__
+    given = {
+        "page_size" if "page_size" in known else "block_size": PAGE,
+        "num_blocks": blocks,
+        "max_batch_tokens": options.max_batch_tokens,
+        "auto_switch_to_flash": False,
+        "max_requests_per_batch": len(prompts),
+        "use_async_batching": options.use_async or None,
+    }
+    batching = ContinuousBatchingConfig(**{name: value for name, value in given.items() if name in known})
+    generation = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    if options.device != "cpu":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    found = made.generate_batch(
+        inputs=prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
+    )
+    took = time.perf_counter() - began
+    order = sorted(found, key=lambda name: int(name.rpartition("_")[2]))
+    tokens = [list(found[name].generated_tokens) for name in order]
+    assert len(tokens) == len(prompts)
+    assert all(len(own) == options.new for own in tokens)
+    return sum(map(len, tokens)) / took, tokens
+
+
+def main() -> None:
+    """Run every route ``--repeats`` times in turn and print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"layers": 32, "hidden": 4096, "heads": 32, "kv-heads": 8, "batch": 64, "repeats": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--prompt", type=int, default=1024, help="the longest prompt; the shortest is an eighth")
+    parser.add_argument("--new", type=int, default=128, help="tokens generated per request")
+    parser.add_argument("--max-batch-tokens", type=int, default=4096, help="of one step")
+    parser.add_argument("--use-async", action="store_true", help="prepare a step while the one before it runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    made = model(options)
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(max(1, options.prompt // 8), options.prompt + 1, (options.batch,), generator=generator)
+    prompts = [torch.randint(1, 32000, (int(n),), generator=generator).tolist() for n in lengths]
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print(
+        f"{options.layers} layers, {options.batch} requests, {int(lengths.sum())} prompt tokens, {options.new} new each"
+    )
+    reasons = routes()
+    names = [route for route, reason in reasons.items() if reason is None]
+    for route, reason in reasons.items():
+        if reason is not None:
+            print(f"  {route}: not run, {reason}")
+    speeds: dict[str, list[float]] = {route: [] for route in names}
+    first: list[list[int]] = []
+    for repeat in range(-1, options.repeats):  # the first round compiles
+        for route in names:
+            speed, tokens = run(made, route, prompts, options)
+            if repeat < 0:
+                first = first or tokens
+                same = sum(
+                    a == b for own, other in zip(tokens, first, strict=True) for a, b in zip(own, other, strict=True)
+                )
+                print(
+                    f"  {route}: {same / (options.batch * options.new):.1%} of the tokens as with {names[0]}",
+                    flush=True,
+                )
+            else:
+                speeds[route].append(speed)
+    print(attn_select_transformers.explain_model(made).layers[0].selection.selected)
+    for route, own in speeds.items():
+        print(f"  {route:20} {statistics.median(own):9.0f} tokens/s ({min(own):.0f} to {max(own):.0f})")
+    for route in names[1:]:
+        ratios = [ours / theirs for ours, theirs in zip(speeds[names[0]], speeds[route], strict=True)]
+        print(f"  attn_select by {route:20} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()
