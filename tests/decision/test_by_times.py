@@ -524,3 +524,49 @@ def test_layers_without_a_cache_are_timed_in_prefill(decider: Any, spec: Any) ->
     selection = decide(decider(specs=specs), rows, "8q512", config=encoder)
     assert selection.selected == {"prefill": "B"}
     assert PHASES[0] == "prefill"
+
+
+def test_graphs_are_trusted_before_eager_launches(decider: Any) -> None:
+    eager = decode({"A": 100, "B": 150}, method="eager")
+    graph = decode({"A": 90, "B": 60})
+    selection = decide(decider(), [*eager, *graph])
+    assert selection.selected["decode"] == "B"
+    assert decide(decider(), eager).selected["decode"] == "A"
+    timing = next(c for c in selection.candidates if c.backend == "A").phases["decode"].timing
+    assert timing is not None
+    assert (timing.method, timing.time_us) == ("graph", 90)
+
+
+def test_a_time_that_compares_with_the_winners_is_shown_first(decider: Any) -> None:
+    tables = decode({"A": 100, "B": 150, "C": 160}, method="table", source="tables 1.0", rounds=0, spread_us=None)
+    selection = decide(decider(), [*tables, *decode({"B": 140}, file="user")])
+    shown = {c.backend: c.phases["decode"] for c in selection.candidates}
+    assert shown["B"].timing is not None
+    assert (shown["B"].timing.kind, shown["B"].behind) == ("table", 1.5)
+
+
+@pytest.mark.parametrize(("time_us", "first"), [(94, "A"), (92, "B")])
+def test_a_line_without_a_spread_has_a_margin_of_five_percent(decider: Any, time_us: float, first: str) -> None:
+    rows = decode({"A": 100, "B": time_us}, method="table", source="tables 1.0", rounds=0, spread_us=None)
+    assert decide(decider(), rows).selected["decode"] == first
+
+
+def test_several_measurements_of_one_batch_count_by_their_median(decider: Any) -> None:
+    rows = [measured("A", "64q1s4k", time_us) for time_us in (100, 300, 110)]
+    timing = next(c for c in decide(decider(), rows).candidates if c.backend == "A").phases["decode"].timing
+    assert timing is not None
+    assert timing.time_us == 110
+
+
+def test_a_device_without_figures_has_no_roofline(decider: Any) -> None:
+    made = decider()
+    device = Device("sm90", (9, 0), full_name="any GPU of compute capability 9.0")
+    evidence = Evidence(lambda layer: Stored((), (), ()), device, made.environment, fit)
+    selection = made.decide(LAYER, Choice(), workload=parse_workload("64q1s4k"), evidence=evidence)
+    assert all(verdict.timing is None for c in selection.candidates for verdict in c.phases.values())
+
+
+def test_no_phase_without_a_backend_is_chosen_by_times(decider: Any, spec: Any) -> None:
+    specs = [spec("A", phases=("decode",)), spec("B", phases=("decode",))]
+    selection = decide(decider(specs=specs), decode({"A": 140, "B": 100}))
+    assert selection.selected == {"prefill": None, "decode": "B"}
