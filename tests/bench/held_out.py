@@ -3,7 +3,7 @@
     python tests/bench/held_out.py --measure --out $OUT --with vllm==0.26.0     # on the GPU, about 90 workloads
     python tests/bench/held_out.py --from held_out.jsonl [--rules tuned.toml]   # anywhere, without a GPU
 
-The workloads are drawn with a fixed seed from the ranges of ``draw``, which stand here before anything is measured. The
+The workloads are drawn with a seed from the ranges of ``draw``, fixed before anything was measured. The
 rounds of a batch are cut in two: the best backend is named by the medians of the first half, and times are those of the
 second half. Regret is the chosen backend's time over the best one's. Ways to choose: the rules without a workload; with
 the workload and what is known of times (``ATTN_SELECT_MEASUREMENTS`` adds files); and with ``--rules``, a tuned file.
@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from drawn_batches import draw
 from timed_layers import LAYERS, TINY, Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
 
 from attn_select import AttentionConfig, select
@@ -28,49 +29,13 @@ from attn_select.config import Phase
 from attn_select.device import CPU, Device, lookup
 from attn_select.environment import canonical_distribution
 from attn_select.selector import environment_for
-from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
+from attn_select.times.batch_shape import parse_batch_shape
 
 SEED = 20261122
-MOST_TOKENS = 1 << 20
-"""Of all requests of a batch: larger ones are drawn anew."""
-MOST_PREFILL_TOKENS = 1 << 15
 ROUNDS = 24
 KINDS = ("decode", "decode", "decode", "decode", "prefill", "prefill", "mixed", "uneven", "uneven")
 """What is drawn for each layer, in turn; a layer with drafts has speculative decodes in place of all decodes."""
 CHOICES = ("rules", "workload", "tuned")
-
-
-def log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """Draw an integer whose logarithm is uniform."""
-    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
-
-
-def draw(rng: random.Random, kind: str, drafts: int, tiny: bool) -> BatchShape:
-    """Draw one batch: 1 to 256 requests, contexts of 128 to 128 k tokens, prompts of 64 to 16 k, all log-uniform."""
-    most_requests, contexts, prompts = (4, (16, 64), (8, 32)) if tiny else (256, (128, 131072), (64, 16384))
-    new = 1 + drafts
-    while True:
-        if kind == "prefill":
-            query = log_uniform(rng, *prompts)
-            context = 0 if rng.random() < 0.5 else log_uniform(rng, *contexts)
-            groups = [RequestGroup(log_uniform(rng, 1, min(16, most_requests)), query, query + context)]
-        elif kind == "mixed":
-            query = log_uniform(rng, prompts[0], max(prompts[0] + 1, prompts[1] // 4))
-            context = 0 if rng.random() < 0.5 else log_uniform(rng, *contexts)
-            groups = [RequestGroup(log_uniform(rng, 1, 4), query, query + context)]
-            groups.append(RequestGroup(log_uniform(rng, 1, most_requests), new, log_uniform(rng, *contexts)))
-        elif kind == "uneven":
-            short = log_uniform(rng, contexts[0], contexts[1] // 4)
-            long = log_uniform(rng, 4 * short, contexts[1])
-            groups = [RequestGroup(log_uniform(rng, 1, most_requests), new, short)]
-            groups.append(RequestGroup(log_uniform(rng, 1, max(2, most_requests // 16)), new, long))
-        else:
-            groups = [RequestGroup(log_uniform(rng, 1, most_requests), new, log_uniform(rng, *contexts))]
-        batch = BatchShape(tuple(groups))
-        prefilled = sum(group.count * group.query_len for group in groups if group.query_len > new)
-        total = sum(group.count * group.seq_len for group in groups)
-        if total <= MOST_TOKENS and prefilled <= MOST_PREFILL_TOKENS and batch.num_requests <= 256:
-            return batch
 
 
 def workloads(layers: Mapping[str, AttentionConfig], tiny: bool, seed: int = SEED) -> list[Point]:
