@@ -1,10 +1,11 @@
-"""One run of vLLM's engine on a model folder: prints the tokens and what ran each layer as one line of JSON.
+"""Run vLLM's engine on model folders, one after another; print the tokens and what ran each layer, a line of JSON each.
 
-python engine_run.py FOLDER '{"enforce_eager": true}'
+python engine_run.py '[["FOLDER", {"enforce_eager": true}], …]'
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from typing import Any
@@ -13,27 +14,27 @@ PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in e
 
 
 def layers(worker: Any) -> dict[str, str]:
-    """What one worker runs: the backend by layer, and whether it was given work."""
+    """What one worker runs: the backend by layer."""
     context = worker.vllm_config.compilation_config.static_forward_context
     return {name: layer.attn_backend.get_name() for name, layer in context.items() if hasattr(layer, "attn_backend")}
 
 
-def main() -> None:
+def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    options = {
-        "skip_tokenizer_init": True,
-        "max_model_len": 256,
-        "kv_cache_memory_bytes": 64 << 20,
-        "seed": 0,
-        "dtype": "float32",
-    }
-    llm = LLM(sys.argv[1], **options, **json.loads(sys.argv[2]))
+    fixed = {"skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
+    llm = LLM(folder, seed=0, **fixed, **options)
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    print("RESULT " + json.dumps({"tokens": tokens, "layers": llm.collective_rpc(layers)}), flush=True)
+    result = {"tokens": [list(o.outputs[0].token_ids) for o in outputs], "layers": llm.collective_rpc(layers)}
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    for folder, options in json.loads(sys.argv[1]):
+        print("RESULT " + json.dumps(run(folder, options)), flush=True)

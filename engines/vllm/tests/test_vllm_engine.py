@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,26 +20,33 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 HERE = Path(__file__).parent
 OWN = "ATTN_SELECT_TORCH_SDPA"
-IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-SPAWNED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the workers what they run
-}
-WITHOUT_US = {"VLLM_PLUGINS": ""}
+CHOSEN = "chose for {}: TORCH_SDPA (attn-select's kernel, as ATTN_SELECT_TORCH_SDPA)"
 
 
-def generate(model: Path, variables: dict[str, str], **options: Any) -> tuple[list[list[int]], list[set[str]], str]:
-    """Run the engine in a process of its own; return the tokens, per worker the layers' backends, and the log."""
+@dataclass(frozen=True)
+class Run:
+    """What one engine did.
+
+    Attributes:
+        tokens: generated, by prompt.
+        backends: names of the layers' backends, by worker.
+    """
+
+    tokens: list[list[int]]
+    backends: list[set[str]]
+
+
+def run(variables: dict[str, str], *engines: tuple[Path, dict[str, Any]]) -> tuple[list[Run], str]:
+    """Run engines one after another in a process of their own; return what they did, and the log."""
     fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, str(HERE / "engine_run.py"), str(model), json.dumps({"enforce_eager": True} | options)]
+    asked = json.dumps([(str(folder), {"enforce_eager": True} | options) for folder, options in engines])
+    command = [sys.executable, str(HERE / "engine_run.py"), asked]
     done = subprocess.run(
         command, env=os.environ | fixed | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(results) == 1, done.stdout[-5000:]
-    found = json.loads(results[0].removeprefix("RESULT "))
-    return found["tokens"], [set(layers.values()) for layers in found["layers"]], done.stdout
+    found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(found) == len(engines), done.stdout[-5000:]
+    return [Run(one["tokens"], [set(layers.values()) for layers in one["layers"]]) for one in found], done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -50,40 +58,46 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def llama_by_vllm(models: dict[str, Path]) -> list[list[int]]:
-    tokens, backends, log = generate(models["llama"], IN_ONE_PROCESS | WITHOUT_US)
-    assert backends == [{"CPU_ATTN"}]
-    assert "attn-select" not in log
-    assert all(len(set(row)) > 10 for row in tokens)  # few different tokens would prove nothing
-    return tokens
+def in_one_process(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
+    """Each model on vLLM's backend, which is asked for by name, and as attn-select chooses; a Llama compiled."""
+    by_name = {"attention_backend": "CPU_ATTN"}
+    engines = {
+        "llama by vLLM": (models["llama"], by_name),
+        "llama": (models["llama"], {"enforce_eager": False}),
+        "gemma3 by vLLM": (models["gemma3"], by_name),
+        "gemma3": (models["gemma3"], {}),
+    }
+    runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
+    return dict(zip(engines, runs, strict=True)), log
 
 
-def test_tokens_of_a_compiled_llama(models: dict[str, Path], llama_by_vllm: list[list[int]]) -> None:
-    tokens, backends, log = generate(models["llama"], IN_ONE_PROCESS, enforce_eager=False)
-    assert (tokens, backends) == (llama_by_vllm, [{OWN}])
-    assert "chose for full_attention: TORCH_SDPA (attn-select's kernel, as ATTN_SELECT_TORCH_SDPA)" in log
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_tokens_are_vllms_own(in_one_process: tuple[dict[str, Run], str], kind: str) -> None:
+    runs, _ = in_one_process
+    wanted, found = runs[f"{kind} by vLLM"], runs[kind]
+    assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
+    assert found.tokens == wanted.tokens
+    assert all(len(set(row)) > 10 for row in wanted.tokens)  # few different tokens would prove nothing
+
+
+def test_every_kind_of_layers_is_logged_once(in_one_process: tuple[dict[str, Run], str]) -> None:
+    log = in_one_process[1]
+    assert "leaves full_attention to CPU_ATTN: --attention-backend asks for it" in log
+    assert log.count(CHOSEN.format("sliding_attention")) == 1
+    assert CHOSEN.format("full_attention") in log
     assert "cpu (priority): only the kernels of torch run on a CPU" in log
 
 
-def test_tokens_of_windows_beside_full_attention(models: dict[str, Path]) -> None:
-    by_vllm, _, _ = generate(models["gemma3"], IN_ONE_PROCESS | WITHOUT_US)
-    tokens, backends, log = generate(models["gemma3"], IN_ONE_PROCESS)
-    assert (tokens, backends) == (by_vllm, [{OWN}])
-    for kind in ("sliding_attention", "full_attention"):
-        assert log.count(f"chose for {kind}: TORCH_SDPA") == 1
-
-
-def test_spawned_workers_of_two_ranks(models: dict[str, Path], llama_by_vllm: list[list[int]]) -> None:
+def test_spawned_workers_of_two_ranks(models: dict[str, Path], in_one_process: tuple[dict[str, Run], str]) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks need a CPU each")
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    tokens, backends, log = generate(models["llama"], SPAWNED | bound, tensor_parallel_size=2)
-    assert (tokens, backends) == (llama_by_vllm, [{OWN}, {OWN}])
-    assert log.count("chose for full_attention: TORCH_SDPA") == 1
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the workers what they run
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    (found,), log = run(variables, (models["llama"], {"tensor_parallel_size": 2}))
+    assert (found.tokens, found.backends) == (in_one_process[0]["llama by vLLM"].tokens, [{OWN}, {OWN}])
+    assert log.count(CHOSEN.format("full_attention")) == 1
     assert "2 query heads, 1 KV head, head size 32" in log
-
-
-def test_an_explicit_backend_wins(models: dict[str, Path], llama_by_vllm: list[list[int]]) -> None:
-    tokens, backends, log = generate(models["llama"], IN_ONE_PROCESS, attention_backend="CPU_ATTN")
-    assert (tokens, backends) == (llama_by_vllm, [{"CPU_ATTN"}])
-    assert "leaves full_attention to CPU_ATTN: --attention-backend asks for it" in log

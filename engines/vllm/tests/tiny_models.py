@@ -32,6 +32,7 @@ CONFIGS = {
         sliding_window=16,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=32,
+        tie_word_embeddings=False,  # tied, it repeats its last token
     ),
 }
 
