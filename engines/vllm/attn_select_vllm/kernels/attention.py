@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from attn_select.config import AttentionConfig
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, layers_of, least_level, on_device
@@ -26,8 +25,8 @@ from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
 
-Metadata = Mapping[AttentionConfig, Any]
-"""A step's metadata by the config of the layers."""
+Metadata = Sequence[Any]
+"""A step's metadata, a part for each config of the layers (``Layer.part``)."""
 
 
 class OwnBuilder(AttentionMetadataBuilder[Metadata]):
@@ -137,7 +136,7 @@ class OwnImpl(AttentionImpl[Metadata]):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         own.scales_of(layer)
-        metadata = attn_metadata[own.config]
+        metadata = attn_metadata[own.part]
         own.impl.forward(own, query, key, value, self._cache(kv_cache), metadata, output)
         return output
 

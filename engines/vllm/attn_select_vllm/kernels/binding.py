@@ -7,7 +7,7 @@ the cache is laid out, makes a builder of attn-select for every distinct config 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Layer:
     Attributes:
         level: the CUDA-graph level of the plans.
         impl: attn-select's impl; None until a builder was made.
+        part: which part of a step's metadata is the layer's.
 
     Raises:
         NoBackendError: the backend cannot run the layer.
@@ -60,6 +61,7 @@ class Layer:
         plans = selected(backend, config, phases).plans
         self.level: CudaGraphLevel = min((plans[p].cuda_graph for p in phases), key=CUDA_GRAPH_LEVELS.index)
         self.impl: Any = None
+        self.part = 0
         self.layer_name = ""
         self._scales: Scales | None = None
 
@@ -104,31 +106,32 @@ class Builders:
         block_size: tokens per block of the cache as the layers see it.
 
     Attributes:
-        configs: the distinct configs, in order of appearance.
+        builders: one for each distinct config, in order of appearance.
     """
 
     def __init__(self, layers: Sequence[Layer], block_size: int, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.block_size = block_size
-        self.builders: dict[AttentionConfig, AttentionMetadataBuilder[Any]] = {}
+        self.builders: list[AttentionMetadataBuilder[Any]] = []
+        configs: list[AttentionConfig] = []
         for layer in layers:
-            if layer.config not in self.builders:
-                self.builders[layer.config] = _builder(layer, block_size, vllm_config, device)
-            context = self.builders[layer.config].context
-            if layer.impl is None:
+            if layer.config not in configs:
+                configs.append(layer.config)
+                self.builders.append(_builder(layer, block_size, vllm_config, device))
+            layer.part = configs.index(layer.config)
+            if layer.impl is None:  # vLLM may make several builders, one for each batch of a step that it halves
                 backend = _spec(layer, block_size).load()
-                layer.impl = backend.impl_cls(context, **layer.options)
+                layer.impl = backend.impl_cls(self.builders[layer.part].context, **layer.options)
 
     @property
     def reorder_batch_threshold(self) -> int | None:
         """Queries up to this many tokens must come first; None: any order."""
-        wanted = [builder.reorder_batch_threshold for builder in self.builders.values()]
+        wanted = [builder.reorder_batch_threshold for builder in self.builders]
         return min((threshold for threshold in wanted if threshold is not None), default=None)
 
-    def build(self, common: Common, fast_build: bool = False, capture: bool = False) -> Mapping[AttentionConfig, Any]:
-        """Return the metadata of a step by config."""
+    def build(self, common: Common, fast_build: bool = False, capture: bool = False) -> Sequence[Any]:
+        """Return the metadata of a step, a part for each config."""
         if capture:
-            return {c: builder.build_for_cudagraph_capture(common) for c, builder in self.builders.items()}
-        return {config: builder.build(0, common, fast_build) for config, builder in self.builders.items()}
+            return [builder.build_for_cudagraph_capture(common) for builder in self.builders]
+        return [builder.build(0, common, fast_build) for builder in self.builders]
 
 
 def _with_blocks(layer: Layer, block_size: int) -> Selection:

@@ -28,7 +28,7 @@ from attn_select_vllm.names import OWN_PREFIX
 
 @dataclass
 class OwnMLAMetadata(MLACommonMetadata[Any]):
-    """vLLM's metadata with attn-select's for the decodes: by config of the layers, None where there are none."""
+    """vLLM's metadata with attn-select's for the decodes, by ``Layer.part``; None where there are none."""
 
     attn_select: Any = None
 
@@ -105,7 +105,7 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
         own = self.attn_select
         own.scales_of(layer)
         output = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
-        own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, attn_metadata.attn_select[own.config], output)
+        own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, attn_metadata.attn_select[own.part], output)
         return output, None
 
 
