@@ -122,8 +122,8 @@ def test_cli_module_is_light(file: Path) -> None:
     name = module_name(CLI, file)
     if name.endswith("__main__"):
         pytest.skip("runs the program when imported")
-    if name.endswith((".serving", ".benching")):
-        pytest.skip("the part of `run` or `bench` that needs torch; they import it in their bodies")
+    if name.endswith((".serving", ".benching", ".tuner")):
+        pytest.skip("the part of `run`, `bench` or `tune` that needs torch; they import it in their bodies")
     writer = {"tomlkit"} if name.endswith(".rules_file") else set()  # imported in the body of what changes a rules file
     assert loaded(f"import {name}") <= LIGHT | {"attn_select_cli", "click"} | writer
 

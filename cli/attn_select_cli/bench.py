@@ -87,11 +87,11 @@ def command(
     for name in asked:
         if name not in explanation.decider.names:
             raise UnknownNameError("backend", name, explanation.decider.names)
-    benching = _benching()
+    benching = benching_module()
     rules = tuple(options["rules"]) or None
-    with _progress() as (say, expect):
+    with progress() as (say, expect):
         bench: Bench = benching.Bench(explanation.decider.environment, rules, rounds, say)
-        file = None if no_save else output or _default_file(bench)
+        file = None if no_save else output or times_file(bench)
         layers = [
             LayerBench(one, None if layer is not None else benching.unserved(one.selection.config))
             for one in chosen_layers(explanation.layers, layer)
@@ -118,7 +118,7 @@ def command(
     return 130 if not complete else 0 if outcome.ok else 1
 
 
-def _benching() -> Any:
+def benching_module() -> Any:
     """Import what measures, which needs torch."""
     from attn_select.errors import RuntimeMissingError
 
@@ -133,7 +133,7 @@ def _benching() -> Any:
     return benching
 
 
-def _default_file(bench: Bench) -> Path:
+def times_file(bench: Bench) -> Path:
     from attn_select.errors import MeasurementError
     from attn_select.times.store import default_file
 
@@ -144,7 +144,7 @@ def _default_file(bench: Bench) -> Path:
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+def progress() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
     """Show a bar with the time left on a terminal's stderr; give what says the next step, and what says how many."""
     if not sys.stderr.isatty():
         yield lambda text: None, lambda steps: None

@@ -256,12 +256,18 @@ class Bench:
         return found
 
     def measure(
-        self, config: AttentionConfig, batch: BatchShape, candidates: Sequence[Candidate], seconds: float = 60.0
+        self,
+        config: AttentionConfig,
+        batch: BatchShape,
+        candidates: Sequence[Candidate],
+        seconds: float = 60.0,
+        compare: bool = True,
     ) -> TimedBatch:
         """Time the candidates on one batch.
 
         Args:
             seconds: begin no further round after this long, behind the third; compilation does not count.
+            compare: compare each result with the oracle, which takes longer than the rounds where contexts are long.
 
         Returns:
             The candidates with their times, or with why there is none: whatever goes wrong is said there.
@@ -274,7 +280,7 @@ class Bench:
         result = TimedBatch(batch, floor, [Timed(each.name, failure=each.failure) for each in candidates])
         why = "interrupted before its first round"
         try:
-            self._run(result, [*zip(candidates, result.timed, strict=True)], seconds)
+            self._run(result, [*zip(candidates, result.timed, strict=True)], seconds, compare)
         except KeyboardInterrupt:
             result.complete = False
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -301,7 +307,9 @@ class Bench:
         timed.block_size, timed.bound = step.group.block_size, error_bound(step.config, plans).norm
         return step
 
-    def _run(self, found: TimedBatch, candidates: Sequence[tuple[Candidate, Timed]], seconds: float) -> None:
+    def _run(
+        self, found: TimedBatch, candidates: Sequence[tuple[Candidate, Timed]], seconds: float, compare: bool
+    ) -> None:
         batch = found.batch
         ready: list[Ready] = []
         for candidate, timed in candidates:
@@ -331,7 +339,7 @@ class Bench:
             except Exception as error:
                 for each in ready:
                     each.timed.failure = None if each.timed.samples_us else failure_text(error)
-            for each in ready:
+            for each in ready if compare else ():
                 self._say(f"{batch}: comparing {each.timed.backend} with the oracle")
                 if each.timed.samples_us:
                     self._check(each)
@@ -430,7 +438,7 @@ class Bench:
                     gpu=self.gpu,
                     compute_capability=self.device.capability_text,
                     driver=self.detection.driver_version,
-                    libraries=self._libraries(timed.backend, config),
+                    libraries=self.libraries(timed.backend, config),
                     backend=timed.backend,
                     kernel=dict(timed.kernel),
                     config=timed_layer(config).to_dict(),
@@ -446,7 +454,7 @@ class Bench:
             )
         return made
 
-    def _libraries(self, backend: str, config: AttentionConfig) -> dict[str, str]:
+    def libraries(self, backend: str, config: AttentionConfig) -> dict[str, str]:
         """Return the versions of torch, the plugin, and every installed library that the backend may run from."""
         registry = load_plugins()
         environment = select(config, self.device, self.rules, environment=self.environment).environment

@@ -21,6 +21,7 @@ COMMANDS = (
     "explain",
     "run",
     "bench",
+    "tune",
     "matrix",
     "diff",
     "measurements",

@@ -138,7 +138,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     """Check the effective rules together with the given FILEs.
 
     Errors: what breaks the format, unknown backends, wrong options. Warnings: rules that never take effect, unknown
-    libraries and GPUs.
+    libraries and GPUs, rules with a date that newer measurements contradict.
     """
     from attn_select.registry import load_plugins
     from attn_select.rules.lint import doubts
@@ -147,6 +147,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     rule_set, broken = rules_errors(files)
     found: list[tuple[str, str, int | None, str]] = [("error", *problem) for problem in broken]
     found += [("warning", *problem) for problem in doubts(rule_set, load_plugins())]
+    found += [("warning", *problem) for problem in _contradicted(rule_set)]
     errors = sum(severity == "error" for severity, *_ in found)
     if as_json:
         problems = [{"severity": s, "file": file, "line": line, "message": text} for s, file, line, text in found]
@@ -161,6 +162,17 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
         checked = f"{_count(len(rule_set.rules), 'rule')} in {_count(read, 'file')}"
         click.echo(f"{_count(errors, 'error')}, {_count(len(found) - errors, 'warning')}; {checked}")
     return 1 if errors else 0
+
+
+def _contradicted(rule_set: RuleSet) -> list[Problem]:
+    """Return what newer measurements say against rules that rest on times."""
+    if not any(rule.measured for rule in rule_set.rules):
+        return []
+    from attn_select.times.store import measurement_files, read_measurements
+    from attn_select.times.tuned_rules import contradicted
+
+    rows = read_measurements(measurement_files()).measurements
+    return [*contradicted(rule_set.rules, (row.measurement for row in rows))]
 
 
 def _count(number: int, noun: str) -> str:

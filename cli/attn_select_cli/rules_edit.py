@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from attn_select.config import PHASES
 from attn_select_cli import complete
-from attn_select_cli.layer_options import gpu_option, model_option
+from attn_select_cli.layer_options import gpu_option, model_option, options_in
 
 if TYPE_CHECKING:
     from attn_select.device import Device
@@ -113,7 +114,9 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
 
         path = rules_path(file)
         seen = rules_file.read_text(path)
-        proposal = Proposal(path, seen, seen, model, gpu, options)
+        preview, named = options_in(options, "--for")
+        models = model or ((None,) if "num_heads" in named else ())
+        proposal = Proposal(path, seen, seen, models, gpu, preview)
         before = proposal.rules(seen)  # a file that is broken is said to be before anything is made of it
         rule: dict[str, Any] = {"name": rule_name or ""}
         if phase:
@@ -187,15 +190,16 @@ class Proposal:
         seen: its text, "" where there is none.
         text: the text that it is to have, "" for no file.
         models, gpus: whose decisions are compared; none: the ones of ``matrix``, on GPUs that the new rules speak of.
-        options: more options of ``explain`` for the decisions, as on a command line.
+            A model of None is the layer that the options describe.
+        options: of ``explain``, for the decisions; none: its defaults.
     """
 
     path: Path
     seen: str
     text: str
-    models: Sequence[str] = ()
+    models: Sequence[str | None] = ()
     gpus: Sequence[str] = ()
-    options: str = ""
+    options: Mapping[str, Any] | None = None
 
     def rules(self, text: str) -> RuleSet:
         """Return the effective rules, were this the file's text.
@@ -225,16 +229,18 @@ class Proposal:
         except RuleError as error:
             raise RulesError("; ".join(text for _, text in error.problems)) from None
 
-    def put(self, yes: bool, as_json: bool) -> int:
-        """Show the change and what it changes, ask unless ``yes``, write; return the exit code."""
+    def put(self, yes: bool, as_json: bool, more: Mapping[str, Any] = MappingProxyType({})) -> int:
+        """Show the change and what it changes, ask unless ``yes``, write; return the exit code.
+
+        ``more`` is added to the JSON.
+        """
         from attn_select_cli import rules_file
         from attn_select_cli.output import print_json, print_lines
 
         if self.text == self.seen:
             if as_json:
-                print_json(
-                    {"schema_version": 1, "file": str(self.path), "changes": [], "warnings": [], "written": False}
-                )
+                data = {"file": str(self.path), "changes": [], "warnings": [], "written": False}
+                print_json({"schema_version": 1, **more, **data})
             else:
                 click.echo(f"{self.path} says so already: nothing to write")
             return 0
@@ -245,7 +251,7 @@ class Proposal:
             if yes:
                 rules_file.write(self.path, self.text, self.seen)
             data = {"file": str(self.path), "changes": changes, "warnings": warnings, "written": yes}
-            print_json({"schema_version": 1, **data})
+            print_json({"schema_version": 1, **more, **data})
             return 0 if yes else 1
         print_lines(self._lines(changes, compared, warnings))
         if not yes and not _asked():
@@ -263,19 +269,18 @@ class Proposal:
         """Return what changes for every model on every GPU, and which those are in words."""
         from attn_select_cli.diff import compare
         from attn_select_cli.explanation import build_explanations
-        from attn_select_cli.layer_options import options_in
         from attn_select_cli.matrix import DEFAULT_MODELS
 
-        options, given = options_in(self.options, "--for")
-        models: Sequence[str | None] = self.models or ((None,) if "num_heads" in given else DEFAULT_MODELS)
+        options = self.options if self.options is not None else options_in("", "--for")[0]
+        models = self.models or DEFAULT_MODELS
         gpus = self.gpus or self._gpus(before, after)
         sides = [build_explanations(options, models, gpus, rules) for rules in (before, after)]
         changes = []
         for index, (a, b) in enumerate(zip(*sides, strict=True)):
             where = {"model": models[index // len(gpus)], "gpu": gpus[index % len(gpus)]}
             changes += [where | change for change in compare(a.to_dict(), b.to_dict())]
-        named = ", ".join(model or "the layer of --for" for model in models)
-        return changes, f"{named} on {', '.join(gpus)}"
+        named = ", ".join(model or "the given layer" for model in models)
+        return changes, f"{named} on {', '.join('this machine' if gpu == 'auto' else gpu for gpu in gpus)}"
 
     def _gpus(self, before: RuleSet, after: RuleSet) -> list[str]:
         """Return GPUs that rules of only one side may apply to, those of ``matrix`` first."""

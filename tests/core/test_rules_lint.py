@@ -96,6 +96,7 @@ def test_thousands_of_unknown_names_are_cut_short(rules_file: RulesFile) -> None
         ({"num_heads": ["<8", ">=8"]}, {"num_heads": ">0"}),
         ({"num_heads": ">=9"}, {"num_heads": ">8"}),  # heads are whole
         ({"logits_soft_cap": ">0.1"}, {"logits_soft_cap": ">0.1,<0.3"}),
+        ({"sliding_window": ["none", "<128"]}, {"sliding_window": "none"}),
         ({"compute_capability": ">=9.0"}, {"compute_capability": ["9.x", "10.x"]}),
         ({"compute_capability": "9.x"}, {"compute_capability": ">=9.0,<10.0"}),
         ({"gpu": "h*"}, {"gpu": ["h100", "h20"]}),
@@ -132,7 +133,9 @@ def test_a_rule_that_an_earlier_one_always_beats(earlier: dict[str, Any], later:
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8*"}),
         ({"cuda": "<13"}, {"cuda": "<12"}),  # versions are not compared
         ({"library": {"a": "<1"}}, {"library": {"b": "<1"}}),
-        ({"sliding_window": ">0"}, {}),  # an unset field never matches
+        ({"sliding_window": ">0"}, {}),  # an unset field matches "none" alone
+        ({"sliding_window": ">0"}, {"sliding_window": "none"}),
+        ({"sliding_window": "none"}, {"sliding_window": ">0"}),
     ],
 )
 def test_a_rule_that_is_reached_or_may_be(earlier: dict[str, Any], later: dict[str, Any]) -> None:
@@ -205,6 +208,7 @@ def test_conditions_that_contradict_each_other_are_named(when: dict[str, Any], t
         {"gpu": "h1000", "compute_capability": "8.x"},
         {"gpu": "h*", "compute_capability": "8.x"},
         {"num_heads": ">=-3"},
+        {"sliding_window": "none", "v_head_size": "none", "mla": True},
     ],
 )
 def test_conditions_that_something_meets(when: dict[str, Any]) -> None:

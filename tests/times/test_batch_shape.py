@@ -108,3 +108,9 @@ def test_groups_and_batches_made_by_hand_are_checked() -> None:
             RequestGroup(bad, 1, 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least one request"):
         BatchShape(())
+
+
+def test_tokens_and_pairs_are_those_of_all_requests() -> None:
+    batch = parse_batch_shape("2q512s8k_32q1s2k")
+    assert batch.num_kv_tokens == 2 * 8192 + 32 * 2048
+    assert batch.num_pairs == 2 * 512 * 8192 + 32 * 2048

@@ -1,7 +1,7 @@
 """``when`` conditions: one field of the config, the workload, the device or the environment against written values.
 
-A list means any of its values, a comma inside a string means all (``">=64,<=128"``). An unset field never matches. The
-fields of the workload (``batch``, ``seq_len``, ``query_len``) hold where they do for every batch shape of the phase.
+A list means any of its values, a comma inside a string means all (``">=64,<=128"``). An unset field matches ``"none"``
+alone. The fields of the workload (``batch``, ``seq_len``, …) hold where they do for every batch shape of the phase.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
 _CONFIG = config.AttentionConfig.model_fields
 _BOOLEANS = ("mla", "sparse", *(name for name, item in _CONFIG.items() if item.annotation is bool))
 _FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps")
-_OF_WORKLOAD = ("batch", "seq_len", "query_len")
+_OF_WORKLOAD = ("batch", "seq_len", "query_len", "kv_tokens", "pairs")
+UNSET = "none"
+"""What is written for a number that a layer does not have."""
+_MAY_BE_UNSET = ("sliding_window", "logits_soft_cap", "v_head_size")
 _OF_CONFIG = tuple(name for name in _CONFIG if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
 _INTEGERS = (*_OF_CONFIG, *_OF_WORKLOAD, "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps")
@@ -36,8 +39,14 @@ _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_
 FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "compute_capability", "cuda", "library")
 """Every name that may stand in ``when``."""
 
-_LIMITS = {"head_size": (1, 8192), "v_head_size": (1, 8192), "num_speculative_tokens": (0, MOST_SPECULATIVE_TOKENS)}
-"""Where a field of ``AttentionConfig`` has other limits than 1 to 2**31 - 1."""
+_LIMITS = {
+    "head_size": (1, 8192),
+    "v_head_size": (1, 8192),
+    "num_speculative_tokens": (0, MOST_SPECULATIVE_TOKENS),
+    "kv_tokens": (1, 2**62),
+    "pairs": (1, 2**62),
+}
+"""Where a field has other limits than 1 to 2**31 - 1."""
 _LONGEST = 200
 
 
@@ -52,12 +61,14 @@ class Condition:
             that the value goes by (``kv_cache_dtype`` ``auto`` is also the dtype that it stands for).
         points: values that, together with another condition's, tell the two apart wherever they differ; empty where
             such values cannot be listed (patterns of GPU names, versions).
+        unset: whether a layer that does not have the field matches too.
     """
 
     field: str
     written: tuple[Any, ...]
     matches: Predicate
     points: frozenset[Any]
+    unset: bool = False
 
     @property
     def scope(self) -> Literal["config", "workload", "device", "environment"]:
@@ -142,10 +153,13 @@ def _compile(field: str, value: object, warnings: list[str]) -> Condition:
     for each in values:
         if isinstance(each, str) and len(each) > _LONGEST:
             raise ConditionError(f"{field} = {show(each)}: expected at most {_LONGEST} characters")
+    given = values
+    if unset := field in _MAY_BE_UNSET and UNSET in values:
+        given = tuple(each for each in values if each != UNSET)
     if is_boolean(field):
         compiled = predicates.booleans(field, values)
     elif is_number(field):
-        compiled = predicates.numbers(field, values, warnings, integers=field in _INTEGERS, limits=limits(field))
+        compiled = predicates.numbers(field, given, warnings, integers=field in _INTEGERS, limits=limits(field))
     elif field in _NAMES:
         compiled = predicates.names(field, values, _NAMES[field], accepted_names(field))
     elif field == "compute_capability":
@@ -154,4 +168,4 @@ def _compile(field: str, value: object, warnings: list[str]) -> Condition:
         compiled = predicates.gpus(field, values, warnings)
     else:
         compiled = predicates.versions(field, values)
-    return Condition(field, values, *compiled)
+    return Condition(field, values, *compiled, unset)

@@ -89,6 +89,8 @@ def _accepted(field: str) -> str:
 def _overlap(one: Condition, other: Condition) -> bool:
     """Whether a value may match both conditions, which are about the same field."""
     points = one.points | other.points
+    if one.unset and other.unset:
+        return True
     return not (one.points and other.points) or any(one.matches(p) and other.matches(p) for p in points)
 
 
@@ -174,7 +176,7 @@ def implies(narrow: Iterable[Condition], wide: Iterable[Condition]) -> bool:
 
 
 def _implies(narrow: Condition | None, wide: Condition) -> bool:
-    if narrow is None:
+    if narrow is None or (narrow.unset and not wide.unset):
         return False
     if narrow.points:
         return all(wide.matches(point) for point in narrow.points | wide.points if narrow.matches(point))

@@ -114,7 +114,13 @@ _MOST_RANKINGS = 1024
 _Test = tuple[Callable[[Any], Any], Callable[[Any], bool]]
 """Gets a value out of a config or a batch shape, and says whether it matches."""
 _Compiled = tuple[Rule, list[_Test]]
-_OF_BATCH = {"batch": "num_requests", "seq_len": "max_seq_len", "query_len": "max_query_len"}
+_OF_BATCH = {
+    "batch": "num_requests",
+    "seq_len": "max_seq_len",
+    "query_len": "max_query_len",
+    "kv_tokens": "num_kv_tokens",
+    "pairs": "num_pairs",
+}
 
 
 def _kv_cache_names(config: AttentionConfig) -> tuple[str, ...]:
@@ -159,7 +165,7 @@ class Ranker:
             tests: list[_Test] = []
             for condition in rule.when:
                 if condition.scope == "config":
-                    tests.append((_GETTERS.get(condition.field) or attrgetter(condition.field), condition.matches))
+                    tests.append(_test(condition))
                 elif condition.scope == "workload":
                     test = attrgetter(_OF_BATCH[condition.field]), condition.matches
                     self._of_batch.setdefault(rule, []).append(test)
@@ -245,6 +251,13 @@ class Ranker:
                     default_order = order
             applied.append(rule)
         return Ranking(order, denied, applied, by_rule, without_evidence, default_order, later, self._candidates)
+
+
+def _test(condition: Condition) -> _Test:
+    get = _GETTERS.get(condition.field) or attrgetter(condition.field)
+    if not condition.unset:
+        return get, condition.matches
+    return lambda config: (get(config),), lambda value: value[0] is None or condition.matches(value[0])
 
 
 def _applied(rule: Rule, order: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from attn_select.rules.predicates import ConditionError
 
 Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
-_KEYS = ("name", "phase", "when", *EFFECTS, "because", "enabled")
+_KEYS = ("name", "phase", "when", *EFFECTS, "because", "measured", "enabled")
 PACKAGED = 0
 """The layer of the packaged rules; plugins' fragments are below it, users' files above."""
 _LONGEST_NAME = 100
@@ -52,6 +52,7 @@ class Rule:
         enabled: False removes the rule of this name from earlier layers.
         warnings: problems that do not stop the rule from working.
         plugin: the distribution of the plugin that ships the rule, or None.
+        measured: when the times behind the rule were measured, ISO 8601; None where it rests on none.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Rule:
     enabled: bool = True
     warnings: tuple[str, ...] = ()
     plugin: str | None = None
+    measured: str | None = None
 
     @property
     def origin(self) -> str:
@@ -116,6 +118,10 @@ def _parse(
     if because is not None and not isinstance(because, str):
         problems.append((("because",), f"because = {show(because)}: expected a string"))
         because = None
+    measured = table.get("measured")
+    if measured is not None and not _is_date(measured):
+        accepted = 'expected a date such as "2026-11-22" or "2026-11-22T13:05:00+00:00"'
+        problems.append((("measured",), f"measured = {show(measured)}: {accepted}"))
     phase = table.get("phase")
     if phase is not None and phase not in PHASES:
         text = f"phase = {show(phase)}: expected {' or '.join(PHASES)} (leave it out for both)"
@@ -148,7 +154,17 @@ def _parse(
         layer=layer,
         enabled=bool(enabled),
         warnings=tuple(warnings),
+        measured=measured,
     )
+
+
+def _is_date(value: object) -> bool:
+    from datetime import datetime
+
+    try:
+        return isinstance(value, str) and bool(datetime.fromisoformat(value))
+    except ValueError:
+        return False
 
 
 def _backends(effect: str, value: object) -> tuple[str, ...]:

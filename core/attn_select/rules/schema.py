@@ -30,6 +30,7 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         **{effect: {**names, "description": text} for effect, text in _LISTS.items()},
         "evidence": {"const": False, "description": "false keeps measured times out of the choice"},
         "because": _text("shown by `attn-select explain`"),
+        "measured": _text("the date of the times behind the rule, ISO 8601; `rules check` compares newer ones"),
         "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},
     }
     rule = {

@@ -86,6 +86,16 @@ class BatchShape:
         return sum([group.count * group.query_len for group in self.groups])
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that attention reads, those of all requests."""
+        return sum([group.count * group.seq_len for group in self.groups])
+
+    @property
+    def num_pairs(self) -> int:
+        """New tokens times tokens, those of all requests: what the work of attention grows with."""
+        return sum([group.count * group.query_len * group.seq_len for group in self.groups])
+
+    @property
     def max_query_len(self) -> int:
         """New tokens of the request that has most."""
         return self.groups[0].query_len

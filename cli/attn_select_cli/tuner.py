@@ -1,0 +1,325 @@
+"""Tunes layers phase by phase within a budget of time, with what ``attn-select bench`` measures with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.errors import ConfigError
+from attn_select.render import HANG, Line, config_text
+from attn_select.selector import select
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.layer import timed_layer
+from attn_select.times.measurement import MEASURED
+from attn_select.times.regions import Region, find_regions, next_batch, order_in
+from attn_select.times.roofline import is_decode, roofline_us, step_work
+from attn_select.times.store import MeasurementFile, append_measurements, read_measurements
+from attn_select.times.tuned_rules import regions_of, rule_tables, tuned_before
+from attn_select.times.tuning import Domain, Span, Tuning
+from attn_select.times.workload import Workload
+from attn_select_cli.benching import Bench, Candidate, check_runnable
+from attn_select_cli.table import Block, Table
+
+_LONGEST_US = 30_000.0
+"""Batches that take longer by the roofline are left out: they would cost the time of many others."""
+_MEMORY_SHARE = 0.7
+"""Batches that move more than this share of the device's memory are left out."""
+_BATCH_SECONDS = 2.0
+"""Most seconds of timing for one batch."""
+_WORSE = 1.005
+"""Rules that lose to the present order by more than this factor on held-out batches are not written."""
+_COMPARED = 2
+"""Batches of a layer's phase whose results are compared with the oracle."""
+_BATCH: Span = (1, 256)
+_PREFILL_BATCH: Span = (1, 16)
+_QUERY_LEN: Span = (128, 8192)
+_SEQ_LEN: Span = (128, 131072)
+
+
+@dataclass(slots=True)
+class LayerTuning:
+    """One phase of one layer kind.
+
+    Attributes:
+        kind: the layer kind's name.
+        tuning: its measured batches.
+        candidates: what is measured.
+        reused: batches whose times were kept from before.
+        measured: when the last of its times was measured, ISO 8601.
+        libraries: versions by distribution, by backend.
+        wrong: backends whose results differ from the oracle's, with what was seen; they take no part.
+    """
+
+    kind: str
+    tuning: Tuning
+    candidates: list[Candidate]
+    weighted: dict[BatchShape, float]
+    reused: int = 0
+    measured: str = ""
+    libraries: dict[str, dict[str, str]] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    done: bool = False
+
+    @property
+    def enough(self) -> bool:
+        """Whether rules can be made: a model needs some batches, and some judge it, unless there are no more."""
+        return bool(self.tuning.fitted) and (self.done or self.tuning.due() is None)
+
+
+class Tuner:
+    """Measures the layers that are added, in turn.
+
+    Args:
+        bench: measures.
+        file: where times are kept; what it holds of the same layers, kernels and versions is not measured again.
+        backends: those that take part; none: every valid one.
+    """
+
+    def __init__(self, bench: Bench, file: Path, backends: Sequence[str] = ()) -> None:
+        self.bench, self.file, self._backends = bench, file, backends
+        self._rated = bench.rates.of(bench.device)
+        self.layers: list[LayerTuning] = []
+
+    def add(
+        self,
+        kind: str,
+        config: AttentionConfig,
+        phase: Phase,
+        spans: Mapping[str, Span | None],
+        workload: Workload | None,
+    ) -> None:
+        """Add one phase of a layer; one with equal times that is there already is not added again.
+
+        ``spans`` are the ranges of ``batch``, ``query_len`` and ``seq_len``, None for the default. A workload that has
+        requests of this phase replaces the defaults by what its requests span; with none, the phase is left out.
+
+        Raises:
+            ConfigError: the layer cannot be timed, or no batch lies in the ranges.
+        """
+        weighted: dict[BatchShape, float] = {}
+        groups = []
+        if workload is not None:
+            weighted = {shape.batch: shape.weight for shape in workload.of_phase(phase, config)}
+            whole = [group for shape in workload.shapes for group in shape.batch.groups]
+            groups = [group for group in whole if is_decode(config, group.query_len) is (phase == "decode")]
+            if not groups:
+                return
+        layer = timed_layer(config)
+        if any(each.tuning.phase == phase and timed_layer(each.tuning.config) == layer for each in self.layers):
+            return
+        usual: dict[str, Span] = {"batch": _BATCH, "query_len": _QUERY_LEN, "seq_len": _SEQ_LEN}
+        if phase == "prefill":
+            usual["batch"] = _PREFILL_BATCH
+        if groups:
+            usual = {
+                name: (min(values), max(values))
+                for name, values in {
+                    "batch": [group.count for group in groups],
+                    "query_len": [group.query_len for group in groups],
+                    "seq_len": [group.seq_len for group in groups],
+                }.items()
+            }
+        found = {name: spans.get(name) or span for name, span in usual.items()}
+        if phase == "decode":
+            longest = 1 + config.num_speculative_tokens
+            found["query_len"] = (longest, longest)
+        domain = Domain(
+            found["batch"], found["query_len"], found["seq_len"] if config.has_cache else None, self._fits(config)
+        )
+        cells = domain.cells(1)
+        if not cells:
+            text = ", ".join(f"{name} {low} to {high}" for name, (low, high) in domain.axes.items())
+            raise ConfigError(f"{phase}: no batch with {text} can be timed here", fields=[*domain.axes])
+        check_runnable(config, cells[0])
+        candidates = [c for c in self.bench.candidates(config, cells[0], self._backends) if c.failure is None]
+        ranked = select(config, self.bench.device, self.bench.rules, environment=self.bench.environment)
+        ranks = {each.backend: each.phases[phase].rank for each in ranked.candidates if phase in each.phases}
+        candidates.sort(key=lambda candidate: ranks.get(candidate.name) or len(ranks) + 1)
+        tuning = Tuning(config, phase, self.bench.device, domain, [candidate.name for candidate in candidates])
+        added = LayerTuning(kind, tuning, candidates, weighted)
+        added.libraries = {name: self.bench.libraries(name, config) for name in tuning.backends}
+        self._read(added)
+        self.layers.append(added)
+
+    def _fits(self, config: AttentionConfig) -> Callable[[BatchShape], bool]:
+        most_bytes = _MEMORY_SHARE * (self.bench.device.memory_gib or 8) * 2**30
+
+        def fits(batch: BatchShape) -> bool:
+            return (roofline_us(config, batch, self._rated) or 0.0) <= _LONGEST_US and (
+                step_work(config, batch).bytes <= most_bytes
+            )
+
+        return fits
+
+    def _read(self, layer: LayerTuning) -> None:
+        """Take over what the file holds of this layer, measured here with these versions."""
+        fields = timed_layer(layer.tuning.config).to_dict()
+        if not self.file.is_file():
+            return
+        for row in read_measurements([MeasurementFile("user", self.file)], self.bench.gpu).measurements:
+            one = row.measurement
+            if one.source == MEASURED and one.config == fields and one.libraries == layer.libraries.get(one.backend):
+                batch = parse_batch_shape(one.batch)
+                if layer.tuning.domain.holds(batch) or batch in layer.tuning.held_out:
+                    layer.tuning.add(batch, {one.backend: one.time_us})
+                    layer.measured = max(layer.measured, one.date)
+        samples = layer.tuning.samples
+        for batch in [b for b, times in samples.items() if len(times) < len(layer.tuning.backends)]:
+            del samples[batch]  # another backend takes part now: they are compared side by side
+        layer.reused = len(samples)
+
+    def run(self, seconds: float, say: Callable[[str], None]) -> bool:
+        """Measure until the time is over or no batch would change a rule; return False where it was interrupted."""
+        deadline = time.monotonic() + seconds
+        active = [layer for layer in self.layers if len(layer.tuning.backends) > 1]
+        try:
+            while active:
+                for layer in [*active]:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return True
+                    batch = next_batch(layer.tuning)
+                    if batch is None:
+                        layer.done = True
+                        active.remove(layer)
+                        continue
+                    say(f"{layer.kind}, {layer.tuning.phase}: {batch} ({left:.0f} s left)")
+                    if not self._measure(layer, batch):
+                        return False
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    def _measure(self, layer: LayerTuning, batch: BatchShape) -> bool:
+        tuning = layer.tuning
+        candidates = [each for each in layer.candidates if each.name not in layer.wrong]
+        compare = len(tuning.samples) - layer.reused < _COMPARED
+        found = self.bench.measure(tuning.config, batch, candidates, _BATCH_SECONDS, compare)
+        kept = self.bench.measurements(tuning.config, found)
+        append_measurements(self.file, kept)
+        if not found.complete:
+            return False
+        layer.measured = max([layer.measured, *(each.date for each in kept)])
+        for timed in found.timed:
+            if timed.failure is None and not timed.exact:
+                layer.wrong[timed.backend] = f"error {timed.error:.1e} at {batch}, above its bound {timed.bound:.1e}"
+        tuning.add(batch, {each.backend: each.time_us for each in found.timed if each.failure is None})
+        for times in tuning.samples.values() if layer.wrong else ():
+            for name in layer.wrong:
+                times.pop(name, None)
+        return True
+
+
+@dataclass(slots=True)
+class TunedLayer:
+    """What one phase of a layer came to.
+
+    Attributes:
+        layer: what was measured.
+        regions: first the one without bounds; none where too little was measured.
+        tables: the rules; those of an earlier tuning where nothing speaks against them.
+        replaced: the rules of an earlier tuning.
+        regrets: over the held-out batches, the time of the first backend of the regions over the best one's.
+        before: the same for the order of the rules that are in force without a workload.
+        refused: why there are no rules, or None.
+    """
+
+    layer: LayerTuning
+    regions: list[Region]
+    tables: list[Mapping[str, Any]]
+    replaced: list[Mapping[str, Any]]
+    regrets: list[float]
+    before: list[float]
+    refused: str | None
+
+
+def outcome_of(tuner: Tuner, rules: Sequence[Mapping[str, Any]]) -> list[TunedLayer]:
+    """Return what every layer and phase came to, and which of a file's ``rules`` that replaces."""
+    found = []
+    device = tuner.bench.device
+    for layer in tuner.layers:
+        tuning = layer.tuning
+        replaced = tuned_before(rules, tuning.config, device, tuning.phase)
+        present = regions_of(replaced, tuning.config, device, layer.libraries)
+        regions = find_regions(tuning, layer.weighted or None, present) if len(tuning.backends) > 1 else []
+        held = [(batch, tuning.samples[batch]) for batch in tuning.held_out if tuning.samples.get(batch)]
+        regrets = [_regret(order_in(regions, batch), times) for batch, times in held] if regions else []
+        before = [_regret(tuning.backends, times) for _, times in held]
+        refused = None
+        if len(tuning.backends) < 2:
+            refused = f"only {tuning.backends[0]} is valid" if tuning.backends else "no backend is valid"
+        elif not regions or not layer.enough:
+            refused = "too few batches were measured; give more --seconds"
+        elif regrets and (mean := geometric_mean(regrets)) > _WORSE * (mean_before := geometric_mean(before)):
+            refused = f"the present order does better on held-out batches, {mean_before:.3f} against {mean:.3f}"
+        if refused:
+            tables: list[Mapping[str, Any]] = []
+        elif regions == present:
+            tables = replaced
+        else:
+            tables = [*rule_tables(tuning.config, device, tuning.phase, regions, layer.libraries, layer.measured)]
+        found.append(TunedLayer(layer, regions, tables, replaced, regrets, before, refused))
+    return found
+
+
+def _regret(order: Sequence[str], times: Mapping[str, float]) -> float:
+    return next(times[name] for name in (*order, *times) if name in times) / min(times.values())
+
+
+def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
+    """Return the tables and the figures that judge them."""
+    lines: list[Block] = []
+    for one in outcome:
+        layer, tuning = one.layer, one.layer.tuning
+        lines += [[(f"{layer.kind}, {tuning.phase}  ", "title"), HANG, (config_text(tuning.config), "")]]
+        held = len(one.before)
+        told = f"{len(tuning.samples)} batches measured, {layer.reused} of them before; {held} of them held out"
+        lines.append([("  ", ""), HANG, (told, "dim")])
+        lines += [[(f"  {name} takes no part: {text}", "rejected")] for name, text in layer.wrong.items()]
+        if one.refused is not None:
+            lines += [[("  no rules: ", "warning"), HANG, (one.refused, "warning")], []]
+            continue
+        rows = [
+            [
+                "  " + (" and ".join(f"{name} {value}" for name, value in region.conditions().items()) or "any batch"),
+                ", ".join(region.order),
+                table["because"].partition(": ")[2] or "-",
+            ]
+            for region, table in zip(one.regions, one.tables, strict=True)
+        ]
+        lines.append(Table(["  batches", "order", "measured"], rows))
+        if held:
+            lines.append(_regret_line("these rules", one.regrets))
+            lines.append(_regret_line("present order", one.before))
+        lines.append([])
+    return [*lines, [("Times kept in ", "dim"), HANG, (str(tuner.file), "")], []]
+
+
+def _regret_line(name: str, regrets: Sequence[float]) -> Line:
+    mean, most = geometric_mean(regrets), max(regrets)
+    return [(f"  held-out regret, {name:<13}  ", ""), (f"{mean:.3f} (worst {most:.2f})", "title")]
+
+
+def outcome_dicts(outcome: Sequence[TunedLayer]) -> list[dict[str, Any]]:
+    """Return the outcome as plain data; ``docs/json.md`` documents it."""
+    return [
+        {
+            "kind": one.layer.kind,
+            "phase": one.layer.tuning.phase,
+            "config": one.layer.tuning.config.model_dump(),
+            "backends": list(one.layer.tuning.backends),
+            "batches": len(one.layer.tuning.samples),
+            "reused": one.layer.reused,
+            "finished": one.layer.done,
+            "wrong": one.layer.wrong,
+            "refused": one.refused,
+            "rules": one.tables,
+            "held_out": {"batches": len(one.before), "regret": one.regrets, "regret_before": one.before},
+        }
+        for one in outcome
+    ]

@@ -1,0 +1,292 @@
+"""Regions of batches, each with its order of backends: few boxes that say what many times say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from attn_select.times.batch_shape import BatchShape
+from attn_select.times.tuning import TIE, Span, Tuning
+
+MOST_REGIONS = 6
+"""Boxes beside the region that is everything."""
+_LEAST_GAIN = 0.002
+"""What a box has to win, as a mean over all cells: a rule that nobody would miss is not written."""
+_AHEAD = math.log1p(TIE)
+
+_NEVER = 10.0
+"""The logarithm of a factor that no backend wins or loses by; what has no time loses this."""
+FIELDS: Mapping[str, Callable[[BatchShape], int]] = {
+    "batch": attrgetter("num_requests"),
+    "query_len": attrgetter("max_query_len"),
+    "seq_len": attrgetter("max_seq_len"),
+    "kv_tokens": attrgetter("num_kv_tokens"),
+    "pairs": attrgetter("num_pairs"),
+}
+"""What bounds a region, by the names of the rules' conditions."""
+Times = Mapping[str, float]
+"""Microseconds by backend."""
+Bounds = dict[str, tuple[int | None, int | None]]
+
+
+@dataclass(slots=True)
+class Region:
+    """A box of batches and its order of backends. The last of several regions that hold a batch decides.
+
+    Attributes:
+        order: backends, the fastest first.
+        bounds: the least and the greatest value by field (``FIELDS``), None for no bound.
+        sample: the measured batch that shows best why the first backend leads; None where none does.
+        times: microseconds by backend of that batch.
+        against: the backend that the first one is compared with there.
+    """
+
+    order: list[str]
+    bounds: Bounds = field(default_factory=dict)
+    sample: BatchShape | None = None
+    times: Times = field(default_factory=dict)
+    against: str | None = None
+
+    def holds(self, batch: BatchShape) -> bool:
+        """Whether a batch lies in the box."""
+        return _within(self.bounds, {name: FIELDS[name](batch) for name in self.bounds})
+
+    def conditions(self) -> dict[str, int | str]:
+        """Return the bounds as a rule's ``when`` has them."""
+        found: dict[str, int | str] = {}
+        for name, (low, high) in self.bounds.items():
+            texts = [f">={low}"] * (low is not None) + [f"<={high}"] * (high is not None)
+            found[name] = low if low is not None and low == high else ",".join(texts)
+        return found
+
+
+def order_in(regions: Sequence[Region], batch: BatchShape) -> list[str]:
+    """Return the order of backends that the regions give a batch."""
+    return next(region.order for region in reversed(regions) if region.holds(batch))
+
+
+def find_regions(
+    tuning: Tuning, weighted: Mapping[BatchShape, float] | None = None, present: Sequence[Region] = ()
+) -> list[Region]:
+    """Return the regions that a tuning's times ask for, first the one without bounds; none where nothing was measured.
+
+    A box is added where its backend wins most over the regions before it, and where a measured batch shows that it
+    does. The first region has the order of the mean times over the domain; where they are alike, the tuning's order of
+    backends stays.
+
+    Args:
+        tuning: what was measured.
+        weighted: batches with their shares that the first region's order is for, in place of the whole domain.
+        present: regions that are in force; where they lose hardly more than the new ones, they are returned instead, so
+            that noise alone changes no rule.
+    """
+    regions, _ = _regions(tuning, weighted, 2)
+    if not regions or not present or {name for each in present for name in each.order} != set(tuning.backends):
+        return regions
+    batches = [weighted] if weighted else []
+    batches.append(dict.fromkeys(tuning.domain.cells(2), 1.0))
+    if any(_lost(present, tuning, each) > _lost(regions, tuning, each) + _LEAST_GAIN for each in batches):
+        return regions
+    for number, region in enumerate(present):
+        _show(region, tuning, present[:number])
+    return [*present]
+
+
+def _lost(regions: Sequence[Region], tuning: Tuning, weighted: Mapping[BatchShape, float]) -> float:
+    """Return what the regions' choices lose to the best backends over batches, the mean of logarithms."""
+    lost = total = 0.0
+    for batch, times in zip(weighted, tuning.times([*weighted]), strict=True):
+        chosen = next((times[name] for name in order_in(regions, batch) if name in times), None)
+        if chosen is not None:
+            lost += weighted[batch] * math.log(chosen / min(times.values()))
+            total += weighted[batch]
+    return lost / total if total else 0.0
+
+
+def next_batch(tuning: Tuning) -> BatchShape | None:
+    """Return what to measure next: what the models need, what was disturbed, then in turn what shows a
+    region and what the models are unsure of.
+
+    None: nothing that is left would change a rule.
+    """
+    if (batch := tuning.due() or tuning.doubtful()) is not None:
+        return batch
+
+    def shows() -> BatchShape | None:
+        return next((batch for batch in _regions(tuning, None, 1)[1] if batch not in tuning.samples), None)
+
+    return shows() or tuning.unsure() if len(tuning.samples) % 2 else tuning.unsure() or shows()
+
+
+def _regions(
+    tuning: Tuning, weighted: Mapping[BatchShape, float] | None, per_octave: int
+) -> tuple[list[Region], list[BatchShape]]:
+    """Return the regions, and for each box that no measured batch shows the batch in which it should win most."""
+    batches = tuning.domain.cells(per_octave)
+    cells = [_Cell(batch, times) for batch, times in zip(batches, tuning.times(batches), strict=True) if times]
+    if not cells:
+        return [], []
+    order = _by_mean(tuning.backends, [cell.times for cell in cells])
+    if weighted:
+        times = tuning.times([*weighted])
+        shares = [
+            share * min(each.values()) if each else 0.0 for each, share in zip(times, weighted.values(), strict=True)
+        ]
+        order = _by_mean(tuning.backends, times, shares) or order
+    regions = [Region(order)]
+    wanted: list[BatchShape] = []
+    _show(regions[0], tuning, [])
+    for cell in cells:
+        cell.now = cell.times.get(order[0], math.inf)
+    while len(regions) + len(wanted) <= MOST_REGIONS:
+        box = max((_best_box(cells, name) for name in tuning.backends), key=lambda box: box.gain)
+        if box.gain < _LEAST_GAIN * len(cells):
+            break
+        inside = [cell for cell in cells if box.holds(cell)]
+        region = Region([box.backend], _bounds(cells, box))
+        if _show(region, tuning, regions):
+            region.order += [n for n in _by_mean(tuning.backends, [c.times for c in inside]) if n != box.backend]
+            regions.append(region)
+            for cell in inside:
+                cell.now = cell.times.get(box.backend, cell.now)
+        else:
+            wanted.append(max(inside, key=lambda cell: cell.gain(box.backend)).batch)
+            for cell in inside:
+                cell.blocked.add(box.backend)
+    return regions, wanted
+
+
+def _by_mean(backends: Sequence[str], times: Sequence[Times], weights: Sequence[float] = ()) -> list[str]:
+    """Return backends by what they lose to the best in the mean; of those that tie with the first, the earliest leads.
+
+    A backend that lacks a time somewhere comes behind those that have all.
+    """
+    means: dict[str, float] = {}
+    known = [(each, weight) for each, weight in zip(times, weights or [1.0] * len(times), strict=True) if each]
+    for backend in backends:
+        lost = [
+            (weight * math.log(each[backend] / min(each.values())), weight) for each, weight in known if backend in each
+        ]
+        if lost:
+            mean = sum(loss for loss, _ in lost) / sum(weight for _, weight in lost)
+            means[backend] = mean + 1e3 * (len(lost) < len(known))
+    ordered = sorted(means, key=means.__getitem__)
+    leaders = [name for name in backends if name in means and means[name] <= means[ordered[0]] + _AHEAD / 2]
+    return [*leaders[:1], *(name for name in ordered if name not in leaders[:1])]
+
+
+class _Cell:
+    """One batch of the grid.
+
+    Attributes:
+        values: by field.
+        times: microseconds by backend.
+        now: time of the backend that the regions so far choose.
+        blocked: backends that are not counted as faster here, because nothing shows it.
+    """
+
+    __slots__ = ("batch", "blocked", "now", "times", "values")
+
+    def __init__(self, batch: BatchShape, times: Times) -> None:
+        self.batch, self.times = batch, times
+        self.values = {name: get(batch) for name, get in FIELDS.items()}
+        self.now = math.inf
+        self.blocked: set[str] = set()
+
+    def gain(self, backend: str) -> float:
+        """Return what a backend wins over the time of now, as a logarithm."""
+        if backend not in self.times:
+            return -_NEVER
+        gain = max(-_NEVER, min(math.log(self.now / self.times[backend]), _NEVER))
+        return min(gain, 0.0) if backend in self.blocked else gain
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """The cells between bounds, both included, by field, and what a backend wins there: the sum of logarithms."""
+
+    gain: float
+    backend: str
+    spans: Mapping[str, Span]
+
+    def holds(self, cell: _Cell) -> bool:
+        return all(low <= cell.values[name] <= high for name, (low, high) in self.spans.items())
+
+
+def _best_box(cells: Sequence[_Cell], backend: str) -> _Box:
+    """Return the box in which a backend wins most: from every order of the fields, each bounded in turn as is best."""
+    gains = [(cell, cell.gain(backend)) for cell in cells]
+    best = _Box(0.0, backend, {})
+    columns = {name: tuple(cell.values[name] for cell in cells) for name in FIELDS}
+    names = [
+        *{column: name for name, column in reversed(columns.items()) if len({*column}) > 1}.values()
+    ]  # no two alike
+    for order in (names[i:] + names[:i] for i in range(len(names))):
+        box, last = _Box(0.0, backend, {}), -math.inf
+        while box.gain > last:
+            last = box.gain
+            for name in order:
+                others = replace(box, spans={field: span for field, span in box.spans.items() if field != name})
+                sums: dict[int, float] = {}
+                for cell, gain in gains:
+                    if others.holds(cell):
+                        sums[cell.values[name]] = sums.get(cell.values[name], 0.0) + gain
+                gain, span = _best_run(sorted(sums.items()))
+                box = _Box(gain, backend, {**others.spans, name: span})
+        best = max(best, box, key=lambda box: box.gain)
+    return best
+
+
+def _best_run(sums: Sequence[tuple[int, float]]) -> tuple[float, Span]:
+    """Return the greatest sum of neighbours, with the values of the first and the last of them."""
+    best, span = 0.0, (sums[0][0], sums[0][0])
+    total, start = 0.0, sums[0][0]
+    for value, gain in sums:
+        if total <= 0:
+            total, start = 0.0, value
+        total += gain
+        if total > best:
+            best, span = total, (start, value)
+    return best, span
+
+
+def _bounds(cells: Sequence[_Cell], box: _Box) -> Bounds:
+    """Return a box's bounds without those that leave no cell out; where the domain ends there is none."""
+    found: Bounds = {}
+    inside = [cell for cell in cells if box.holds(cell)]
+    for name, (low, high) in box.spans.items():
+        every = [cell.values[name] for cell in cells]
+        found[name] = (low if low > min(every) else None, high if high < max(every) else None)
+    for name, side in [(name, side) for side in (0, 1) for name in found]:
+        fewer = found | {name: (None, found[name][1]) if side == 0 else (found[name][0], None)}
+        if sum(_within(fewer, cell.values) for cell in cells) == len(inside):
+            found = fewer
+    return {name: bound for name, bound in found.items() if bound != (None, None)}
+
+
+def _within(bounds: Bounds, values: Mapping[str, int]) -> bool:
+    return all(
+        (low is None or low <= values[name]) and (high is None or values[name] <= high)
+        for name, (low, high) in bounds.items()
+    )
+
+
+def _show(region: Region, tuning: Tuning, before: Sequence[Region]) -> bool:
+    """Set the measured batch in which the region's first backend is farthest ahead of what ran there before.
+
+    Return whether it is ahead by more than a tie.
+    """
+    name = region.order[0]
+    most = -math.inf
+    for batch, times in tuning.fitted.items():
+        rivals = order_in(before, batch)[:1] if before else [other for other in times if other != name]
+        rivals = [other for other in rivals if other in times and other != name]
+        if name not in times or not region.holds(batch) or (not rivals and (before or region.sample)):
+            continue
+        rival = min(rivals, key=times.__getitem__, default=None)
+        ahead = 0.0 if rival is None else math.log(times[rival] / times[name])
+        if ahead > most:
+            most, region.sample, region.times, region.against = ahead, batch, times, rival
+    return most > _AHEAD

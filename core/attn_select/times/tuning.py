@@ -1,0 +1,207 @@
+"""``Tuning``: which batches to measure of one layer and phase, so that its fastest backend is known for all of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.layer import timed_layer
+from attn_select.times.model import LEAST_POINTS, TimeModel, fit
+from attn_select.times.points import farthest_first
+
+TIE = 0.02
+"""Times that differ by less than this share are alike."""
+FIRST = LEAST_POINTS + 4
+"""Batches that lie far from each other, measured before the models say which ones are worth it."""
+DOUBTFUL = math.log(1.3)
+"""A time that is this much above what the others predict, as a logarithm, is measured again."""
+HELD_OUT = 8
+"""Batches that judge the rules and that no model has seen."""
+_AHEAD = math.log1p(TIE)
+
+Span = tuple[int, int]
+"""The least and the greatest of some numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """The batches of one phase that a tuning speaks of, all requests of one length.
+
+    Attributes:
+        batch: requests.
+        query_len: new tokens of each.
+        seq_len: tokens of each, the new ones included; None: the new ones alone (a layer without a cache).
+        fits: whether a batch is to be measured.
+    """
+
+    batch: Span
+    query_len: Span
+    seq_len: Span | None
+    fits: Callable[[BatchShape], bool] = lambda batch: True
+
+    @property
+    def axes(self) -> dict[str, Span]:
+        """What moves, by the names of the rules' conditions."""
+        spans = {"batch": self.batch, "query_len": self.query_len, "seq_len": self.seq_len}
+        return {name: span for name, span in spans.items() if span is not None}
+
+    def cells(self, per_octave: int) -> list[BatchShape]:
+        """Return the batches of a grid: along every axis its ends, powers of two, and 1.5 times those where two are
+        asked for per octave. Those that no request has or that do not fit are left out."""
+        axes = {name: _between(*span, per_octave) for name, span in self.axes.items()}
+        found = (self.batch_at(**dict(zip(axes, place, strict=True))) for place in product(*axes.values()))
+        return list(dict.fromkeys(batch for batch in found if batch is not None))
+
+    def batch_at(self, batch: int, query_len: int, seq_len: int | None = None) -> BatchShape | None:
+        """Return the batch of these numbers, None where there is none or it does not fit."""
+        if seq_len is not None and seq_len < query_len:
+            return None
+        shape = BatchShape((RequestGroup(batch, query_len, query_len if seq_len is None else seq_len),))
+        return shape if self.fits(shape) else None
+
+    def holds(self, batch: BatchShape) -> bool:
+        """Whether a batch is one of these."""
+        if len(batch.groups) != 1:
+            return False
+        group = batch.groups[0]
+        values = {"batch": group.count, "query_len": group.query_len, "seq_len": group.seq_len}
+        return all(low <= values[name] <= high for name, (low, high) in self.axes.items())
+
+
+def _between(low: int, high: int, per_octave: int) -> list[int]:
+    powers = [1 << i for i in range(high.bit_length())]
+    steps = powers if per_octave == 1 else [*powers, *(3 * power // 2 for power in powers[1:])]
+    return sorted({low, high, *(step for step in steps if low < step < high)})
+
+
+@dataclass(slots=True)
+class Tuning:
+    """One layer and phase: what was measured, and what to measure next.
+
+    Attributes:
+        config: the layer.
+        phase: the phase.
+        device: for the models.
+        domain: the batches.
+        backends: the candidates, in the order that decides between equal times.
+        samples: microseconds by backend for every batch that was measured; a backend that failed has none.
+        held_out: batches that judge the rules. They are drawn by a fixed seed, so that each run has the same.
+    """
+
+    config: AttentionConfig
+    phase: Phase
+    device: Device
+    domain: Domain
+    backends: Sequence[str]
+    samples: dict[BatchShape, dict[str, float]] = field(default_factory=dict)
+    held_out: tuple[BatchShape, ...] = field(init=False)
+    _pool: list[BatchShape] = field(init=False)
+    _first: list[BatchShape] = field(init=False)
+    _checked: set[BatchShape] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._pool = self.domain.cells(1)
+        self._first = farthest_first(self._pool, FIRST) if self._pool else []
+        self.held_out = self._drawn()
+        self._pool = [batch for batch in self._pool if batch not in self.held_out]
+
+    def _drawn(self) -> tuple[BatchShape, ...]:
+        """Return batches drawn log-uniformly, none of them among the first."""
+        draw = random.Random(7)
+        found: dict[BatchShape, None] = {}
+        for _ in range(HELD_OUT * 50):
+            at = {
+                name: min(high, round(math.exp(draw.uniform(math.log(low), math.log(high + 1)))))
+                for name, (low, high) in self.domain.axes.items()
+            }
+            batch = self.domain.batch_at(**at)
+            if batch is not None and batch not in self._first and len(found) < HELD_OUT:
+                found[batch] = None
+        return tuple(found)
+
+    def due(self) -> BatchShape | None:
+        """Return a batch that is measured in any case: one that lies far from the others, or is held out."""
+        return next((batch for batch in (*self._first, *self.held_out) if batch not in self.samples), None)
+
+    def add(self, batch: BatchShape, times: Mapping[str, float]) -> None:
+        """Add what was measured of a batch. Of two times of one backend the shorter one counts: what disturbs a
+        measurement makes it longer."""
+        known = self.samples.setdefault(batch, {})
+        for name, time_us in times.items():
+            known[name] = min(time_us, known.get(name, math.inf))
+
+    def doubtful(self) -> BatchShape | None:
+        """Return a batch with a time far above what the other batches predict, to be measured again; each one once."""
+        fitted = self.fitted
+        if len(fitted) <= FIRST and any(batch not in self.samples for batch in self._first):
+            return None
+        for batch in [each for each in fitted if each not in self._checked]:
+            self._checked.add(batch)
+            for name, model in self.models(without=batch).items():
+                prediction = model.predict(batch)
+                if (
+                    prediction is not None
+                    and name in fitted[batch]
+                    and math.log(fitted[batch][name] / prediction.time_us) > DOUBTFUL
+                ):
+                    return batch
+        return None
+
+    def unsure(self) -> BatchShape | None:
+        """Return the batch whose best backend is least sure; None where all are sure, or measured."""
+        models = self.models()
+        doubts = [(self._doubt(models, batch), batch) for batch in self._pool if batch not in self.samples]
+        worst = max(doubts, key=lambda pair: pair[0], default=(0.0, None))
+        return worst[1] if worst[0] > _AHEAD else None
+
+    def _doubt(self, models: Mapping[str, TimeModel], batch: BatchShape) -> float:
+        """Return what the best backend may be slower than another one, as a logarithm, within 95 % intervals."""
+        found = [prediction for model in models.values() if (prediction := model.predict(batch)) is not None]
+        if len(found) < 2:
+            return 0.0
+        best, *others = sorted(found, key=lambda prediction: prediction.time_us)
+        return max(
+            math.hypot(math.log1p(best.margin), math.log1p(other.margin)) - math.log(other.time_us / best.time_us)
+            for other in others
+        )
+
+    @property
+    def fitted(self) -> dict[BatchShape, dict[str, float]]:
+        """What was measured of this domain and not held out."""
+        held = set(self.held_out)
+        return {b: times for b, times in self.samples.items() if b not in held and self.domain.holds(b)}
+
+    def models(self, without: BatchShape | None = None) -> dict[str, TimeModel]:
+        """Return the model of every backend that was measured often enough for one, as if one batch had not been."""
+        found = {}
+        known = [(batch, times) for batch, times in self.fitted.items() if batch != without]
+        for backend in self.backends:
+            points = [(batch, times[backend]) for batch, times in known if backend in times]
+            if len(points) >= LEAST_POINTS:
+                found[backend] = fit(points, timed_layer(self.config), self.device)
+        return found
+
+    def times(self, batches: Sequence[BatchShape]) -> list[dict[str, float]]:
+        """Return the microseconds by backend for batches: predicted, or measured where there is no model.
+
+        A backend without either is left out.
+        """
+        models, fitted = self.models(), self.fitted
+        found = []
+        for batch in batches:
+            measured = fitted.get(batch, {})
+            times = {}
+            for backend in self.backends:
+                prediction = models[backend].predict(batch) if backend in models else None
+                if prediction is not None:
+                    times[backend] = prediction.time_us
+                elif backend in measured:
+                    times[backend] = measured[backend]
+            found.append(times)
+        return found

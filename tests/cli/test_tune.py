@@ -1,0 +1,169 @@
+"""``attn-select tune`` on a CPU with torch's backends: their kernels run, and a timer with known times counts."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="timing a layer needs torch")
+
+from attn_select.times import store, tuning
+from attn_select.times.batch_shape import BatchShape
+from attn_select_cli import benching
+
+pytestmark = pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects")
+
+LAYER = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32")
+QUICK = ("--batch", "1-4", "--seq-len", "16-64", "--query-len", "8-16", "--rounds", "1", "--seconds", "300")
+SLOW_BELOW = 64
+"""Tokens of a batch below which the first backend is the faster one, by the timer of these tests."""
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's folder of measurements."""
+    monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def rules_file(tmp_path: Path) -> Path:
+    """The user's rules file, not there yet."""
+    return tmp_path / "config" / "attn-select" / "selector_rules.toml"
+
+
+def known_time(backend: str, batch: BatchShape) -> float:
+    """A time that depends on the batch alone: FLEX_ATTENTION is the faster one for batches of many tokens."""
+    tokens = batch.num_kv_tokens
+    return 100.0 + tokens if backend == "TORCH_SDPA" else 100.0 + SLOW_BELOW / 2 + tokens / 2
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every kernel runs, and its time is the known one. The list gets every batch that is measured."""
+    batches: list[str] = []
+    rounds = benching.Bench._rounds
+
+    def known(self: Any, found: Any, ready: Any, seconds: float) -> None:
+        def times(calls: dict[int, Any], *_: Any) -> Iterator[dict[int, float]]:
+            batches.append(str(found.batch))
+            while True:
+                for call in calls.values():
+                    call()
+                yield {index: known_time(ready[index].timed.backend, found.batch) for index in calls}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(benching, "timed_rounds", times)
+            rounds(self, found, ready, seconds)
+
+    monkeypatch.setattr(benching.Bench, "_rounds", known)
+    return batches
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No kernel runs, and times are the known ones. The list gets every batch that is measured."""
+    batches: list[str] = []
+
+    def measure(self: Any, config: Any, batch: BatchShape, candidates: Any, *_: Any) -> benching.TimedBatch:
+        batches.append(str(batch))
+        names = [each.name for each in candidates]
+        timed = [benching.Timed(name, {"decode": "any"}, 16, [known_time(name, batch)], "eager") for name in names]
+        return benching.TimedBatch(batch, None, timed)
+
+    monkeypatch.setattr(benching.Bench, "measure", measure)
+    return batches
+
+
+def test_tune_measures_writes_and_decides(
+    run: Any, rules_file: Path, kernels: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tuning, "HELD_OUT", 2)
+    command = ("tune", *LAYER, "--phase", "decode", "--batch", "2", "--seq-len", "16-64", *QUICK[6:], "--yes")
+    result = run(*command)
+    assert result.code == 0, result.err
+    assert "held-out regret, these rules    1.0" in result.out
+    rules = tomllib.loads(rules_file.read_text())["rules"]
+    assert {rule["phase"] for rule in rules} == {"decode"}
+    assert all(rule["when"]["gpu"] == "cpu" for rule in rules)
+    assert all(rule["when"]["library"]["torch"] in benching.torch.__version__ for rule in rules)
+    assert len(rules) == 2
+    for batch, backend in (("2q1s64", "FLEX_ATTENTION"), ("2q1s16", "TORCH_SDPA")):
+        chosen = run("explain", *LAYER, "--gpu", "auto", "--workload", batch, "--json").json["layers"][0]["selected"]
+        assert chosen["decode"] == backend
+    assert run("rules", "check").code == 0
+    (times,) = (tmp_path / "cache").iterdir()
+    assert len(times.read_text().splitlines()) == 2 * len(kernels)
+
+    count = len(kernels)
+    again = run(*command)
+    assert again.code == 0
+    assert len(kernels) == count
+    assert "nothing to write" in again.out
+
+
+def test_a_tune_out_of_time_goes_on_later(run: Any, rules_file: Path, timer: list[str], folder: Path) -> None:
+    first = run("tune", *LAYER, "--phase", "decode", *QUICK[:-1], "0.001", "--yes")
+    assert first.code == 1
+    assert "too few batches were measured; give more --seconds" in first.out
+    assert not rules_file.exists()
+    count = len(timer)
+    second = run("tune", *LAYER, "--phase", "decode", *QUICK, "--json")
+    assert second.code == 1  # not written without --yes
+    (layer,) = second.json["layers"]
+    assert layer["finished"]
+    assert layer["reused"] == count
+    assert not second.json["written"]
+    assert len(layer["held_out"]["regret"]) == layer["held_out"]["batches"] > 0
+    assert len(timer) == len(set(timer))
+
+
+def test_rules_of_hands_stay_and_those_of_an_earlier_tune_go(run: Any, rules_file: Path, timer: list[str]) -> None:
+    rules_file.parent.mkdir(parents=True)
+    mine = 'version = 1\n\n# mine\n[[rules]]\nname = "mine"\nwhen = { sinks = true }\nprefer = ["TORCH_SDPA"]\n'
+    old = '[[rules]]\nname = "tuned-cpu-4x2x32-decode-9"\nprefer = ["FLEX_ATTENTION"]\nwhen = { batch = 3 }\n'
+    rules_file.write_text(f"{mine}\n{old}")
+    assert run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes").code == 0
+    text = rules_file.read_text()
+    assert text.startswith(mine)
+    assert "tuned-cpu-4x2x32-decode-9" not in text
+    assert run("rules", "undo", "--yes").code == 0
+    assert rules_file.read_text() == f"{mine}\n{old}"
+
+
+def test_prefill_and_workloads(run: Any, rules_file: Path, timer: list[str]) -> None:
+    result = run("tune", *LAYER, *QUICK[6:], "--workload", "2q8s16*0.5,4q16s64*0.5", "--yes")
+    assert result.code == 0, result.err
+    rules = tomllib.loads(rules_file.read_text())["rules"]
+    assert {rule["phase"] for rule in rules} == {"prefill"}
+    assert rules[0]["prefer"][0] == "FLEX_ATTENTION"  # it is the faster one for the two shapes together
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--batch", "4-1"), "the smaller first"),
+        (("--seq-len", "many"), "LOW-HIGH"),
+        (("--backend", "FLEX"), "FLEX"),
+        (("--layer", "odd"), "odd"),
+        (("--workload", "rush"), "rush"),
+        (("--phase", "prefill", "--query-len", "128", "--seq-len", "64"), "no batch"),
+    ],
+)
+def test_wrong_input(run: Any, arguments: tuple[str, ...], told: str, folder: Path) -> None:
+    result = run("tune", *LAYER, *arguments)
+    assert result.code == 2
+    assert told in result.err
+    assert not folder.exists()
+
+
+def test_one_backend_is_nothing_to_tune(run: Any, rules_file: Path) -> None:
+    result = run("tune", *LAYER, *QUICK, "--backend", "TORCH_SDPA", "--yes")
+    assert result.code == 1
+    assert "only TORCH_SDPA is valid" in result.out
+    assert not rules_file.exists()

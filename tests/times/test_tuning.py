@@ -1,0 +1,171 @@
+"""Tuning on synthetic kernels with known times: what is measured, which regions come out, and what noise changes."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from attn_select.config import AttentionConfig
+from attn_select.device import lookup
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.regions import Region, find_regions, next_batch, order_in
+from attn_select.times.tuning import HELD_OUT, TIE, Domain, Tuning
+
+H100 = lookup("h100")
+CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+DECODE = Domain(batch=(1, 256), query_len=(1, 1), seq_len=(128, 65536))
+PREFILL = Domain(batch=(1, 16), query_len=(128, 8192), seq_len=(128, 65536))
+Kernel = Callable[[BatchShape], float]
+
+
+def kernel(start: float, per_token: float, per_request: float, per_pair: float = 0.0) -> Kernel:
+    """A kernel whose time grows with the tokens that it reads, with the requests, and with the pairs it computes."""
+
+    def time_us(batch: BatchShape) -> float:
+        (group,) = batch.groups
+        read = group.count * group.seq_len * per_token
+        pairs = group.count * group.query_len * group.seq_len * per_pair
+        return start + math.hypot(read, pairs) + group.count * per_request
+
+    return time_us
+
+
+KERNELS = {
+    "A": kernel(6.0, 1.3e-3, 0.05, 6e-6),
+    "B": kernel(9.0, 1.1e-3, 0.02, 8e-6),
+    "C": kernel(16.0, 1.0e-3, 0.01, 5e-6),
+}
+
+
+def tuned(domain: Domain, points: int, noise: float, seed: int, kernels: Mapping[str, Kernel] = KERNELS) -> Tuning:
+    """Return a tuning that measured ``points`` batches with a relative error of ``noise``."""
+    draw = random.Random(seed)
+    phase = "decode" if domain.query_len == (1, 1) else "prefill"
+    tuning = Tuning(CONFIG, phase, H100, domain, [*kernels])
+    while len(tuning.samples) < points and (batch := next_batch(tuning)) is not None:
+        tuning.add(batch, {name: k(batch) * math.exp(draw.gauss(0, noise)) for name, k in kernels.items()})
+    return tuning
+
+
+def drawn(domain: Domain, count: int, seed: int) -> list[BatchShape]:
+    draw = random.Random(seed)
+    found: list[BatchShape] = []
+    while len(found) < count:
+        at = {n: round(math.exp(draw.uniform(math.log(a), math.log(b)))) for n, (a, b) in domain.axes.items()}
+        batch = domain.batch_at(**at)
+        if batch is not None:
+            found.append(batch)
+    return found
+
+
+def regrets(regions: list[Region], batches: list[BatchShape]) -> list[float]:
+    found = []
+    for batch in batches:
+        times = {name: k(batch) for name, k in KERNELS.items()}
+        found.append(times[order_in(regions, batch)[0]] / min(times.values()))
+    return found
+
+
+@pytest.mark.parametrize("domain", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_few_regions_choose_nearly_the_best_everywhere(domain: Domain) -> None:
+    regions = find_regions(tuned(domain, 40, 0.01, seed=1))
+    found = regrets(regions, drawn(domain, 500, seed=2))
+    assert statistics.geometric_mean(found) < 1.005
+    assert sorted(found)[int(0.99 * len(found))] < 1.05
+    assert 1 < len(regions) <= 7
+    for region in regions[1:]:
+        assert region.sample is not None
+        assert region.holds(region.sample)
+        assert region.times[region.against or ""] > (1 + TIE) * region.times[region.order[0]]
+
+
+def agreement(domain: Domain, one: list[Region], two: list[Region]) -> float:
+    """The share of batches outside ties for which two tunings choose the same."""
+    clear = []
+    for batch in drawn(domain, 1000, seed=3):
+        best, second, *_ = sorted(k(batch) for k in KERNELS.values())
+        if second / best > 1 + TIE:
+            clear.append(batch)
+    assert len(clear) > 500
+    return sum(order_in(one, batch)[0] == order_in(two, batch)[0] for batch in clear) / len(clear)
+
+
+@pytest.mark.parametrize("domain", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_a_second_tuning_decides_the_same_outside_ties(domain: Domain) -> None:
+    first = find_regions(tuned(domain, 30, 0.01, seed=11))
+    second = find_regions(tuned(domain, 30, 0.01, seed=12), present=first)
+    assert agreement(domain, first, second) >= 0.99
+
+
+def test_two_tunings_that_know_nothing_of_each_other_decide_the_same() -> None:
+    one, two = (find_regions(tuned(DECODE, 36, 0.005, seed)) for seed in (11, 12))
+    assert agreement(DECODE, one, two) >= 0.99
+
+
+def test_backends_that_are_alike_keep_their_order() -> None:
+    alike = {"A": KERNELS["B"], "B": KERNELS["B"], "C": kernel(90.0, 9e-3, 0.1)}
+    (region,) = find_regions(tuned(DECODE, 30, 0.003, seed=5, kernels=alike))
+    assert region.order == ["A", "B", "C"]
+    assert region.bounds == {}
+
+
+def test_held_out_batches_teach_nothing() -> None:
+    tuning = tuned(DECODE, 30, 0.0, seed=1)
+    assert len(tuning.held_out) == HELD_OUT
+    assert set(tuning.held_out) <= set(tuning.samples)
+    assert not set(tuning.held_out) & set(tuning.fitted)
+    before = find_regions(tuning)
+    for batch in tuning.held_out:
+        tuning.samples[batch] = {"A": 1e6, "B": 1.0, "C": 1e6}
+    assert find_regions(tuning) == before
+    assert tuned(DECODE, 1, 0.0, seed=2).held_out == tuning.held_out
+
+
+def test_a_disturbed_time_is_measured_again() -> None:
+    tuning = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    asked = []
+    while (batch := next_batch(tuning)) is not None and len(asked) < 40:
+        times = {name: k(batch) for name, k in KERNELS.items()}
+        if len(asked) == 3:
+            times["B"] *= 8  # something else ran
+        asked.append(batch)
+        tuning.add(batch, times)
+    assert asked.count(asked[3]) == 2
+    assert tuning.samples[asked[3]]["B"] == KERNELS["B"](asked[3])
+    assert max(regrets(find_regions(tuning), drawn(DECODE, 300, seed=4))) < 1.1
+
+
+def test_a_backend_without_times_is_never_chosen() -> None:
+    tuning = Tuning(CONFIG, "decode", H100, DECODE, ["A", "B"])
+    for _ in range(25):
+        batch = next_batch(tuning)
+        if batch is None:
+            break
+        tuning.add(batch, {"B": KERNELS["B"](batch)})
+    assert [region.order for region in find_regions(tuning)] == [["B"]]
+    assert find_regions(Tuning(CONFIG, "decode", H100, DECODE, ["A", "B"])) == []
+
+
+def test_few_batches_are_all_measured() -> None:
+    tuning = Tuning(CONFIG, "decode", H100, Domain((4, 4), (1, 1), (1024, 2048)), ["A", "B"])
+    while (batch := next_batch(tuning)) is not None:
+        tuning.add(batch, {"A": 2.0, "B": 1.0})
+    assert {"4q1s1k", "4q1s2k"} <= {str(batch) for batch in tuning.samples}
+    assert find_regions(tuning)[0].order == ["B", "A"]
+
+
+def test_a_domain_leaves_out_what_no_request_has_or_what_does_not_fit() -> None:
+    small = Domain((1, 4), (128, 1024), (128, 1024), fits=lambda batch: batch.num_tokens <= 1024)
+    for batch in small.cells(2):
+        (group,) = batch.groups
+        assert group.query_len <= group.seq_len
+        assert batch.num_tokens <= 1024
+        assert small.holds(batch)
+    assert not small.holds(parse_batch_shape("8q128"))
+    assert not small.holds(parse_batch_shape("q128_q256"))
+    encoder = Domain((1, 4), (128, 1024), None)
+    assert all(batch.groups[0].query_len == batch.groups[0].seq_len for batch in encoder.cells(1))
