@@ -104,6 +104,7 @@ def _backend_plan_dict(plan: BackendPlan) -> dict[str, Any]:
         "because": plan.because,
         "provider": plan.provider,
         "query_dtype": plan.query_dtype,
+        "rounds_to": plan.rounds_to,
         "returns_lse": plan.returns_lse,
         "kv_layouts": list(plan.kv_layouts),
         "kernel_block_sizes": list(plan.kernel_block_sizes),

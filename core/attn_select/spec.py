@@ -177,6 +177,8 @@ class BackendPlan:
         path: the inner path in words, e.g. ``FA3``, ``native fa2``, ``TRT-LLM (XQA)``.
         because: why this path and not its siblings, one clause.
         query_dtype: dtype in which the kernel wants Q (``bfloat16``, ``fp8_e4m3``, …).
+        rounds_to: FP8 dtype to which the kernel itself rounds the query that it is given, and the weights; None: it
+            does not. The conformance suite, ``bench`` and ``run`` accept the error of an FP8 query then.
         returns_lse: whether the path can return the log-sum-exp (cascade, chunk merging and DCP need it).
         kv_layouts: names from ``attn_select.layouts`` that the kernel reads, preferred first; empty: no cache is read.
         kernel_block_sizes: block sizes in tokens the kernel runs, preferred first; the allocator's is a multiple of
@@ -206,6 +208,7 @@ class BackendPlan:
     notes: tuple[str, ...] = ()
     nan_tail_safe: bool = True
     unverified: tuple[str, ...] = ()
+    rounds_to: str | None = None
 
     @property
     def kernel_name(self) -> str | None:

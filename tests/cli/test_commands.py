@@ -262,7 +262,8 @@ def test_diff_shows_how_a_backend_runs_otherwise_and_the_size_of_the_model(run: 
         "changes"
     ]
     assert [(c["what"], c["from"], c["to"]) for c in changes] == [("count", 32, 80)]
-    arguments = ("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--kv-cache-dtype fp8", "--json")
+    layer = ("--model", "llama-3-8b", "--gpu", "h100", "--backend", "FLASH_ATTN")
+    arguments = ("diff", *layer, "--to", "--kv-cache-dtype fp8", "--json")
     found = {(c["phase"], c["what"]): (c["from"], c["to"]) for c in run(*arguments).json["changes"]}
     assert found["decode", "query_dtype"] == ("bfloat16", "fp8_e4m3")
     assert found[None, "bytes_per_token"] == (4096, 2048)

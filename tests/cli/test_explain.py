@@ -28,7 +28,7 @@ DECISIONS = [
     ("llama-3-8b", "a100", [], [("FLASH_ATTN", "FLASH_ATTN")]),
     ("llama-3-8b", "t4", [], [("TRITON_ATTN", "TRITON_ATTN")]),
     ("gpt-oss-120b", "rtx5090", [], [("FLASHINFER", "FLASHINFER")] * 2),
-    ("gpt-oss-120b", "h100", [], [("FLASH_ATTN", "FLASH_ATTN")] * 2),
+    ("gpt-oss-120b", "h100", [], [("FLASH_ATTN", "TRITON_ATTN"), ("FLASH_ATTN", "FLASH_ATTN")]),
     ("gemma-3-27b", "a100", [], [("TRITON_ATTN", "TRITON_ATTN")] * 2),
     ("gemma-2-27b", "a100", [], [("FLASH_ATTN", "FLASH_ATTN")] * 2),
     ("bert-base", "t4", [], [("TRITON_ATTN",)]),

@@ -245,6 +245,14 @@ def test_a_step_runs_on_poisoned_memory_and_is_compared(acme: BackendSpec) -> No
     assert len(set(shared.block_table[:, 0].tolist())) == 1
 
 
+def test_a_kernel_that_rounds_to_fp8_itself_has_the_bound_of_an_fp8_query() -> None:
+    config = gqa_layer(kv_cache_dtype="fp8_e4m3")
+    given, itself = replace(PLAN, query_dtype="fp8_e4m3"), replace(PLAN, rounds_to="fp8_e4m3")
+    exact, rounded = (error_bound(config, {"decode": plan}) for plan in (PLAN, itself))
+    assert rounded == error_bound(config, {"decode": given})
+    assert rounded.norm > exact.norm
+
+
 def test_one_wrong_row_among_many_right_ones_is_found(acme: BackendSpec) -> None:
     selection = selection_of(acme, gqa_layer(num_heads=4, num_kv_heads=2, head_size=64), CPU)
     group = attention_group(selection, "cpu", Capacity(8, 256, 256))

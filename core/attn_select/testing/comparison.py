@@ -116,7 +116,7 @@ def error_bound(config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> 
     """Return the bound for a layer that runs by ``plans``: that of the least exact plan."""
     u, dtype = UNIT_ROUNDOFF[config.dtype], config.dtype
     products = config.mla or is_quantized(config.cache_dtype)
-    if any(is_quantized(plan.query_dtype) for plan in plans.values()):
+    if any(is_quantized(plan.rounds_to or plan.query_dtype) for plan in plans.values()):
         norm, lse, because = E4M3_ROUNDOFF, E4M3_ROUNDOFF / 4, "FP8 query: weights in e4m3"
     elif dtype == "float32":
         norm = lse = (64 if products else 32) * u

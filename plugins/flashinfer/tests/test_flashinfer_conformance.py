@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.config import AttentionConfig
 from attn_select.environment import Environment
-from attn_select.spec import BackendPlan
 from attn_select_flashinfer.facts.libraries import pages
 from attn_select_flashinfer.facts.mha import FLASHINFER
-from attn_select_flashinfer.facts.mha_kernels import XQA_PAGES, TrtllmKernel
+from attn_select_flashinfer.facts.mha_kernels import XQA_PAGES
 
 pytest.importorskip("torch")
 
 
 from attn_select.testing import BackendConformance
-from attn_select.testing.comparison import E4M3_ROUNDOFF, ROW, ErrorBound, error_bound
 from attn_select.testing.conformance_configs import Case
 
 NATIVE = {"use_trtllm": False}
 
 
-class Suite(BackendConformance):
-    def error_bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
-        """XQA reads an FP8 cache with an FP8 query that it makes itself, and rounds the weights likewise."""
-        bound = error_bound(config, plans)
-        if config.cache_dtype != "fp8_e4m3" or all(plan.kernel != TrtllmKernel("xqa") for plan in plans.values()):
-            return bound
-        norm = max(bound.norm, E4M3_ROUNDOFF)
-        return ErrorBound(norm, ROW * norm, bound.lse, "XQA's own FP8 query")
-
-
-class Emulated(Suite):
+class Emulated(BackendConformance):
     """The kernels of 0.6.14, for which all facts are: one full suite, fewer configurations for further kernels."""
 
     spec = FLASHINFER
@@ -101,7 +89,7 @@ def all_modules(config: AttentionConfig) -> tuple[Any, ...]:
     return (*native_modules(config), group, own, config.num_speculative_tokens, config.output_quantization)
 
 
-class Real(Suite):
+class Real(BackendConformance):
     """The kernels on this machine, of the modules that ``layers`` need: each compiles for half a minute to two."""
 
     num_configs = 200

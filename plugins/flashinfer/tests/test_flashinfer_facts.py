@@ -157,6 +157,16 @@ def test_xqa_drafts_need_the_release_that_repairs_them(fields: dict[str, Any], f
 # --- Plans ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("gpu", "kv_cache_dtype", "rounds_to"),
+    [("sm90", "fp8", "fp8_e4m3"), ("sm120", "fp8", "fp8_e4m3"), ("sm90", "auto", None), ("sm100", "fp8", None)],
+)
+def test_xqa_rounds_the_query_of_an_fp8_cache_itself(gpu: str, kv_cache_dtype: str, rounds_to: str | None) -> None:
+    plan = plan_of(gpu, kv_cache_dtype=kv_cache_dtype)
+    assert plan.path == (GEN if gpu == "sm100" else XQA)
+    assert plan.rounds_to == rounds_to
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_layouts(gpu: str, phase: str) -> None:

@@ -184,6 +184,7 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
         workspace_bytes=options.trtllm_workspace_bytes,
         notes=notes,
         nan_tail_safe=nan_tail_safe(case),
+        rounds_to="fp8_e4m3" if xqa and config.cache_dtype == "fp8_e4m3" else None,
     )
 
 
