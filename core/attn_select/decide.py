@@ -231,7 +231,7 @@ class Decider:
         def fits(pair: Mapping[Phase, str]) -> bool:
             return shared_cache(_decode_first(plans, pair), config.block_size, kv_layout) is not None
 
-        found = choose_by_times(config, workload, evidence, rankings, plans, forced, chosen, fits)
+        found = choose_by_times(config, workload, evidence, rankings, self._specs, plans, forced, chosen, fits)
         for name, candidate in candidates.items():
             for phase, verdict in candidate.phases.items():
                 timing, behind = found.shown[phase].get(name, (None, None))

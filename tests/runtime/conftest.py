@@ -45,6 +45,13 @@ from attn_select.spec import (
 EVERY_TYPE = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 
 
+@dataclass(frozen=True)
+class ToyKernel:
+    """What a toy's plan runs."""
+
+    name: str
+
+
 @dataclass
 class ToyMetadata:
     """What the toy's builder builds; tests look at it."""
@@ -223,6 +230,7 @@ def make_toy() -> MakeToy:
         includes_update: bool = False,
         nan_tail_safe: bool = True,
         options: type[BackendOptions] = BackendOptions,
+        workspace_bytes: int = 0,
     ) -> Toy:
         class Builder(AttentionMetadataBuilder[ToyMetadata]):
             reorder_batch_threshold = reorder
@@ -256,6 +264,7 @@ def make_toy() -> MakeToy:
         def plan(config: AttentionConfig, _device: Any, _environment: Any, _options: Any, phase: Phase) -> BackendPlan:
             cached = (tuple(layouts), tuple(kernel_block_sizes)) if config.has_cache else ((), ())
             return BackendPlan(
+                kernel=ToyKernel(f"{name.lower()}-{phase}"),
                 path="toy",
                 because="the only one",
                 query_dtype=config.dtype,
@@ -265,6 +274,7 @@ def make_toy() -> MakeToy:
                 cuda_graph=level,
                 block_table_width_multiple=width_multiple,
                 nan_tail_safe=nan_tail_safe,
+                workspace_bytes=workspace_bytes,
             )
 
         yes, no_limit = Fact(True, "toy"), HeadSizes()

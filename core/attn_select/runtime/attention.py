@@ -56,17 +56,18 @@ class Attention(nn.Module):
         self.scales = layer_scales(group, scales)
         slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
         logits = per_head("sinks", sinks, config.sinks, group, None)
-        made: dict[int, AttentionImpl[Any]] = {}
+        self._by_name: dict[str, AttentionImpl[Any]] = {}
         for served in group.backends:
             impl = cast(type[AttentionImpl[Any]], served.backend.impl_cls)
-            made[id(served)] = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
-        self.impls: dict[Phase, AttentionImpl[Any]] = {p: made[id(served)] for p, served in group.served.items()}
+            made = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
+            self._by_name[served.spec.name] = made
+        self.impls: dict[Phase, AttentionImpl[Any]] = {p: self._by_name[s.spec.name] for p, s in group.served.items()}
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
-        separate = [p for p, s in group.served.items() if not s.backend.forward_includes_kv_cache_update]
-        self._writer: Phase | None = separate[0] if separate and config.has_cache else None
+        separate = [s.spec.name for s in group.backends if not s.backend.forward_includes_kv_cache_update]
+        self._writer: str | None = separate[0] if separate and config.has_cache else None
         self._block_sizes = {
-            phase: served.context.block_size
-            for phase, served in group.served.items()
+            served.spec.name: served.context.block_size
+            for served in group.backends
             if served.context.block_size not in (None, group.kernel_block_size)
         }
         self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
@@ -142,21 +143,21 @@ class Attention(nn.Module):
             cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
             assert cache is not None
             assert slots is not None
-            self.impls[writer].do_kv_cache_update(self, key, value, cache, slots)
+            self._by_name[writer].do_kv_cache_update(self, key, value, cache, slots)
         parts = attn_metadata.parts
         if len(parts) == 1:
-            phase, metadata = parts[0].phase, parts[0].metadata
-            cache = self._cache_for(phase, kv_cache) if self._block_sizes else kv_cache
+            backend, metadata = parts[0].backend, parts[0].metadata
+            cache = self._cache_for(backend, kv_cache) if self._block_sizes else kv_cache
             written = (output, output_lse, output_scale, output_block_scale)
-            return self.impls[phase].forward(self, query, key, value, cache, metadata, *written)
+            return self._by_name[backend].forward(self, query, key, value, cache, metadata, *written)
         for part in parts:
             rows = slice(part.start, part.end)
-            self.impls[part.phase].forward(
+            self._by_name[part.backend].forward(
                 self,
                 query[rows],
                 None if key is None else key[rows],
                 None if value is None else value[rows],
-                self._cache_for(part.phase, kv_cache),
+                self._cache_for(part.backend, kv_cache),
                 part.metadata,
                 output[rows],
                 None if output_lse is None else output_lse[rows],
@@ -165,11 +166,11 @@ class Attention(nn.Module):
             )
         return output
 
-    def _cache_for(self, phase: Phase, kv_cache: Tensor | None) -> Tensor | None:
-        """Return the cache in the blocks of a phase's kernel."""
-        if phase not in self._block_sizes or kv_cache is None:
+    def _cache_for(self, backend: str, kv_cache: Tensor | None) -> Tensor | None:
+        """Return the cache in the blocks of a backend's kernel."""
+        if backend not in self._block_sizes or kv_cache is None:
             return kv_cache
-        size, layout = self._block_sizes[phase], self.group.kv_layout
+        size, layout = self._block_sizes[backend], self.group.kv_layout
         assert size is not None
         assert layout is not None
         return in_blocks_of(size, kv_cache, layout, self.group.config)

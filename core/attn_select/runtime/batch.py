@@ -239,6 +239,7 @@ def prepare_batch(
         causal=causal,
         mm_prefix_ranges=mm_prefix_ranges,
         block_size=None if block_table is None else block_table.block_size,
+        num_keys=sum(seq_lens),
     )
 
 

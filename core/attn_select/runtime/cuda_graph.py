@@ -279,6 +279,6 @@ def check_level(group: AttentionGroup, query_len: int = 1, mixed: bool = False) 
     level = group.cudagraph_support
     if CUDA_GRAPH_LEVELS.index(level) < CUDA_GRAPH_LEVELS.index(needed):
         what = "mixed batches" if mixed else f"uniform batches of query length {query_len}"
-        names = " with ".join(served.spec.name for served in group.backends)
+        names = " with ".join(dict.fromkeys(served.spec.name for served in group.served.values()))
         text = f"CUDA graphs of {what} need level {needed}: {names} is at {level}"
         raise ConfigError(text, fields=["cuda_graph"])

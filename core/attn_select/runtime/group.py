@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.errors import ConfigError
+from attn_select.render import byte_text
 from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
 from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.dispatch import Dispatch, Plans, check_dispatch, make_dispatch
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.times.dispatch import Names
 
 
 @dataclass(slots=True)
@@ -53,16 +56,31 @@ class Served:
 
 
 @dataclass(slots=True)
+class Way:
+    """Which backend computes which phase of a step.
+
+    Attributes:
+        served: the backends per phase; the same object in both where one serves both.
+        unified: whether one backend serves every phase that the layers have: then batches are not split.
+    """
+
+    served: dict[Phase, Served]
+    unified: bool
+
+
+@dataclass(slots=True)
 class Part:
     """The requests of a batch that one backend computes.
 
     Attributes:
-        phase: which of the group's backends.
+        phase: decodes or prefills; of a batch that is not split, the first that the group serves.
+        backend: the name of the backend that computes them.
         start, end: the tokens, ``start .. end - 1``.
         metadata: what its builder built.
     """
 
     phase: Phase
+    backend: str
     start: int
     end: int
     metadata: Any
@@ -97,20 +115,23 @@ class AttentionGroup:
         cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
         phases: the phases whose backends are loaded; None: all that the layers have. A batch that needs another phase
             is refused.
+        dispatch: None: the selection's backends run every step. ``measured``: of all candidates that read the same
+            cache and whose times compare, the one that is predicted to be fastest runs the step; needs a selection with
+            a workload.
 
     Attributes:
         config: the layers.
         kv_layout, block_size: of the cache; the block size is the allocator's. None without a cache.
         kernel_block_size: tokens per block in which the cache is laid out; divides ``block_size``. A kernel of smaller
             blocks gets a view (``kv_cache.in_blocks_of``).
-        served: the backends per phase; the same object in both where one serves both.
-        backends: every backend once.
+        served: the selection's backends per phase; the same object in both where one serves both.
+        backends: every backend once, those that take turns with the selection's included.
 
     Raises:
         NoBackendError: a phase has no backend.
         RuntimeMissingError, ImportError: a backend cannot be loaded.
-        ConfigError: the selection was made for a device that is not here, or the phases' kernels share no block size
-            within this layout.
+        ConfigError: the selection was made for a device that is not here, the phases' kernels share no block size
+            within this layout, or ``dispatch`` is not possible for these layers or with what is known of their times.
     """
 
     def __init__(
@@ -121,6 +142,7 @@ class AttentionGroup:
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
+        dispatch: str | None = None,
     ) -> None:
         self.selection = selection
         self.config: AttentionConfig = selection.config
@@ -130,16 +152,24 @@ class AttentionGroup:
         self.checked = checks.checks_enabled()
         selection.require()
         self.kv_layout, self.block_size = selection.kv_layout, selection.block_size
-        self.served: dict[Phase, Served] = {}
+        check_dispatch(dispatch, self.config)
         plans = self._plans(selection, phases)
+        names = {phase: name for name, own in plans.items() for phase in own}
+        specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
+        self.dispatch: Dispatch | None = None
+        if dispatch is not None:
+            self.dispatch = make_dispatch(selection, plans, lambda more: self._shared_block_sizes(more) is not None)
+            plans, specs = self.dispatch.plans, self.dispatch.specs
         sizes = self._kernel_block_sizes(plans)
         self.kernel_block_size = max(sizes.values(), default=None)
-        for name, own in plans.items():
-            served = self._serve(own, sizes.get(name))
-            self.served.update(dict.fromkeys(own, served))
-        self.backends = tuple({id(served): served for served in self.served.values()}.values())
-        # Whether one backend serves every phase that the layer has: then batches are not split.
-        self.unified = len(self.backends) == 1 and len(self.served) == len(self.config.phases)
+        self._by_name = {name: self._serve(specs[name], own, sizes.get(name)) for name, own in plans.items()}
+        self.backends = tuple(self._by_name.values())
+        self._way = self._way_of(names)
+        self.served, self.unified = self._way.served, self._way.unified
+        self._ways: dict[Names, Way] = {}
+        self._captured: dict[tuple[int, int, int], Way] = {}
+        if self.dispatch is not None:
+            self._check_thresholds(self.dispatch)
         self._tables: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: object) -> AttentionGroup:
@@ -155,15 +185,32 @@ class AttentionGroup:
                 plans.setdefault(name, {})[phase] = selection.plans[phase]
         return plans
 
-    def _kernel_block_sizes(self, plans: Mapping[str, Mapping[Phase, BackendPlan]]) -> dict[str, int]:
+    def _kernel_block_sizes(self, plans: Plans) -> dict[str, int]:
         """Return the kernel block size per backend that reads the cache; one for all where the layout ties them."""
+        sizes = self._shared_block_sizes(plans)
+        if sizes is None:
+            able = self._able_block_sizes(plans)
+            raise ConfigError(
+                f"block_size = {self.block_size}: kernels of {' and '.join(able)} share no block size in "
+                f"{self.kv_layout} ({able})",
+                fields=["block_size"],
+            )
+        return sizes
+
+    def _able_block_sizes(self, plans: Plans) -> dict[str, list[int]]:
+        """Return per backend that reads the cache the kernel block sizes that divide the allocator's."""
         size = self.block_size
-        if size is None:
-            return {}
         able: dict[str, list[int]] = {}
+        if size is None:
+            return able
         for name, own in plans.items():
             if readers := [plan.kernel_block_sizes for plan in own.values() if plan.kv_layouts]:
                 able[name] = [k for k in readers[0] if size % k == 0 and all(k in other for other in readers)]
+        return able
+
+    def _shared_block_sizes(self, plans: Plans) -> dict[str, int] | None:
+        """Return the kernel block size per backend that reads the cache; None where they cannot share it."""
+        size, able = self.block_size, self._able_block_sizes(plans)
         # The allocator's own size where the kernel runs it, else the plan's first choice.
         wanted = {name: size if size in sizes else sizes[0] for name, sizes in able.items() if sizes}
         if len(wanted) == len(able):
@@ -173,19 +220,15 @@ class AttentionGroup:
             common = [size for size in next(iter(able.values())) if all(size in sizes for sizes in able.values())]
             if common:
                 return dict.fromkeys(wanted, common[0])
-        text = f"block_size = {size}: kernels of {' and '.join(able)} share no block size in {self.kv_layout} ({able})"
-        raise ConfigError(text, fields=["block_size"])
+        return None
 
-    def _serve(self, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
-        selection, phase = self.selection, next(iter(plans))
-        spec = selection.backends[phase]
-        assert spec is not None
+    def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
         backend: type[AttentionBackend] = spec.load()
         context = BackendContext(
             config=self.config,
             plans=plans,
             device=self.device,
-            options=selection.options[spec.name],
+            options=self.selection.options[spec.name],
             kv_layout=None if block_size is None else self.kv_layout,
             block_size=block_size,
             max_num_seqs=self.capacity.max_num_seqs,
@@ -194,6 +237,87 @@ class AttentionGroup:
             cuda_graphs=self.cuda_graphs,
         )
         return Served(spec, backend, context, backend.builder_cls(context))
+
+    def _check_thresholds(self, dispatch: Dispatch) -> None:
+        """Make sure that all backends count the same requests as decodes."""
+        least = self.reorder_batch_threshold
+        if least is not None and least < dispatch.choice.longest_decode:
+            name = next(s.spec.name for s in self.backends if s.builder.reorder_batch_threshold == least)
+            raise ConfigError(
+                f"dispatch = 'measured': {name} takes queries of up to {least} tokens for decodes, but with "
+                f"num_speculative_tokens = {self.config.num_speculative_tokens} decodes have "
+                f"{dispatch.choice.longest_decode}",
+                fields=["dispatch", "num_speculative_tokens"],
+            )
+
+    def _way_of(self, names: Mapping[Phase, str]) -> Way:
+        """Return the way of a step whose phases are computed by these backends."""
+        served = {phase: self._by_name[name] for phase, name in names.items()}
+        return Way(served, len(set(names.values())) == 1 and len(names) == len(self.config.phases))
+
+    def _way_for(self, common: CommonAttentionMetadata) -> Way:
+        """Return the way of a step."""
+        if self.dispatch is None:
+            return self._way
+        size = common.num_reqs, common.num_actual_tokens, common.max_query_len
+        if self._captured and size in self._captured:
+            return self._captured[size]
+        num_keys = int(common.seq_lens_cpu.sum()) if common.num_keys is None else common.num_keys
+        names = self.dispatch.choice(*size, num_keys, common.max_seq_len)
+        return self._ways.get(names) or self._dispatched(names)
+
+    def _dispatched(self, names: Names) -> Way:
+        phases: tuple[tuple[Phase, str | None], ...] = ("prefill", names[0]), ("decode", names[1])
+        way = self._ways[names] = self._way_of({phase: name for phase, name in phases if name is not None})
+        return way
+
+    def _way_to_capture(self, common: CommonAttentionMetadata) -> Way:
+        """Return the way of a captured size, which all its replays go: that of its first capture.
+
+        Decodes are predicted with the workload's lengths, mixed batches run as the selection says.
+        """
+        if self.dispatch is None:
+            return self._way
+        size = common.num_reqs, common.num_actual_tokens, common.max_query_len
+        if size not in self._captured:
+            way, workload = self._way, self.selection.workload
+            if common.max_query_len <= self.dispatch.choice.longest_decode and workload is not None:
+                least = CUDA_GRAPH_LEVELS.index(self.cudagraph_support)
+                able = [
+                    name
+                    for name, served in self._by_name.items()
+                    if CUDA_GRAPH_LEVELS.index(served.builder.cudagraph_support) >= least
+                ]
+                shapes = workload.of_phase("decode", self.config)
+                names = self.dispatch.choice.captured(*size[:2], shapes, able)
+                way = self._ways.get(names) or self._dispatched(names)
+            self._captured[size] = way
+        return self._captured[size]
+
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
+        found: dict[str, int] = {}
+        for name, served in self._by_name.items():
+            by_kernel = {plan.kernel: plan.workspace_bytes for plan in served.context.plans.values()}
+            found[name] = sum(by_kernel.values())
+        return found
+
+    def explain(self) -> str:
+        """Return as text which backends run the steps, why others do not, and what memory they reserve."""
+        candidates = {phase: [served.spec.name] for phase, served in self.served.items()}
+        if self.dispatch is not None:
+            candidates = self.dispatch.candidates
+        lines = []
+        for phase, names in candidates.items():
+            which = f"the fastest of {', '.join(names)}" if len(names) > 1 else names[0]
+            lines.append(f"{phase:<10} {which}")
+            if self.dispatch is not None:
+                lines += [f"{'':<10} without {why}" for why in self.dispatch.left_out[phase]]
+        reserved = self.workspace_bytes
+        each = ", ".join(f"{name} {byte_text(size)}" for name, size in reserved.items())
+        lines.append(f"{'workspace':<10} {byte_text(sum(reserved.values()))} ({each})")
+        return "\n".join(lines) + "\n"
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -287,49 +411,55 @@ class AttentionGroup:
         self.check_batch(common_attn_metadata)
         if common_prefix_len:
             self._check_prefix(common_attn_metadata, common_prefix_len)
-        if self.unified:
-            return self._metadata(
-                common_attn_metadata, [self._whole(common_attn_metadata, common_prefix_len, fast_build)]
-            )
+        way = self._way_for(common_attn_metadata)
+        if way.unified:
+            part = self._whole(way, common_attn_metadata, common_prefix_len, fast_build)
+            return self._metadata(common_attn_metadata, [part])
         parts = []
-        longest = 1 + self.config.num_speculative_tokens if "decode" in self.served else 1
+        longest = 1 + self.config.num_speculative_tokens if "decode" in way.served else 1
         split = split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold or longest)
         for phase, first, last in _by_phase(split):
-            served = self._server(phase)
+            served = self._server(way, phase)
             start = 0 if phase == "decode" else split.num_decode_tokens
             common = self._for_kernel(served.context, common_attn_metadata.requests(first, last))
             metadata = served.builder.build(self._prefix(served, common_prefix_len, common), common, fast_build)
-            parts.append(Part(phase, start, start + common.num_actual_tokens, metadata))
+            parts.append(Part(phase, served.spec.name, start, start + common.num_actual_tokens, metadata))
         return self._metadata(common_attn_metadata, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Build what a graph is captured with. All requests are of one phase unless one backend serves both."""
+        """Build what a graph is captured with. All requests are of one phase unless one backend serves both.
+
+        With ``dispatch`` the backend that is chosen here runs every later batch of the same numbers of requests and
+        tokens.
+        """
         self.check_batch(common_attn_metadata)
-        phase = self._only_phase(common_attn_metadata)
-        served = self._server(phase)
+        way = self._way_to_capture(common_attn_metadata)
+        phase = self._only_phase(way, common_attn_metadata)
+        served = self._server(way, phase)
         common = self._for_kernel(served.context, common_attn_metadata)
         metadata = served.builder.build_for_cudagraph_capture(common)
-        return self._metadata(common_attn_metadata, [Part(phase, 0, common.num_actual_tokens, metadata)])
+        part = Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
+        return self._metadata(common_attn_metadata, [part])
 
-    def _only_phase(self, common: CommonAttentionMetadata) -> Phase:
-        if self.unified:
-            return next(iter(self.served))
+    def _only_phase(self, way: Way, common: CommonAttentionMetadata) -> Phase:
+        if way.unified:
+            return next(iter(way.served))
         return "decode" if common.max_query_len <= 1 + self.config.num_speculative_tokens else "prefill"
 
-    def _whole(self, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
-        phase, served = next(iter(self.served.items()))
+    def _whole(self, way: Way, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
+        phase, served = next(iter(way.served.items()))
         common = self._for_kernel(served.context, common)
         metadata = served.builder.build(self._prefix(served, prefix, common), common, fast)
-        return Part(phase, 0, common.num_actual_tokens, metadata)
+        return Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
 
     def _metadata(self, common: CommonAttentionMetadata, parts: Sequence[Part]) -> AttentionMetadata:
         return AttentionMetadata(self, common, common.num_actual_tokens, common.slot_mapping, tuple(parts))
 
-    def _server(self, phase: Phase) -> Served:
-        if phase not in self.served:
-            here = " and ".join(self.served)
+    def _server(self, way: Way, phase: Phase) -> Served:
+        if phase not in way.served:
+            here = " and ".join(way.served)
             raise BatchError(f"the batch has requests in {phase}, but this group was made for {here} only")
-        return self.served[phase]
+        return way.served[phase]
 
     def _prefix(self, served: Served, prefix: int, common: CommonAttentionMetadata) -> int:
         return prefix if prefix and served.builder.use_cascade_attention(prefix, common) else 0

@@ -52,6 +52,7 @@ class CommonAttentionMetadata:
         mm_prefix_ranges: per request the ranges of positions that attend to each other in both directions.
         block_size: tokens per block of ``block_table_tensor``; ``prepare_batch`` takes it from the table. A group
             refuses a batch of another block size than its own. None: unknown, and nothing is compared.
+        num_keys: the sum of ``seq_lens``, which ``prepare_batch`` fills in. None: whoever asks sums ``seq_lens_cpu``.
         dcp_local_seq_lens: int32 ``(B,)``, this rank's share of the keys under decode context parallelism; no backend
             reads it yet.
     """
@@ -70,6 +71,7 @@ class CommonAttentionMetadata:
     mm_prefix_ranges: Sequence[Ranges] | None = None
     dcp_local_seq_lens: Tensor | None = None
     block_size: int | None = None
+    num_keys: int | None = None
 
     @property
     def query_lens_cpu(self) -> Tensor:
@@ -108,6 +110,7 @@ class CommonAttentionMetadata:
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[start:end],
             mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[first:last],
+            num_keys=None,
         )
 
 

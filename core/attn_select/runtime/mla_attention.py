@@ -81,8 +81,9 @@ class MLAAttention(nn.Module):
             "alibi_slopes": per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32),
             "sinks": per_head("sinks", sinks, config.sinks, group, None),
         }
-        made = {id(s): cast(MLAAttentionImpl, s.backend.impl_cls(s.context, **options)) for s in group.backends}
-        self.impls = {phase: made[id(served)] for phase, served in group.served.items()}
+        made = {s.spec.name: cast(MLAAttentionImpl, s.backend.impl_cls(s.context, **options)) for s in group.backends}
+        self._by_name = made
+        self.impls = {phase: made[served.spec.name] for phase, served in group.served.items()}
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
@@ -199,7 +200,7 @@ class MLAAttention(nn.Module):
     def _mqa(
         self, part: MLAPart, query: Tensor, kv_cache: Tensor, output: Tensor, *lse_and_indices: Tensor | None
     ) -> None:
-        impl = self.impls[part.phase]
+        impl = self._by_name[part.backend]
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         absorbed = query.new_empty(query.shape[0], self.heads, self.rank + self.rope)
         latent_query, rope_query = absorbed.split_with_sizes([self.rank, self.rope], dim=-1)
@@ -210,7 +211,7 @@ class MLAAttention(nn.Module):
         _project(latent, self.w_uv, output, part.spans)
 
     def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        group, impl, (query, kv_c, k_pe) = self.group, self.impls[part.phase], own
+        group, impl, (query, kv_c, k_pe) = self.group, self._by_name[part.backend], own
         if lse is None and part.chunks:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         impl.forward_mha(self, query, *self._decompressed(kv_c, k_pe, part.spans), part.metadata, output, lse)

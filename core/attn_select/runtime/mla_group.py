@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_select.config import Phase
 from attn_select.errors import ConfigError
-from attn_select.runtime.group import AttentionGroup, Capacity, Served
+from attn_select.runtime.group import AttentionGroup, Capacity, Served, Way
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import (
     BatchError,
@@ -40,7 +40,8 @@ class MLAPart:
     """The decodes or the prefills of a batch.
 
     Attributes:
-        phase: which of the group's backends computes them.
+        phase: decodes or prefills.
+        backend: the name of the backend that computes them.
         rows: their tokens in the batch.
         spans: of these tokens.
         metadata: what the builder's ``build`` built for ``forward_mqa``; in dense prefill what ``build_prefill`` built
@@ -49,6 +50,7 @@ class MLAPart:
     """
 
     phase: Phase
+    backend: str
     rows: slice
     spans: Spans
     metadata: Any
@@ -95,6 +97,7 @@ class MLAAttentionGroup(AttentionGroup):
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
+        dispatch: str | None = None,
         workspace_tokens: int = WORKSPACE_TOKENS,
     ) -> None:
         if not selection.config.mla:
@@ -105,7 +108,7 @@ class MLAAttentionGroup(AttentionGroup):
         if workspace_tokens < 1:
             text = f"workspace_tokens = {workspace_tokens}: accepted are integers from 1"
             raise ConfigError(text, fields=["workspace_tokens"])
-        super().__init__(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
+        super().__init__(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases, dispatch=dispatch)
         # Dense prefill reads no cache through a backend, so alone it leaves the block size open.
         self.kernel_block_size = self.kernel_block_size or self.block_size
         self.workspace_tokens = workspace_tokens
@@ -122,29 +125,29 @@ class MLAAttentionGroup(AttentionGroup):
         """As ``AttentionGroup.build``; MLA layers use no cascade, so ``common_prefix_len`` changes nothing."""
         self.check_batch(common_attn_metadata)
         common, parts = common_attn_metadata, []
+        way = self._way_for(common)
         if self._latent_alone():
-            return self._mla_metadata(common, self._latent_part("decode", common, 0, fast_build))
+            return self._mla_metadata(common, self._latent_part(way, "decode", common, 0, fast_build))
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
         if split.num_decodes:
             decodes = common.requests(0, split.num_decodes)
-            parts.append(self._latent_part("decode", decodes, 0, fast_build))
+            parts.append(self._latent_part(way, "decode", decodes, 0, fast_build))
         if split.num_prefills:
             prefills = common.requests(split.num_decodes, common.num_reqs)
             made = self._latent_part if self.config.sparse else self._dense_prefill
-            parts.append(made("prefill", prefills, split.num_decode_tokens, fast_build))
+            parts.append(made(way, "prefill", prefills, split.num_decode_tokens, fast_build))
         return self._mla_metadata(common, *parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
         """As ``AttentionGroup.build_for_cudagraph_capture``; only decodes are captured."""
         self.check_batch(common_attn_metadata)
-        served = self._server("decode")
+        served = self._server(self._way_to_capture(common_attn_metadata), "decode")
         common = self._for_kernel(served.context, common_attn_metadata)
         decode = served.builder.build_for_cudagraph_capture(common)
-        part = MLAPart(
-            "decode", slice(0, common.num_actual_tokens), spans_of(self.config, common.query_start_loc_cpu), decode
-        )
+        spans = spans_of(self.config, common.query_start_loc_cpu)
+        part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
         return self._mla_metadata(common_attn_metadata, part)
 
     def _mla_metadata(self, common: CommonAttentionMetadata, *parts: MLAPart) -> MLAMetadata:
@@ -153,20 +156,22 @@ class MLAAttentionGroup(AttentionGroup):
         return MLAMetadata(self, common, common.num_actual_tokens, decodes, common.slot_mapping, parts)
 
     def _latent_part(
-        self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
+        self, way: Way, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
     ) -> MLAPart:
-        served = self._server(phase)
+        served = self._server(way, phase)
         metadata = served.builder.build(0, self._for_kernel(served.context, common), fast_build)
         rows = slice(first_token, first_token + common.num_actual_tokens)
-        return MLAPart(phase, rows, spans_of(self.config, common.query_start_loc_cpu), metadata)
+        spans = spans_of(self.config, common.query_start_loc_cpu)
+        return MLAPart(phase, served.spec.name, rows, spans, metadata)
 
     @property
     def reorder_batch_threshold(self) -> int | None:
         """Queries up to this many tokens count as decodes and must come first; None: any order is accepted."""
-        served = self.served.get("decode")
-        if served is None:  # prefill alone computes queries of any length
+        if "decode" not in self.served:  # prefill alone computes queries of any length
             return None
-        wanted = served.builder.reorder_batch_threshold
+        decoders = [served.builder for served in self.backends if "decode" in served.context.plans]
+        thresholds = [builder.reorder_batch_threshold for builder in decoders]
+        wanted = min((threshold for threshold in thresholds if threshold is not None), default=None)
         return 1 + self.config.num_speculative_tokens if wanted is None and not self._latent_alone() else wanted
 
     def _latent_alone(self) -> bool:
@@ -174,9 +179,9 @@ class MLAAttentionGroup(AttentionGroup):
         return self.config.sparse and self.unified
 
     def _dense_prefill(
-        self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
+        self, way: Way, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
     ) -> MLAPart:
-        served = self._server(phase)
+        served = self._server(way, phase)
         bounds, bounds_cpu = common.query_start_loc, common.query_start_loc_cpu
         context = common.num_computed_tokens_cpu
         new = VarlenMetadata(
@@ -193,6 +198,7 @@ class MLAAttentionGroup(AttentionGroup):
         )
         return MLAPart(
             phase,
+            served.spec.name,
             rows=slice(first_token, first_token + common.num_actual_tokens),
             spans=spans_of(self.config, bounds_cpu),
             metadata=served.builder.build_prefill(new),

@@ -79,6 +79,7 @@ class LayerStep:
         requests: ``(query_len, seq_len)`` of each; decodes come first.
         phases: the phases whose backends are loaded; None: all.
         device: None: the selection's.
+        dispatch: as in ``AttentionGroup``.
 
     Attributes:
         group: the layers' group.
@@ -92,12 +93,13 @@ class LayerStep:
         requests: Sequence[Request],
         phases: Sequence[Phase] | None = None,
         device: torch.device | str | None = None,
+        dispatch: str | None = None,
     ) -> None:
         config = self.config = selection.config
         self.requests = sorted(requests)
         query_lens, seq_lens = [query for query, _ in self.requests], [seq_len for _, seq_len in self.requests]
         capacity = Capacity(len(requests), sum(query_lens), max(seq_lens))
-        self.group: Any = attention_group(selection, device, capacity, phases=phases)
+        self.group: Any = attention_group(selection, device, capacity, phases=phases, dispatch=dispatch)
         self.cache_shape: tuple[int, ...] | None = None
         self.cache_bytes = 0
         self.table = None

@@ -15,8 +15,8 @@ from typing import Any
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.rules.ranking import Ranking, Rankings
-from attn_select.spec import BackendPlan
-from attn_select.times.evidence import Evidence, digest_of
+from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.times.evidence import Evidence, Points, digest_of
 from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first
 from attn_select.times.workload import Workload
 
@@ -44,6 +44,23 @@ class PhaseEvidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Rival:
+    """A candidate whose time decides in a phase: it may take turns with the chosen one, step by step.
+
+    Attributes:
+        spec: the backend.
+        plan: how it would run.
+        series: where its times come from; all rivals of a phase have the same.
+        points: batches that were measured and their times in us, those of the other phase included.
+    """
+
+    spec: BackendSpec
+    plan: BackendPlan
+    series: Series
+    points: Points
+
+
+@dataclass(frozen=True, slots=True)
 class EvidenceUsed:
     """What a decision took from evidence.
 
@@ -53,12 +70,15 @@ class EvidenceUsed:
         phases: what times did, per phase.
         time_us: mean time of one layer's step over the whole workload with the chosen backends, microseconds; None
             where not all of it is known from one series.
+        rivals: per phase in which times could decide, the chosen candidate and those that compare with it, best first
+            by rules.
     """
 
     digest: str | None
     files: tuple[str, ...]
     phases: Mapping[Phase, PhaseEvidence]
     time_us: float | None
+    rivals: Mapping[Phase, tuple[Rival, ...]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
@@ -92,6 +112,7 @@ def choose_by_times(
     workload: Workload,
     evidence: Evidence,
     rankings: Rankings,
+    specs: Mapping[str, BackendSpec],
     plans: Mapping[Phase, Mapping[str, BackendPlan]],
     explicit: Collection[Phase],
     chosen: Mapping[Phase, str | None],
@@ -100,6 +121,7 @@ def choose_by_times(
     """Order candidates by time where times compare, and choose the fastest where no user's rule stands against it.
 
     Args:
+        specs: every registered backend.
         plans: per phase the plans of the candidates that can run it.
         explicit: the phases whose backend was asked for by name.
         chosen: what the rules chose.
@@ -108,11 +130,14 @@ def choose_by_times(
     times: dict[Phase, PhaseTimes] = {}
     rivals: dict[Phase, dict[str, Timing]] = {}
     phases: dict[Phase, PhaseEvidence] = {}
+    kernels = {
+        name: {phase: runs[name].kernel_name for phase, runs in plans.items() if name in runs}
+        for name in dict.fromkeys(name for runs in plans.values() for name in runs)
+    }
     for phase, ranking in rankings.items():
         found: dict[str, list[Timing]] = {}
         for name in plans[phase]:
-            kernels = {each: runs[name].kernel_name for each, runs in plans.items() if name in runs}
-            found[name] = evidence.timings(config, name, kernels, phase, workload)
+            found[name] = evidence.timings(config, name, kernels[name], phase, workload)
         times[phase] = known = PhaseTimes(found)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         if phase not in explicit:
@@ -132,7 +157,15 @@ def choose_by_times(
     every = [t for each in times.values() for timings in each.timings.values() for t in timings]
     files = tuple(dict.fromkeys(file for t in every for file in t.files))
     winners = [shown[p][name][0] for p, name in final.items() if name in shown[p]]
-    used = EvidenceUsed(digest_of(every), files, phases, _total(winners))
+    compared = {
+        phase: tuple(
+            Rival(specs[name], plans[phase][name], t.series, evidence.points(config, name, kernels[name], t))
+            for name, t in rivals[phase].items()
+        )
+        for phase, used in phases.items()
+        if used.by_times
+    }
+    used = EvidenceUsed(digest_of(every), files, phases, _total(winners), compared)
     return ByTimes(rankings, final, used, shown)
 
 

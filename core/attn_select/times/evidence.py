@@ -57,6 +57,7 @@ class Model(Protocol):
     def predict(self, batch: BatchShape) -> Predicted | None: ...
 
 
+Points = tuple[tuple[BatchShape, float], ...]
 Read = Callable[[TimedLayer], Stored]
 Fit = Callable[[Sequence[tuple[BatchShape, float]], TimedLayer, Device], Model]
 
@@ -116,6 +117,13 @@ class Evidence:
                     found.append(timing)
                     break
         return found or self._roofline(config, weights, share)
+
+    def points(
+        self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None], timing: Timing
+    ) -> Points:
+        """Return the measured batches that one of ``timings`` rests on, and their times in us."""
+        groups = self._groups_of(config, backend, kernels)[timing.series]
+        return next(group.points for group in groups if group.digest == timing.digest)
 
     def _roofline(
         self, config: AttentionConfig, weights: Sequence[tuple[BatchShape, float]], share: float
@@ -247,6 +255,11 @@ class _Group:
         )
 
     @property
+    def points(self) -> Points:
+        """The batches and their times in us."""
+        return tuple([(batch, row.measurement.time_us) for batch, row in self._rows])
+
+    @property
     def digest(self) -> str:
         """Of all measurements of the group."""
         if not self._digest:
@@ -268,8 +281,7 @@ class _Group:
 
     def _predicted(self, batch: BatchShape) -> Predicted | None:
         if self._model is None:
-            points = [(each, row.measurement.time_us) for each, row in self._rows]
-            self._model = self._fit(points, self._layer, self._device)
+            self._model = self._fit(self.points, self._layer, self._device)
         return self._model.predict(batch)
 
 
