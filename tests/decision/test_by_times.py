@@ -300,6 +300,15 @@ def test_block_size_and_graph_wish_share_times(decider: Any) -> None:
     assert decide(decider(), decode({"A": 125, "B": 100}), config=other).selected["decode"] == "B"
 
 
+def test_a_layer_with_drafts_shares_the_prefills_of_the_layer_without(decider: Any) -> None:
+    drafting = LAYER.model_copy(update={"num_speculative_tokens": 3})
+    rows = prefill({"A": 30.0, "B": 20.0, "C": 10.0}) + prefill({"A": 3.0, "B": 2.0, "C": 1.0}, "64q4s4k")
+    assert ranks(decide(decider(), rows, "q2k", config=drafting), "prefill") == ["C", "B", "A"]
+    drafts = decide(decider(), rows, "64q4s4k", config=drafting)
+    assert ranks(drafts) == ["A", "B", "C"]
+    assert why(drafts) == "no times are known for this layer on this device"
+
+
 def test_all_shapes_of_the_phase_must_be_known(decider: Any) -> None:
     rows = [*decode({"A": 125, "B": 100}), *decode({"A": 12}, batch="8q1s1k")]
     selection = decide(decider(), rows, "64q1s4k,8q1s1k")

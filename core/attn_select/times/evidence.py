@@ -158,7 +158,7 @@ class Evidence:
         if key in self._groups:
             return self._groups[key]
         points: dict[tuple[Series, tuple[tuple[str, str], ...]], list[tuple[BatchShape, StoredMeasurement]]] = {}
-        for batch, row in self._rows_of(layer).get(backend, ()):
+        for batch, row in self._rows_for(config, backend):
             measured = row.measurement.kernel
             if all(phase in measured and kernels.get(phase) == measured[phase] for phase in phases_of(batch, config)):
                 versions = tuple(sorted(row.measurement.libraries.items()))
@@ -172,6 +172,19 @@ class Evidence:
             groups.sort(key=lambda group: bool(group.weaker))
         self._groups[key] = found
         return found
+
+    def _rows_for(self, config: AttentionConfig, backend: str) -> list[tuple[BatchShape, StoredMeasurement]]:
+        """Return a backend's measurements of a layer; with drafts also the prefills of the layer without them."""
+        rows = list(self._rows_of(timed_layer(config)).get(backend, ()))
+        if config.num_speculative_tokens:
+            plain = timed_layer(config.model_copy(update={"num_speculative_tokens": 0}))
+            longest_decode = 1 + config.num_speculative_tokens
+            rows += [
+                (batch, row)
+                for batch, row in self._rows_of(plain).get(backend, ())
+                if all(group.query_len > longest_decode for group in batch.groups)
+            ]
+        return rows
 
     def _rows_of(self, layer: TimedLayer) -> dict[str, list[tuple[BatchShape, StoredMeasurement]]]:
         """Return the measurements of a layer by backend."""
