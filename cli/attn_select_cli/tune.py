@@ -83,10 +83,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Measure what a model's layers need on this device, and write rules out of it.
-
-    Without `--backend` every valid backend takes part.
-    """
+    """Measure what a model's layers need on this device, and write rules out of it."""
     from attn_select.errors import UnknownNameError
     from attn_select.times.workload import parse_workload
     from attn_select_cli import rules_file
@@ -115,6 +112,9 @@ def command(
         found = tuner.Tuner(bench, output or times_file(bench), asked)
         for each in chosen_layers(explanation.layers, layer):
             config = each.selection.config
+            if layer is None and (reason := benching.unserved(config)) is not None:
+                found.skipped[each.kind] = reason
+                continue
             for one in config.phases if phase is None else (phase,):
                 found.add(each.kind, config, one, spans, wanted)
         complete = found.run(seconds, say)

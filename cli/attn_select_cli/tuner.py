@@ -78,12 +78,17 @@ class Tuner:
         bench: measures.
         file: where times are kept; what it holds of the same layers, kernels and versions is not measured again.
         backends: those that take part; none: every valid one.
+
+    Attributes:
+        layers: what was added.
+        skipped: kinds of layers that cannot be timed alone, with the reason.
     """
 
     def __init__(self, bench: Bench, file: Path, backends: Sequence[str] = ()) -> None:
         self.bench, self.file, self._backends = bench, file, backends
         self._rated = bench.rates.of(bench.device)
         self.layers: list[LayerTuning] = []
+        self.skipped: dict[str, str] = {}
 
     def add(
         self,
@@ -200,14 +205,14 @@ class Tuner:
         candidates = [each for each in layer.candidates if each.name not in layer.wrong]
         compare = len(tuning.samples) - layer.reused < _COMPARED
         found = self.bench.measure(tuning.config, batch, candidates, _BATCH_SECONDS, compare)
-        kept = self.bench.measurements(tuning.config, found)
-        append_measurements(self.file, kept)
-        if not found.complete:
-            return False
-        layer.measured = max([layer.measured, *(each.date for each in kept)])
         for timed in found.timed:
             if timed.failure is None and not timed.exact:
                 layer.wrong[timed.backend] = f"error {timed.error:.1e} at {batch}, above its bound {timed.bound:.1e}"
+        right = [each for each in self.bench.measurements(tuning.config, found) if each.backend not in layer.wrong]
+        append_measurements(self.file, right)
+        if not found.complete:
+            return False
+        layer.measured = max([layer.measured, *(each.date for each in right)])
         tuning.add(batch, {each.backend: each.time_us for each in found.timed if each.failure is None})
         for times in tuning.samples.values() if layer.wrong else ():
             for name in layer.wrong:
@@ -274,6 +279,8 @@ def _regret(order: Sequence[str], times: Mapping[str, float]) -> float:
 def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
     """Return the tables and the figures that judge them."""
     lines: list[Block] = []
+    for kind, reason in tuner.skipped.items():
+        lines += [[(f"{kind}  ", "title")], [("  not timed: ", "warning"), HANG, (reason, "")], []]
     for one in outcome:
         layer, tuning = one.layer, one.layer.tuning
         lines += [[(f"{layer.kind}, {tuning.phase}  ", "title"), HANG, (config_text(tuning.config), "")]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,79 @@ def test_rules_of_hands_stay_and_those_of_an_earlier_tune_go(run: Any, rules_fil
     assert rules_file.read_text() == f"{mine}\n{old}"
 
 
+def test_newer_measurements_contradict_tuned_rules(run: Any, rules_file: Path, timer: list[str], folder: Path) -> None:
+    assert run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes").code == 0
+    (path,) = folder.iterdir()
+    newer = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["batch"] == "4q1s64":
+            row["time_us"] = {"TORCH_SDPA": 90.0, "FLEX_ATTENTION": 400.0}[row["backend"]]
+            newer.append(json.dumps(row | {"spread_us": [row["time_us"]] * 2, "date": "2100-01-01T00:00:00+00:00"}))
+    path.write_text("\n".join([path.read_text().rstrip(), *newer, ""]))
+    result = run("rules", "check")
+    assert result.code == 0
+    assert "newer measurements contradict FLEX_ATTENTION first: TORCH_SDPA 90 us against 400 us at 4q1s64" in result.out
+
+
+def test_an_interrupted_tune_keeps_its_times(
+    run: Any, rules_file: Path, timer: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = benching.Bench.measure
+
+    def interrupted(self: Any, *arguments: Any) -> benching.TimedBatch:
+        found = measure(self, *arguments)
+        found.complete = len(timer) < 3
+        return found
+
+    monkeypatch.setattr(benching.Bench, "measure", interrupted)
+    result = run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes")
+    assert result.code == 130
+    assert "the next tune goes on from there" in result.err
+    assert not rules_file.exists()
+    (path,) = folder.iterdir()
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_a_backend_with_wrong_results_takes_no_part(
+    run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = benching.Bench.measure
+
+    def wrong(self: Any, *arguments: Any) -> benching.TimedBatch:
+        found = measure(self, *arguments)
+        for timed in found.timed:
+            if timed.backend == "FLEX_ATTENTION" and len(timer) == 2:
+                timed.error, timed.bound = 0.5, 0.01
+        return found
+
+    monkeypatch.setattr(benching.Bench, "measure", wrong)
+    result = run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes")
+    assert "FLEX_ATTENTION takes no part: error 5.0e-01" in result.out
+    assert "above its bound 1.0e-02" in result.out
+    assert [rule["prefer"] for rule in tomllib.loads(rules_file.read_text())["rules"]] == [["TORCH_SDPA"]]
+
+
+def test_rules_that_lose_to_the_order_in_force_are_not_written(
+    run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = benching.Bench.measure
+
+    def noisy(self: Any, *arguments: Any) -> benching.TimedBatch:
+        found = measure(self, *arguments)
+        held_out = len(timer) > 9  # the first ones of the domain mislead
+        for timed in found.timed:
+            fast = timed.backend == ("TORCH_SDPA" if held_out else "FLEX_ATTENTION")
+            timed.samples_us = [100.0 if fast else 150.0]
+        return found
+
+    monkeypatch.setattr(benching.Bench, "measure", noisy)
+    result = run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes")
+    assert result.code == 1
+    assert "no rules: the present order does better on held-out batches, 1.000 against 1." in result.out
+    assert not rules_file.exists()
+
+
 def test_prefill_and_workloads(run: Any, rules_file: Path, timer: list[str]) -> None:
     result = run("tune", *LAYER, *QUICK[6:], "--workload", "2q8s16*0.5,4q16s64*0.5", "--yes")
     assert result.code == 0, result.err
@@ -160,6 +234,13 @@ def test_wrong_input(run: Any, arguments: tuple[str, ...], told: str, folder: Pa
     assert result.code == 2
     assert told in result.err
     assert not folder.exists()
+
+
+def test_layers_that_cannot_be_timed_alone_are_named(run: Any, rules_file: Path, timer: list[str]) -> None:
+    result = run("tune", "--model", "deepseek-v3.2", "--tensor-parallel", "8", *QUICK, "--yes")
+    assert result.code == 1
+    assert "not timed: sparse MLA needs an indexer's choice of tokens" in result.out
+    assert timer == []
 
 
 def test_one_backend_is_nothing_to_tune(run: Any, rules_file: Path) -> None:
