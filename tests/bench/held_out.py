@@ -1,7 +1,8 @@
 """What the choice costs on workloads that no fit and no rule was made from: the regret of three ways to choose.
 
     python tests/bench/held_out.py --measure --out $OUT --with vllm==0.26.0     # on the GPU, about 90 workloads
-    python tests/bench/held_out.py --from held_out.jsonl [--rules tuned.toml]   # anywhere, without a GPU
+    python tests/bench/held_out.py --from tests/bench/data/held_out_nvidia-h200.jsonl.xz   # anywhere, without a GPU
+    python tests/bench/held_out.py --from held_out.jsonl --rules tuned.toml
 
 The workloads are drawn with a seed from the ranges of ``draw``, fixed before anything was measured. The
 rounds of a batch are cut in two: the best backend is named by the medians of the first half, and times are those of the

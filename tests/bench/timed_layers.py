@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +125,8 @@ def append(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what ``append`` wrote."""
-    with path.open(encoding="utf-8") as file:
+    """Yield what ``append`` wrote, also from a file that was compressed with xz since."""
+    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
         yield from (json.loads(line) for line in file if line.strip())
 
 
