@@ -42,5 +42,10 @@ def test_an_interface_that_moved() -> None:
 
 
 def test_warnings_are_pythons_own_by_default() -> None:
-    with pytest.warns(RuntimeWarning, match="takes no part in Acme 9"):
+    def register() -> None:
         Adapter("attn-select-acme", "Acme", "9", ("0.26",)).takes_part()
+
+    with pytest.warns(RuntimeWarning, match="takes no part in Acme 9") as warned:
+        register()
+    line = register.__code__.co_firstlineno + 4
+    assert [(each.filename, each.lineno) for each in warned] == [(__file__, line)]  # who called the adapter

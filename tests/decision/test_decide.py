@@ -202,6 +202,14 @@ def test_an_explicit_choice_that_fails_the_gate_is_never_replaced(
     assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": None}
 
 
+def test_an_explicit_choice_for_one_phase_leaves_the_other_to_the_rules(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
+    decider = make_decider([make_spec("A"), make_spec("B")], [priority("A", "B")])
+    assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": "B"}
+    assert decider.decide(gqa, Choice(prefill="B")).selected == {"prefill": "B", "decode": "A"}
+
+
 def test_an_explicit_choice_is_part_of_the_outcome(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
     decider = make_decider([make_spec("A"), make_spec("B", head_sizes=_sizes(64))], [priority("A", "B")])
     chosen = decider.decide(gqa, Choice(decode="A"))

@@ -122,6 +122,18 @@ def test_flags_can_give_what_is_missing(kinds: Kinds) -> None:
     assert (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype) == (8, 2, 64, "float16")
 
 
+@pytest.mark.parametrize(("value", "cap"), [(0.5, 0.5), (30, 30.0), (0, None), (None, None), (False, None)])
+def test_a_positive_number_may_be_small_or_left_out(kinds: Kinds, value: Any, cap: float | None) -> None:
+    found = kinds({**GENERIC, "model_type": "gemma2", "attn_logit_softcapping": value})
+    assert {kind.config.logits_soft_cap for kind in found.kinds} == {cap}
+
+
+def test_listed_layers_count_themselves(kinds: Kinds) -> None:
+    config = {field: value for field, value in GENERIC.items() if field != "num_hidden_layers"}
+    found = kinds({**config, "model_type": "brandnew", "layer_types": ["full_attention"] * 3})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 3)]
+
+
 def test_unknown_model_type_is_read_generically(kinds: Kinds) -> None:
     found = kinds({**GENERIC, "model_type": "brandnew", "num_key_value_heads": 2, "sliding_window": 100})
     assert [(kind.kind, kind.count, kind.config.num_kv_heads) for kind in found.kinds] == [("sliding_attention", 4, 2)]

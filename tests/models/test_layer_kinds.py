@@ -124,6 +124,11 @@ def test_dtype_flag_beats_all() -> None:
         ({"model_type": "glm4", "torch_dtype": "float16"}, "bfloat16", "glm4 is unstable in float16"),
         ({"model_type": "llava", "text_config": {"model_type": "llama", "torch_dtype": "float16"}}, "float16", None),
         ({"model_type": "llava", "vision_config": {"torch_dtype": "float16"}}, "float16", None),
+        (
+            {"model_type": "llava", "dtype": "float16", "text_config": {"model_type": "llama", "dtype": "bfloat16"}},
+            "float16",
+            None,
+        ),
     ],
 )
 def test_where_a_config_states_its_dtype(kinds: Kinds, config: dict[str, Any], dtype: str, said: str | None) -> None:

@@ -65,13 +65,37 @@ def test_quantised_caches_read_less(dtype: str, share: float) -> None:
 def test_mla_decodes_read_latents_and_prefills_decompress() -> None:
     decode = step_work(MLA, parse_batch_shape("8q1s2k"))
     assert decode.kv_bytes == 8 * 2048 * 576 * 2
+    assert decode.query_bytes == 8 * 16 * (576 + 512) * 2
+    assert decode.cache_write_bytes == 8 * 2 * 576 * 2
     assert decode.attention_flops == 8 * 2048 * 16 * 2 * (576 + 512)
+    assert decode.projection_flops == 2 * 8 * 16 * 512 * 256
     weights = 16 * 512 * 256 * 2
     assert decode.projection_bytes - weights == 8 * 16 * (128 + 128 + 2 * 512) * 2
+    parts = decode.kv_bytes, decode.query_bytes, decode.cache_write_bytes, decode.projection_bytes
+    assert decode.bytes == sum(parts)
     prefill = step_work(MLA, parse_batch_shape("2q2k"))
+    assert prefill.cache_write_bytes == 2 * 2048 * 2 * 576 * 2
     assert prefill.kv_bytes == 2 * 2048 * 16 * (192 + 128) * 2
+    assert prefill.query_bytes == 2 * 2048 * 16 * (192 + 128) * 2
+    assert prefill.projection_bytes - weights == 2 * 2048 * (512 + 16 * (128 + 128)) * 2
     assert prefill.projection_flops == 2 * 2 * 2048 * 16 * 512 * 256
+    assert prefill.attention_flops == 2 * (2048 * 2049 / 2) * 16 * 2 * (192 + 128)
     assert step_work(MLA, parse_batch_shape("2q2k"), projections=False).projection_flops == 0
+
+
+def test_sparse_caches_hold_fp8_latents_with_scales() -> None:
+    config = MLA.model_copy(update={"sparse_top_k": 64, "kv_cache_dtype": "fp8_ds_mla"})
+    work = step_work(config, parse_batch_shape("8q1s2k"))
+    assert work.kv_bytes == 8 * 64 * 656
+    assert work.cache_write_bytes == 8 * (576 * 2 + 656)
+
+
+@pytest.mark.parametrize("config", [GQA, MLA])
+def test_ranks_share_the_keys(config: AttentionConfig) -> None:
+    batch = parse_batch_shape("8q1s2k")
+    one, two = (step_work(config.model_copy(update={"decode_context_parallel_size": n}), batch) for n in (1, 2))
+    assert (two.kv_bytes, two.attention_flops) == (one.kv_bytes / 2, one.attention_flops / 2)
+    assert (two.query_bytes, two.projection_flops) == (one.query_bytes, one.projection_flops)
 
 
 def test_a_mixed_batch_is_the_sum_of_its_requests() -> None:

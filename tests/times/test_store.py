@@ -75,6 +75,12 @@ def test_corrupt_lines_are_named_and_skipped(tmp_path: Path) -> None:
     assert "not a line of UTF-8" in str(found.problems[1])
 
 
+def test_corrupt_lines_that_do_not_name_the_gpu_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b'{oops\n{"gpu": "NVIDIA H200"\n')
+    assert [problem.line for problem in read_measurements(named(path), "NVIDIA H200").problems] == [2]
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     append_measurements(tmp_path / "good.jsonl", [ONE])
     found = read_measurements([*named(tmp_path / "none.jsonl"), *named(tmp_path / "good.jsonl")])

@@ -36,6 +36,10 @@ def test_shapes_have_shares_that_sum_to_one(text: str, expected: dict[str, float
     assert parse_workload(workload) is workload
 
 
+def test_profiles_have_the_names_that_people_write() -> None:
+    assert set(PROFILES) == {"chat", "long-context", "offline", "speculative", "agent"}
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_profiles_are_workloads(name: str) -> None:
     workload = parse_workload(name)

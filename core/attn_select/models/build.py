@@ -111,7 +111,7 @@ def _override(values: dict[str, Any], overrides: Mapping[str, Any], of_a_model: 
     heads = given.get("num_heads")
     if heads is not None and "num_kv_heads" not in given and values.get("num_kv_heads") == values.get("num_heads"):
         values.pop("num_kv_heads", None)  # one KV head per query head stays so
-    if any(dim in given for dim in MLA_DIMS) or "kv_lora_rank" in values:
+    if any(dim in given for dim in MLA_DIMS):
         for field in ("num_kv_heads", "head_size", "v_head_size"):  # they follow from MLA's dims
             values.pop(field, None)
     values |= given

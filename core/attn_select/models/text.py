@@ -48,7 +48,7 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
         ModelError: there is none, or it is of a kind that attention configs cannot describe.
     """
     config, wrapper = raw, model_type_of(raw, where)
-    kind: str | None = wrapper
+    kind = wrapper
     for _ in range(3):  # Qwen2.5-Omni: thinker_config, and text_config inside it
         key = next((key for key in _TEXT_KEYS if config.get(key) is not None), None)
         if key is None:
@@ -56,10 +56,11 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
         if not isinstance(config[key], dict):
             raise ModelError(f"{where}: {key} = {show(config[key])}: expected an object")
         config, where = config[key], f"{where}: {key}"
-        kind = model_type_of(config, where) or text_type(kind or "") or kind
+        kind = model_type_of(config, where) or text_type(kind) or kind
     else:
         raise ModelError(f"{where}: configs inside configs inside configs")
-    kind = (text_type(kind) if config is raw and kind else kind) or kind or ""
+    if config is raw:
+        kind = text_type(kind) or kind
     for name in (wrapper, kind):
         if (why := defaults()["unsupported"].get(name)) is not None:
             raise ModelError(f"{where}: model type {name!r} {why}")

@@ -1,0 +1,125 @@
+"""Times of calls that take turns, by a clock that only the calls move: on a CPU, and on a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attn_select.runtime.timing import FLUSH_BYTES, flushed_times, gpu_times, host_times, medians, timed_rounds
+
+
+class Machine:
+    """A host and a GPU whose clock ``now`` (seconds) stands still but for kernels; the host's shows twice as much.
+
+    Attributes:
+        log: the kernels that ran, in order, and ``wait`` where the host waited for the device.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+        self.capturing: list[Callable[[], None]] | None = None
+
+    def kernel(self, name: str, *milliseconds: float) -> Callable[[], None]:
+        """Return a call that takes this long; with several times the n-th call takes the n-th, then the last."""
+        times = list(milliseconds)
+
+        def launch() -> None:
+            if self.capturing is not None:
+                self.capturing.append(launch)
+                return
+            self.log.append(name)
+            self.now += (times.pop(0) if len(times) > 1 else times[0]) / 1e3
+
+        return launch
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Put a made-up machine below torch's CUDA events and graphs and the host's clock."""
+    machine = Machine()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = machine.now
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    class Graph:
+        def __init__(self) -> None:
+            self.calls: list[Callable[[], None]] = []
+
+        def replay(self) -> None:
+            for call in self.calls:
+                call()
+
+    @contextmanager
+    def capture(graph: Graph) -> Iterator[None]:
+        assert machine.log[-1] == "wait"
+        machine.capturing = graph.calls
+        yield
+        machine.capturing = None
+
+    for name, fake in (("Event", Event), ("CUDAGraph", Graph), ("graph", capture)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: machine.log.append("wait"))
+    monkeypatch.setattr("attn_select.runtime.timing.time.perf_counter", lambda: 2 * machine.now)
+    return machine
+
+
+@pytest.mark.parametrize(("device", "shown"), [("cpu", 2e3), ("cuda", 1e3), (torch.device("cuda", 1), 1e3)])
+def test_each_round_is_begun_by_the_next_call(machine: Machine, device: Any, shown: float) -> None:
+    calls = {name: machine.kernel(name, cost) for name, cost in (("a", 1.0), ("b", 2.0), ("c", 4.0))}
+    rounds = list(islice(timed_rounds(calls, device, before=machine.kernel("flush", 64.0)), 4))
+    assert [name for name in machine.log if name != "flush"] == [*"abc", *"bca", *"cab", *"abc"]
+    assert machine.log[::2] == ["flush"] * 12
+    for found in rounds:
+        assert found == pytest.approx({"a": shown, "b": 2 * shown, "c": 4 * shown})
+
+
+def test_the_median_leaves_out_the_warm_up() -> None:
+    def rounds() -> Iterator[dict[str, float]]:
+        for time in (99.0, 98.0, 5.0, 1.0, 3.0):
+            yield {"a": time, "b": 2 * time}
+        raise AssertionError("one round too many")
+
+    assert medians(rounds(), 3) == {"a": 3.0, "b": 6.0}
+
+
+def test_gpu_times_are_those_of_one_call_in_a_graph(machine: Machine) -> None:
+    compiles = machine.kernel("a", 500.0, 1.0)
+    found = gpu_times({"a": compiles, "b": machine.kernel("b", 3.0)}, repeat=4, rounds=3)
+    assert found == pytest.approx({"a": 1e3, "b": 3e3})
+    assert machine.log[:4] == ["a", "wait", "b", "wait"]  # before the captures
+    assert machine.log[4:] == [*"aaaabbbb", *"bbbbaaaa", *"aaaabbbb", *"bbbbaaaa", *"aaaabbbb"]
+
+
+def test_flushed_times_overwrite_the_cache_before_each_call(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def zero(buffer: Any) -> None:
+        assert (buffer.device.type, buffer.nbytes) == ("cuda", FLUSH_BYTES)
+        assert buffer.nbytes > 126 << 20  # a B200's L2
+        machine.log.append("flush")
+
+    monkeypatch.setattr(torch.Tensor, "zero_", zero)
+    with FakeTensorMode():
+        found = flushed_times({"a": machine.kernel("a", 1.0), "b": machine.kernel("b", 3.0)}, rounds=2)
+    assert found == pytest.approx({"a": 1e3, "b": 3e3})
+    assert machine.log[::2] == ["flush"] * 8
+
+
+def test_host_times_begin_on_an_idle_device(machine: Machine) -> None:
+    found = host_times({"a": machine.kernel("a", 1.0), "b": machine.kernel("b", 3.0)}, repeat=2, rounds=1)
+    assert found == pytest.approx({"a": 2e3, "b": 6e3})
+    assert machine.log == ["wait", *"aa", "wait", *"bb", "wait", *"bb", "wait", *"aa", "wait", *"aa", "wait", *"bb"]
