@@ -114,10 +114,10 @@ class Plan:
                     self.by_line.setdefault((file, line), set()).add(test)
 
     def tests(self, fault: Fault) -> list[str]:
-        """Tests for a fault within the budget of seconds; none where nothing executes its lines.
+        """Tests for a fault; none where nothing executes its lines.
 
         What runs at import has no tests of its own: those of its class or function come first, or those of its file,
-        and then all others, since a table's readers may be anywhere.
+        and then, within a budget of seconds of their own, all others, since a table's readers may be anywhere.
         """
         found = self._of_lines(fault.file, fault.line, fault.last_line) if fault.in_body else set()
         for first, last in (fault.scope, (1, 5000)):
@@ -126,8 +126,9 @@ class Plan:
         files = {test.partition("::")[0] for test in found}
         others = {test for test in self.seconds if not fault.in_body or test.partition("::")[0] in files} - found
         stem = Path(fault.file).stem
-        budget, chosen = self.budget, []
+        chosen: list[str] = []
         for tests in (found, others):
+            budget = self.budget
             for test in sorted(tests - self.left_out, key=lambda test: self._cost(test, stem)):
                 budget -= self.seconds[test]
                 if chosen and budget < 0:

@@ -163,4 +163,5 @@ def swap_functions(file: str) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it; a test raises it
     config.pluginmanager.register(Server(int(os.environ["MUTATE_REQUESTS"]), int(os.environ["MUTATE_ANSWERS"])))
