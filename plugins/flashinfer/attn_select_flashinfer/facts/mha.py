@@ -10,7 +10,6 @@ from pydantic import Field
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.gate import block_size_reason
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import (
     BackendOptions,
@@ -117,7 +116,6 @@ class FlashInferOptions(BackendOptions):
 
 _HND = (FLASHINFER_HND,)
 _NHD_HND = (FLASHINFER_NHD, FLASHINFER_HND)
-_PAGES_256_SM100 = (32, 64)
 
 _GEN_PREFILL = "chosen for each step: a step that is not causal runs natively"
 _SHARED = "the zeroed TRT-LLM buffer is shared by both phases and apart from native scratch"
@@ -143,22 +141,16 @@ def plan(
         return wrong_device(CAPABILITIES, device)
     name = kernel_for(capability, phase)
     case = Case(config, phase, capability, name, options.use_trtllm, options.prefill_kernel, environment)
-    reasons: list[Reason] = []
-    sm100 = capability[0] == 10
-    size = config.block_size
-    if sm100 and config.head_size == 256 and size is not None and size % 16 == 0 and size % 32:
-        # Reported in flashinfer-ai/flashinfer #1993, avoided in vLLM since #27994.
-        reasons.append(_page_16_head_256(size))
     use_trtllm, because, refusals = decide(case)
     if refusals:
-        return reasons + refusals
+        return refusals
     if use_trtllm:
-        return reasons or _trtllm_plan(case, because, options)
+        return _trtllm_plan(case, because, options)
     chosen = choose_native(case)
     if isinstance(chosen, list):
-        return reasons + chosen
+        return chosen
     kernel, why = chosen
-    return reasons or _native_plan(config, phase, kernel, f"{because}; {why}", options, sm100)
+    return _native_plan(config, phase, kernel, f"{because}; {why}", options, capability[0] == 10)
 
 
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:
@@ -171,7 +163,7 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
         sizes = XQA_PAGES
         notes = _XQA_NOTES if case.capability[0] == 9 and config.kv_cache_dtype != "fp8_e4m3" else _XQA_NOTES[:1]
     else:
-        sizes, notes = _PAGES_256_SM100 if config.head_size == 256 else GEN_PAGES, _GEN_NOTES[phase]
+        sizes, notes = GEN_PAGES, _GEN_NOTES[phase]
     return BackendPlan(
         kernel=kernel,
         path=str(kernel),
@@ -202,10 +194,7 @@ def _native_plan(
             notes = (*notes, _DRAFTS)
         if config.batch_invariant:
             notes = (*notes, _NO_SPLIT)
-    if sm100 and config.head_size == 256 and (config.block_size is None or config.block_size % 16 == 0):
-        sizes: tuple[int, ...] = _PAGES_256_SM100
-    else:
-        sizes = NATIVE_PAGES if config.block_size is None else _with_own(config.block_size)
+    sizes = NATIVE_PAGES if config.block_size is None else _with_own(config.block_size)
     return BackendPlan(
         kernel=kernel,
         path=str(kernel),
@@ -224,12 +213,6 @@ def _native_plan(
 @lru_cache(maxsize=64)
 def _with_own(size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((size, *NATIVE_PAGES)))
-
-
-def _page_16_head_256(size: int) -> Reason:
-    reason = block_size_reason(size, _PAGES_256_SM100)
-    reason.message += " with head size 256 on compute capability 10.x"
-    return reason
 
 
 def load() -> Any:

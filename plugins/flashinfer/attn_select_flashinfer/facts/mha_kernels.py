@@ -46,7 +46,12 @@ UseTrtllm = Literal["auto", True, False]
 PrefillKernel = Literal["auto", "fa2", "fa3"]
 
 GEN_PAGES = (16, 32, 64)
-"""trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347)."""
+"""trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347).
+
+With head size 256, pages of 16 gave wrong values in 0.4.1 (flashinfer-ai/flashinfer #1993). #2137 repaired them,
+FlashInfer tests both together (tests/attention/test_trtllm_gen_attention.py), and vllm-project/vllm #36987 ran them on
+a B200.
+"""
 XQA_PAGES = (16, 32, 64, 128)
 XQA_GROUP = 32
 """Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 run, 48 and 71 do not compile, 64 with 16 bits)."""
