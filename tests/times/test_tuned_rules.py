@@ -30,7 +30,7 @@ REGIONS = [
     Region(["FLASH_ATTN", "FLASHINFER"]),
     Region(
         ["FLASHINFER", "FLASH_ATTN"],
-        {"batch": (32, None), "seq_len": (None, 2048), "kv_tokens": (4096, 65536)},
+        {"batch": (32, None), "seq_len": (None, 2048), "kv_tokens": (4096, 65536), "effective_batch": (12.5, None)},
         parse_batch_shape("48q1s1k"),
         {"FLASHINFER": 113.4, "FLASH_ATTN": 125.3},
         "FLASH_ATTN",
@@ -78,6 +78,7 @@ def test_what_the_rules_say() -> None:
         ("48q1s4k", "FLASH_ATTN"),
         ("64q1s2k", "FLASH_ATTN"),
         ("48q1s1k,8q1s1k", "FLASH_ATTN"),
+        ("2q1s2k_46q1s128", "FLASH_ATTN"),
     ],
 )
 def test_the_rules_decide(workload: str | None, first: str) -> None:

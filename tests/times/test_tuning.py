@@ -18,18 +18,18 @@ from attn_select.times.tuning import HELD_OUT, TIE, Domain, Tuning
 H100 = lookup("h100")
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 DECODE = Domain(batch=(1, 256), query_len=(1, 1), seq_len=(128, 65536))
+UNEVEN = Domain(batch=(1, 256), query_len=(1, 1), seq_len=(128, 65536), uneven=True)
 PREFILL = Domain(batch=(1, 16), query_len=(128, 8192), seq_len=(128, 65536))
 Kernel = Callable[[BatchShape], float]
 
 
-def kernel(start: float, per_token: float, per_request: float, per_pair: float = 0.0) -> Kernel:
-    """A kernel whose time grows with the tokens that it reads, with the requests, and with the pairs it computes."""
+def kernel(start: float, per_token: float, per_request: float, per_pair: float = 0.0, serial: float = 0.0) -> Kernel:
+    """A kernel whose time grows with the tokens that it reads, with the requests and with the pairs that it computes,
+    and is never below that of the longest request alone."""
 
     def time_us(batch: BatchShape) -> float:
-        (group,) = batch.groups
-        read = group.count * group.seq_len * per_token
-        pairs = group.count * group.query_len * group.seq_len * per_pair
-        return start + math.hypot(read, pairs) + group.count * per_request
+        work = math.hypot(batch.num_kv_tokens * per_token, batch.num_pairs * per_pair if per_pair else 0.0)
+        return start + max(work, batch.max_seq_len * serial) + batch.num_requests * per_request
 
     return time_us
 
@@ -111,6 +111,27 @@ def test_backends_that_are_alike_keep_their_order() -> None:
     (region,) = find_regions(tuned(DECODE, 30, 0.003, seed=5, kernels=alike))
     assert region.order == ["A", "B", "C"]
     assert region.bounds == {}
+
+
+def test_uneven_batches_get_rules_of_their_own() -> None:
+    kernels = {"WHOLE": kernel(6.0, 1.0e-3, 0.02, serial=6e-3), "SPLIT": kernel(9.0, 1.15e-3, 0.05)}
+    tuning = tuned(UNEVEN, 50, 0.01, seed=1, kernels=kernels)
+    assert any(len(batch.groups) > 1 for batch in tuning.held_out)
+    regions = find_regions(tuning)
+    assert any("effective_batch" in region.bounds for region in regions)
+    draw = random.Random(9)
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for even in drawn(UNEVEN, 400, seed=5):
+        (group,) = even.groups
+        batch = even
+        if draw.random() < 0.5 and group.count >= 4:
+            long = draw.randint(1, max(1, group.count // 4))
+            batch = UNEVEN.uneven_at(group.count, 1, group.seq_len, long, group.seq_len // 20) or even
+        times = {name: k(batch) for name, k in kernels.items()}
+        found[batch is even].append(times[order_in(regions, batch)[0]] / min(times.values()))
+    for regret in found.values():
+        assert len(regret) > 100
+        assert statistics.geometric_mean(regret) < 1.03
 
 
 def test_held_out_batches_teach_nothing() -> None:

@@ -120,6 +120,7 @@ _OF_BATCH = {
     "query_len": "max_query_len",
     "kv_tokens": "num_kv_tokens",
     "pairs": "num_pairs",
+    "effective_batch": "effective_requests",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from attn_select.times.batch_shape import BatchShape
-from attn_select.times.tuning import TIE, Span, Tuning
+from attn_select.times.tuning import TIE, Tuning
 
 MOST_REGIONS = 6
 """Boxes beside the region that is everything."""
@@ -18,17 +18,18 @@ _AHEAD = math.log1p(TIE)
 
 _NEVER = 10.0
 """The logarithm of a factor that no backend wins or loses by; what has no time loses this."""
-FIELDS: Mapping[str, Callable[[BatchShape], int]] = {
+FIELDS: Mapping[str, Callable[[BatchShape], float]] = {
     "batch": attrgetter("num_requests"),
     "query_len": attrgetter("max_query_len"),
     "seq_len": attrgetter("max_seq_len"),
     "kv_tokens": attrgetter("num_kv_tokens"),
     "pairs": attrgetter("num_pairs"),
+    "effective_batch": lambda batch: round(batch.effective_requests, 1),
 }
 """What bounds a region, by the names of the rules' conditions."""
 Times = Mapping[str, float]
 """Microseconds by backend."""
-Bounds = dict[str, tuple[int | None, int | None]]
+Bounds = dict[str, tuple[float | None, float | None]]
 
 
 @dataclass(slots=True)
@@ -53,9 +54,9 @@ class Region:
         """Whether a batch lies in the box."""
         return _within(self.bounds, {name: FIELDS[name](batch) for name in self.bounds})
 
-    def conditions(self) -> dict[str, int | str]:
+    def conditions(self) -> dict[str, float | str]:
         """Return the bounds as a rule's ``when`` has them."""
-        found: dict[str, int | str] = {}
+        found: dict[str, float | str] = {}
         for name, (low, high) in self.bounds.items():
             texts = [f">={low}"] * (low is not None) + [f"<={high}"] * (high is not None)
             found[name] = low if low is not None and low == high else ",".join(texts)
@@ -86,7 +87,7 @@ def find_regions(
     if not regions or not present or {name for each in present for name in each.order} != set(tuning.backends):
         return regions
     batches = [weighted] if weighted else []
-    batches.append(dict.fromkeys(tuning.domain.cells(2), 1.0))
+    batches.append(dict.fromkeys(tuning.cells(2), 1.0))
     if any(_lost(present, tuning, each) > _lost(regions, tuning, each) + _LEAST_GAIN for each in batches):
         return regions
     for number, region in enumerate(present):
@@ -124,7 +125,7 @@ def _regions(
     tuning: Tuning, weighted: Mapping[BatchShape, float] | None, per_octave: int
 ) -> tuple[list[Region], list[BatchShape]]:
     """Return the regions, and for each box that no measured batch shows the batch in which it should win most."""
-    batches = tuning.domain.cells(per_octave)
+    batches = tuning.cells(per_octave)
     cells = [_Cell(batch, times) for batch, times in zip(batches, tuning.times(batches), strict=True) if times]
     if not cells:
         return [], []
@@ -209,7 +210,7 @@ class _Box:
 
     gain: float
     backend: str
-    spans: Mapping[str, Span]
+    spans: Mapping[str, tuple[float, float]]
 
     def holds(self, cell: _Cell) -> bool:
         return all(low <= cell.values[name] <= high for name, (low, high) in self.spans.items())
@@ -229,7 +230,7 @@ def _best_box(cells: Sequence[_Cell], backend: str) -> _Box:
             last = box.gain
             for name in order:
                 others = replace(box, spans={field: span for field, span in box.spans.items() if field != name})
-                sums: dict[int, float] = {}
+                sums: dict[float, float] = {}
                 for cell, gain in gains:
                     if others.holds(cell):
                         sums[cell.values[name]] = sums.get(cell.values[name], 0.0) + gain
@@ -239,15 +240,15 @@ def _best_box(cells: Sequence[_Cell], backend: str) -> _Box:
     return best
 
 
-def _best_run(sums: Sequence[tuple[int, float]]) -> tuple[float, Span]:
-    """Return the greatest sum of neighbours, with the values of the first and the last of them."""
+def _best_run(sums: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
+    """Return the greatest sum of neighbours and the values of the first and the last of them, zeros beside included."""
     best, span = 0.0, (sums[0][0], sums[0][0])
     total, start = 0.0, sums[0][0]
     for value, gain in sums:
-        if total <= 0:
+        if total < 0:
             total, start = 0.0, value
         total += gain
-        if total > best:
+        if total >= best:
             best, span = total, (start, value)
     return best, span
 
@@ -266,7 +267,7 @@ def _bounds(cells: Sequence[_Cell], box: _Box) -> Bounds:
     return {name: bound for name, bound in found.items() if bound != (None, None)}
 
 
-def _within(bounds: Bounds, values: Mapping[str, int]) -> bool:
+def _within(bounds: Bounds, values: Mapping[str, float]) -> bool:
     return all(
         (low is None or low <= values[name]) and (high is None or values[name] <= high)
         for name, (low, high) in bounds.items()

@@ -101,13 +101,14 @@ def regions_of(
     return regions if regions and not regions[0].bounds else []
 
 
-def _bound(written: object) -> tuple[int | None, int | None] | None:
+def _bound(written: object) -> tuple[float | None, float | None] | None:
     """Return the least and the greatest number that a condition as ``Region.conditions`` writes it has."""
-    match = re.fullmatch(r"(\d+)|(?:>=(\d+))?,?(?:<=(\d+))?", str(written))
+    number = r"(\d+(?:\.\d+)?)"
+    match = re.fullmatch(rf"(?:>={number})?,?(?:<={number})?|{number}", str(written))
     if match is None:
         return None
-    low, high = match[1] or match[2], match[1] or match[3]
-    return None if low is None else int(low), None if high is None else int(high)
+    low, high, equal = (None if text is None else float(text) if "." in text else int(text) for text in match.groups())
+    return (low, high) if equal is None else (equal, equal)
 
 
 def _when(

@@ -19,6 +19,10 @@ TIE = 0.02
 """Times that differ by less than this share are alike."""
 FIRST = LEAST_POINTS + 4
 """Batches that lie far from each other, measured before the models say which ones are worth it."""
+MOST_UNEVEN = 5
+"""Of these, batches of few long requests among short ones, beside the others."""
+LEAST_UNEVEN = 3
+"""Uneven batches that have to be known before others are predicted."""
 DOUBTFUL = math.log(1.3)
 """A time that is this much above what the others predict, as a logarithm, is measured again."""
 HELD_OUT = 8
@@ -31,19 +35,21 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """The batches of one phase that a tuning speaks of, all requests of one length.
+    """The batches of one phase that a tuning speaks of: requests of one length, in decode also of unequal ones.
 
     Attributes:
         batch: requests.
         query_len: new tokens of each.
-        seq_len: tokens of each, the new ones included; None: the new ones alone (a layer without a cache).
+        seq_len: tokens of the longest, the new ones included; None: the new ones alone (a layer without a cache).
         fits: whether a batch is to be measured.
+        uneven: whether requests of unequal lengths count too.
     """
 
     batch: Span
     query_len: Span
     seq_len: Span | None
     fits: Callable[[BatchShape], bool] = lambda batch: True
+    uneven: bool = False
 
     @property
     def axes(self) -> dict[str, Span]:
@@ -53,9 +59,15 @@ class Domain:
 
     def cells(self, per_octave: int) -> list[BatchShape]:
         """Return the batches of a grid: along every axis its ends, powers of two, and 1.5 times those where two are
-        asked for per octave. Those that no request has or that do not fit are left out."""
+        asked for per octave. Those that no request has or that do not fit are left out. Behind them come uneven ones
+        of the same ends, where they count."""
         axes = {name: _between(*span, per_octave) for name, span in self.axes.items()}
-        found = (self.batch_at(**dict(zip(axes, place, strict=True))) for place in product(*axes.values()))
+        places = [dict(zip(axes, place, strict=True)) for place in product(*axes.values())]
+        found = [self.batch_at(**place) for place in places]
+        if self.uneven:
+            found += [
+                self.uneven_at(**place, long=place["batch"] // 8, short=place["seq_len"] // 16) for place in places
+            ]
         return list(dict.fromkeys(batch for batch in found if batch is not None))
 
     def batch_at(self, batch: int, query_len: int, seq_len: int | None = None) -> BatchShape | None:
@@ -65,12 +77,22 @@ class Domain:
         shape = BatchShape((RequestGroup(batch, query_len, query_len if seq_len is None else seq_len),))
         return shape if self.fits(shape) else None
 
+    def uneven_at(self, batch: int, query_len: int, seq_len: int, long: int, short: int) -> BatchShape | None:
+        """Return a batch of at least four requests, ``long`` of them (at least one) of ``seq_len`` tokens, the others
+        of ``short``; None where there is none or it does not fit."""
+        short = max(query_len, short)
+        if batch < 4 or short >= seq_len:
+            return None
+        long = max(1, long)
+        shape = BatchShape((RequestGroup(long, query_len, seq_len), RequestGroup(batch - long, query_len, short)))
+        return shape if self.fits(shape) else None
+
     def holds(self, batch: BatchShape) -> bool:
         """Whether a batch is one of these."""
-        if len(batch.groups) != 1:
+        lengths = {group.query_len for group in batch.groups}
+        if len(lengths) > 1 or (len(batch.groups) > 1 and not self.uneven):
             return False
-        group = batch.groups[0]
-        values = {"batch": group.count, "query_len": group.query_len, "seq_len": group.seq_len}
+        values = {"batch": batch.num_requests, "query_len": batch.max_query_len, "seq_len": batch.max_seq_len}
         return all(low <= values[name] <= high for name, (low, high) in self.axes.items())
 
 
@@ -107,20 +129,27 @@ class Tuning:
 
     def __post_init__(self) -> None:
         self._pool = self.domain.cells(1)
-        self._first = farthest_first(self._pool, FIRST) if self._pool else []
+        self._first = []
+        for uneven, count in ((False, FIRST), (True, MOST_UNEVEN)):
+            if some := [batch for batch in self._pool if (len(batch.groups) > 1) is uneven]:
+                self._first += farthest_first(some, count)
         self.held_out = self._drawn()
         self._pool = [batch for batch in self._pool if batch not in self.held_out]
 
     def _drawn(self) -> tuple[BatchShape, ...]:
-        """Return batches drawn log-uniformly, none of them among the first."""
+        """Return batches drawn log-uniformly, none of them among the first; every other one uneven, if those count."""
         draw = random.Random(7)
+
+        def between(low: int, high: int) -> int:
+            return min(high, round(math.exp(draw.uniform(math.log(low), math.log(high + 1)))))
+
         found: dict[BatchShape, None] = {}
         for _ in range(HELD_OUT * 50):
-            at = {
-                name: min(high, round(math.exp(draw.uniform(math.log(low), math.log(high + 1)))))
-                for name, (low, high) in self.domain.axes.items()
-            }
+            at = {name: between(*span) for name, span in self.domain.axes.items()}
             batch = self.domain.batch_at(**at)
+            if self.domain.uneven and len(found) % 2 and at["batch"] >= 4:
+                long, short = between(1, at["batch"] // 2), between(1, at["seq_len"])
+                batch = self.domain.uneven_at(**at, long=long, short=short)
             if batch is not None and batch not in self._first and len(found) < HELD_OUT:
                 found[batch] = None
         return tuple(found)
@@ -170,6 +199,11 @@ class Tuning:
             math.hypot(math.log1p(best.margin), math.log1p(other.margin)) - math.log(other.time_us / best.time_us)
             for other in others
         )
+
+    def cells(self, per_octave: int) -> list[BatchShape]:
+        """Return the domain's grid, without uneven batches where too few of them were measured to predict others."""
+        known = sum(len(batch.groups) > 1 for batch in self.fitted) >= LEAST_UNEVEN
+        return [batch for batch in self.domain.cells(per_octave) if known or len(batch.groups) == 1]
 
     @property
     def fitted(self) -> dict[BatchShape, dict[str, float]]:
