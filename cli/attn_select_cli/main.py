@@ -19,6 +19,7 @@ BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 COMMANDS = (
     "explain",
+    "flags",
     "run",
     "bench",
     "tune",

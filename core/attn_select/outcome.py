@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -95,6 +95,20 @@ class Outcome:
     def selected(self) -> dict[Phase, str | None]:
         """Backend name (or None) for each phase that the layer has."""
         return {phase: spec.name if spec else None for phase, spec in self.backends.items()}
+
+    def ranked(self, phases: Sequence[Phase]) -> list[Candidate]:
+        """Return the candidates that are valid for all of these phases and ranked by a rule, the best first.
+
+        One that is selected for all of them leads; then ranks decide, those of the last phase before the first's.
+        """
+        able: list[tuple[bool, int, int, Candidate]] = []
+        for candidate in self.candidates:
+            verdicts = [candidate.phases[phase] for phase in phases]
+            ranks = [v.rank for v in verdicts if v.rank is not None and v.verdict != "rejected"]
+            if len(ranks) == len(phases):
+                chosen = all(v.verdict == "selected" for v in verdicts)
+                able.append((not chosen, ranks[-1], ranks[0], candidate))
+        return [candidate for *_, candidate in sorted(able, key=lambda found: found[:3])]
 
     @property
     def plans(self) -> dict[Phase, BackendPlan]:

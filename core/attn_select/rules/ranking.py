@@ -270,6 +270,15 @@ def _applied(rule: Rule, order: list[str]) -> list[str]:
     return [*others, *listed, *(name for name in rule.backends if name not in listed)]
 
 
+def holds_for(condition: Condition, config: AttentionConfig, device: Device) -> bool:
+    """Whether a condition on the config or the device holds; an unset field never does."""
+    if condition.scope == "device":
+        value = device.name if condition.field == "gpu" else getattr(device, condition.field)
+    else:
+        value = (_GETTERS.get(condition.field) or attrgetter(condition.field))(config)
+    return value is not None and condition.matches(value)
+
+
 def _matches(tests: list[_Test], asked: object) -> bool:
     """Whether a config, or a batch shape, passes all tests; an unset field passes none."""
     for get, matches in tests:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from attn_select.config import AttentionConfig, Phase
-from attn_select.outcome import Candidate
 from attn_select.selection import Selection
 from attn_select_vllm.names import PREFILL_NAMES, EngineBackend, engine_backends
 
@@ -34,23 +33,6 @@ class Choice:
     refused: Mapping[str, Refusals]
 
 
-def ranked(selection: Selection, phases: tuple[Phase, ...]) -> list[str]:
-    """Return the backends that are valid for all of these phases and ranked by a rule, the best first."""
-    able: list[tuple[bool, int, int, str]] = []
-    for candidate in selection.candidates:
-        verdicts = [candidate.phases[phase] for phase in phases]
-        if all(v.verdict != "rejected" and v.rank is not None for v in verdicts):
-            chosen = all(v.verdict == "selected" for v in verdicts)
-            able.append((not chosen, _rank(candidate, phases[-1]), _rank(candidate, phases[0]), candidate.backend))
-    return [name for *_, name in sorted(able)]
-
-
-def _rank(candidate: Candidate, phase: Phase) -> int:
-    rank = candidate.phases[phase].rank
-    assert rank is not None
-    return rank
-
-
 def served_phases(config: AttentionConfig) -> tuple[Phase, ...]:
     """Return the phases that one backend of vLLM serves: all, but of MLA decode alone, with prefill apart."""
     return ("decode",) if config.mla and not config.sparse else config.phases
@@ -64,15 +46,15 @@ def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusa
     """
     config = selection.config
     refused: dict[str, Refusals] = {}
-    for backend in ranked(selection, served_phases(config)):
-        for engine in engine_backends(backend, config, selection.device):
-            reasons = refusals(backend, engine)
+    for candidate in selection.ranked(served_phases(config)):
+        for engine in engine_backends(candidate.backend, config, selection.device):
+            reasons = refusals(candidate.backend, engine)
             if not reasons:
-                return Choice(selection, backend, engine, refused)
+                return Choice(selection, candidate.backend, engine, refused)
             refused[engine.name] = reasons
     return Choice(selection, None, None, refused)
 
 
 def prefill_order(selection: Selection) -> list[str]:
     """Return vLLM's names of the backends of MLA prefill in attn-select's order."""
-    return [PREFILL_NAMES[name] for name in ranked(selection, ("prefill",)) if name in PREFILL_NAMES]
+    return [PREFILL_NAMES[c.backend] for c in selection.ranked(("prefill",)) if c.backend in PREFILL_NAMES]

@@ -1,0 +1,282 @@
+"""An explanation's choice as an engine's arguments, environment and configuration file, and what these cannot say."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_select.config import Phase
+from attn_select.selection import Selection
+from attn_select_cli.engine_names import EngineTable, Offer
+from attn_select_cli.explanation import Explanation, LayerExplanation
+
+FILE_NAME = "attn-select.yaml"
+"""What the configuration file is called in commands."""
+_SAID = ("dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_context_parallel_size")
+"""Fields of ``AttentionConfig`` for which engines have arguments."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What one argument that names a backend says for one kind of layers.
+
+    Attributes:
+        layer: the kind.
+        argument: key of ``EngineTable.arguments``.
+        phases: those that it serves.
+        offers: attn-select's order for these.
+        offer: the one that is taken; None where the engine has none of the order.
+    """
+
+    layer: LayerExplanation
+    argument: str
+    phases: Sequence[Phase]
+    offers: Sequence[Offer]
+    offer: Offer | None = None
+
+    def passed_over(self) -> list[tuple[str, str]]:
+        """Return the backends of the order that come before the one taken, each with the reason."""
+        before = self.offers[: self.offers.index(self.offer)] if self.offer else self.offers
+        return [(each.backend, each.why or f"{_name(each)} does not fit all layers") for each in before]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data; ``docs/json.md`` documents the fields."""
+        name = self.offer.name if self.offer else None
+        return {
+            "kind": self.layer.kind,
+            "count": self.layer.count,
+            "phases": list(self.phases),
+            "selected": self.layer.selection.selected[self.phases[-1]],
+            "backend": self.offer.backend if self.offer else None,
+            "engine_backend": name.name if name else None,
+            "source": name.source if name else None,
+            "passed_over": [{"backend": backend, "why": why} for backend, why in self.passed_over()],
+        }
+
+
+@dataclass(slots=True)
+class EngineArguments:
+    """How an engine is told to take a choice.
+
+    Attributes:
+        table: the engine.
+        taken: which of attn-select's backends the arguments stand for, layer kind by layer kind.
+        arguments: command-line arguments by flag; None for one without a value.
+        environment: variables.
+        file: dotted keys of the configuration file.
+        not_expressed: what the choice says and no argument does, one sentence each.
+    """
+
+    table: EngineTable
+    taken: list[Taken] = field(default_factory=list)
+    arguments: dict[str, str | None] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    file: dict[str, str | int] = field(default_factory=dict)
+    not_expressed: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every kind of layers has a backend of the engine in every phase."""
+        return all(taken.offer is not None for taken in self.taken)
+
+    def argument_list(self) -> list[str]:
+        """Return the command-line arguments, the configuration file's among them."""
+        return [word for pair in self.argument_pairs() for word in pair]
+
+    def argument_pairs(self) -> Iterator[list[str]]:
+        """Yield each argument with its value."""
+        for flag, value in self.arguments.items():
+            yield [flag] if value is None else [flag, value]
+        if self.file:
+            yield [self.table.arguments["file"], FILE_NAME]
+
+    def nested_file(self) -> dict[str, Any]:
+        """Return the configuration file's content."""
+        content: dict[str, Any] = {}
+        for key, value in self.file.items():
+            *tables, last = key.split(".")
+            inner = content
+            for table in tables:
+                inner = inner.setdefault(table, {})
+            inner[last] = value
+        return content
+
+    def say(self, what: str, value: str | int, key: str = "") -> bool:
+        """Put a value where the engine reads it, with ``key`` behind the argument's name; False if it does nowhere."""
+        argument = self.table.arguments.get(what)
+        if argument is None:
+            return False
+        if argument.startswith("--"):
+            self.arguments[argument + key] = None if value is True else str(value)
+        elif argument.endswith("="):
+            self.environment[argument.removesuffix("=")] = str(int(value) if value is True else value)
+        else:
+            self.file[argument] = value
+        return True
+
+
+def engine_arguments(
+    explanation: Explanation, table: EngineTable, tensor_parallel: int, asked: Collection[str]
+) -> EngineArguments:
+    """Return what tells an engine to take an explanation's choice.
+
+    Args:
+        tensor_parallel: ranks that share the heads.
+        asked: the fields of ``AttentionConfig`` that options set, against the model's config.
+    """
+    result = EngineArguments(table)
+    result.taken = _taken(explanation, table)
+    _say_backends(result)
+    _say_dtypes(result, explanation)
+    _say_block_size(result)
+    if tensor_parallel > 1 and not result.say("tensor_parallel", tensor_parallel):
+        result.not_expressed.append(f"tensor parallelism over {tensor_parallel} ranks: no argument says so")
+    _say_rest(result, explanation, asked)
+    result.not_expressed += table.limits
+    return result
+
+
+def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
+    split = "prefill" in table.arguments and any(
+        len(set(layer.selection.selected.values())) > 1 for layer in explanation.layers
+    )
+    found = [
+        Taken(layer, argument, phases, table.offers(layer.selection, phases, _named_by(argument)))
+        for layer in explanation.layers
+        for argument, phases in _places(table, layer.selection, split)
+    ]
+    for argument in dict.fromkeys(taken.argument for taken in found):
+        same = [taken for taken in found if taken.argument == argument]
+        if table.one_for_all or not table.kinds:
+            _take_one(same)
+        else:
+            for taken in same:
+                taken.offer = next((offer for offer in taken.offers if offer.name), None)
+    return found
+
+
+def _places(table: EngineTable, selection: Selection, split: bool) -> list[tuple[str, Sequence[Phase]]]:
+    """Return the arguments that name a backend for a layer, each with the phases that it speaks for."""
+    phases = selection.config.phases
+    if selection.config.mla and not selection.config.sparse:
+        by_table: dict[str, list[tuple[str, Sequence[Phase]]]] = {
+            "apart": [("attention", ("decode",)), ("mla_prefill", ("prefill",))],
+            "by decode": [("attention", ("decode",))],
+            "for all": [("attention", ("prefill",))],
+        }
+        if table.mla_prefill in by_table:
+            return by_table[table.mla_prefill]
+    return [(phase, (phase,)) for phase in phases] if split else [("attention", phases)]
+
+
+def _named_by(argument: str) -> str:
+    """Return the argument whose names an argument takes: one for a single phase takes those for all."""
+    return "attention" if argument in ("prefill", "decode") else argument
+
+
+def _take_one(several: Sequence[Taken]) -> None:
+    """Take the engine's backend that stands least far behind in the orders of all layer kinds together."""
+    positions = [
+        {_name(offer): place for place, offer in reversed([*enumerate(taken.offers)]) if offer.name}
+        for taken in several
+    ]
+    common = [name for name in positions[0] if all(name in each for each in positions)]
+    if common:
+        best = min(common, key=lambda name: sum(each[name] for each in positions))
+        for taken, each in zip(several, positions, strict=True):
+            taken.offer = taken.offers[each[best]]
+
+
+def _name(offer: Offer) -> str:
+    return offer.name.name if offer.name else ""
+
+
+def _say_backends(result: EngineArguments) -> None:
+    by_argument: dict[str, dict[str, int]] = {}
+    for taken in result.taken:
+        if taken.offer is not None and taken.offer.name is not None:
+            counts = by_argument.setdefault(taken.argument, {})
+            counts[taken.offer.name.name] = counts.get(taken.offer.name.name, 0) + taken.layer.count
+    if set(by_argument) == {"prefill", "decode"} and by_argument["prefill"].keys() == by_argument["decode"].keys():
+        by_argument = {"attention": by_argument["decode"]}
+    most = {argument: max(counts, key=lambda name: counts[name]) for argument, counts in by_argument.items()}
+    for argument, name in most.items():
+        result.say(argument, name)
+    for taken in result.taken:
+        if taken.offer is None or taken.offer.name is None:
+            continue
+        name = taken.offer.name
+        if name.name != most.get(taken.argument, name.name) and not _say_for_kind(result, taken.layer.kind, name.name):
+            result.not_expressed.append(f"{name.name} for {taken.layer.kind} layers: {result.table.engine} takes one")
+        result.arguments |= name.arguments
+
+
+def _say_for_kind(result: EngineArguments, kind: str, name: str) -> bool:
+    return kind in result.table.kinds and result.say("of_kind", name, result.table.kinds[kind])
+
+
+def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
+    table = result.table
+    configs = [layer.selection.config for layer in explanation.layers]
+    for dtype in dict.fromkeys(config.dtype for config in configs):
+        result.say("dtype", dtype)
+    for dtype in dict.fromkeys(config.kv_cache_dtype for config in configs if config.kv_cache_dtype != "auto"):
+        if dtype not in table.kv_cache_dtypes or not result.say("kv_cache_dtype", table.kv_cache_dtypes[dtype]):
+            known = ", ".join(table.kv_cache_dtypes) or "the model's dtype alone"
+            result.not_expressed.append(f"a KV cache of {dtype}: {table.engine} stores {known}")
+
+
+def _say_block_size(result: EngineArguments) -> None:
+    if "block_size" not in result.table.arguments:
+        return
+    taken = [t.offer for t in result.taken if t.offer is not None and t.argument != "mla_prefill"]
+    sizes = list(dict.fromkeys(offer.block_size for offer in taken if offer.block_size is not None))
+    if len(sizes) > 1:
+        text = " and ".join(map(str, sizes))
+        result.not_expressed.append(f"block sizes {text} by layer kind: {result.table.engine} chooses one")
+        return
+    for size in sizes:
+        unfit = [o.name for o in taken if o.name is not None and o.block_size is not None and not o.name.takes(size)]
+        if unfit:
+            accepted = " or ".join(map(str, unfit[0].block_sizes))
+            text = f"blocks of {size} tokens: {unfit[0].name} takes multiples of {accepted}"
+            result.not_expressed.append(f"{text}, of which {result.table.engine} chooses one")
+        else:
+            result.say("block_size", size)
+
+
+def _say_rest(result: EngineArguments, explanation: Explanation, asked: Collection[str]) -> None:
+    """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
+    engine = result.table.engine
+    config = explanation.layers[0].selection.config
+    if config.batch_invariant and not result.say("batch_invariant", True):
+        result.not_expressed.append(f"batch invariance: {engine} has no argument for it")
+    ranks = config.decode_context_parallel_size
+    if ranks > 1 and not result.say("decode_context_parallel_size", ranks):
+        result.not_expressed.append(f"decode context parallelism over {ranks} ranks: {engine} has no argument for it")
+    for option in asked:
+        if option not in _SAID:
+            value = getattr(config, option)
+            result.not_expressed.append(f"{option} = {value}: {engine} takes it from the model or from other features")
+
+
+def command_lines(result: EngineArguments, model: str) -> list[str]:
+    """Return the command that starts the engine's server, over several lines of a shell."""
+    pieces = [f"{name}={shlex.quote(value)}" for name, value in result.environment.items()]
+    pieces.append(shlex.join([*result.table.command, model]))
+    pieces += [shlex.join(pair) for pair in result.argument_pairs()]
+    start = len(result.environment) + 1
+    pieces[start:] = [f"  {piece}" for piece in pieces[start:]]
+    return [f"{piece} \\" for piece in pieces[:-1]] + pieces[-1:]
+
+
+def file_lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield nested tables of names and numbers as YAML."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from file_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {value}"

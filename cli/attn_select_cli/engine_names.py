@@ -1,0 +1,156 @@
+"""How an engine names attn-select's backends and which arguments it has: one TOML file per engine in ``engines/``."""
+
+from __future__ import annotations
+
+import fnmatch
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.outcome import Candidate
+from attn_select.rules.conditions import Condition, compile_when
+from attn_select.rules.ranking import holds_for
+from attn_select.selection import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class EngineName:
+    """An engine's name for one of attn-select's backends, and where it has it.
+
+    Attributes:
+        backend: attn-select's name.
+        name: the engine's.
+        argument: the key of ``EngineTable.arguments`` that takes it.
+        when: conditions on the layer and the device, as in rules: there the engine runs it.
+        kernels: patterns of the stable names of attn-select's kernels that it stands for; empty: of all.
+        block_sizes: it takes multiples of any of these (tokens); empty: of 1.
+        arguments: what goes with it.
+        source: file of the engine, and what to look for in it.
+    """
+
+    backend: str
+    name: str
+    argument: str
+    when: tuple[Condition, ...]
+    kernels: tuple[str, ...]
+    block_sizes: tuple[int, ...]
+    arguments: Mapping[str, str]
+    source: str
+
+    def takes(self, block_size: int) -> bool:
+        """Whether the engine's backend runs with cache blocks of so many tokens."""
+        return not self.block_sizes or any(block_size % size == 0 for size in self.block_sizes)
+
+    def missing(self, config: AttentionConfig, device: Device, kernels: Sequence[str | None]) -> list[str]:
+        """Return why this is not it: the conditions that fail, and kernels that it does not stand for."""
+        reasons = [f"where {condition}" for condition in self.when if not holds_for(condition, config, device)]
+        if self.kernels and not all(any(fnmatch.fnmatchcase(k or "", p) for p in self.kernels) for k in kernels):
+            reasons.append(f"for the kernels {', '.join(self.kernels)}")
+        return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTable:
+    """What is known of one release of an engine.
+
+    Attributes:
+        key: as ``--engine`` takes it.
+        engine, release: its name as people write it, and the version that was read.
+        command: what its server is started with; the model follows.
+        adapter: attn-select's distribution that runs inside the engine, where there is one.
+        mla_prefill: who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the
+            prefill's in every phase (``for all``), or a backend per phase (``by phase``).
+        one_for_all: whether the engine takes one backend for all kinds of layers.
+        arguments: by what they say: ``--flag``, ``VARIABLE=`` of the environment, or a dotted key of the file that the
+            argument ``file`` names.
+        kinds: the engine's names of layer kinds, where a backend can be given to one.
+        kv_cache_dtypes: the engine's names of KV-cache dtypes.
+        limits: what no argument says, one sentence each.
+        names: in the order in which they are tried.
+    """
+
+    key: str
+    engine: str
+    release: str
+    command: tuple[str, ...]
+    adapter: str | None
+    mla_prefill: Literal["apart", "by decode", "for all", "by phase"]
+    one_for_all: bool
+    arguments: Mapping[str, str]
+    kinds: Mapping[str, str]
+    kv_cache_dtypes: Mapping[str, str]
+    limits: tuple[str, ...]
+    names: tuple[EngineName, ...]
+
+    def offers(self, selection: Selection, phases: Sequence[Phase], argument: str) -> list[Offer]:
+        """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none."""
+        return [self._offer(candidate, selection, phases, argument) for candidate in selection.ranked(phases)]
+
+    def _offer(self, candidate: Candidate, selection: Selection, phases: Sequence[Phase], argument: str) -> Offer:
+        plans = [plan for phase in phases if (plan := candidate.phases[phase].plan) is not None]
+        kernels = [plan.kernel_name for plan in plans]
+        block_size = selection.block_size
+        if selection.selected[phases[-1]] != candidate.backend and plans[-1].kernel_block_sizes and block_size:
+            block_size = selection.config.block_size or plans[-1].kernel_block_sizes[0]
+        failed: list[list[str]] = []
+        for name in self.names:
+            if (name.backend, name.argument) == (candidate.backend, argument):
+                missing = name.missing(selection.config, selection.device, kernels)
+                if not missing:
+                    return Offer(candidate.backend, name, "", block_size)
+                failed.append(missing)
+        nearest = min(failed, key=len, default=None)
+        text = f"{self.engine} has it {' and '.join(nearest)}" if nearest else f"{self.engine} has no such backend"
+        return Offer(candidate.backend, None, text, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One backend of attn-select's order, as an engine has it.
+
+    Attributes:
+        backend: attn-select's name.
+        name: the engine's; None where it has none.
+        why: why it has none; empty where it has one.
+        block_size: tokens per cache block that attn-select would give it; None for layers without a cache.
+    """
+
+    backend: str
+    name: EngineName | None
+    why: str
+    block_size: int | None
+
+
+def engine_table(key: str) -> EngineTable:
+    """Return what is known of the engine that ``--engine`` calls so."""
+    data = tomllib.loads((Path(__file__).parent / "engines" / f"{key}.toml").read_text("utf-8"))
+    return EngineTable(
+        key=key,
+        engine=data["engine"],
+        release=data["release"],
+        command=tuple(data["command"]),
+        adapter=data.get("adapter"),
+        mla_prefill=data.get("mla_prefill", "by phase"),
+        one_for_all=data.get("one_for_all", False),
+        arguments=data["arguments"],
+        kinds=data.get("kinds", {}),
+        kv_cache_dtypes=data.get("kv_cache_dtypes", {}),
+        limits=tuple(data["limits"]),
+        names=tuple(
+            EngineName(
+                backend=row["backend"],
+                name=row["name"],
+                argument=row.get("argument", "attention"),
+                when=compile_when(row.get("when", {}))[0],
+                kernels=tuple(row.get("kernels", ())),
+                block_sizes=tuple(row.get("block_sizes", ())),
+                arguments=row.get("arguments", {}),
+                source=row["source"],
+            )
+            for row in data["names"]
+        ),
+    )

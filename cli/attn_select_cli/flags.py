@@ -1,0 +1,132 @@
+"""``attn-select flags``: the choice as an engine's command-line arguments and environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attn_select_cli import complete
+from attn_select_cli.layer_options import diff_options, overrides_from
+
+if TYPE_CHECKING:
+    from attn_select_cli.engine_arguments import EngineArguments
+    from attn_select_cli.explanation import Explanation
+    from attn_select_cli.table import Block
+
+EPILOG = """\b
+Examples:
+  attn-select flags --engine vllm --model llama-3-8b --gpu h100
+  attn-select flags --engine vllm --model deepseek-v3 --gpu b200 --tensor-parallel 8
+  attn-select flags --engine sglang --model gpt-oss-120b --gpu h100
+  attn-select flags --engine trtllm --model llama-3-8b --gpu b200 --kv-cache-dtype fp8
+  attn-select flags --engine transformers --model ./config.json --gpu a100 --json
+
+Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and what
+is passed over is listed. An engine's names are those of the release that is shown.
+
+Exit code: 0 the engine has a backend of the order for every layer, 1 it has none for one, 2 wrong input.
+"""
+ENGINES = ("vllm", "sglang", "trtllm", "transformers")
+
+
+@click.command("flags", epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")
+@click.option(
+    "--engine",
+    "-e",
+    required=True,
+    type=complete.choices(*ENGINES),
+    metavar="NAME",
+    help=f"The engine: {', '.join(ENGINES)}.",
+)
+@diff_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
+def command(engine: str, as_json: bool, **options: Any) -> int:
+    """Show the command-line arguments and environment by which an engine takes the choice for a model on a GPU."""
+    from attn_select.errors import UnknownNameError
+    from attn_select_cli.engine_arguments import engine_arguments
+    from attn_select_cli.engine_names import engine_table
+    from attn_select_cli.explanation import build_explanation
+    from attn_select_cli.output import print_json, print_lines
+
+    if engine not in ENGINES:
+        raise UnknownNameError("engine", engine, ENGINES)
+    if options["model"] is None:
+        raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
+    table = engine_table(engine)
+    explanation = build_explanation(options)
+    result = engine_arguments(explanation, table, options["tensor_parallel"], overrides_from(options))
+    if as_json:
+        print_json(_to_dict(result, explanation))
+    else:
+        print_lines(_lines(result, explanation, _shown_model(options)))
+    return 0 if result.ok else 1
+
+
+def _shown_model(options: Mapping[str, Any]) -> str:
+    """Return what stands for the model in the command: a preset has no weights."""
+    from attn_select.models.presets import find_preset
+
+    model: str = options["model"]
+    return "MODEL" if find_preset(model) is not None else model.removesuffix("/config.json")
+
+
+def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
+    from attn_select.render import HANG, warning_lines
+    from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
+    from attn_select_cli.table import Table
+
+    table = result.table
+    engine = f"{table.engine} {table.release}"
+    lines: list[Block] = [
+        *explanation.head_lines(),
+        [("Engine     ", "dim"), HANG, (engine, "title"), (": names and arguments are this release's", "")],
+        [],
+    ]
+    if result.file:
+        lines.append([(f"{FILE_NAME}:", "title")])
+        lines += [[(f"  {line}", "")] for line in file_lines(result.nested_file())]
+        lines.append([])
+    lines += [[(f"  {line}", "selected")] for line in command_lines(result, model)]
+    rows = [
+        [
+            f"{taken.layer.kind} × {taken.layer.count}",
+            ", ".join(taken.phases),
+            taken.offer.name.name if taken.offer and taken.offer.name else "its default",
+            taken.offer.backend if taken.offer else "-",
+        ]
+        for taken in result.taken
+    ]
+    lines += [[], Table(["layers", "phases", table.engine, "stands for attn-select's"], rows)]
+    for taken in result.taken:
+        if taken.offer is None:
+            has = f"{table.engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
+            text = f"{has}, and {table.engine}'s default runs there"
+            lines += [[(f"{taken.layer.kind}, {', '.join(taken.phases)}: ", "rejected"), HANG, (text, "")]]
+    passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
+    if passed:
+        lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
+        lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
+        if table.adapter:
+            lines.append([("  ", ""), HANG, (f"{table.adapter} chooses inside {table.engine}", "remedy")])
+    lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
+    lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]
+    lines += [[], [(f"Whether {table.engine} serves this model at all is not looked up.", "dim")]]
+    return [*lines, *warning_lines(explanation.all_warnings)]
+
+
+def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any]:
+    table = result.table
+    return {
+        "schema_version": 1,
+        "engine": {"name": table.key, "release": table.release, "adapter": table.adapter},
+        "model": explanation.model,
+        "device": explanation.device.to_dict(),
+        "arguments": result.argument_list(),
+        "environment": result.environment,
+        "file": {"argument": table.arguments["file"], "content": result.nested_file()} if result.file else None,
+        "layers": [taken.to_dict() for taken in result.taken],
+        "not_expressed": result.not_expressed,
+        "warnings": explanation.all_warnings,
+    }
