@@ -149,7 +149,7 @@ def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
     ]
     for argument in dict.fromkeys(taken.argument for taken in found):
         same = [taken for taken in found if taken.argument == argument]
-        if table.one_for_all or not table.kinds:
+        if not table.kinds:
             _take_one(same)
         else:
             for taken in same:
@@ -238,11 +238,13 @@ def _say_block_size(result: EngineArguments) -> None:
         result.not_expressed.append(f"block sizes {text} by layer kind: {result.table.engine} chooses one")
         return
     for size in sizes:
-        unfit = [o.name for o in taken if o.name is not None and o.block_size is not None and not o.name.takes(size)]
+        names = [offer.name for offer in taken if offer.name is not None and offer.block_size is not None]
+        unfit = [name for name in names if not result.table.takes(name, size)]
         if unfit:
             accepted = " or ".join(map(str, unfit[0].block_sizes))
-            text = f"blocks of {size} tokens: {unfit[0].name} takes multiples of {accepted}"
-            result.not_expressed.append(f"{text}, of which {result.table.engine} chooses one")
+            multiples = "multiples of " if result.table.splits_blocks else ""
+            text = f"blocks of {size} tokens: {unfit[0].name} takes {multiples}{accepted}"
+            result.not_expressed.append(f"{text}, of which {result.table.engine} chooses")
         else:
             result.say("block_size", size)
 

@@ -27,7 +27,7 @@ class EngineName:
         argument: the key of ``EngineTable.arguments`` that takes it.
         when: conditions on the layer and the device, as in rules: there the engine runs it.
         kernels: patterns of the stable names of attn-select's kernels that it stands for; empty: of all.
-        block_sizes: it takes multiples of any of these (tokens); empty: of 1.
+        block_sizes: tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all.
         arguments: what goes with it.
         source: file of the engine, and what to look for in it.
     """
@@ -40,10 +40,6 @@ class EngineName:
     block_sizes: tuple[int, ...]
     arguments: Mapping[str, str]
     source: str
-
-    def takes(self, block_size: int) -> bool:
-        """Whether the engine's backend runs with cache blocks of so many tokens."""
-        return not self.block_sizes or any(block_size % size == 0 for size in self.block_sizes)
 
     def missing(self, config: AttentionConfig, device: Device, kernels: Sequence[str | None]) -> list[str]:
         """Return why this is not it: the conditions that fail, and kernels that it does not stand for."""
@@ -64,10 +60,10 @@ class EngineTable:
         adapter: attn-select's distribution that runs inside the engine, where there is one.
         mla_prefill: who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the
             prefill's in every phase (``for all``), or a backend per phase (``by phase``).
-        one_for_all: whether the engine takes one backend for all kinds of layers.
+        splits_blocks: whether a block may be any multiple of what a backend takes.
         arguments: by what they say: ``--flag``, ``VARIABLE=`` of the environment, or a dotted key of the file that the
             argument ``file`` names.
-        kinds: the engine's names of layer kinds, where a backend can be given to one.
+        kinds: the engine's names of layer kinds; empty where it takes one backend for all kinds.
         kv_cache_dtypes: the engine's names of KV-cache dtypes.
         limits: what no argument says, one sentence each.
         names: in the order in which they are tried.
@@ -79,12 +75,17 @@ class EngineTable:
     command: tuple[str, ...]
     adapter: str | None
     mla_prefill: Literal["apart", "by decode", "for all", "by phase"]
-    one_for_all: bool
+    splits_blocks: bool
     arguments: Mapping[str, str]
     kinds: Mapping[str, str]
     kv_cache_dtypes: Mapping[str, str]
     limits: tuple[str, ...]
     names: tuple[EngineName, ...]
+
+    def takes(self, name: EngineName, block_size: int) -> bool:
+        """Whether a backend of the engine runs with cache blocks of so many tokens."""
+        sizes = name.block_sizes
+        return not sizes or block_size in sizes or (self.splits_blocks and any(block_size % s == 0 for s in sizes))
 
     def offers(self, selection: Selection, phases: Sequence[Phase], argument: str) -> list[Offer]:
         """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none."""
@@ -135,7 +136,7 @@ def engine_table(key: str) -> EngineTable:
         command=tuple(data["command"]),
         adapter=data.get("adapter"),
         mla_prefill=data.get("mla_prefill", "by phase"),
-        one_for_all=data.get("one_for_all", False),
+        splits_blocks=data.get("splits_blocks", False),
         arguments=data["arguments"],
         kinds=data.get("kinds", {}),
         kv_cache_dtypes=data.get("kv_cache_dtypes", {}),

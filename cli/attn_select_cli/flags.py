@@ -102,14 +102,15 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
     for taken in result.taken:
         if taken.offer is None:
             has = f"{table.engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
-            text = f"{has}, and {table.engine}'s default runs there"
+            text = f"{has}, and the default of {table.engine} runs there"
             lines += [[(f"{taken.layer.kind}, {', '.join(taken.phases)}: ", "rejected"), HANG, (text, "")]]
     passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
     if passed:
         lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
         lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
         if table.adapter:
-            lines.append([("  ", ""), HANG, (f"{table.adapter} chooses inside {table.engine}", "remedy")])
+            text = f"{table.adapter} takes attn-select's choice into {table.engine}, and kernels of its own"
+            lines.append([("  ", ""), HANG, (text, "remedy")])
     lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
     lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]
     lines += [[], [(f"Whether {table.engine} serves this model at all is not looked up.", "dim")]]

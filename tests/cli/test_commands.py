@@ -20,7 +20,7 @@ from attn_select.rules.layers import packaged_rules_path
 
 jsonschema = pytest.importorskip("jsonschema")
 
-COMMANDS = ("explain", "run", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
+COMMANDS = ("explain", "flags", "run", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
 
 
 def test_version_and_help(run: Any) -> None:

