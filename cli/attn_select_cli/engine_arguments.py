@@ -202,8 +202,8 @@ def _say_backends(result: EngineArguments) -> None:
     if set(by_argument) == {"prefill", "decode"} and by_argument["prefill"].keys() == by_argument["decode"].keys():
         by_argument = {"attention": by_argument["decode"]}
     most = {argument: max(counts, key=lambda name: counts[name]) for argument, counts in by_argument.items()}
-    for argument, name in most.items():
-        result.say(argument, name)
+    for argument, engine_backend in most.items():
+        result.say(argument, engine_backend)
     for taken in result.taken:
         if taken.offer is None or taken.offer.name is None:
             continue
@@ -222,10 +222,10 @@ def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
     configs = [layer.selection.config for layer in explanation.layers]
     for dtype in dict.fromkeys(config.dtype for config in configs):
         result.say("dtype", dtype)
-    for dtype in dict.fromkeys(config.kv_cache_dtype for config in configs if config.kv_cache_dtype != "auto"):
-        if dtype not in table.kv_cache_dtypes or not result.say("kv_cache_dtype", table.kv_cache_dtypes[dtype]):
+    for stored in dict.fromkeys(config.kv_cache_dtype for config in configs if config.kv_cache_dtype != "auto"):
+        if stored not in table.kv_cache_dtypes or not result.say("kv_cache_dtype", table.kv_cache_dtypes[stored]):
             known = ", ".join(table.kv_cache_dtypes) or "the model's dtype alone"
-            result.not_expressed.append(f"a KV cache of {dtype}: {table.engine} stores {known}")
+            result.not_expressed.append(f"a KV cache of {stored}: {table.engine} stores {known}")
 
 
 def _say_block_size(result: EngineArguments) -> None:
