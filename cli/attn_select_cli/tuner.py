@@ -107,35 +107,24 @@ class Tuner:
             ConfigError: the layer cannot be timed, or no batch lies in the ranges.
         """
         weighted: dict[BatchShape, float] = {}
-        groups = []
-        if workload is not None:
-            weighted = {shape.batch: shape.weight for shape in workload.of_phase(phase, config)}
-            whole = [group for shape in workload.shapes for group in shape.batch.groups]
-            groups = [group for group in whole if is_decode(config, group.query_len) is (phase == "decode")]
-            if not groups:
-                return
-        layer = timed_layer(config)
-        if any(each.tuning.phase == phase and timed_layer(each.tuning.config) == layer for each in self.layers):
-            return
         usual: dict[str, Span] = {"batch": _BATCH, "query_len": _QUERY_LEN, "seq_len": _SEQ_LEN}
         if phase == "prefill":
             usual["batch"] = _PREFILL_BATCH
-        if groups:
-            usual = {
-                name: (min(values), max(values))
-                for name, values in {
-                    "batch": [group.count for group in groups],
-                    "query_len": [group.query_len for group in groups],
-                    "seq_len": [group.seq_len for group in groups],
-                }.items()
-            }
+        if workload is not None:
+            weighted = {shape.batch: shape.weight for shape in workload.of_phase(phase, config)}
+            spanned = _spans(workload, config, phase)
+            if spanned is None:
+                return
+            usual = spanned
+        layer = timed_layer(config)
+        if any(each.tuning.phase == phase and timed_layer(each.tuning.config) == layer for each in self.layers):
+            return
         found = {name: spans.get(name) or span for name, span in usual.items()}
         if phase == "decode":
             longest = 1 + config.num_speculative_tokens
             found["query_len"] = (longest, longest)
-        domain = Domain(
-            found["batch"], found["query_len"], found["seq_len"] if config.has_cache else None, self._fits(config)
-        )
+        seq_len = found["seq_len"] if config.has_cache else None
+        domain = Domain(found["batch"], found["query_len"], seq_len, self._fits(config), uneven=phase == "decode")
         cells = domain.cells(1)
         if not cells:
             text = ", ".join(f"{name} {low} to {high}" for name, (low, high) in domain.axes.items())
@@ -218,6 +207,24 @@ class Tuner:
             for name in layer.wrong:
                 times.pop(name, None)
         return True
+
+
+def _spans(workload: Workload, config: AttentionConfig, phase: Phase) -> dict[str, Span] | None:
+    """Return what a workload's requests of a phase span; None where it has none."""
+    parts = []
+    for shape in workload.shapes:
+        groups = [group for group in shape.batch.groups if is_decode(config, group.query_len) is (phase == "decode")]
+        if groups:
+            parts.append(BatchShape(tuple(groups)))
+    groups = [group for part in parts for group in part.groups]
+    if not groups:
+        return None
+    values = {
+        "batch": [part.num_requests for part in parts],
+        "query_len": [group.query_len for group in groups],
+        "seq_len": [group.seq_len for group in groups],
+    }
+    return {name: (min(each), max(each)) for name, each in values.items()}
 
 
 @dataclass(slots=True)

@@ -116,6 +116,7 @@ def test_a_tune_out_of_time_goes_on_later(run: Any, rules_file: Path, timer: lis
     count = len(timer)
     second = run("tune", *LAYER, "--phase", "decode", *QUICK, "--json")
     assert second.code == 1  # not written without --yes
+    assert {"4q1s64", "q1s64_3q1s4"} <= {*timer}  # requests of one length, and unequal ones
     (layer,) = second.json["layers"]
     assert layer["finished"]
     assert layer["reused"] == count

@@ -107,18 +107,20 @@ def _lost(regions: Sequence[Region], tuning: Tuning, weighted: Mapping[BatchShap
 
 
 def next_batch(tuning: Tuning) -> BatchShape | None:
-    """Return what to measure next: what the models need, what was disturbed, then in turn what shows a
-    region and what the models are unsure of.
+    """Return what to measure next: what the models need, what was disturbed, then in turn what shows a region and what
+    the models are unsure of.
 
     None: nothing that is left would change a rule.
     """
     if (batch := tuning.due() or tuning.doubtful()) is not None:
         return batch
 
-    def shows() -> BatchShape | None:
+    def showing() -> BatchShape | None:
         return next((batch for batch in _regions(tuning, None, 1)[1] if batch not in tuning.samples), None)
 
-    return shows() or tuning.unsure() if len(tuning.samples) % 2 else tuning.unsure() or shows()
+    if len(tuning.samples) % 2:
+        return showing() or tuning.unsure()
+    return tuning.unsure() or showing()
 
 
 def _regions(
