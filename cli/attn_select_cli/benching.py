@@ -78,12 +78,14 @@ class Candidate:
         selection: the decision with this backend chosen; None where ``failure`` says why not.
         phases: the phases whose backends run; None: all.
         failure: why it is not timed.
+        dispatch: as in ``AttentionGroup``: ``measured`` times the backend that is predicted to be the fastest.
     """
 
     name: str
     selection: Selection | None = None
     phases: tuple[Phase, ...] | None = None
     failure: str | None = None
+    dispatch: str | None = None
 
 
 @dataclass(slots=True)
@@ -293,16 +295,17 @@ class Bench:
         result.timed.sort(key=lambda timed: timed.time_us if timed.failure is None else float("inf"))
         return result
 
-    def _step(self, selection: Selection, phases: Sequence[Phase] | None, batch: BatchShape, timed: Timed) -> LayerStep:
+    def _step(self, candidate: Candidate, selection: Selection, batch: BatchShape, timed: Timed) -> LayerStep:
         requests = [(g.query_len, g.seq_len) for g in batch.groups for _ in range(g.count)]
-        step = LayerStep(selection, requests, phases, self.torch_device)
+        step = LayerStep(selection, requests, candidate.phases, self.torch_device, candidate.dispatch)
         longest = 1 + step.config.num_speculative_tokens
         decodes = {query <= longest and step.config.has_cache for query, _ in requests}
-        plans = {
-            phase: served.context.plans[phase]
-            for phase, served in step.group.served.items()
-            if (phase == "decode") in decodes
-        }
+        served = dict(step.group.served)
+        if candidate.dispatch is not None:
+            by_name = {each.spec.name: each for each in step.group.backends}
+            ran = {part.phase: by_name[part.backend] for part in step.group.build(step.common).parts}
+            served = {phase: ran.get(phase) or next(iter(ran.values())) for phase in served}
+        plans = {phase: each.context.plans[phase] for phase, each in served.items() if (phase == "decode") in decodes}
         timed.kernel = {phase: plan.kernel_name or "unnamed" for phase, plan in plans.items()}
         timed.block_size, timed.bound = step.group.block_size, error_bound(step.config, plans).norm
         return step
@@ -317,7 +320,7 @@ class Bench:
                 continue
             self._say(f"{batch}: preparing {candidate.name}")
             try:
-                ready.append(Ready(timed, self._step(candidate.selection, candidate.phases, batch, timed)))
+                ready.append(Ready(timed, self._step(candidate, candidate.selection, batch, timed)))
             except Exception as error:  # a kernel library's own, of any kind: the others are still measured
                 timed.failure = failure_text(error)
         if not ready:

@@ -15,7 +15,7 @@ from attn_select.detection import detect_device
 from attn_select.environment import parse_pins
 from attn_select.selector import environment_for
 from attn_select.times.batch_shape import BatchShape
-from attn_select_cli.benching import Bench, TimedBatch
+from attn_select_cli.benching import Bench, Timed, TimedBatch
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 GQA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
@@ -100,21 +100,23 @@ def raw(bench: Bench, point: Point, config: AttentionConfig, found: TimedBatch) 
         "config": config.model_dump(exclude_defaults=True),
         "libraries": libraries,
         "roofline_us": found.roofline_us,
-        "timed": [
-            {
-                "backend": timed.backend,
-                "kernel": dict(timed.kernel),
-                "block_size": timed.block_size,
-                "samples_us": [round(sample, 3) for sample in timed.samples_us],
-                "method": timed.method,
-                "why_eager": timed.why_eager,
-                "first_call_s": round(timed.first_call_s, 3),
-                "error": timed.error,
-                "bound": timed.bound,
-                "failure": timed.failure,
-            }
-            for timed in found.timed
-        ],
+        "timed": [rounds_of(timed) for timed in found.timed],
+    }
+
+
+def rounds_of(timed: Timed) -> dict[str, Any]:
+    """Return what was measured of one candidate as data."""
+    return {
+        "backend": timed.backend,
+        "kernel": dict(timed.kernel),
+        "block_size": timed.block_size,
+        "samples_us": [round(sample, 3) for sample in timed.samples_us],
+        "method": timed.method,
+        "why_eager": timed.why_eager,
+        "first_call_s": round(timed.first_call_s, 3),
+        "error": timed.error,
+        "bound": timed.bound,
+        "failure": timed.failure,
     }
 
 

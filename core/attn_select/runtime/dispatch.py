@@ -122,5 +122,6 @@ def _against(selection: Selection, rival: Rival, chosen: Rival, phase: Phase, mo
         yield f"was measured for fewer than {LEAST_POINTS} batches of {phase}"
     if rival.plan.kv_layouts and selection.kv_layout not in rival.plan.kv_layouts:
         yield f"does not read {selection.kv_layout}"
-    if chosen.plan.returns_lse and not rival.plan.returns_lse:
+    merged = selection.config.mla and phase == "prefill"  # chunks of cached context are merged by their LSE
+    if merged and chosen.plan.returns_lse and not rival.plan.returns_lse:
         yield f"returns no LSE, as {chosen.spec.name} does"

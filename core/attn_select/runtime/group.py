@@ -289,7 +289,7 @@ class AttentionGroup:
                     if CUDA_GRAPH_LEVELS.index(served.builder.cudagraph_support) >= least
                 ]
                 shapes = workload.of_phase("decode", self.config)
-                names = self.dispatch.choice.captured(*size[:2], shapes, able)
+                names = self.dispatch.choice.captured(common.num_reqs, common.max_query_len, shapes, able)
                 way = self._ways.get(names) or self._dispatched(names)
             self._captured[size] = way
         return self._captured[size]

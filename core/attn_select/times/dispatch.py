@@ -1,8 +1,8 @@
 """``StepChoice``: the backend that is predicted to run a step fastest, among those that read one cache.
 
 A step is known by five numbers that every batch carries: its requests, tokens, longest query, keys and longest
-sequence. They are rounded to quarters of a doubling, and each set of rounded numbers is worked out once. So a choice
-depends on the step and on the times alone, never on the steps before it.
+sequence. They are rounded, and each set of rounded numbers is worked out once. So a choice depends on the step and on
+the times alone, never on the steps before it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.model import TimeModel
 from attn_select.times.workload import WeightedShape
 
-_STEPS = 4
-"""Values that a number is rounded to in each doubling."""
 _MOST_KNOWN = 1 << 16
 _UNEVEN = 1.2
 """A longest sequence of more than this many times the mean has a group of its own."""
@@ -51,30 +49,35 @@ class StepChoice:
         self._prefill, self._decode = models.get("prefill", {}), models.get("decode", {})
         self._whole = {} if apart else {name: each for name, each in self._prefill.items() if name in self._decode}
         self._apart = apart or len(set(chosen.values())) > 1
-        self._known: dict[tuple[int, ...], Names] = {}
+        self._decodes_known: dict[tuple[int, ...], Names] = {}
+        self._others_known: dict[tuple[int, ...], Names] = {}
 
     def __call__(
         self, num_requests: int, num_tokens: int, max_query_len: int, num_keys: int, max_seq_len: int
     ) -> Names:
         """Return the backends of a step."""
-        decode = max_query_len <= self.longest_decode
-        key = (
-            int(_STEPS * log2(num_requests or 1) + 0.5),
-            int(_STEPS * log2(num_tokens or 1) + 0.5),
-            max_query_len if decode else int(_STEPS * log2(max_query_len) + 0.5),
-            int(_STEPS * log2(num_keys or 1) + 0.5),
-            int(_STEPS * log2(max_seq_len or 1) + 0.5),
-            decode,
-        )
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            found = self._known[key] = self._of_rounded(*key)
-        return found
+        key: tuple[int, ...]
+        if max_query_len <= self.longest_decode:
+            mean = num_keys / num_requests or 1.0
+            key = (
+                round(16 * log2(num_requests)),  # the finest, because requests' thread blocks come in waves
+                num_tokens // num_requests,
+                round(4 * log2(mean)),
+                round(log2(max(1.0, max_seq_len / mean))),
+            )
+            found = self._decodes_known.get(key)
+        else:
+            key = (
+                round(2 * log2(num_requests)),
+                round(2 * log2(num_tokens)),
+                round(2 * log2(max_query_len)),
+                round(2 * log2(num_keys or 1)),
+            )
+            found = self._others_known.get(key)
+        return found or self._work_out(max_query_len <= self.longest_decode, *key)
 
     def captured(
-        self, num_requests: int, num_tokens: int, shapes: Iterable[WeightedShape], able: Collection[str]
+        self, num_requests: int, query_len: int, shapes: Iterable[WeightedShape], able: Collection[str]
     ) -> Names:
         """Return the backends of a size of decodes that is captured, and replayed with any lengths.
 
@@ -87,25 +90,34 @@ class StepChoice:
         for shape in shapes:
             batch = shape.batch
             num_keys = sum([group.count * group.seq_len for group in batch.groups]) / batch.num_requests
-            decodes = _decodes(num_requests, num_tokens, round(num_keys * num_requests), batch.max_seq_len)
+            decodes = _decodes(num_requests, query_len, round(num_keys * num_requests), batch.max_seq_len)
             for name, time_us in _times(models, decodes).items():
                 times[name] += shape.weight * time_us
-        return self._of_decodes(min(times, key=times.__getitem__, default=None))
+        return self._with(min(times, key=times.__getitem__, default=None))
 
-    def _of_rounded(self, *key: int) -> Names:
-        requests, tokens, query, keys, longest, decode = key
-        num_requests, num_tokens, num_keys, max_seq_len = map(_value, (requests, tokens, keys, longest))
-        if decode:
-            return self._of_decodes(_fastest(self._decode, _decodes(num_requests, num_tokens, num_keys, max_seq_len)))
-        prefills, decodes = _prefills_and_decodes(num_requests, num_tokens, _value(query), num_keys)
+    def _work_out(self, decodes: bool, *key: int) -> Names:
+        known = self._decodes_known if decodes else self._others_known
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[key] = found = (self._of_decodes if decodes else self._of_others)(*key)
+        return found
+
+    def _of_decodes(self, requests: int, query_len: int, mean: int, skew: int) -> Names:
+        num_requests, seq_len = round(2 ** (requests / 16)), 2 ** (mean / 4)
+        groups = _decodes(num_requests, query_len, round(seq_len * num_requests), round(seq_len * 2**skew))
+        return self._with(_fastest(self._decode, groups))
+
+    def _of_others(self, requests: int, tokens: int, query: int, keys: int) -> Names:
+        num_requests, num_tokens, max_query_len, num_keys = (
+            round(2**each) for each in (requests / 2, tokens / 2, query / 2, keys / 2)
+        )
+        prefills, decodes = _prefills_and_decodes(num_requests, num_tokens, max_query_len, num_keys)
         if decodes and self.longest_decode:  # encoders have no decodes
             return self._mixed(prefills, decodes)
         name = _fastest(self._prefill, prefills + decodes)
-        if name is None or name in self._whole:
-            return (name, name) if name else self._chosen
-        return name, self._chosen[1]
+        return self._with(name) if name is None or name in self._whole else (name, self._chosen[1])
 
-    def _of_decodes(self, name: str | None) -> Names:
+    def _with(self, name: str | None) -> Names:
         """Return the backends of decodes by ``name``: alone where it serves prefills too, so that none is split off."""
         if name is None or name in self._whole:
             return (name, name) if name else self._chosen
@@ -127,10 +139,6 @@ class StepChoice:
         )
 
 
-def _value(rounded: int) -> int:
-    return round(2 ** (rounded / _STEPS))
-
-
 def _times(models: Models, groups: Groups) -> dict[str, float]:
     batch = BatchShape(groups)
     found = {name: model.predict(batch) for name, model in models.items()}
@@ -143,9 +151,9 @@ def _fastest(models: Models, groups: Groups) -> str | None:
     return min(times, key=times.__getitem__, default=None)
 
 
-def _decodes(num_requests: int, num_tokens: int, num_keys: int, max_seq_len: int) -> Groups:
-    """Return decodes with these totals: all of one length, or one of them as long as the longest."""
-    query_len = max(1, round(num_tokens / num_requests))
+def _decodes(num_requests: int, query_len: int, num_keys: int, max_seq_len: int) -> Groups:
+    """Return decodes with these keys in all: of one length, or one of them as long as the longest."""
+    query_len = max(1, query_len)
     mean = max(query_len, round(num_keys / num_requests))
     if num_requests == 1 or max_seq_len <= _UNEVEN * mean:
         return (RequestGroup(num_requests, query_len, mean),)
