@@ -134,6 +134,12 @@ def test_uneven_batches_get_rules_of_their_own() -> None:
         assert statistics.geometric_mean(regret) < 1.03
 
 
+def test_batches_between_powers_of_two_are_measured_too() -> None:
+    batches = [*tuned(DECODE, 18, 0.0, seed=1).fitted]
+    odd = [batch for batch in batches if batch.num_kv_tokens & (batch.num_kv_tokens - 1)]
+    assert 3 <= len(odd) < len(batches)
+
+
 def test_held_out_batches_teach_nothing() -> None:
     tuning = tuned(DECODE, 30, 0.0, seed=1)
     assert len(tuning.held_out) == HELD_OUT

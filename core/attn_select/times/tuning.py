@@ -128,13 +128,31 @@ class Tuning:
     _checked: set[BatchShape] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._pool = self.domain.cells(1)
-        self._first = []
-        for uneven, count in ((False, FIRST), (True, MOST_UNEVEN)):
-            if some := [batch for batch in self._pool if (len(batch.groups) > 1) is uneven]:
-                self._first += farthest_first(some, count)
+        grid = self.domain.cells(1)
+        even = [batch for batch in grid if len(batch.groups) == 1]
+        uneven = [batch for batch in grid if len(batch.groups) > 1]
+        between = self._between(even)
+        self._first = farthest_first(even, FIRST // 2) if even else []
+        self._first += farthest_first(between, FIRST - FIRST // 2, self._first) if between else []
+        self._first += farthest_first(uneven, MOST_UNEVEN) if uneven else []
         self.held_out = self._drawn()
-        self._pool = [batch for batch in self._pool if batch not in self.held_out]
+        self._pool = [batch for batch in (*grid, *between) if batch not in self.held_out]
+
+    def _between(self, grid: Sequence[BatchShape]) -> list[BatchShape]:
+        """Return batches between those of a grid: kernels favour powers of two, and requests know nothing of them."""
+        draw = random.Random(11)
+        found: dict[BatchShape, None] = {}
+        for batch in grid:
+            (group,) = batch.groups
+            values = {"batch": group.count, "query_len": group.query_len, "seq_len": group.seq_len}
+            at = {
+                name: min(high, round(values[name] * 2 ** draw.random()))
+                for name, (_, high) in self.domain.axes.items()
+            }
+            other = self.domain.batch_at(**at)
+            if other is not None and other not in grid:
+                found[other] = None
+        return [*found]
 
     def _drawn(self) -> tuple[BatchShape, ...]:
         """Return batches drawn log-uniformly, none of them among the first; every other one uneven, if those count."""
