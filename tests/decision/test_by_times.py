@@ -579,3 +579,8 @@ def test_no_phase_without_a_backend_is_chosen_by_times(decider: Any, spec: Any) 
     specs = [spec("A", phases=("decode",)), spec("B", phases=("decode",))]
     selection = decide(decider(specs=specs), decode({"A": 140, "B": 100}))
     assert selection.selected == {"prefill": None, "decode": "B"}
+
+
+def test_a_tie_goes_to_the_order_of_the_rules_not_of_the_names(decider: Any) -> None:
+    rule = {"name": "packaged-prefer", "layer": 0, "prefer": ["C", "B"]}
+    assert ranks(decide(decider(rule), decode({"A": 100, "B": 100, "C": 100}))) == ["C", "B", "A"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 
 from attn_select.engines import Adapter
 from attn_select_vllm.releases import RELEASES
@@ -16,15 +17,18 @@ def register() -> None:
     logger = init_logger("vllm.attn_select")
 
     def warn(message: str) -> None:
-        if multiprocessing.parent_process() is None:  # the engine's other processes would say the same again
-            logger.warning("%s", message)
+        logger.warning_once("%s", message, scope="global")
 
-    adapter = Adapter("attn-select-vllm", "vLLM", vllm.__version__, RELEASES, warn)
+    def warn_in_the_first_process(message: str) -> None:
+        if multiprocessing.parent_process() is None:  # the engine's other processes would say the same again
+            warn(message)
+
+    adapter = Adapter("attn-select-vllm", "vLLM", vllm.__version__, RELEASES, warn_in_the_first_process)
     if not adapter.takes_part():
         return
     try:
         from attn_select_vllm import hook
 
-        hook.install(adapter)
+        hook.install(replace(adapter, warn=warn))  # layers are chosen for in the engine's workers
     except (ImportError, AttributeError, TypeError) as error:
         adapter.interface_moved(error)

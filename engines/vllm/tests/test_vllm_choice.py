@@ -221,6 +221,20 @@ def test_an_interface_that_moved_ends_in_vllms_choice(vllm: Any) -> None:
     )
 
 
+def test_workers_leave_the_release_to_the_first_process(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "the engine's first process")
+    engine = vllm(engine_config(LLAMA), "0.99.0")
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert engine.log.lines == []
+    monkeypatch.setenv("ATTN_SELECT_ANY_VERSION", "1")
+    register()
+    del engine.config.model_config.get_num_kv_heads
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    assert "an interface has moved" in engine.log.lines[0]
+
+
 def test_a_platform_without_the_method_is_left_alone(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = vllm(engine_config(LLAMA))
     import vllm_emulated

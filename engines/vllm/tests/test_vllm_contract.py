@@ -89,6 +89,14 @@ def test_the_platform_is_asked_as_we_wrap_it() -> None:
     assert list(inspect.signature(CpuPlatform.get_attn_backend_cls).parameters) == list(emulated)
 
 
+@pytest.mark.parametrize("method", ["info_once", "warning_once"])
+def test_the_logger_says_things_once(method: str) -> None:
+    from vllm.logger import init_logger
+
+    ours = list(inspect.signature(getattr(vllm_emulated.Log(), method)).parameters)
+    assert ours == list(inspect.signature(getattr(init_logger("vllm.attn_select"), method)).parameters)
+
+
 def test_every_backend_answers_vllm() -> None:
     """vLLM reads these of any backend; a name must be a registered one."""
     from vllm.utils.import_utils import resolve_obj_by_qualname

@@ -190,8 +190,8 @@ class Log:
         if (text := msg % args) not in self.lines:
             self.lines.append(text)
 
-    def warning(self, msg: str, *args: Any) -> None:
-        self.lines.append("WARNING " + msg % args)
+    def warning_once(self, msg: str, *args: Any, scope: str = "local") -> None:
+        self.info_once("WARNING " + msg, *args)
 
 
 class Text(SimpleNamespace):
