@@ -362,35 +362,53 @@ def test_mixed_sizes_are_captured_with_the_selected_backend(two: Any) -> None:
         assert ran(group.build_for_cudagraph_capture(static.dummy(size))) == [("prefill", "MANY")]
 
 
-def test_mla_decodes_take_turns(make_batch: Any, tmp_path: Path) -> None:
-    """On the real facts: TORCH_MLA against itself under another name, which prefills and decodes apart."""
+def mla_selection(phases: Sequence[Phase], workload: str, returns_lse: bool = True) -> Selection:
+    """Return the selection among TORCH_MLA, fast for few keys, and itself as TWIN_MLA, fast for many."""
     spec = load_plugins().specs["TORCH_MLA"]
-    twin = replace(spec, name="TWIN_MLA", capabilities={"decode": spec.capabilities["decode"]})
+
+    def plan(*arguments: Any) -> Any:
+        return replace(spec.plan(*arguments), returns_lse=returns_lse)
+
+    served = {phase: spec.capabilities[phase] for phase in phases}
+    twin = replace(spec, name="TWIN_MLA", capabilities=served, plan=plan)
     registry = Registry(specs={"TORCH_MLA": spec, "TWIN_MLA": twin}, owners={"TORCH_MLA": "test", "TWIN_MLA": "test"})
     decider = Decider(registry, RuleSet(), CPU, Environment(assume_installed=True))
-    kernels = {phase: plan_of(spec, MLA, "cpu", phase=phase).kernel_name for phase in ("prefill", "decode")}
     file, rows = MeasurementFile("user", Path("cpu.jsonl")), []
     for name, times in (("TORCH_MLA", FEW), ("TWIN_MLA", MANY)):
-        served = {phase: kernel for phase, kernel in kernels.items() if name == "TORCH_MLA" or phase == "decode"}
-        rows += [
-            StoredMeasurement(each, file, 1)
-            for each in measured(name, times, served, MLA, (*DECODES, *PREFILLS))  # type: ignore[arg-type]
-        ]
+        kernels: dict[Phase, str] = {
+            phase: plan_of(spec, MLA, "cpu", phase=phase).kernel_name or ""
+            for phase in (MLA.phases if name == "TORCH_MLA" else phases)
+        }
+        found = measured(name, times, kernels, MLA, (*DECODES, *PREFILLS))
+        rows += [StoredMeasurement(each, file, line) for line, each in enumerate(found, 1)]
     evidence = Evidence(lambda layer: Stored(tuple(rows), (), ()), CPU, decider.environment)
-    selection = decider.decide(MLA, Choice(), workload=parse_workload(WORKLOAD), evidence=evidence)
+    return decider.decide(MLA, Choice(), workload=parse_workload(workload), evidence=evidence)
+
+
+def test_mla_decodes_take_turns_beside_prefills(make_batch: Any) -> None:
+    selection = mla_selection(["decode"], WORKLOAD)
     group: Any = attention_group(selection, capacity=CAPACITY, dispatch="measured")
-    expected = {2: "TORCH_MLA", 40: "TWIN_MLA"}
-    for count, name in expected.items():
-        requests = ((1, 300),) * count + ((9, 25),)
-        problem = random_mla_problem(1, MLA, requests=requests)
+    for count, name in ((2, "TORCH_MLA"), (40, "TWIN_MLA")):
+        problem = random_mla_problem(1, MLA, requests=((1, 300),) * count + ((9, 25),))
         metadata = group.build(common_of(problem))
         assert ran(metadata) == [("decode", name), ("prefill", "TORCH_MLA")]
-        layer = MLAAttention(group, problem.kv_b_proj)
         step = problem.step
         assert step.kv_cache is not None
+        layer = MLAAttention(group, problem.kv_b_proj)
         output = layer(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
-        assert relative_error(output, problem.reference()[0]).norm < 6e-3  # bfloat16
+        assert relative_error(output, problem.reference()[0]).norm < 6e-3  # the rounding of bfloat16
     assert ran(group.build_for_cudagraph_capture(make_batch([(1, 1)] * 64))) == [("decode", "TWIN_MLA")]
+
+
+def test_mla_prefills_go_to_who_can_merge_chunks(make_batch: Any) -> None:
+    """A prefill with cached context is merged by its LSE: who returns none would take that away."""
+    big = make_batch([(128, 2000)] * 3)
+    for returns_lse, name in ((True, "TWIN_MLA"), (False, "TORCH_MLA")):
+        selection = mla_selection(MLA.phases, "4q1s64,q32", returns_lse)
+        assert selection.selected == {"prefill": "TORCH_MLA", "decode": "TORCH_MLA"}
+        group = attention_group(selection, capacity=CAPACITY, dispatch="measured")
+        assert ran(group.build(big)) == [("prefill", name)]
+        assert ("TWIN_MLA returns no LSE, as TORCH_MLA does" in group.explain()) is not returns_lse
 
 
 def test_torch_backends_take_turns_and_a_selection_travels(make_batch: Any, tmp_path: Path) -> None:
