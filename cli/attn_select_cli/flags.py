@@ -109,7 +109,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
         lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
         if table.adapter:
-            text = f"{table.adapter} takes attn-select's choice into {table.engine}, and kernels of its own"
+            text = f"{table.adapter}, installed beside {table.engine}, chooses in it at every start"
             lines.append([("  ", ""), HANG, (text, "remedy")])
     lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
     lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]

@@ -1,0 +1,85 @@
+"""The hook around SGLang's default attention backend: attn-select is asked, and an explicit choice is left alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.runtime_context import get_platform
+
+from attn_select import __version__, select_model
+from attn_select.detection import detect_device
+from attn_select.device import Device
+from attn_select.engines import Adapter
+from attn_select.errors import ConfigError, ModelError
+from attn_select.models import LayerKind
+from attn_select.render import layer_lines, plain, warning_lines
+from attn_select.selection import Selection
+from attn_select.selector import environment_for
+from attn_select.variables import WORKLOAD
+from attn_select_sglang.choice import Choice, choose
+from attn_select_sglang.layers import layer_kinds
+
+logger = logging.getLogger("sglang.attn_select")
+_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+def this_device() -> Device:
+    """Return the GPU that SGLang runs on."""
+    return detect_device().device
+
+
+def around(adapter: Adapter) -> Callable[[Callable[[Any], dict[str, str]], Any], dict[str, str]]:
+    """Return the hook: called with SGLang's own function and its arguments as far as they are resolved."""
+
+    def attention_backend_default(original: Callable[[Any], dict[str, str]], view: Any) -> dict[str, str]:
+        try:
+            explicit = {name: value for name in _FIELDS if (value := getattr(view, name)) is not None}
+            chosen = _explicit(explicit) if explicit else _chosen(view)
+        except (ImportError, AttributeError, TypeError) as error:
+            adapter.interface_moved(error)
+            chosen = {}
+        return chosen or original(view)
+
+    return attention_backend_default
+
+
+def _explicit(fields: dict[str, str]) -> dict[str, str]:
+    named = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
+    logger.info("attn-select %s leaves attention to SGLang: %s is given, or chosen by the model", __version__, named)
+    return {}
+
+
+def _chosen(view: Any) -> dict[str, str]:
+    """Return the fields of ``ServerArgs`` that attn-select chooses; nothing where SGLang is to choose."""
+    device = this_device()
+    try:
+        kinds = layer_kinds(view, model_config_of(view), device).kinds
+    except (ConfigError, ModelError) as error:
+        logger.info("attn-select %s leaves attention to SGLang: %s", __version__, error.message)
+        return {}
+    # SGLang brings kernels of its own: what is installed beside it does not count.
+    environment = replace(environment_for(device), assume_installed=True)
+    workload = os.environ.get(WORKLOAD) or None
+    configs = [kind.config for kind in kinds]
+    selections = select_model(configs, device, environment=environment, workload=workload)
+    choice = choose(selections, bool(get_platform().has_flashinfer))
+    logger.info("%s", log_block(choice, kinds, selections))
+    return choice.declared()
+
+
+def log_block(choice: Choice, kinds: Sequence[LayerKind], selections: Sequence[Selection]) -> str:
+    """Return what is logged at the start: the winner, what is passed over, and why, for each kind of layers."""
+    fields = choice.declared()
+    named = ", ".join(f"{name} {value}" for name, value in fields.items()) or "nothing that SGLang has"
+    lines = [f"attn-select {__version__} chose for SGLang: {named}"]
+    if choice.passed_over:
+        lines.append(f"  SGLang does not have for all layers: {', '.join(choice.passed_over)}")
+    for kind, selection in zip(kinds, selections, strict=True):
+        shown = replace(selection, kv_layout=None)  # the cache is laid out by SGLang, otherwise
+        lines.append(plain([*layer_lines(shown, kind.kind, kind.count), *warning_lines(selection.warnings)]))
+    return "\n".join(lines)

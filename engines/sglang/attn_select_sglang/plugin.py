@@ -1,0 +1,39 @@
+"""The entry point of ``sglang.srt.plugins``: SGLang calls it in every process, before arguments are resolved."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+
+from attn_select.engines import Adapter
+
+RELEASES = ("0.5.23",)
+"""The releases of SGLang that this adapter was run with; README.md says what ran where."""
+TARGET = "sglang.srt.arg_groups.overrides._attention_backend_default"
+"""What fills in the attention backends that no argument names, for prefill and decode."""
+
+
+def register() -> None:
+    """Let attn-select choose in this process, where it takes part in this release of SGLang."""
+    from sglang.version import __version__
+
+    logger = logging.getLogger("sglang.attn_select")
+
+    def warn(message: str) -> None:
+        if multiprocessing.parent_process() is None:  # SGLang's other processes would say the same again
+            logger.warning("%s", message)
+
+    adapter = Adapter("attn-select-sglang", "SGLang", __version__, RELEASES, warn)
+    if not adapter.takes_part():
+        return
+    try:
+        import pkgutil
+
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        from attn_select_sglang.hook import around
+
+        pkgutil.resolve_name(TARGET)
+        HookRegistry.register(TARGET, around(adapter), HookType.AROUND)
+    except (ImportError, AttributeError, TypeError) as error:
+        adapter.interface_moved(error)

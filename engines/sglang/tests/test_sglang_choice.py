@@ -1,0 +1,92 @@
+"""What attn-select chooses for SGLang, without SGLang: names, pairs, and agreement with ``attn-select flags``."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from attn_select import AttentionConfig, configs_from_model, select, select_model
+from attn_select.device import lookup
+from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
+from attn_select_cli.engine_arguments import engine_arguments
+from attn_select_cli.engine_names import engine_table
+from attn_select_cli.explanation import build_explanation
+from attn_select_cli.layer_options import options_in
+from attn_select_sglang.choice import Choice, choose
+from attn_select_sglang.names import BACKENDS, ENGINE_NAMES, engine_name
+
+GPUS = ("a100", "a10", "l40s", "h100", "h20", "h200", "b200", "b300", "rtx5090", "rtx-pro-6000")
+MODELS = ("llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "gemma-3-27b", "deepseek-v3")
+
+
+def chosen(model: str, gpu: str, has_flashinfer: bool = True) -> Choice:
+    return choose(select_model(configs_from_model(model, device=lookup(gpu)).configs, gpu), has_flashinfer)
+
+
+@pytest.mark.parametrize(("model", "gpu"), [*product(MODELS, GPUS)])
+def test_flags_says_the_same(model: str, gpu: str) -> None:
+    explanation = build_explanation(options_in(f"--model {model} --gpu {gpu}", "test")[0])
+    arguments = engine_arguments(explanation, engine_table("sglang"), 1, ()).arguments
+    both = arguments.get("--attention-backend")
+    choice = chosen(model, gpu)
+    assert choice.prefill == arguments.get("--prefill-attention-backend", both)
+    assert choice.decode == arguments.get("--decode-attention-backend", both)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "prefill", "decode", "passed_over"),
+    [
+        ("llama-3-8b", "h100", "fa3", "fa3", ()),
+        ("llama-3-8b", "a100", "flashinfer", "flashinfer", ("FLASH_ATTN",)),
+        ("llama-3-8b", "b200", "trtllm_mha", "trtllm_mha", ()),
+        ("gpt-oss-120b", "rtx5090", "triton", "triton", ("FLASHINFER",)),
+        ("deepseek-v3", "h100", "fa3", "fa3", ()),
+        ("deepseek-v3", "b200", "trtllm_mla", "trtllm_mla", ("FLASH_ATTN_MLA",)),
+        ("deepseek-v3", "rtx5090", "flashinfer", "triton", ("FLASH_ATTN_MLA",)),
+    ],
+)
+def test_choices(model: str, gpu: str, prefill: str, decode: str, passed_over: tuple[str, ...]) -> None:
+    assert chosen(model, gpu) == Choice(prefill, decode, passed_over)
+
+
+def test_fields_of_server_args() -> None:
+    assert Choice("fa3", "fa3", ()).declared() == {"attention_backend": "fa3"}
+    assert Choice("flashinfer", "triton", ()).declared() == {
+        "attention_backend": "triton",
+        "prefill_attention_backend": "flashinfer",
+        "decode_attention_backend": "triton",
+    }
+    assert Choice(None, "triton", ()).declared() == {}
+
+
+def test_without_flashinfer_its_backends_are_passed_over() -> None:
+    assert chosen("llama-3-8b", "b200", has_flashinfer=False).decode == "triton"
+    assert chosen("deepseek-v3", "a100", has_flashinfer=False).decode == "triton"
+
+
+def test_sparse_mla_is_left_to_sglang() -> None:
+    assert chosen("deepseek-v3.2", "h100").declared() == {}
+
+
+def test_names_both_ways() -> None:
+    for backend, names in ENGINE_NAMES.items():
+        for name in names:
+            assert BACKENDS[name, backend.endswith("MLA")] == backend
+    assert BACKENDS["fa3", False] == "FLASH_ATTN"
+    assert BACKENDS["fa3", True] == "FLASH_ATTN_MLA"
+
+
+def name_of(backend: str, fields: dict[str, Any], gpu: str) -> str | None:
+    selection = select(AttentionConfig(**fields), gpu, backend=backend)
+    plans = selection.plans.values()
+    return engine_name(backend, selection.config, selection.device, [plan.kernel_name for plan in plans], True)
+
+
+def test_kernels_decide_the_name() -> None:
+    assert name_of("FLASHINFER", GQA_FIELDS, "b200") == "trtllm_mha"
+    assert name_of("FLASHINFER", GQA_FIELDS, "a100") == "flashinfer"
+    assert name_of("FLASH_ATTN", GQA_FIELDS, "a100") is None  # FlashAttention 2
+    assert name_of("PAGED_ATTENTION", GQA_FIELDS, "a100") is None
+    assert name_of("FLASHMLA", MLA_FIELDS, "h100") == "flashmla"
