@@ -222,20 +222,20 @@ def test_doctor_says_which_libraries_need_a_gpu(run: Any) -> None:
 def test_doctor_names_backends_that_need_another_version(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One installed version serves two of the plugin's backends, and not the third."""
-    (tmp_path / "flashinfer").mkdir()
-    (tmp_path / "flashinfer" / "__init__.py").touch()
-    metadata = tmp_path / "flashinfer_python-0.7.2.dist-info" / "METADATA"
+    """One installed version serves a backend, and not others."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    metadata = tmp_path / "vllm-0.20.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.7.2\n")
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.20.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     result = run("doctor", "--no-import", "--json")
     found = json.loads(result.out)
     (problem,) = found["problems"]
-    command = "pip install 'flashinfer-python>=0.6.14,<0.7'"
     assert result.code == 1
-    assert problem == f"flashinfer-python 0.7.2 does not serve FLASHINFER_MLA (>=0.6.14,<0.7): {command}"
-    assert found["libraries"]["flashinfer-python"]["install"] == command
+    wanted = "FLASH_ATTN (>=0.26), FLASH_ATTN_MLA (>=0.26), FLASHMLA (>=0.26), FLASHMLA_SPARSE (>=0.26)"
+    assert problem == f"vllm 0.20.0 does not serve {wanted}: pip install vllm"
+    assert found["libraries"]["vllm"]["install"] == "pip install vllm"
 
 
 def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

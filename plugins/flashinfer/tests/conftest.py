@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parent))  # for what the tests share: flashin
 def emulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Return a function that puts the emulated entries in FlashInfer's place, and returns the emulated device.
 
-    Its arguments: the compute capability, and entries to replace by name.
+    Its arguments: the compute capability, ``release`` of FlashInfer, and entries to replace by name.
     """
     torch = pytest.importorskip("torch")
     import flashinfer_emulated

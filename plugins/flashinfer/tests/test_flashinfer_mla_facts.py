@@ -65,6 +65,26 @@ def test_decode_pages(gpu: str, block_size: int, sizes: tuple[int, ...], width: 
     assert (plan.kernel_block_sizes, plan.block_table_width_multiple) == (sizes, width)
 
 
+@pytest.mark.parametrize("version", ["0.6.14", "0.6.18.post1", "0.7.0", "0.7.0.post1", "0.7.1", "0.7.2", "0.7.2.post1"])
+def test_each_entry_has_releases_of_its_own(version: str) -> None:
+    """The native decode wrapper of 0.7.0 and 0.7.1 was not looked into; that refuses nothing else."""
+    native = version not in ("0.7.0", "0.7.0.post1", "0.7.1")
+    for gpu, kernel in (("sm80", FA2), ("sm90", FA3)):
+        if native:
+            assert plan_of(gpu, version=version).path == kernel
+        else:
+            refused = reasons_of(gpu, version=version)
+            assert list(refused) == ["library-version"]
+            assert refused["library-version"].observed == version
+            assert refused["library-version"].remedy == "pip install 'flashinfer-python>=0.7.2,<=0.7.2.post1'"
+        assert plan_of(gpu, "prefill", version=version).path.startswith(kernel)
+    for gpu, kernel in (("sm100", GEN), ("sm103", GEN)):
+        assert plan_of(gpu, version=version).path == kernel
+        assert plan_of(gpu, "prefill", version=version).path.startswith(GEN[:-1])
+    assert plan_of("sm120", version=version, num_heads=128).path == XQA
+    assert plan_of("sm110", "prefill", version=version).path == "CUTLASS (ragged)"
+
+
 def test_small_pages_leave_trtllm_gen() -> None:
     plan = plan_of("sm100", block_size=16)
     assert (plan.path, plan.kernel_block_sizes) == (FA2, (16, 1))

@@ -20,7 +20,7 @@ from attn_select.runtime import Attention, BatchError, Scales
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.testing.running import random_batch
 from attn_select_flashinfer.plugin import attn_select_register_backends
-from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime import library, scores
 from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
 
 Emulate = Callable[..., Any]
@@ -387,6 +387,16 @@ def test_batch_invariant_layers_split_nothing_and_get_2_gib(emulate: Emulate) ->
 # --- Errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("nothing", [-5e4, -torch.inf], ids=["0.6.14", "0.7.2"])
+def test_rows_without_keys_in_every_release(nothing: float) -> None:
+    lse = torch.tensor([[2.0, nothing], [nothing, -30.0]])
+    ended = lse.clone()
+    scores.natural_lse(ended, None)
+    torch.testing.assert_close(ended, torch.tensor([[2.0 * scores.LN2, -torch.inf], [-torch.inf, -30 * scores.LN2]]))
+    scores.natural_lse(lse, torch.tensor([0.5, 0.25]))
+    torch.testing.assert_close(lse, torch.tensor([[2.0 * scores.LN2, 0.25], [0.5, -30 * scores.LN2]]))
+
+
 def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> None:
     class Bare(wrappers.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
         def reset_workspace_buffer(self, *args: Any) -> None:
@@ -398,7 +408,7 @@ def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> 
     common, _ = random_batch(group, [1], [30])
     with pytest.raises(KernelMismatchError, match="Bare of the installed FlashInfer has no _pin_memory") as info:
         group.build(common)
-    assert info.value.hint == "pip install 'flashinfer-python>=0.6.14,<0.7'"
+    assert info.value.hint == "pip install 'flashinfer-python>=0.7.2,<=0.7.2.post1'"
 
 
 @pytest.mark.parametrize("spec", attn_select_register_backends(), ids=lambda spec: spec.name)

@@ -1,10 +1,11 @@
-"""The emulated entries take what FlashInfer's do, by its source: to import it takes CUDA's parts."""
+"""The emulated entries take what FlashInfer's do in each release, by what ``make_signatures`` read from its wheels."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
+import json
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 pytest.importorskip("torch")
 
 import flashinfer_emulated as fi
+import make_signatures
 from flashinfer_emulated import trtllm, wrappers
+from make_signatures import FOLDER
 
+from attn_select.environment import installed_version, version_matches
 from attn_select.errors import KernelMismatchError
 from attn_select.providers import KernelBuild
 from attn_select.runtime.providers import InstalledBuild
@@ -23,33 +27,10 @@ from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 from attn_select_flashinfer.runtime import library, plans
 
 MLA = "BatchMLAPagedAttentionWrapper"
-FILES = {
-    "prefill": (
-        "BatchPrefillWithPagedKVCacheWrapper",
-        "BatchPrefillWithRaggedKVCacheWrapper",
-        "trtllm_batch_context_with_kv_cache",
-        "trtllm_ragged_attention_deepseek",
-        "fmha_varlen",
-    ),
-    "decode": (
-        "BatchDecodeWithPagedKVCacheWrapper",
-        "trtllm_batch_decode_with_kv_cache",
-        "xqa_batch_decode_with_kv_cache",
-    ),
-    "mla": (MLA, "trtllm_batch_decode_with_kv_cache_mla"),
-    "utils": ("FP4Tensor",),
-    "cascade": ("merge_state_in_place",),
-}
-"""By FlashInfer's module, the entries."""
-METHODS = ("__init__", "plan", "run", "reset_workspace_buffer")
-EMULATED = fi.entries()
-ENTRIES = [
-    (file, name, method)
-    for file, names in FILES.items()
-    for name in names
-    for method in (METHODS if isinstance(EMULATED[name], type) else ("",))
-    if not method or hasattr(EMULATED[name], method)
-]
+EMULATED = {release: fi.entries(release) for release in fi.RELEASES}
+READ = {release: json.loads((FOLDER / f"{release}.json").read_text(encoding="utf-8")) for release in fi.RELEASES}
+"""What ``make_signatures`` read from the wheels."""
+ENTRIES = [(release, entry) for release in fi.RELEASES for entry in READ[release]["signatures"]]
 Signature = list[tuple[str, str | None]]
 
 
@@ -59,34 +40,6 @@ def root() -> Path:
     if found is None or found.origin is None:
         pytest.skip("flashinfer-python is not installed")
     return Path(found.origin).parent
-
-
-def definition(body: list[ast.stmt], name: str) -> Any:
-    """Return the last definition of a name: those before it are overloads."""
-    found = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name]
-    assert found, f"{name} does not exist"
-    return found[-1]
-
-
-def real(file: str, name: str, method: str = "") -> Any:
-    """Return the definition of an entry, or of its method, in a module or package of FlashInfer."""
-    files = [root() / f"{file}.py", *sorted((root() / file).rglob("*.py"))]
-    body = [node for each in files if each.exists() for node in ast.parse(each.read_text(encoding="utf-8")).body]
-    found = definition(body, name)
-    return definition(found.body, method) if method else found
-
-
-def real_signature(node: ast.FunctionDef) -> Signature:
-    """Return each parameter's name and default: ``*args`` has one star, those by name alone have two."""
-    arguments = node.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    defaults = [None] * (len(names) - len(arguments.defaults)) + [ast.unparse(each) for each in arguments.defaults]
-    found: Signature = [*zip(names, defaults, strict=True)]
-    if arguments.vararg is not None:
-        found.append((f"*{arguments.vararg.arg}", None))
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append((f"**{argument.arg}", None if default is None else ast.unparse(default)))
-    return found
 
 
 def emulated_signature(function: Any) -> Signature:
@@ -100,48 +53,97 @@ def emulated_signature(function: Any) -> Signature:
     ]
 
 
-@pytest.mark.parametrize(("file", "name", "method"), ENTRIES, ids=[".".join(filter(None, each)) for each in ENTRIES])
-def test_the_emulated_signature_is_the_installed_one(file: str, name: str, method: str) -> None:
-    entry = EMULATED[name]
-    wanted, found = (
-        emulated_signature(getattr(entry, method) if method else entry),
-        real_signature(real(file, name, method)),
-    )
-    by_place = [each for each in wanted if not each[0].startswith("**")]
-    assert found[: len(by_place)] == by_place
-    assert set(wanted) <= set(found)
-    added = [parameter for parameter, default in found if default is None and (parameter, None) not in wanted]
-    assert not added, f"{name} wants {added} now"
+def emulated(release: str, entry: str) -> Any:
+    """Return the emulated function or, unbound, method of ``module.entry`` or ``module.entry.method``."""
+    _, name, *method = entry.split(".")
+    found = EMULATED[release][name]
+    if not method:
+        return found
+    made = getattr(found, method[0], None)
+    return getattr(made, "__func__", made)
+
+
+@pytest.mark.parametrize(("release", "entry"), ENTRIES, ids=["-".join(each) for each in ENTRIES])
+def test_the_emulated_signature_is_the_wheels(release: str, entry: str) -> None:
+    function = emulated(release, entry)
+    if function is None:
+        pytest.skip("not emulated")
+    wanted = emulated_signature(function)
+    found = [(name, default) for name, default in READ[release]["signatures"][entry]]
+    names = {name.lstrip("*"): default for name, default in found}
+    assert {name.lstrip("*"): default for name, default in wanted}.items() <= names.items()
+    by_place = [name for name, _ in wanted if not name.startswith("*")]
+    order = [name.lstrip("*") for name, _ in found if not name.startswith("**") or name.lstrip("*") in by_place]
+    assert [name for name in order if name in by_place] == by_place
+    needed = {name.lstrip("*") for name, default in found if default is None and (name[0] != "*" or name[:2] == "**")}
+    added = needed - {name.lstrip("*") for name, _ in wanted}
+    assert not added, f"{entry} wants {added} now"
+
+
+@pytest.mark.parametrize("release", fi.RELEASES)
+def test_what_is_passed_is_taken_in_every_release(release: str) -> None:
+    parameters = library.PARAMETERS if release == fi.RELEASES[0] else {**library.PARAMETERS, **library.WITH_METADATA}
+    taken = READ[release]["signatures"]
+    places = {entry.split(".", 1)[1]: [name.lstrip("*") for name, _ in found] for entry, found in taken.items()}
+    for name, methods in parameters.items():
+        for method, passed in methods.items():
+            lacks = set(passed.split()) - set(places[f"{name}.{method}".rstrip(".")])
+            assert not lacks, f"{name}.{method} of {release} takes no {lacks}"
+    assert (library.METADATA in {entry.split(".")[1] for entry in taken}) == (release != fi.RELEASES[0])
 
 
 @pytest.mark.parametrize("entry", library.PARAMETERS)
 def test_what_is_passed_fits_the_emulated_entry(entry: str) -> None:
     for method, wanted in library.PARAMETERS[entry].items():
-        called = getattr(EMULATED[entry], method) if method else EMULATED[entry]
+        called = getattr(EMULATED["0.6.14"][entry], method) if method else EMULATED["0.6.14"][entry]
         assert not set(wanted.split()) - set(inspect.signature(called).parameters)
 
 
 def test_the_wrappers_keep_their_schedules_where_the_runtime_replaces_them() -> None:
     """The ring swaps the pinned schedule before a plan, and the MLA wrappers of decode share one on the device."""
-    assigned = {
-        node.attr
-        for node in ast.walk(real("mla", MLA, "__init__"))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    pinned, device = plans._ATTRIBUTE, "_int_workspace_buffer"
+    for release in fi.RELEASES:
+        named = READ[release]["attributes"]
+        for wrapper in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"):
+            assert {pinned, device, "_paged_kv_indptr_buf"} <= set(named[wrapper]["plan"])
+        assert {pinned, device} <= set(named["BatchPrefillWithRaggedKVCacheWrapper"]["plan"])
+    before, since = (READ[release]["attributes"] for release in fi.RELEASES)
+    assert {pinned, device} <= set(before[MLA]["__init__"]) & set(before[MLA]["plan"])
+    assert (device in before[MLA]["run"], pinned in before[MLA]["run"]) == (True, False)
+    # Since 0.7 each plan has its own, which the wrapper shows: the keeper holds it until its copy has finished.
+    assert pinned not in since[MLA]["plan"]
+    assert {pinned, device} <= set(since["mirrored"])
+
+
+def test_signatures_are_read_from_a_wheel(tmp_path: Path) -> None:
+    wheel = tmp_path / "flashinfer_python-9.9-py3-none-any.whl"
+    source = """
+@overload
+def fmha_varlen(q): ...
+def fmha_varlen(q, k=None, *rest, scale=1.0): ...
+class BatchPrefillWithPagedKVCacheWrapper:
+    def plan(self, q, **kwargs): return self._plan_impl(q, **kwargs)
+    def _plan_impl(self, q, *, causal=False): self._int_workspace_buffer = q
+"""
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("flashinfer/prefill.py", source)
+    assert json.loads(make_signatures.text(make_signatures.read(wheel))) == {
+        "version": "9.9",
+        "attributes": {"BatchPrefillWithPagedKVCacheWrapper": {"plan": ["_int_workspace_buffer"]}},
+        "signatures": {
+            "prefill.BatchPrefillWithPagedKVCacheWrapper.plan": [["self", None], ["q", None], ["**causal", "False"]],
+            "prefill.fmha_varlen": [["q", None], ["k", "None"], ["*rest", None], ["**scale", "1.0"]],
+        },
     }
-    assert {plans._ATTRIBUTE, "_int_workspace_buffer"} <= assigned
-    read = {
-        method: {node.attr for node in ast.walk(real("mla", MLA, method)) if isinstance(node, ast.Attribute)}
-        for method in ("plan", "run")
-    }
-    assert {plans._ATTRIBUTE, "_int_workspace_buffer"} <= read["plan"]
-    assert "_int_workspace_buffer" in read["run"]
-    assert plans._ATTRIBUTE not in read["run"]
 
 
 def test_the_numbers_that_the_emulation_rests_on() -> None:
     data = root() / "data"
     if not (data / "include").exists():
         pytest.skip(f"{data} has no sources")
+    version = installed_version("flashinfer-python") or ""
+    if not version_matches(version, "<0.7"):
+        pytest.skip(f"the emulated kernels are those of 0.6.14, not of {version}")
 
     def source(path: str) -> str:
         return (root() / path).read_text(encoding="utf-8")
@@ -166,10 +168,11 @@ def test_an_entry_that_takes_other_arguments_is_refused_by_name(monkeypatch: pyt
         "Changed", (), {"plan": lambda self, indptr, page_size: None}
     )
     monkeypatch.setattr(InstalledBuild, "imported", lambda self, module: changed)
+    decode = "BatchDecodeWithPagedKVCacheWrapper"
     installed = library._Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
     message = r"flashinfer\.BatchDecodeWithPagedKVCacheWrapper\.\w+ has another signature: it takes no argument "
     with pytest.raises(KernelMismatchError, match=message) as info:
-        library._entry(installed, "BatchDecodeWithPagedKVCacheWrapper")
+        library._entry(installed, decode, library.PARAMETERS[decode])
     assert info.value.hint == "pip install --upgrade flashinfer-python"
     with pytest.raises(KernelMismatchError, match=r"flashinfer\.merge_state_in_place does not exist"):
-        library._entry(installed, "merge_state_in_place")
+        library._entry(installed, "merge_state_in_place", {})

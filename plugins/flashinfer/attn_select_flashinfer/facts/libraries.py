@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from attn_select.device import Device
-from attn_select.environment import Environment
+from attn_select.environment import Environment, version_matches
 from attn_select.spec import Capabilities, Fact, Library, Reason
 
 RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
@@ -25,13 +25,20 @@ TORCH = Library("torch", "torch", "pip install torch")
 # cum_seq_lens_q, ckv_scale and kpe_scale.
 FLASHINFER_PYTHON = Library("flashinfer-python", "flashinfer", "pip install --upgrade flashinfer-python", ">=0.6.14")
 LIBRARIES = ((TORCH,), (FLASHINFER_PYTHON,))
-# Since 0.7.0 every plan of BatchMLAPagedAttentionWrapper makes a back end with buffers of its own
-# (mla/_batch_mla/_wrapper.py): schedules cannot be guarded there while they are copied.
-_BELOW_07 = ">=0.6.14,<0.7"
-FLASHINFER_PYTHON_MLA = Library(
-    "flashinfer-python", "flashinfer", f"pip install 'flashinfer-python{_BELOW_07}'", _BELOW_07
+READ = "pip install 'flashinfer-python>=0.7.2,<=0.7.2.post1'"
+"""Brings the newest release whose entries were compared with what this plugin passes."""
+
+# What each entry of MLA layers takes was compared in 0.6.14 and in 0.7.2.post1 (``tests/make_signatures.py``).
+_COMPARED = "flashinfer-ai/flashinfer 0.6.14 and 0.7.2.post1"
+NATIVE_MLA_RELEASES = Fact(
+    ">=0.6.14,!=0.7.0,!=0.7.0.post1,!=0.7.1",
+    f"{_COMPARED} BatchMLAPagedAttentionWrapper (flat lists before 0.7, MLAPlanMetadata since); 0.7.0 to 0.7.1, whose "
+    "plans were written anew for 0.7.2, were not looked into",
 )
-MLA_LIBRARIES = ((TORCH,), (FLASHINFER_PYTHON_MLA,))
+TRTLLM_MLA_RELEASES = Fact(">=0.6.14", f"{_COMPARED} trtllm_batch_decode_with_kv_cache_mla (0.7 adds arguments)")
+RAGGED_RELEASES = Fact(">=0.6.14", f"{_COMPARED} BatchPrefillWithRaggedKVCacheWrapper (0.7 adds arguments)")
+TRTLLM_RAGGED_RELEASES = Fact(">=0.6.14", f"{_COMPARED} trtllm_ragged_attention_deepseek (0.7 adds arguments)")
+CUTLASS_RELEASES = Fact(">=0.6.14", f"{_COMPARED} fmha_varlen (the same arguments)")
 
 Release = tuple[int, ...]
 
@@ -89,6 +96,15 @@ def _numbers(version: str) -> Release:
         if digits != part:
             break
     return tuple(numbers)
+
+
+def wrong_release(environment: Environment, path: str, accepted: Fact[str]) -> list[Reason]:
+    """Return the reason against a release that is outside the range of one kernel's entry; an unknown one is inside."""
+    version = environment.version("flashinfer-python")
+    if version is None or version_matches(version, accepted.value):
+        return []
+    message = f"flashinfer-python {version} (needed by {path}: {accepted.value})"
+    return [Reason("library-version", message, version, accepted.value, READ)]
 
 
 def upgrade(needed: Fact[Release]) -> str:

@@ -23,9 +23,9 @@ from attn_select.spec import (
 from attn_select_flashinfer.facts.libraries import (
     CONVERTED,
     DECODERS,
+    LIBRARIES,
     MIB,
     MLA_CORE,
-    MLA_LIBRARIES,
     NO_V_HEAD_SIZE,
     NO_VARIANTS,
     ONE_CACHE_DTYPE,
@@ -143,9 +143,10 @@ def plan(
         return wrong_device(DECODE, device)
     if phase == "prefill":
         wanted, offered = options.prefill_kernel, prefill_candidates(capability)
-        ragged = choose_kernel("prefill_kernel", wanted, offered, PREFILL_KERNELS, config, device)
+        ragged = choose_kernel("prefill_kernel", wanted, offered, PREFILL_KERNELS, config, device, environment)
         return ragged if isinstance(ragged, list) else _prefill_plan(config, *ragged)
-    chosen = choose_kernel("decode_kernel", options.decode_kernel, candidates(capability), KERNELS, config, device)
+    wanted_decode, offered_decode = options.decode_kernel, candidates(capability)
+    chosen = choose_kernel("decode_kernel", wanted_decode, offered_decode, KERNELS, config, device, environment)
     return chosen if isinstance(chosen, list) else _decode_plan(config, *chosen, options, capability[0] >= 10)
 
 
@@ -241,7 +242,7 @@ FLASHINFER_MLA = BackendSpec(
     capabilities={"prefill": PREFILL_CAPABILITIES, "decode": DECODE},
     plan=plan,
     load=load,
-    libraries=MLA_LIBRARIES,
+    libraries=LIBRARIES,
     options=FlashInferMLAOptions,
     compile_key=compile_key,
 )

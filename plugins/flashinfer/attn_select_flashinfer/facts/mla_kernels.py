@@ -18,17 +18,24 @@ from typing import Literal, TypeVar
 
 from attn_select.config import AttentionConfig, CudaGraphLevel
 from attn_select.device import Device
+from attn_select.environment import Environment
 from attn_select.gate import block_size_reason
 from attn_select.spec import Fact, Reason
 from attn_select_flashinfer.facts.libraries import (
+    CUTLASS_RELEASES,
     INT_WORKSPACE,
     MIB,
     MLA_CORE,
+    NATIVE_MLA_RELEASES,
     PREFILL,
+    RAGGED_RELEASES,
     RAN,
     TRTLLM_GEN_CAPABILITIES,
+    TRTLLM_MLA_RELEASES,
+    TRTLLM_RAGGED_RELEASES,
     merge_refusals,
     padded_heads,
+    wrong_release,
 )
 
 DecodeKernel = Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"]
@@ -96,6 +103,7 @@ class DecodeFacts:
         workspace_note: what the scratch is.
         nan_tail_safe: whether NaN behind a sequence's end in its last page leaves the result alone.
         against: what speaks against a config beside dims and pages.
+        releases: of flashinfer-python whose entry this plugin can call, a range as in PEP 440.
     """
 
     name: Literal["fa2", "fa3", "trtllm-gen", "xqa"]
@@ -112,10 +120,11 @@ class DecodeFacts:
     workspace_note: str
     nan_tail_safe: Fact[bool]
     against: Callable[[AttentionConfig], list[Reason]]
+    releases: Fact[str]
 
-    def objections(self, config: AttentionConfig) -> list[Reason]:
+    def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
-        reasons = self.against(config)
+        reasons = [*wrong_release(environment, self.path, self.releases), *self.against(config)]
         if (config.kv_lora_rank, config.qk_rope_head_dim) not in self.dims.value:
             reasons.append(dims_reason(config, self))
         size = config.block_size
@@ -215,6 +224,7 @@ TRTLLM_GEN = DecodeFacts(
         False, "scores alone are masked: vllm-project/vllm #57716 (NaN bytes of an FP8 latent cache reach the output)"
     ),
     against=_against_trtllm_gen,
+    releases=TRTLLM_MLA_RELEASES,
 )
 XQA = DecodeFacts(
     name="xqa",
@@ -231,6 +241,7 @@ XQA = DecodeFacts(
     workspace_note="the workspace is zeroed before its first use and holds semaphores in its first 8 MiB",
     nan_tail_safe=Fact(False, "flashinfer csrc/xqa/mla_sm120.cu v0.6.14: whole pages by TMA, scores alone are masked"),
     against=_against_xqa,
+    releases=TRTLLM_MLA_RELEASES,
 )
 FA3 = DecodeFacts(
     name="fa3",
@@ -249,6 +260,7 @@ FA3 = DecodeFacts(
         True, f"flashinfer include/flashinfer/attention/mla_hopper.cuh v0.6.14 load_kv: zeros behind the end; {RAN}"
     ),
     against=_against_fa3,
+    releases=NATIVE_MLA_RELEASES,
 )
 FA2 = replace(
     FA3,
@@ -281,7 +293,7 @@ def candidates(capability: tuple[int, int]) -> Offered:
 
 @dataclass(slots=True, eq=False)
 class PrefillFacts:
-    """What is true of one ragged prefill kernel: its ``(QK, V)`` head dims, its dtypes, whether it takes sinks."""
+    """What is true of one ragged prefill kernel: ``(QK, V)`` head dims, dtypes, whether it takes sinks, releases."""
 
     name: Literal["fa2", "fa3", "trtllm-gen", "cutlass"]
     path: str
@@ -290,10 +302,11 @@ class PrefillFacts:
     sinks: bool
     workspace_bytes: int
     workspace_note: str
+    releases: Fact[str]
 
-    def objections(self, config: AttentionConfig) -> list[Reason]:
+    def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
-        reasons: list[Reason] = []
+        reasons = wrong_release(environment, self.path, self.releases)
         dims = head_dims(config)
         if dims not in self.dims.value:
             accepted = [f"{qk} / {v}" for qk, v in self.dims.value]
@@ -329,6 +342,7 @@ PREFILL_KERNELS: dict[str, PrefillFacts] = {
         False,
         32 * MIB,
         "FlashInfer keeps the workspace itself",
+        CUTLASS_RELEASES,
     ),
     "trtllm-gen": PrefillFacts(
         "trtllm-gen",
@@ -338,6 +352,7 @@ PREFILL_KERNELS: dict[str, PrefillFacts] = {
         True,
         394 * MIB,
         "the workspace is zeroed before its first use",
+        TRTLLM_RAGGED_RELEASES,
     ),
     "fa3": PrefillFacts(
         "fa3",
@@ -347,6 +362,7 @@ PREFILL_KERNELS: dict[str, PrefillFacts] = {
         False,
         394 * MIB + INT_WORKSPACE,
         _SCHEDULE,
+        RAGGED_RELEASES,
     ),
     "fa2": PrefillFacts(
         "fa2",
@@ -356,6 +372,7 @@ PREFILL_KERNELS: dict[str, PrefillFacts] = {
         False,
         394 * MIB + INT_WORKSPACE,
         _SCHEDULE,
+        RAGGED_RELEASES,
     ),
 }
 
@@ -376,7 +393,13 @@ def prefill_candidates(capability: tuple[int, int]) -> Offered:
 
 
 def choose_kernel(
-    option: str, wanted: str, offered: Offered, kernels: Mapping[str, K], config: AttentionConfig, device: Device
+    option: str,
+    wanted: str,
+    offered: Offered,
+    kernels: Mapping[str, K],
+    config: AttentionConfig,
+    device: Device,
+    environment: Environment,
 ) -> tuple[K, str] | list[Reason]:
     """Return the first kernel that runs the layer and why it is chosen, or every reason why none runs it.
 
@@ -395,7 +418,7 @@ def choose_kernel(
     because = ""
     refused: list[list[Reason]] = []
     for name, why in offered:
-        reasons = kernels[name].objections(config)
+        reasons = kernels[name].objections(config, environment)
         if not reasons:
             return kernels[name], why or because
         because = because or reasons[0].message

@@ -6,6 +6,7 @@ with emulated entries.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -66,6 +67,18 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "fmha_varlen": {"": "q k v qo_segment_offsets kv_segment_offsets max_qo_len out lse causal sm_scale return_lse"},
 }
 """What is passed to each entry, by class and method (empty for a function)."""
+METADATA = "MLAPlanMetadata"
+"""What the MLA wrapper plans from since 0.7; releases without it take flat lists."""
+WITH_METADATA = {
+    "BatchMLAPagedAttentionWrapper": {
+        "__init__": PARAMETERS["BatchMLAPagedAttentionWrapper"]["__init__"],
+        "plan": "metadata num_heads head_dim_ckv head_dim_kpe page_size causal sm_scale q_data_type kv_data_type "
+        "query_layout kv_cache_layout lse_mode",
+        "run": "query kv_cache out lse return_lse ckv_scale kpe_scale return_lse_base_on_e",
+    },
+    METADATA: {"csr": "qo_indptr kv_indptr kv_indices kv_len_arr"},
+}
+"""What is passed instead to a release that has ``METADATA``."""
 
 MODULES = {
     "trtllm_batch_context_with_kv_cache": "flashinfer.prefill",
@@ -74,6 +87,7 @@ MODULES = {
     "trtllm_batch_decode_with_kv_cache": "flashinfer.decode",
     "trtllm_batch_decode_with_kv_cache_mla": "flashinfer.mla",
     "BatchMLAPagedAttentionWrapper": "flashinfer.mla",
+    METADATA: "flashinfer.mla",
     "FP4Tensor": "flashinfer.utils",
 }
 """Where an entry is imported from, ``flashinfer`` unless it stands here."""
@@ -86,6 +100,7 @@ class FlashInfer:
     Attributes:
         version: of flashinfer-python.
         attention_sink_decl: CUDA source of the variant with attention sinks, by kernel (``fa2``, ``fa3``).
+        MLAPlanMetadata: None before 0.7.
     """
 
     version: str
@@ -101,6 +116,7 @@ class FlashInfer:
     trtllm_ragged_attention_deepseek: Any
     fmha_varlen: Any
     attention_sink_decl: dict[str, str]
+    MLAPlanMetadata: Any | None = None
 
 
 class _Installed(InstalledBuild):
@@ -118,7 +134,10 @@ def flashinfer() -> FlashInfer:
             written for, or an entry is missing or takes no such parameters. It is an ``ImportError`` as well.
     """
     installed = _Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
-    found = {name: _entry(installed, name) for name in PARAMETERS}
+    parameters = PARAMETERS
+    if hasattr(installed.imported(MODULES[METADATA]), METADATA):
+        parameters = {**PARAMETERS, **WITH_METADATA}
+    found = {name: _entry(installed, name, methods) for name, methods in parameters.items()}
     declarations = installed.imported("flashinfer.attention._core")
     if not hasattr(declarations, "attention_sink_decl"):
         raise installed.mismatch("flashinfer.attention._core.attention_sink_decl does not exist")
@@ -126,16 +145,17 @@ def flashinfer() -> FlashInfer:
     return FlashInfer(version=version or "", attention_sink_decl=declarations.attention_sink_decl, **found)
 
 
-def _entry(installed: InstalledBuild, name: str) -> Any:
+def _entry(installed: InstalledBuild, name: str, methods: dict[str, str]) -> Any:
     """Return a function, or a class after comparing its methods."""
     module = installed.imported(MODULES.get(name, "flashinfer"))
-    entry, methods = getattr(module, name, None), PARAMETERS[name]
+    entry = getattr(module, name, None)
     if entry is None:
         raise installed.mismatch(f"{module.__name__}.{name} does not exist")
     for method, keywords in methods.items():
         label = f"{module.__name__}.{name}"
         if method:
-            installed.check(getattr(entry, method), f"{label}.{method}", ["self"], keywords.split())
+            bound = inspect.ismethod(getattr(entry, method))  # a class method: its first parameter is not shown
+            installed.check(getattr(entry, method), f"{label}.{method}", [] if bound else ["self"], keywords.split())
         else:
             installed.check(entry, label, keywords=keywords.split())
     return entry

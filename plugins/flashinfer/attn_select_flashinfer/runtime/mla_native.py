@@ -1,9 +1,13 @@
 """Native decode of ``FLASHINFER_MLA``: ``BatchMLAPagedAttentionWrapper`` with its fa3 or fa2 kernels.
 
 The wrapper reads page indices, and a schedule that it plans on the host. Its launch grid depends on the mean query
-length alone, so that a graph of equal queries replays with any lengths and pages. ``kv_indptr``
-says where a request's indices begin and ``kv_len_arr`` how many there are, so block tables are read as they are, row
-behind row, and not flattened.
+length alone, so that a graph of equal queries replays with any lengths and pages.
+
+Before 0.7, ``kv_indptr`` says where a request's indices begin and ``kv_len_arr`` how many there are, so block tables
+are read as they are, row behind row. Since 0.7 the wrapper plans from ``MLAPlanMetadata`` and wants exactly the pages
+that a request has (mla/_batch_mla/_planning.py 0.7.2.post1), so tables are flattened. The plan fixes whether the LSE is
+returned, and it is made before a layer asks for one, so it always is. Every plan allocates a schedule of 8 MiB; a
+captured wrapper keeps its first one.
 
 Under causality the kernels end the loop over keys at ``kv_len - q_len + tile_end // num_heads``, one key too early for
 a query that a tile of 64 or 128 rows cuts in two (include/flashinfer/attention/mla.cuh and mla_hopper.cuh v0.6.14;
@@ -18,15 +22,16 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError
+from attn_select.runtime import ops
 from attn_select.runtime.backend import AttentionLayer, BackendContext
-from attn_select.runtime.batch import staging
+from attn_select.runtime.batch import staging, to_device
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.facts.mla_kernels import TILE
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.plans import PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
+from attn_select_flashinfer.runtime.plans import PinnedKeeper, PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
 from attn_select_flashinfer.runtime.scores import power_for
 
 MAX_WORKS = 16384
@@ -59,12 +64,14 @@ class NativeDecode:
         config, self._context, self._scale = context.config, context, scale
         self._size, self._heads = cast(int, context.block_size), config.num_heads
         self._causal = not config.non_causal
-        self._backend, self._ring = kernel, PinnedRing(context.device)
+        self._backend, self._metadata = kernel, library.flashinfer().MLAPlanMetadata
+        self._ring = PinnedRing(context.device) if self._metadata is None else PinnedKeeper(context.device)
         self._most = self._check_capacity()
         memory: dict[str, Any] = {"dtype": torch.uint8, "device": context.device}
         self._workspace = torch.empty(context.plans["decode"].workspace_bytes - INT_WORKSPACE, **memory)
         # One for all wrappers. ``Plan.ready`` makes sure that a step finds its own plan there.
-        self._schedule = Schedule(torch.empty(SCHEDULE_BYTES, **memory))
+        self._schedule = Schedule(torch.empty(SCHEDULE_BYTES, **memory) if self._metadata is None else None)
+        self._indices: Tensor | None = None
         self._eager = self._wrapper()
         self._captured: dict[int, Wrapper] = {}
         self._known: dict[int, Tensor] = {}
@@ -76,6 +83,8 @@ class NativeDecode:
             "q_data_type": PLAIN_DTYPES[config.dtype],
             "kv_data_type": storage_dtype(config.cache_dtype),
         }
+        if self._metadata is not None:
+            self._fixed |= {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}
 
     def _check_capacity(self) -> int:
         """Return how many tokens a batch may have."""
@@ -97,13 +106,15 @@ class NativeDecode:
 
     def _wrapper(self, **buffers: Any) -> Wrapper:
         made = library.flashinfer().BatchMLAPagedAttentionWrapper(self._workspace, backend=self._backend, **buffers)
-        made._int_workspace_buffer = self._schedule.memory  # instead of 8 MiB of its own
+        if self._schedule.memory is not None:
+            made._int_workspace_buffer = self._schedule.memory  # instead of 8 MiB of its own
         return Wrapper(made, self._schedule, captured="use_cuda_graph" in buffers)
 
     def capture(self, common: CommonAttentionMetadata) -> ScaledPlan:
         """Return the call to capture. From then on its wrapper serves all batches of this size.
 
-        Its page indices are the captured block table; a plan copies another table there.
+        Its page indices are the captured block table, and a plan copies another table there. Since 0.7 they have
+        a place of their own.
         """
         causal = self._causal and common.causal and common.max_query_len > 1
         requests = common.num_actual_tokens if causal and self._by_token(common) else common.num_reqs
@@ -111,7 +122,11 @@ class NativeDecode:
             ints: dict[str, Any] = {"dtype": torch.int32, "device": self._context.device}
             sizes = {"qo_indptr": requests + 1, "kv_indptr": requests + 1, "kv_len_arr": requests}
             lists = {name: torch.zeros(size, **ints) for name, size in sizes.items()}
-            self._captured[requests] = self._wrapper(use_cuda_graph=True, kv_indices=_rows(common), **lists)
+            if self._metadata is not None and self._indices is None:
+                context = self._context
+                self._indices = torch.zeros(self._most * -(-context.max_model_len // self._size), **ints)
+            indices = _rows(common) if self._indices is None else self._indices
+            self._captured[requests] = self._wrapper(use_cuda_graph=True, kv_indices=indices, **lists)
         return self.build(common)
 
     def build(self, common: CommonAttentionMetadata) -> ScaledPlan:
@@ -124,16 +139,40 @@ class NativeDecode:
         lists = self._lists(common)
         if causal and self._by_token(common):
             lists, causal = self._as_requests(lists), False
-        arguments = {
+        wrapper = self._captured.get(len(lists.keys), self._eager)
+        if self._metadata is None:
+            given = self._given(lists, _rows(common))
+        else:
+            given = {"metadata": self._metadata.csr(**self._flattened(common, lists, wrapper))}
+        arguments = {**given, "causal": causal, **self._fixed}
+        return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale)
+
+    def _given(self, lists: Lists, indices: Tensor) -> dict[str, Tensor]:
+        return {
             "qo_indptr": lists.queries,
             "kv_indptr": lists.pages,
-            "kv_indices": _rows(common),
+            "kv_indices": indices,
             "kv_len_arr": lists.keys,
-            "causal": causal,
-            **self._fixed,
         }
-        wrapper = self._captured.get(len(lists.keys), self._eager)
-        return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale)
+
+    def _flattened(self, common: CommonAttentionMetadata, lists: Lists, wrapper: Wrapper) -> dict[str, Tensor]:
+        """Return the lists with the pages that each request has, no more, one request behind the other."""
+        table, requests = common.block_table_tensor, len(lists.keys)
+        assert table is not None
+        if requests != common.num_reqs:  # each token is a request of its request's pages
+            row = torch.repeat_interleave(common.query_lens_cpu, output_size=requests)
+            table = table.index_select(0, to_device(row.int(), self._context.device))
+        pages = self._pinned(requests + 1)
+        pages[0] = 0
+        torch.cumsum((lists.keys + (self._size - 1)) // self._size, 0, dtype=torch.int32, out=pages[1:])
+        total = max(1, int(pages[-1]))
+        if wrapper.captured:
+            assert self._indices is not None
+            indices = self._indices[:total]
+        else:
+            indices = torch.empty(total, dtype=torch.int32, device=table.device)
+        ops.flatten_block_table(table, to_device(pages, self._context.device), indices)
+        return self._given(Lists(lists.queries, pages, lists.keys), indices)
 
     def _lists(self, common: CommonAttentionMetadata) -> Lists:
         requests, longest, table = common.num_reqs, common.max_query_len, common.block_table_tensor
@@ -201,6 +240,7 @@ class NativeLayer:
         # scores does not contain it.
         self._fp8, self._power = config.cache_dtype == "fp8_e4m3", power_for(scale)
         self._scale = scale * self._power
+        self._declared = library.flashinfer().MLAPlanMetadata is not None
 
     def run(
         self,
@@ -215,14 +255,16 @@ class NativeLayer:
         run = call.ready_for(self._scale).run
         if self._power != 1.0:
             query = query / self._power
-        parts = (*query.split_with_sizes(self._sizes, dim=-1), *self._parts(kv_cache))
+        parts, latents = query.split_with_sizes(self._sizes, dim=-1), self._parts(kv_cache)
         options: dict[str, Any] = {"out": output}
         if self._fp8:
             options["ckv_scale"] = options["kpe_scale"] = layer.scales.k_float
-        if output_lse is None:
-            run(*parts, **options)
-            return
-        lse = output_lse.contiguous()
-        run(*parts, lse=lse, return_lse=True, return_lse_base_on_e=True, **options)
-        if lse is not output_lse:
+        lse = None if output_lse is None else output_lse.contiguous()
+        if lse is not None or self._declared:
+            options |= {"lse": lse, "return_lse": True, "return_lse_base_on_e": True}
+        if self._declared:
+            run(query=tuple(parts), kv_cache=tuple(latents), **options)
+        else:
+            run(*parts, *latents, **options)
+        if output_lse is not None and lse is not None and lse is not output_lse:
             output_lse.copy_(lse)

@@ -8,7 +8,8 @@ trtllm-gen and CUTLASS are functions. What they do with a request without keys i
 (flashinfer-ai/flashinfer #3779), so they are called for each run of requests that have some. (CUTLASS's wrapper reads
 its prefix sums back from the device; its function does not.)
 
-FlashInfer's LSE is in base 2, and -5e4 in a row without keys (``math::inf`` in include/flashinfer/math.cuh).
+FlashInfer's LSE is in base 2. In a row without keys it is -5e4 in 0.6.14 and -inf in 0.7.2 (``math::inf`` in
+include/flashinfer/math.cuh).
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@
 (``_pin_memory_int_workspace_buffer``; flashinfer/prefill.py, decode.py and mla/_core.py 0.6.14). Two things follow:
 
 - If a wrapper planned again before its copy has finished, the earlier step would run by the later step's schedule. Each
-  plan therefore gets a buffer whose last copy has finished (``PinnedRing``). Nothing waits for that.
+  plan therefore gets a buffer whose last copy has finished (``PinnedRing``). Nothing waits for that. Since 0.7 the MLA
+  wrapper pins a new buffer for each plan and drops the last one, which is kept until its copy has finished
+  (``PinnedKeeper``).
 - The wrapper and the schedule on the device hold the last plan alone. A batch therefore asks before it runs whether its
   own plan is still there, and is planned again where it is not (``Plan.ready``). In the usual order, where each batch
   runs before the next one is built, that is one comparison.
@@ -22,7 +24,7 @@ from torch import Tensor
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError, KernelMismatchError
 from attn_select.runtime.metadata import BatchError
-from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON_MLA, INT_WORKSPACE
+from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, READ
 
 _ATTRIBUTE = "_pin_memory_int_workspace_buffer"
 
@@ -67,18 +69,15 @@ class PinnedRing:
             cleared: bytes at the buffer's start that are zero before it.
 
         Raises:
-            KernelMismatchError: the wrapper keeps no such buffer (MLA's since 0.7.0), so that its copies are unguarded.
+            KernelMismatchError: the wrapper keeps no such buffer, so that its copies are unguarded.
         """
-        if not hasattr(wrapper, _ATTRIBUTE):
-            name = type(wrapper).__name__
-            text = f"{name} of the installed FlashInfer has no {_ATTRIBUTE}, so that its plans may overwrite each other"
-            raise KernelMismatchError(text, hint=FLASHINFER_PYTHON_MLA.install)
+        _pinned_of(wrapper)
         buffer, event = self._free()
         setattr(wrapper, _ATTRIBUTE, buffer)
         if cleared:
             buffer[:cleared].zero_()
         wrapper.plan(*args, **kwargs)
-        event.record(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
+        _record(event, self._device)
 
     def _free(self) -> tuple[Tensor, Any]:
         for slot in self._slots:
@@ -87,6 +86,50 @@ class PinnedRing:
         pinned = torch.empty(INT_WORKSPACE, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self._slots.append((pinned, new_event(self._device)))
         return self._slots[-1]
+
+
+class PinnedKeeper:
+    """Plans wrappers that pin a buffer of their own for each plan, and keeps each until its copy has finished.
+
+    torch does not see FlashInfer's copy. It would give a buffer that was dropped to the next plan at once.
+
+    Args:
+        device: where the wrappers run; copies are ordered on its current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[tuple[Tensor, Any]] = []
+
+    @property
+    def buffers(self) -> int:
+        """Return how many buffers are kept."""
+        return len(self._kept)
+
+    def plan(self, wrapper: Any, **kwargs: Any) -> None:
+        """Call ``wrapper.plan``.
+
+        Raises:
+            KernelMismatchError: the wrapper does not show its buffer, so that its copies are unguarded.
+        """
+        self._kept = [each for each in self._kept if not each[1].query()]
+        wrapper.plan(**kwargs)
+        pinned, event = _pinned_of(wrapper), new_event(self._device)
+        _record(event, self._device)
+        self._kept.append((pinned, event))
+
+
+def _pinned_of(wrapper: Any) -> Tensor:
+    pinned: Tensor | None = getattr(wrapper, _ATTRIBUTE, None)
+    if pinned is None:
+        name = type(wrapper).__name__
+        text = f"{name} of the installed FlashInfer has no {_ATTRIBUTE}, so that its plans may overwrite each other"
+        raise KernelMismatchError(text, hint=READ)
+    return pinned
+
+
+def _record(event: Any, device: torch.device) -> None:
+    event.record(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +228,12 @@ class ScaledPlan(Plan):
     __slots__ = ("_arguments", "_ran", "_ring", "_scale", "_shared", "num_tokens")
 
     def __init__(
-        self, num_tokens: int, wrapper: Wrapper, ring: PinnedRing, arguments: dict[str, Any], shared: SharedScale
+        self,
+        num_tokens: int,
+        wrapper: Wrapper,
+        ring: PinnedRing | PinnedKeeper,
+        arguments: dict[str, Any],
+        shared: SharedScale,
     ) -> None:
         self.num_tokens, self._ring, self._arguments, self._shared = num_tokens, ring, arguments, shared
         self._scale, self._ran = shared.value, False

@@ -10,13 +10,14 @@ from torch import Tensor
 LN2 = math.log(2.0)
 """FlashInfer's LSE is base 2."""
 NO_KEYS = -4e4
-"""FlashInfer's LSE is base 2, and -5e4 for a row without keys (include/flashinfer/math.cuh 0.6.14, ``math::inf``): no
-finite scores come near."""
+"""FlashInfer's LSE is base 2. A row without keys has -5e4 in 0.6.14 and -inf in 0.7.2 (include/flashinfer/math.cuh,
+``math::inf``); no finite scores come near."""
 LEAST_SCALE = 128 / 5e4
 """fa2 and fa3 hide a key by setting its raw score, before the softmax scale, to -5e4 (``math::inf`` in
 include/flashinfer/math.cuh 0.6.14; hopper/mainloop_mma.cuh, hopper/quantization/mainloop_mma.cuh, prefill.cuh; mla.cuh,
 mla_hopper.cuh). With a total scale below this it is less than 128 nats away. FP8 scales make it so: q 0.02, k 0.015 and
-1 / sqrt(128) leave 1.3 nats, and causal prefill is off by 0.54 (H100, flashinfer 0.6.14, 2026-11-21)."""
+1 / sqrt(128) leave 1.3 nats, and causal prefill is off by 0.54 (H100, flashinfer 0.6.14, 2026-11-21). In 0.7.2 it is
+IEEE infinity, so that no scale is too small there; the power of two is exact and stays."""
 
 
 def power_for(scale: float) -> float:

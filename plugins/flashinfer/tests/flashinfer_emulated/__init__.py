@@ -1,10 +1,11 @@
-"""FlashInfer 0.6.14 without a GPU: the same signatures and rules, computed by the float64 oracle on the CPU.
+"""FlashInfer without a GPU: the same signatures and rules, computed by the float64 oracle on the CPU.
 
 This module holds what the entries share: the emulated device, its hazards, the cache, the masks. Each entry is emulated
 once, in ``wrappers``, ``trtllm`` or ``functions``, and ``library()`` puts them into the plugin's dataclass.
 ``test_flashinfer_signatures`` compares their signatures with what is installed. The rules are those of
-flashinfer/{prefill,decode,cascade,xqa}.py and of csrc and include at tag v0.6.14. Where a kernel would read out of
-bounds, wait forever or be silently wrong, these raise ``Misuse``; where the library raises, they raise what it raises.
+flashinfer/{prefill,decode,cascade,xqa}.py and of csrc and include at tag v0.6.14; ``mla07`` has what 0.7 changed.
+Where a kernel would read out of bounds, wait forever or be silently wrong, these raise ``Misuse``; where the library
+raises, they raise what it raises.
 
 What only a GPU shows is made visible here:
 
@@ -330,18 +331,24 @@ def check_semaphores(workspace: Tensor) -> None:
     )
 
 
-def entries() -> dict[str, Any]:
-    """Return every emulated entry by its name."""
-    from flashinfer_emulated import functions, trtllm, wrappers
-
-    return {name: entry for module in (wrappers, trtllm, functions) for name, entry in vars(module).items()}
+RELEASES = ("0.6.14", "0.7.2.post1")
+"""Emulated releases. The others between them take the same calls as one of these."""
 
 
-def library(**others: Any) -> Any:
-    """Return the plugin's dataclass with these entries; ``others`` replace or add entries."""
-    from attn_select_flashinfer.runtime.library import FlashInfer
+def entries(release: str = "0.6.14") -> dict[str, Any]:
+    """Return every emulated entry of a release by its name."""
+    from flashinfer_emulated import functions, mla07, trtllm, wrappers
 
-    known = {"version": "0.6.14", "attention_sink_decl": SINK_DECLARATIONS, **entries(), **others}
+    modules = (wrappers, trtllm, functions, *([mla07] if release == RELEASES[1] else []))
+    return {name: entry for module in modules for name, entry in vars(module).items()}
+
+
+def library(release: str = "0.6.14", **others: Any) -> Any:
+    """Return the plugin's dataclass with the entries of a release; ``others`` replace or add entries."""
+    from attn_select_flashinfer.runtime.library import METADATA, FlashInfer
+
+    made = {METADATA: None, **entries(release)}
+    known = {"version": release, "attention_sink_decl": SINK_DECLARATIONS, **made, **others}
     return FlashInfer(**{name: known[name] for name in FlashInfer.__dataclass_fields__})
 
 

@@ -1,0 +1,162 @@
+"""``BatchMLAPagedAttentionWrapper`` since 0.7: it plans from metadata, and each plan has buffers of its own.
+
+Rules by source: flashinfer/mla/_batch_mla/_wrapper.py, _contracts.py, _planning.py and _backends/_fa_common.py of
+0.7.2.post1. The kernels are those of ``wrappers``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashinfer_emulated as fi
+from flashinfer_emulated import need, wrappers
+
+
+@dataclass(frozen=True)
+class MLAPlanMetadata:
+    qo_indptr: Any = None
+    kv_indptr: Any = None
+    kv_indices: Any = None
+    kv_len_arr: Any = None
+    cum_seq_lens_q: Any = None
+    block_tables: Any = None
+    seq_lens: Any = None
+    max_q_len: Any = None
+
+    @classmethod
+    def csr(cls, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any) -> MLAPlanMetadata:
+        return cls(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
+
+
+class BatchMLAPagedAttentionWrapper:
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        use_cuda_graph: Any = False,
+        qo_indptr: Any = None,
+        kv_indptr: Any = None,
+        kv_indices: Any = None,
+        kv_len_arr: Any = None,
+        backend: Any = "auto",
+    ) -> None:
+        self._made = (float_workspace_buffer, use_cuda_graph, qo_indptr, kv_indptr, kv_indices, kv_len_arr, backend)
+        self._use_cuda_graph, self._reserved = use_cuda_graph, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        self._planned: wrappers.BatchMLAPagedAttentionWrapper | None = None
+        self._kernels()  # it is checked as the older one is
+
+    def _kernels(self) -> wrappers.BatchMLAPagedAttentionWrapper:
+        return wrappers.BatchMLAPagedAttentionWrapper(*self._made)
+
+    def plan(
+        self,
+        qo_indptr: Any = None,
+        kv_indptr: Any = None,
+        kv_indices: Any = None,
+        kv_len_arr: Any = None,
+        num_heads: Any = None,
+        head_dim_ckv: Any = None,
+        head_dim_kpe: Any = None,
+        page_size: Any = None,
+        causal: Any = None,
+        sm_scale: Any = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        use_profiler: Any = False,
+        *,
+        metadata: Any = None,
+        query_layout: Any = None,
+        kv_cache_layout: Any = None,
+        lse_mode: Any = "none",
+    ) -> None:
+        need(metadata is not None and qo_indptr is None, "flat lists are deprecated", DeprecationWarning)
+        need(query_layout == kv_cache_layout == "split", f"layouts {query_layout} and {kv_cache_layout}: not emulated")
+        lists = (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
+        for given in lists:
+            need(given.ndim == 1 and given.is_contiguous() and given.dtype == torch.int32, f"{given}", ValueError)
+        self._check_pages(*lists[1:], page_size)
+        if causal:
+            self._check_tiles(lists[0], lists[3], num_heads)
+        if self._use_cuda_graph:
+            self._check_reserved(lists)
+        kernels = wrappers.BatchMLAPagedAttentionWrapper.__new__(wrappers.BatchMLAPagedAttentionWrapper)
+        self._fill(kernels)
+        sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type)
+        kernels.plan(*lists, *sizes, use_profiler)
+        self._planned, self._lse_mode = kernels, lse_mode
+        self._int_workspace_buffer = kernels._int_workspace_buffer
+        self._pin_memory_int_workspace_buffer = kernels._pin_memory_int_workspace_buffer
+
+    def _fill(self, kernels: wrappers.BatchMLAPagedAttentionWrapper) -> None:
+        """Give a plan its buffers. Of an earlier one a captured wrapper keeps the device's, whose address is baked."""
+        calls = len(fi.world.calls)
+        kernels.__init__(*self._made)  # type: ignore[misc]
+        del fi.world.calls[calls:]
+        if self._use_cuda_graph and self._planned is not None:
+            kernels._int_workspace_buffer = self._planned._int_workspace_buffer
+        pinned = kernels._pin_memory_int_workspace_buffer
+        weakref.finalize(pinned, _reused, pinned.data_ptr())
+
+    @staticmethod
+    def _check_pages(indptr: Tensor, indices: Tensor, lens: Tensor, page_size: int) -> None:
+        need(len(indptr) == len(lens) + 1, "CSR metadata batch dimensions must agree", ValueError)
+        need(int(indptr[-1]) <= len(indices), f"{len(indices)} entries but kv_indptr[-1] is {indptr[-1]}", ValueError)
+        wanted = (lens + page_size - 1) // page_size
+        need(torch.equal(indptr.diff(), wanted), f"page counts {indptr.diff()} must equal {wanted}", ValueError)
+
+    @staticmethod
+    def _check_tiles(q_indptr: Tensor, lens: Tensor, heads: int) -> None:
+        """Refuse a query that the end of a tile cuts in two where the first key of a tile of 64 would be left out."""
+        tile = 128 if int(q_indptr[-1]) * heads // len(lens) > 64 else 64
+        for queries, keys in zip(q_indptr.diff().tolist(), lens.tolist(), strict=True):
+            for end in range(tile, queries * heads, tile):
+                query, rest = divmod(end, heads)
+                key = keys - queries + query
+                cut = rest and query < queries and 0 <= key < keys and key % 64 == 0
+                need(not cut, f"query {query}, key {key}: native execution would omit a visible key", ValueError)
+
+    def _check_reserved(self, lists: tuple[Tensor, ...]) -> None:
+        for place, (kept, given) in enumerate(zip(self._reserved, lists, strict=True)):
+            fits = len(kept) >= len(given) if place == 2 else kept.shape == given.shape
+            need(fits, "reserved buffer has insufficient or incompatible capacity", ValueError)
+            apart = kept.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+            need(apart or kept.data_ptr() == given.data_ptr(), "only exact reuse is allowed", ValueError)
+
+    def run(
+        self,
+        q_nope: Any = None,
+        q_pe: Any = None,
+        ckv_cache: Any = None,
+        kpe_cache: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: Any = False,
+        profiler_buffer: Any = None,
+        kv_len: Any = None,
+        page_table: Any = None,
+        return_lse_base_on_e: Any = False,
+        o_scale: Any = None,
+        *,
+        query: Any = None,
+        kv_cache: Any = None,
+        ckv_scale: Any = None,
+        kpe_scale: Any = None,
+    ) -> Any:
+        need(self._planned is not None, "BatchMLAPagedAttentionWrapper.run() called before plan().", RuntimeError)
+        assert self._planned is not None
+        need(q_nope is ckv_cache is None, "separate tensors are deprecated", DeprecationWarning)
+        need(type(query) is type(kv_cache) is tuple, "structural values are exact tuples", TypeError)
+        mode = ("basee" if return_lse_base_on_e else "base2") if return_lse else "none"
+        need(mode == self._lse_mode, f"LSE mode mismatch: planned {self._lse_mode}, got {mode}", ValueError)
+        scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
+        wanted = {"out": out, "lse": lse, "return_lse": return_lse, "return_lse_base_on_e": return_lse_base_on_e}
+        return self._planned.run(*query, *kv_cache, **wanted, o_scale=o_scale, **scales)
+
+
+def _reused(address: int) -> None:
+    """The allocator gives a dropped buffer away: a copy that is still to come finds other bytes there."""
+    fi.world.memory[address] = None
