@@ -144,7 +144,8 @@ def padded_heads(heads: int) -> int:
     """Return the query heads that FlashInfer's Blackwell MLA kernels work on for ``heads`` (1 to 128).
 
     They are 8, 16, 32, 64 or 128. trtllm-gen takes whole groups of 8, 16 or 64 heads
-    (include/flashinfer/trtllm/fmha/fmhaKernels.cuh v0.6.14; others came with 0.6.17, flashinfer-ai/flashinfer #4178);
+    (include/flashinfer/trtllm/fmha/fmhaKernels.cuh v0.6.14; others came with 0.6.17, flashinfer-ai/flashinfer #4178;
+    0.7.2 refuses 65 to 127 in mla/_core.py);
     for sparse MLA on 12.x see csrc/sparse_mla_sm120_prefill.cu v0.6.14.
     """
     return next(tile for tile in (8, 16, 32, 64, 128) if heads <= tile)
