@@ -74,6 +74,10 @@ def test_the_first_of_equal_ones_runs() -> None:
     assert choice_of(decode={"B": same, "SHORT": same})(1, 1, 1, 9, 9)[1] == "B"
 
 
+def test_a_step_of_nothing_is_a_step() -> None:
+    assert choice_of(decode=BOTH)(0, 0, 0, 0, 0) == ("SHORT", "SHORT")
+
+
 @pytest.mark.parametrize(("together", "expected"), [(90.0, ("P", "P")), (40.0, ("D", "D")), (61.0, ("P", "D"))])
 def test_a_mixed_batch_runs_whole_or_apart_whatever_takes_less(together: float, expected: tuple[str, str]) -> None:
     """P takes 20 for prefills and 100 for decodes, D the reverse and 40; P takes 50 for both, D ``together``."""

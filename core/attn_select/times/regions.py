@@ -256,12 +256,9 @@ def _best_run(sums: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, 
 
 
 def _bounds(cells: Sequence[_Cell], box: _Box) -> Bounds:
-    """Return a box's bounds without those that leave no cell out; where the domain ends there is none."""
-    found: Bounds = {}
+    """Return a box's bounds without those that leave no cell out, as where the domain ends."""
+    found: Bounds = {name: (low, high) for name, (low, high) in box.spans.items()}
     inside = [cell for cell in cells if box.holds(cell)]
-    for name, (low, high) in box.spans.items():
-        every = [cell.values[name] for cell in cells]
-        found[name] = (low if low > min(every) else None, high if high < max(every) else None)
     for name, side in [(name, side) for side in (0, 1) for name in found]:
         fewer = found | {name: (None, found[name][1]) if side == 0 else (found[name][0], None)}
         if sum(_within(fewer, cell.values) for cell in cells) == len(inside):
