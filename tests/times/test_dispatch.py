@@ -74,10 +74,6 @@ def test_the_first_of_equal_ones_runs() -> None:
     assert choice_of(decode={"B": same, "SHORT": same})(1, 1, 1, 9, 9)[1] == "B"
 
 
-def test_a_step_of_nothing_is_a_step() -> None:
-    assert choice_of(decode=BOTH)(0, 0, 0, 0, 0) == ("SHORT", "SHORT")
-
-
 @pytest.mark.parametrize(("together", "expected"), [(90.0, ("P", "P")), (40.0, ("D", "D")), (61.0, ("P", "D"))])
 def test_a_mixed_batch_runs_whole_or_apart_whatever_takes_less(together: float, expected: tuple[str, str]) -> None:
     """P takes 20 for prefills and 100 for decodes, D the reverse and 40; P takes 50 for both, D ``together``."""
@@ -173,6 +169,18 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [choice(1, 1, 1, 2**bits, 2**bits) for bits in range(20)]
     assert [choice(1, 1, 1, 2**bits, 2**bits) for bits in range(20)] == answers
     assert len(choice._decodes_known) <= 4
+
+
+def test_a_captured_size_has_its_own_number_of_tokens() -> None:
+    seen: list[BatchShape] = []
+
+    def watched(batch: BatchShape) -> float:
+        seen.append(batch)
+        return 1.0
+
+    shapes = parse_workload("8q4s8k").of_phase("decode", SPECULATIVE)
+    choice_of(config=SPECULATIVE, decode={"SHORT": Known(watched)}).captured(16, 4, shapes, ["SHORT"])
+    assert seen == [parse_batch_shape("16q4s8k")]
 
 
 def test_a_captured_size_is_chosen_by_the_lengths_of_the_workload() -> None:

@@ -66,6 +66,16 @@ def test_times_between_the_measured_ones(config: AttentionConfig, batches: list[
     assert found[int(0.9 * len(found))] < 0.12
 
 
+@pytest.mark.parametrize("l2_bytes", [60e6, 120e6])
+def test_what_the_l2_keeps_is_found(l2_bytes: float) -> None:
+    def time_us(batch: BatchShape) -> float:
+        moved = step_work(GQA, batch).bytes
+        return 5 + moved / 12e6 + (moved / 3e6 if moved > l2_bytes else 0)
+
+    model = fit(measured(time_us, DECODES, 0.0, 1), timed_layer(GQA), H100)
+    assert 0.7 < model.to_dict()["decode"]["l2_bytes"] / l2_bytes < 1.4
+
+
 def test_the_margin_holds_what_it_says() -> None:
     time_us = kernel(GQA, 8, 2500, 600, turn=0.2)
     inside = []

@@ -9,7 +9,7 @@ import pytest
 from attn_select.config import AttentionConfig
 from attn_select.device import Device, lookup
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.roofline import keys_read, roofline_us, step_work, visible_keys
+from attn_select.times.roofline import is_decode, keys_read, roofline_us, step_work, visible_keys
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 MLA = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -96,6 +96,14 @@ def test_ranks_share_the_keys(config: AttentionConfig) -> None:
     one, two = (step_work(config.model_copy(update={"decode_context_parallel_size": n}), batch) for n in (1, 2))
     assert (two.kv_bytes, two.attention_flops) == (one.kv_bytes / 2, one.attention_flops / 2)
     assert (two.query_bytes, two.projection_flops) == (one.query_bytes, one.projection_flops)
+
+
+@pytest.mark.parametrize(("drafts", "longest"), [(0, 1), (3, 4)])
+def test_decodes_are_as_long_as_the_drafts_allow(drafts: int, longest: int) -> None:
+    config = MLA.model_copy(update={"num_speculative_tokens": drafts})
+    assert is_decode(config, longest)
+    assert not is_decode(config, longest + 1)
+    assert not is_decode(GQA.model_copy(update={"attn_type": "encoder_only"}), 1)
 
 
 def test_a_mixed_batch_is_the_sum_of_its_requests() -> None:

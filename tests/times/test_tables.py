@@ -147,6 +147,24 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.hint == "pip install 'attn-select[tables]'"
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_folder_and_the_version_of_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
+) -> None:
+    folder = tmp_path / "aiconfigurator_core" / "systems" / "data"
+    (folder if complete else folder.parent).mkdir(parents=True)
+    (tmp_path / "aiconfigurator_core" / "__init__.py").touch()
+    info = tmp_path / "aiconfigurator_core-0.12.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: aiconfigurator-core\nVersion: 0.12.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if complete:
+        assert tables.installed() == (folder, "0.12.0")
+        return
+    with pytest.raises(MeasurementError, match=r"data does not exist: this release of aiconfigurator-core is laid out"):
+        tables.installed()
+
+
 def write(path: Path, *rows: dict[str, Any], without: str | None = None) -> Path:
     """Write a small table as the package has it."""
     pyarrow = pytest.importorskip("pyarrow", reason="tables are parquet files, which pyarrow reads")
