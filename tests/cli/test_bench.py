@@ -180,6 +180,15 @@ def test_a_result_that_cannot_be_compared_says_why(run: Any, monkeypatch: pytest
     assert "TORCH_SDPA was not compared: OutOfMemoryError: no memory" in result.out
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and the tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_keeps_what_was_measured(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = benching.timed_rounds
 

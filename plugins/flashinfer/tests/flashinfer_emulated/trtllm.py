@@ -415,7 +415,7 @@ def _check_gen(
     need(
         query.shape[-1] == size, f"head_dim_k and head_dim_q must be the same: {size}, {query.shape[-1]}", RuntimeError
     )
-    need(page in GEN_PAGES and not (page == 16 and size == 256), f"pages of {page} with head size {size}")
+    need(page in GEN_PAGES, f"pages of {page}")
     need(size in (64, 128, 256, 512), f"Missing TRTLLM-GEN kernel: head size {size}", RuntimeError)
     need(
         query.dtype == k.dtype and k.dtype in (*fi.HALVES, fi.E4M3),
