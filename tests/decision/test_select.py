@@ -35,6 +35,7 @@ from attn_select.errors import UnknownNameError
 from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.rules.rule import parse_rule
 from attn_select.selector import environment_for
+from attn_select.times.evidence import Evidence
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 
@@ -128,6 +129,20 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for minor in range(25):
         select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
     assert 0 < alive(Decider) - before[1] <= 10
+    clear_cache()
+
+
+def test_measured_times_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector, "_MOST_DECIDERS", 10)
+    clear_cache()
+    before = alive(Evidence)
+    first = select(GQA, "h100", workload="64q1s4k")
+    select(GQA, "a100", workload="64q1s4k")
+    assert select(GQA, "h100", workload="64q1s4k") is first
+    for minor in range(25):
+        environment = Environment(assume_installed=True, cuda=f"13.{minor}")
+        select(GQA, "h100", RULES_OF_NOBODY, environment=environment, workload="64q1s4k")
+    assert 0 < alive(Evidence) - before <= 10 + 1  # and that of the selection at hand
     clear_cache()
 
 
