@@ -62,6 +62,7 @@ GOOD = [
     "",
     RULE + 'deny = ["MINE", "FLASHMLA"]\nbecause = "x"\nphase = "decode"\n',
     RULE + "enabled = false\n",
+    RULE + 'prefer = ["MINE"]\nmeasured = "2026-11-22"\nphase = "prefill"\n',
     RULE + 'avoid = ["MINE"]\nwhen = { mla = true, num_heads = ["<=16", 32], compute_capability = "9.x" }\n',
     RULE + 'avoid = ["MINE"]\nwhen = { kv_cache_dtype = ["fp8*", "bf16"], gpu = "h*", logits_soft_cap = 30.5 }\n',
     RULE + 'avoid = ["MINE"]\nwhen = { library = { a = "<1" }, cuda = [">=12.8", "<13"] }\n',
