@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from collect_times import points
-from held_out import geomean, regrets, rows, workloads
+from held_out import SEED, geomean, regrets, rows, workloads
 from timed_layers import LAYERS
 
 MEASURED = Path(__file__).parent / "data" / "held_out_nvidia-h200.jsonl.xz"
@@ -27,7 +27,8 @@ def test_the_regret_on_held_out_workloads_does_not_grow(judged: list[dict[str, A
     assert geomean(found) <= MOST_REGRET[choice]
 
 
-def test_no_held_out_workload_was_collected() -> None:
-    drawn = {point.key for point in workloads(LAYERS, False)}
+def test_no_held_out_workload_was_measured_before() -> None:
+    drawn = {point.key for point in workloads(LAYERS, False, SEED)}
     assert len(drawn) == 90
     assert not drawn & {point.key for point in points(LAYERS, False)}
+    assert not drawn & {(row["layer"], row["batch"]) for row in rows(MEASURED)}
