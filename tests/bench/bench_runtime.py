@@ -61,11 +61,17 @@ def rows_for(backend: str | None) -> list[tuple[str, ...]]:
         table = filled_table(batch, group.device)
         query_lens, seq_lens = [1] * batch, [SEQ_LEN] * batch
         common = prepare_batch(query_lens, seq_lens, table)
+
+        def prepare_after_a_change(table: BlockTable = table, batch: int = batch) -> None:
+            table.append_row(0, ())  # so that the table counts as changed and goes to the device, as in large batches
+            prepare_batch([1] * batch, [SEQ_LEN] * batch, table)
+
         rows.append(
             (
                 name,
                 str(batch),
                 f"{microseconds(partial(prepare_batch, query_lens, seq_lens, table)):.1f}",
+                f"{microseconds(prepare_after_a_change):.1f}",
                 f"{microseconds(partial(group.build, common)):.1f}",
                 f"{dispatch(group, common):.2f}",
             )
@@ -100,7 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {device}; medians, us of host time\n")
-    header = ("backend", "batch", "prepare_batch", "group.build", "forward over raw")
+    header = ("backend", "batch", "prepare_batch", "table changed", "group.build", "forward over raw")
     table = [header, *(row for backend in backends for row in rows_for(backend))]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     for row in table:

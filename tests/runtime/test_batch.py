@@ -229,6 +229,21 @@ def test_cross_attention_writes_the_encoders_tokens(requests: Lens, query_lens: 
     assert common.slot_mapping.tolist() == reference_slots(table, requests)
 
 
+@pytest.mark.parametrize("wrong", [None, 37])
+def test_a_decode_of_many_requests(wrong: int | None) -> None:
+    requests = [(1, 1 + 3 * r) for r in range(40)]
+    table = table_for(requests, 4, 1)
+    seq_lens = [0 if row == wrong else seq_len for row, (_, seq_len) in enumerate(requests)]
+    if wrong is not None:
+        with pytest.raises(BatchError, match=f"request {wrong}: query_lens = 1 with seq_lens = 0"):
+            prepare_batch([1] * 40, seq_lens, table)
+        return
+    common = prepare_batch([1] * 40, seq_lens, table)
+    assert common.slot_mapping is not None
+    assert common.slot_mapping.tolist() == reference_slots(table, requests)
+    assert (common.num_actual_tokens, common.max_query_len) == (40, 1)
+
+
 def test_requests_without_queries_beside_longer_ones() -> None:
     """As many tokens as requests, but not one each."""
     table = table_for([(2, 6), (0, 5)], 4, 1)

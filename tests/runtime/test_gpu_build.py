@@ -169,3 +169,29 @@ def test_steps_that_are_built_behind_a_busy_device(backend: str) -> None:
         assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist()
         assert torch.equal(table, its_table)
         torch.testing.assert_close(output, its_output, rtol=2**-6, atol=2**-6)
+
+
+def test_the_device_gets_what_changed_in_a_block_table() -> None:
+    """Steps that change nothing copy nothing, so that each change must be noted."""
+    table = BlockTable(3, 6, 16, "cuda")
+    for row in range(3):
+        table.append_row(row, [10 * row + 1])
+
+    def on_device(requests: int) -> list[list[int]]:
+        committed = table.commit(requests)
+        assert torch.equal(committed.cpu(), table.host[:requests, : committed.shape[1]])
+        return committed.tolist()
+
+    assert on_device(1) == [[1]]
+    assert on_device(2) == [[1], [11]]  # a row that was there all along, but not on the device
+    table.append_row(1, [12, 13])
+    assert on_device(2) == [[1, 0, 0], [11, 12, 13]]
+    table.swap_rows(0, 1)
+    assert on_device(2) == [[11, 12, 13], [1, 0, 0]]
+    table.clear_row(1)
+    table.set_row(1, [5])
+    assert on_device(1) == [[11, 12, 13]]
+    assert on_device(3) == [[11, 12, 13], [5, 0, 0], [21, 0, 0]]
+    table.move_row(0, 2)
+    assert on_device(3) == [[0, 0, 0], [5, 0, 0], [11, 12, 13]]
+    assert on_device(2) == [[0], [5]]

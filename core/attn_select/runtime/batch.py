@@ -6,9 +6,11 @@ before the copy that reads it has finished. So nothing is overwritten too early,
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import gt
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from torch import Tensor
 from attn_select.errors import ConfigError
 from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges, prefix_sums
+
+FEW_SLOTS = 32
+"""Up to as many, slots are worked out one by one: fewer take less time than the tensor operations for all at once."""
 
 
 def staging(num_bytes: int, device: torch.device) -> Tensor:
@@ -45,7 +50,7 @@ class BlockTable:
         device: where kernels read it.
 
     Attributes:
-        host: int32 ``(max_num_reqs, max_num_blocks_per_req)``.
+        host: int32 ``(max_num_reqs, max_num_blocks_per_req)``; to be read, since only the methods below note a change.
         num_blocks_per_row: int32 ``(max_num_reqs,)`` on the host, blocks in each row; the columns behind them hold 0.
         device_table: the same as ``host`` on the device, at one address for good; rows are current after ``commit``.
     """
@@ -63,10 +68,13 @@ class BlockTable:
                 raise ConfigError(f"{name} = {size}: accepted are integers from 1", fields=[name])
         self.device = torch.device(device)
         self.block_size = block_size
-        self.host = torch.zeros(max_num_reqs, max_num_blocks_per_req, dtype=torch.int32)
+        # The same memory as a tensor and as an array, of which single numbers are read in a tenth of the time.
+        self._ids = array("i", bytes(4 * max_num_reqs * max_num_blocks_per_req))
+        self.host = torch.frombuffer(self._ids, dtype=torch.int32).view(max_num_reqs, max_num_blocks_per_req)
         on_host = self.device.type == "cpu"
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
         self.num_blocks_per_row = torch.zeros(max_num_reqs, dtype=torch.int32)
+        self._changed, self._committed = True, (0, 0)  # since the last commit; its rows and columns
         # What checked mode knows of each row's last step: tokens cached before it, tokens after it, blocks held in it.
         self._last_step = torch.zeros(max_num_reqs, 3, dtype=torch.int32) if checks_enabled() else None
 
@@ -83,9 +91,10 @@ class BlockTable:
             raise BatchError(
                 f"row {row} of the block table: {end} blocks, but max_num_blocks_per_req = {self.host.shape[1]}"
             )
-        if block_ids:
-            self.host[row, start:end] = torch.tensor(block_ids, dtype=torch.int32)
+        first = row * self.host.shape[1]
+        self._ids[first + start : first + end] = array("i", block_ids)
         self.num_blocks_per_row[row] = end
+        self._changed = True
 
     def set_row(self, row: int, block_ids: Sequence[int]) -> None:
         """Give a row to a request: clear it, then append the request's blocks."""
@@ -95,6 +104,7 @@ class BlockTable:
     def clear_row(self, row: int) -> None:
         """Empty a row when its request has finished or was preempted. ``BlockPool.free`` gives the blocks back."""
         self._check_row(row)
+        self._changed = True
         self.host[row, : int(self.num_blocks_per_row[row])] = 0
         for of_row in self._per_row():
             of_row[row] = 0
@@ -113,10 +123,11 @@ class BlockTable:
         """Exchange two rows, for batches that are reordered."""
         self._check_row(first)
         self._check_row(second)
+        self._changed = True
         for of_row in (self.host, *self._per_row()):
             of_row[[first, second]] = of_row[[second, first]]
 
-    def note_step(self, first_positions: Tensor, seq_lens: Tensor) -> None:
+    def note_step(self, new_lens: Sequence[int], seq_lens: Tensor) -> None:
         """Compare a step with the last step of each row, and remember it (checked mode; ``prepare_batch`` calls it).
 
         A request goes on where its last step began or later (drafts may have been rejected), at most where it ended.
@@ -124,7 +135,7 @@ class BlockTable:
         was not cleared.
 
         Args:
-            first_positions: int32 ``(B,)`` on the host, tokens of each request that were cached before this step.
+            new_lens: tokens of each request that this step caches.
             seq_lens: int32 ``(B,)`` on the host, tokens after it.
 
         Raises:
@@ -132,6 +143,7 @@ class BlockTable:
         """
         if self._last_step is None:
             return
+        first_positions = seq_lens - torch.tensor(new_lens, dtype=torch.int32)
         last, held = self._last_step[: len(seq_lens)], self.num_blocks_per_row[: len(seq_lens)]
         began, ended, held_then = last.unbind(1)
         least = torch.minimum(began + (held > held_then).int(), ended)
@@ -153,17 +165,30 @@ class BlockTable:
         if not 0 <= row < len(self.host):
             raise BatchError(f"row {row}: the block table has rows 0 to {len(self.host) - 1}")
 
+    def slots(self, lens: Sequence[int], seq_lens: Sequence[int]) -> list[int]:
+        """Return where the last ``lens`` keys of the first rows' requests go, ``block * block_size + offset``."""
+        ids, size, width = self._ids, self.block_size, self.host.shape[1]
+        return [
+            ids[row * width + position // size] * size + position % size
+            for row, (count, end) in enumerate(zip(lens, seq_lens, strict=True))
+            for position in range(end - count, end)
+        ]
+
     def commit(self, num_reqs: int) -> Tensor:
         """Copy the first rows to the device, not waiting; return int32 ``(num_reqs, W)``, W the longest row in use.
+
+        Nothing is copied where the device has them already: most steps of a few decodes add no block.
 
         Raises:
             BatchError: no request, or more than there are rows.
         """
-        if not 0 < num_reqs <= len(self.host):
+        if not 0 < num_reqs <= self.host.shape[0]:
             raise BatchError(f"{num_reqs} requests: the block table has rows for 1 to {len(self.host)} (max_num_reqs)")
         width = max(1, int(self.num_blocks_per_row[:num_reqs].max()))
         table = self.device_table[:num_reqs, :width]
-        if self.device_table is not self.host:
+        rows, columns = self._committed
+        if self.device_table is not self.host and (self._changed or num_reqs > rows or width > columns):
+            self._changed, self._committed = False, (num_reqs, width)
             pinned = torch.empty(num_reqs, width, dtype=torch.int32, pin_memory=True)
             pinned.copy_(self.host[:num_reqs, :width])
             table.copy_(pinned, non_blocking=True)
@@ -204,26 +229,33 @@ def prepare_batch(
             f"{num_reqs} query_lens, {len(seq_lens)} seq_lens and {len(new_lens)} new_lens: accepted are equal numbers "
             "of them, at least 1"
         )
+    single = new_lens is query_lens and new_lens.count(1) == num_reqs  # most steps: one token each
+    if not single or min(seq_lens) < 1:
+        _check_lens("query_lens", query_lens, seq_lens, limited=new_lens is query_lens)
+        _check_lens("new_lens", new_lens, seq_lens)
+    num_tokens = num_reqs if single else sum(query_lens)
     table = None if block_table is None else block_table.commit(num_reqs)
-    # One array, since a tensor made of a list takes four times as long; int64 slots behind it, aligned.
-    ints = array("i", [0, *accumulate(query_lens), *seq_lens])
-    slots_at, num_slots = -(-len(ints) // 2) * 8, 0 if table is None else max(0, sum(new_lens))
+    # One buffer, since a tensor made of a list takes far longer; int64 slots behind it, aligned.
+    num_ints = 2 * num_reqs + 1
+    ints = bytearray(4 * num_ints)
+    struct.pack_into(f"{num_ints}i", ints, 0, 0, *accumulate(query_lens), *seq_lens)
+    slots_at, num_slots = -(-num_ints // 2) * 8, 0 if table is None else sum(new_lens)
     host = staging(slots_at + 8 * num_slots, target)
-    header = host[: 4 * len(ints)].view(torch.int32)
+    header = host[: 4 * num_ints].view(torch.int32)
     header.copy_(torch.frombuffer(ints, dtype=torch.int32))
     bounds_cpu, seq_lens_cpu = bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
-    lens = bounds_cpu.diff()
-    if new_lens is not query_lens:
-        _check_lens("query_lens", lens, seq_lens_cpu, lens)
-        lens = torch.tensor(new_lens, dtype=torch.int32)
-    first_positions = seq_lens_cpu - lens
-    _check_lens("query_lens" if new_lens is query_lens else "new_lens", lens, seq_lens_cpu, first_positions)
     if block_table is not None:
         _check_rows(seq_lens_cpu, block_table)
-        block_table.note_step(first_positions, seq_lens_cpu)
-        _fill_slots(host[slots_at:].view(torch.int64), lens, first_positions, block_table)
-    if (here := to_device(host, target)) is not host:
-        header = here[: 4 * len(ints)].view(torch.int32)
+        block_table.note_step(new_lens, seq_lens_cpu)
+        slots = host[slots_at:].view(torch.int64)
+        if 0 < num_slots <= FEW_SLOTS:
+            slots.copy_(torch.frombuffer(array("q", block_table.slots(new_lens, seq_lens)), dtype=torch.int64))
+        elif num_slots:
+            _fill_slots(slots, None if single else new_lens, seq_lens_cpu, block_table)
+    here = host
+    if target.type != "cpu":
+        here = host.to(target, non_blocking=True)
+        header = here[: 4 * num_ints].view(torch.int32)
         bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
     return CommonAttentionMetadata(
         query_start_loc=bounds,
@@ -231,8 +263,8 @@ def prepare_batch(
         seq_lens=on_device,
         seq_lens_cpu=seq_lens_cpu,
         num_reqs=num_reqs,
-        num_actual_tokens=ints[num_reqs],
-        max_query_len=max(query_lens),
+        num_actual_tokens=num_tokens,
+        max_query_len=1 if single else max(query_lens),
         max_seq_len=max(seq_lens),
         block_table_tensor=table,
         slot_mapping=None if table is None else here[slots_at:].view(torch.int64),
@@ -243,33 +275,35 @@ def prepare_batch(
     )
 
 
-def _fill_slots(slots: Tensor, lens: Tensor, first_positions: Tensor, block_table: BlockTable) -> None:
-    """Write each new key's slot, ``block * block_size + offset``."""
+def _fill_slots(slots: Tensor, lens: Sequence[int] | None, seq_lens: Tensor, block_table: BlockTable) -> None:
+    """Write each new key's slot, ``block * block_size + offset``; ``lens`` None: one of each request."""
     num_slots, size = slots.shape[0], block_table.block_size
-    if num_slots == lens.shape[0] and int(lens.max()) == 1:  # one each: no need to spread requests over tokens
-        request, positions = torch.arange(num_slots), first_positions
+    if lens is None:  # no need to spread requests over tokens
+        request, positions = torch.arange(num_slots), seq_lens - 1
     else:
-        request = torch.repeat_interleave(lens, output_size=num_slots)
-        firsts = first_positions - prefix_sums(lens)[:-1]
+        counts = torch.frombuffer(array("i", lens), dtype=torch.int32)
+        request = torch.repeat_interleave(counts, output_size=num_slots)
+        firsts = seq_lens - counts - prefix_sums(counts)[:-1]
         positions = torch.arange(num_slots, dtype=torch.int32) + firsts[request]
     column = positions // size
     # The offset is position - column * size, and so the slot position + (block - column) * size.
     torch.add(positions, block_table.host[request, column].sub_(column), alpha=size, out=slots)
 
 
-def _check_lens(name: str, lens: Tensor, seq_lens: Tensor, first_positions: Tensor) -> None:
-    """Raise BatchError for the first request that has a negative length or more new tokens than its sequence."""
-    if int(lens.min()) < 0 or int(first_positions.min()) < 0:
-        request = int(((first_positions < 0) | (lens < 0)).int().argmax())
+def _check_lens(name: str, lens: Sequence[int], seq_lens: Sequence[int], *, limited: bool = True) -> None:
+    """Raise BatchError for the first request that has a negative length or (limited) more new tokens than keys."""
+    if min(lens) < 0 or (limited and any(map(gt, lens, seq_lens))):
+        found = zip(lens, seq_lens, strict=True)
+        request = next(index for index, (count, keys) in enumerate(found) if count < 0 or (limited and count > keys))
         raise BatchError(
-            f"request {request}: {name} = {int(lens[request])} with seq_lens = {int(seq_lens[request])}: accepted is 0 "
+            f"request {request}: {name} = {lens[request]} with seq_lens = {seq_lens[request]}: accepted is 0 "
             "to seq_lens, which includes this step's tokens (in cross-attention any query from 0)"
         )
 
 
 def _check_rows(seq_lens: Tensor, block_table: BlockTable) -> None:
     """Raise BatchError for the first request whose row holds too few blocks for its sequence."""
-    size, held = block_table.block_size, block_table.num_blocks_per_row[: len(seq_lens)]
+    size, held = block_table.block_size, block_table.num_blocks_per_row[: seq_lens.shape[0]]
     missing = torch.add(seq_lens, held, alpha=-size)
     if int(missing.max()) > 0:
         request = int((missing > 0).int().argmax())
