@@ -263,6 +263,22 @@ def test_requests_alike_are_computed_together_and_others_alone() -> None:
     assert {piece.batch for piece in alone.builder.build(0, common_of(problem)).pieces} == {1}
 
 
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "images" not in name])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_batches_of_equal_queries(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are grouped without a look at each request; the groups are right, whole batches and parts of them."""
+    config = AttentionConfig(**(SMALL | VARIANTS[name]))
+    requests = [(rows, seq_len) for seq_len in (30, 31, 3, 30, 33, 4)]
+    problem = random_problem(14, config, FLASHINFER_NHD, requests=requests)
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa_build, "equal_queries", lambda *_: None)
+        one_by_one = [len(Rig(problem, Limits(64, keys)).check_all().pieces) for keys in (70, 200, 10**6)]
+    monkeypatch.setattr(sdpa_build, "requests_of", None)
+    pieces = [len(Rig(problem, Limits(64, keys)).check_all().pieces) for keys in (70, 200, 10**6)]
+    assert pieces == one_by_one
+    assert pieces[0] > pieces[-1] or config.sliding_window is not None
+
+
 def emulated_varlen(
     query: torch.Tensor,
     key: torch.Tensor,

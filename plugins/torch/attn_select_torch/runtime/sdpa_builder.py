@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +20,7 @@ from attn_select_torch.runtime import varlen
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import Range, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
-from attn_select_torch.runtime.request_tiles import Limits, Request, Tile, grouped, requests_of
+from attn_select_torch.runtime.request_tiles import Group, Limits, Request, Tile, equal_queries, grouped, requests_of
 
 MASK_ELEMENTS = 2**25
 """Most elements of the mask that a step's tiles share."""
@@ -134,13 +136,18 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
             metadata.calls = varlen.calls(common, config, causal, self.gather)
             return metadata
         window = config.sliding_window
-        requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
         band = self._band(causal)
-        for group in grouped(requests, self.limits):
-            if len(group) == 1:
-                metadata.pieces.append(self._single(common, group[0], band))
-            else:
+        groups: Iterable[Request | Group] | None = None
+        if not config.mm_prefix:
+            groups = equal_queries(common, window, self.limits)
+        if groups is None:
+            requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
+            groups = grouped(requests, self.limits)
+        for group in groups:
+            if isinstance(group, Group):
                 metadata.pieces.append(self._together(common, group, band))
+            else:
+                metadata.pieces.append(self._single(common, group, band))
         return metadata
 
     def _decodes(self, common: CommonAttentionMetadata) -> bool:
@@ -200,31 +207,35 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         part = slice(request.low - first * size, request.high - first * size)
         return self.gather.rows(blocks.reshape(-1)[part], offsets.reshape(-1)[part])
 
-    def _together(self, common: CommonAttentionMetadata, group: list[Request], band: BandMask) -> Piece:
+    def _together(self, common: CommonAttentionMetadata, group: Group, band: BandMask) -> Piece:
         assert self.gather is not None
         assert common.block_table_tensor is not None
         device, size = self.context.device, self.gather.block_size
-        batch, rows = len(group), group[0].rows
-        keys = max(request.keys for request in group)
-        numbers = [[request.index, request.seq_len - keys] for request in group]
-        index, first = to_device(torch.tensor(numbers, dtype=torch.int32).t().contiguous(), device).unbind(0)
-        positions = first[:, None] + torch.arange(keys, dtype=torch.int32, device=device)
+        batch, rows, keys = len(group.index), group.rows, group.keys
+        table, seq_lens = common.block_table_tensor, common.seq_lens
+        if batch < common.num_reqs:
+            numbers = torch.frombuffer(array("i", (*group.index, *group.seq_lens)), dtype=torch.int32)
+            index, seq_lens = to_device(numbers, device).view(2, batch).unbind(0)
+            table = table.index_select(0, index)
+        positions = (seq_lens - keys)[:, None] + torch.arange(keys, dtype=torch.int32, device=device)
         padding = None
         # Fewer keys than others have only requests that see their first one: windows cut all to one length.
-        if any(request.keys < keys for request in group):
+        if group.padded:
             padding = torch.zeros(batch, 1, 1, keys, dtype=self.dtype, device=device)
             padding.masked_fill_((positions < 0)[:, None, None], -torch.inf)
             positions.clamp_(min=0)  # what is masked must be finite too
-        blocks = common.block_table_tensor.index_select(0, index).gather(1, (positions // size).long())
-        starts = [request.first_token for request in group]
+        columns = torch.div(positions, size, rounding_mode="floor")
+        blocks = table.gather(1, columns.long())
+        offsets = torch.sub(positions, columns, alpha=size)
+        starts = group.first_tokens
         tokens: slice | Tensor = slice(starts[0], starts[0] + batch * rows)
         if starts != list(range(starts[0], starts[0] + batch * rows, rows)):
             ids = torch.tensor(starts)[:, None] + torch.arange(rows)
             tokens = to_device(ids.flatten(), device)
         tile = Tile(0, rows, 0, keys, 1 - keys)
-        offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
-        gathered = self.gather.rows(blocks.flatten(), (positions % size).flatten())
-        return Piece(batch, tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], offsets)
+        key_offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
+        gathered = self.gather.rows(blocks.flatten(), offsets.flatten())
+        return Piece(batch, tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
 
 
 def _mask(band: BandMask, tile: Tile) -> Tensor | None:
