@@ -163,6 +163,13 @@ def test_without_a_workload_no_time_counts(decider: Any) -> None:
     assert selection.evidence is None
 
 
+def test_without_evidence_a_workload_meets_rules_alone(decider: Any) -> None:
+    made = decider({"name": "many", "prefer": ["C"], "when": {"batch": ">=64"}})
+    selection = made.decide(LAYER, Choice(), workload=parse_workload("64q1s4k"))
+    assert selection.selected["decode"] == "C"
+    assert selection.evidence is None
+
+
 @pytest.mark.parametrize(
     ("rule", "order"),
     [
@@ -325,7 +332,9 @@ def test_all_shapes_of_the_phase_must_be_known(decider: Any) -> None:
 
 @pytest.mark.parametrize(("time_us", "first"), [(98.1, "A"), (97.9, "B"), (102, "A"), (100, "A")])
 def test_two_percent_are_a_tie(decider: Any, time_us: float, first: str) -> None:
-    assert decide(decider(), decode({"A": 100, "B": time_us})).selected["decode"] == first
+    for workload in ("64q1s4k", "64q1s4k*0.5,q2k*0.5"):
+        selection = decide(decider(), decode({"A": 100, "B": time_us}), workload)
+        assert selection.selected["decode"] == ranks(selection)[0] == first
 
 
 @pytest.mark.parametrize(("spread", "first"), [(0.001, "B"), (0.2, "A")])
