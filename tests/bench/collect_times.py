@@ -1,7 +1,8 @@
-"""Collects the measurements that the package brings: about 50 batches of each of ten layers, the most telling first.
+"""Collects the measurements that the package brings: about 70 batches of each of ten layers, the most telling first.
 
     python tests/bench/collect_times.py --out $OUT --with vllm==0.26.0
     python tests/bench/collect_times.py --out $OUT --done before/rounds.jsonl     # goes on where that stopped
+    python tests/bench/collect_times.py --out $OUT --only FLASHINFER --kinds prefill,mixed   # one backend's alone
 
 ``OUT/measurements.jsonl`` is a file of measurements, ``OUT/rounds.jsonl`` has every round. With ``--compile`` every
 layer first runs small batches in a process of its own, so that kernels that compile at their first call do so side by
@@ -25,6 +26,7 @@ from timed_layers import Point, add_options, append, environment_of, layers_of, 
 
 from attn_select import AttentionConfig
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.roofline import is_decode
 from attn_select.times.store import append_measurements
 from attn_select_cli.benching import Bench
 
@@ -43,16 +45,18 @@ TINY = (("2q1s40", "q32", "q16_2q1s30"), ("2q4s40",), ())
 DRAWN = {"decode": 10, "uneven": 4, "prefill": 6, "mixed": 4}
 """How many batches of each kind are drawn for a layer, after those above. Their requests are seldom a power of two:
 only there do kernels show what a nearly empty last wave costs. The held-out workloads are other draws."""
+DRAWN_AGAIN = {"decode": 8, "uneven": 6, "mixed": 4, "prefill": 4}
+"""The same again, after the models of the batches so far had been looked at: decodes and mixed batches, where they
+miss most, come first."""
 TINY_DRAWN = {"mixed": 1}
 COMPILING = ("2q1s64", "q64", "q64_2q1s64", "2q4s64")
 """Small batches that run every kernel of a layer once."""
 COMPILE_SECONDS = 240
 
 
-def drawn(name: str, config: AttentionConfig, tiny: bool) -> list[tuple[str, BatchShape]]:
-    """Return the drawn batches of a layer with their kinds, the kinds in turn."""
-    rng = random.Random(f"collected {name}")
-    counts = TINY_DRAWN if tiny else DRAWN
+def drawn(seed: str, config: AttentionConfig, counts: Mapping[str, int], tiny: bool) -> list[tuple[str, BatchShape]]:
+    """Return batches drawn for a layer with their kinds, the kinds in turn."""
+    rng = random.Random(seed)
     kinds = [kind for turn in range(max(counts.values())) for kind, count in counts.items() if turn < count]
     return [(kind, draw(rng, kind, config.num_speculative_tokens, tiny)) for kind in kinds]
 
@@ -68,10 +72,20 @@ def points(layers: Mapping[str, AttentionConfig], tiny: bool) -> list[Point]:
                 for name, own in shapes.items()
                 if index < len(own)
             ]
-    batches = {name: drawn(name, config, tiny) for name, config in layers.items()}
-    for index in range(max(map(len, batches.values()))):
-        found += [Point(name, own[index][1], own[index][0]) for name, own in batches.items()]
+    for seed, counts in (
+        ("collected", TINY_DRAWN if tiny else DRAWN),
+        ("collected again", {} if tiny else DRAWN_AGAIN),
+    ):
+        batches = {name: drawn(f"{seed} {name}", config, counts, tiny) for name, config in layers.items() if counts}
+        for index in range(sum(counts.values())):
+            found += [Point(name, own[index][1], own[index][0]) for name, own in batches.items()]
     return found
+
+
+def phase_kind(config: AttentionConfig, batch: BatchShape) -> str:
+    """Return ``decode``, ``prefill``, or ``mixed`` for a batch with both."""
+    decodes = {is_decode(config, group.query_len) for group in batch.groups}
+    return "mixed" if len(decodes) > 1 else "decode" if decodes == {True} else "prefill"
 
 
 def compile_all(arguments: argparse.Namespace, names: Sequence[str]) -> None:
@@ -98,6 +112,8 @@ def main() -> None:
     parser.add_argument(
         "--done", action="append", default=[], type=Path, metavar="FILE", help="a rounds.jsonl to go on from"
     )
+    parser.add_argument("--only", default="", help="measure these backends alone, separated by commas")
+    parser.add_argument("--kinds", default="", help="only decode, prefill or mixed batches, separated by commas")
     parser.add_argument("--compile", action="store_true", help="compile first, in parallel")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -118,7 +134,12 @@ def main() -> None:
     kept, rounds_file = arguments.out / "measurements.jsonl", arguments.out / "rounds.jsonl"
     files = [*arguments.done, *([rounds_file] if rounds_file.exists() else [])]
     done = {(row["layer"], row["batch"]) for file in files for row in rows(file)}
-    todo = [point for point in points(layers, arguments.device == "cpu") if point.key not in done]
+    kinds, only = (tuple(filter(None, text.split(","))) for text in (arguments.kinds, arguments.only))
+    todo = [
+        point
+        for point in points(layers, arguments.device == "cpu")
+        if point.key not in done and (not kinds or phase_kind(layers[point.layer], point.batch) in kinds)
+    ]
     bench = Bench(environment_of(arguments), rounds=arguments.rounds)
     print(
         f"{bench.gpu}: copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.1f} TFLOP/s",
@@ -130,7 +151,7 @@ def main() -> None:
             print(f"{number} of {len(todo)} points in {spent:.0f} s; {len(todo) - number} are left")
             return
         config = layers[point.layer]
-        found = measured(bench, config, point.batch)
+        found = measured(bench, config, point.batch, only)
         append_measurements(kept, bench.measurements(config, found))
         append(rounds_file, raw(bench, point, config, found))
         print(f"{spent:5.0f} s  {line(point, found)}", flush=True)

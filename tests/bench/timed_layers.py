@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,9 @@ def environment_of(arguments: argparse.Namespace) -> Environment:
     return environment_for(detect_device().device, parse_pins(arguments.pins))
 
 
-def measured(bench: Bench, config: AttentionConfig, batch: BatchShape) -> TimedBatch:
-    """Measure all backends but the slow ones."""
-    candidates = bench.candidates(config, batch)
+def measured(bench: Bench, config: AttentionConfig, batch: BatchShape, only: Sequence[str] = ()) -> TimedBatch:
+    """Measure all backends but the slow ones, or those that are named."""
+    candidates = [each for each in bench.candidates(config, batch) if not only or each.name in only]
     if bench.on_gpu:
         candidates = [each for each in candidates if each.name not in SLOW]
     return bench.measure(config, batch, candidates, MOST_SECONDS)
