@@ -68,6 +68,9 @@ class AttentionConfig(BaseModel):
     """decoder, encoder (of an encoder-decoder model), encoder_only, encoder_decoder (cross-attention)."""
     sliding_window: Positive | None = None
     """Tokens that a query sees, itself included; None is all."""
+    attention_chunk_size: Positive | None = None
+    """Chunked local attention (Llama 4): a query sees the keys of its own chunk, the ``attention_chunk_size`` tokens
+    from a multiple of it on, up to itself; None is all."""
     logits_soft_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """``cap * tanh(scores / cap)`` as in Gemma 2."""
     alibi: bool = False
@@ -171,6 +174,8 @@ def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]
     if c.kv_cache_dtype == "fp8_ds_mla" and c.sparse_top_k is None:
         text = "kv_cache_dtype = 'fp8_ds_mla' is sparse MLA's token format: it needs sparse_top_k"
         yield ("kv_cache_dtype", "sparse_top_k"), text
+    if c.attention_chunk_size is not None:
+        yield from _chunk_contradictions(c)
     if not c.has_cache:
         yield from _encoder_contradictions(c)
     if c.per_head_quant_scales and not dtypes.is_quantized(c.kv_cache_dtype):
@@ -193,6 +198,20 @@ def _mla_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], s
         yield ("v_head_size",), text
     if c.attn_type != "decoder":
         yield ("attn_type",), f"attn_type = {c.attn_type!r}: with MLA it is 'decoder'"
+
+
+def _chunk_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    where = f"with attention_chunk_size = {c.attention_chunk_size}"
+    if c.mla:
+        text = f"kv_lora_rank = {c.kv_lora_rank} {where}: chunks are for layers with keys and values per head"
+        yield ("attention_chunk_size", "kv_lora_rank"), f"{text} (accepted: one of the two)"
+    if c.attn_type == "encoder_decoder":
+        text = f"attn_type = {c.attn_type!r} {where}: chunks are of a decoder's own tokens (accepted: 'decoder')"
+        yield ("attention_chunk_size", "attn_type"), text
+    for field, off in (("sliding_window", None), ("mm_prefix", False), ("non_causal", False)):
+        if (value := getattr(c, field)) != off:
+            text = f"{field} = {value} {where}: a query sees the tokens of its chunk up to itself (accepted: {off})"
+            yield ("attention_chunk_size", field), text
 
 
 def _encoder_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -94,6 +94,17 @@ FEATURES: tuple[Feature, ...] = (
         belongs_to="past",
     ),
     Feature(
+        "attention_chunk_size",
+        "attention inside chunks",
+        "Tokens of the chunks that queries see no further than (Llama 4); 0: no chunks.",
+        metavar="TOKENS",
+        off=None,
+        says="chunks of {}",
+        examples=(20, 16, 32, 48),
+        belongs_to="past",
+        not_in_encoders="encoders attend to all tokens or to a window",
+    ),
+    Feature(
         "logits_soft_cap",
         "logits soft cap",
         "Logits soft cap; 0: none.",

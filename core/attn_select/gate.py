@@ -27,6 +27,8 @@ from attn_select.spec import UNVERIFIED, BackendOptions, BackendPlan, BackendSpe
 DENIED = "denied-by-rule"
 _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
 
+_CHUNKS_APART = "each chunk is a request of its own to the kernel, so CUDA graphs hold single-token decodes alone"
+
 _PLACE = ("compute-capability", "library-missing", "library-version")
 """Codes of the reasons that speak of the device and its libraries, and not of the layer."""
 
@@ -116,9 +118,23 @@ def planned(
         outcome = spec.plan(config, device, environment, options, phase)
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
         return [_plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
-    if type(outcome) is BackendPlan or (type(outcome) is list and set(map(type, outcome)) == {Reason}):
+    if type(outcome) is BackendPlan:
+        chunk = config.attention_chunk_size
+        return outcome if chunk is None or outcome.masks_chunks else _in_virtual_batches(outcome, config, chunk)
+    if type(outcome) is list and set(map(type, outcome)) == {Reason}:
         return outcome
     return [_plugin_error(spec, f"plan() returned {show(outcome)} instead of a BackendPlan or reasons")]
+
+
+def _in_virtual_batches(plan: BackendPlan, config: AttentionConfig, chunk: int) -> BackendPlan | list[Reason]:
+    """Return the plan for a kernel that gets every chunk of ``chunk`` tokens as a request of its own."""
+    sizes = tuple([k for k in plan.kernel_block_sizes if chunk % k == 0 and (config.block_size or k) % k == 0])
+    if not sizes:
+        needed = " or ".join(map(str, plan.kernel_block_sizes))
+        supported = f"multiples of a block size of the kernel, {needed}"
+        return [_reason("attention-chunk-size", "attention inside chunks of", chunk, supported)]
+    level = min(plan.cuda_graph, "UNIFORM_SINGLE_TOKEN_DECODE", key=lambda level: _LEVEL_RANK.get(level, 0))
+    return replace(plan, kernel_block_sizes=sizes, cuda_graph=level, notes=(*plan.notes, _CHUNKS_APART))
 
 
 def judge(
@@ -175,6 +191,7 @@ def _plan_problem(plan: BackendPlan) -> str | None:
 def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
     """Return what no kernel can do under decode context parallelism: a rank counts only its own, interleaved tokens."""
     names = [f"a sliding window of {config.sliding_window}"] if config.sliding_window is not None else []
+    names += [f"chunks of {config.attention_chunk_size}"] if config.attention_chunk_size is not None else []
     names += ["ALiBi"] if config.alibi else []
     if not names:
         return None

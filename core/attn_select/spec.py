@@ -146,6 +146,9 @@ class Capabilities:
     """Whether an unquantised cache may differ from the compute dtype (float16 cache, bfloat16 query)."""
     v_head_size_differs: Fact[bool] = Fact(False, "default")
     sliding_window: Fact[bool] = Fact(False, "default")
+    attention_chunk_size: Fact[bool] = Fact(True, "default: the runtime makes every chunk a request of its own")
+    """Whether layers of ``attention_chunk_size`` are served: by kernels that mask chunks (``BackendPlan.masks_chunks``)
+    or, since a chunk is a plain request to them, by any that read block tables."""
     logits_soft_cap: Fact[bool] = Fact(False, "default")
     alibi: Fact[bool] = Fact(False, "default")
     sinks: Fact[bool] = Fact(False, "default")
@@ -190,6 +193,9 @@ class BackendPlan:
         notes: further facts a user should know, one clause each.
         nan_tail_safe: False where a NaN behind a sequence's end in its last block can reach the result; then
             ``Capabilities.nan_tail_safe`` is False as well and says why.
+        masks_chunks: whether the kernel keeps queries to their chunk of ``attention_chunk_size``. Where not, the
+            runtime gives it every chunk as a request of its own (``attn_select.runtime.virtual_batches``), and the gate
+            takes block sizes that divide a chunk and CUDA graphs of single-token decodes alone.
         unverified: what no source proves, or what was never executed anywhere, one clause each. It never rejects: the
             candidate is marked, and the packaged rules rank it behind all others. The gate adds its own clauses.
     """
@@ -209,6 +215,7 @@ class BackendPlan:
     nan_tail_safe: bool = True
     unverified: tuple[str, ...] = ()
     rounds_to: str | None = None
+    masks_chunks: bool = False
 
     @property
     def kernel_name(self) -> str | None:

@@ -237,6 +237,20 @@ CONTRADICTIONS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
         ("decode_context_parallel_size", "attn_type"),
         ["2", "no decode", "accepted: 1"],
     ),
+    ({**ENCODER, "attention_chunk_size": 16}, ("attention_chunk_size", "attn_type"), ["16", "accepted: None"]),
+    (
+        {**PLAIN, "attention_chunk_size": 16, "sliding_window": 8},
+        ("attention_chunk_size", "sliding_window"),
+        ["attention_chunk_size = 16", "sliding_window = 8", "accepted: None"],
+    ),
+    ({**PLAIN, "attention_chunk_size": 16, "mm_prefix": True}, ("attention_chunk_size", "mm_prefix"), ["16", "False"]),
+    ({**PLAIN, "attention_chunk_size": 16, "non_causal": True}, ("attention_chunk_size", "non_causal"), ["16"]),
+    (
+        {**PLAIN, "attention_chunk_size": 16, "attn_type": "encoder_decoder"},
+        ("attention_chunk_size", "attn_type"),
+        ["'encoder_decoder'", "accepted: 'decoder'"],
+    ),
+    ({**MLA, "attention_chunk_size": 16}, ("attention_chunk_size", "kv_lora_rank"), ["16", "512"]),
     ({**PLAIN, "per_head_quant_scales": True}, ("per_head_quant_scales", "kv_cache_dtype"), ["'auto'", "fp8_e4m3"]),
 ]
 
@@ -266,6 +280,7 @@ ALLOWED: list[dict[str, Any]] = [
     {**PLAIN, "dtype": "bfloat16", "kv_cache_dtype": "float16"},
     {**PLAIN, "kv_cache_dtype": "nvfp4", "per_head_quant_scales": True},
     {**PLAIN, "non_causal": True, "sliding_window": 4096, "mm_prefix": True},
+    {**PLAIN, "attention_chunk_size": 8192, "alibi": True, "sinks": True, "num_speculative_tokens": 3},
     {**PLAIN, "head_size": 192, "v_head_size": 128},
     {**ENCODER, "v_head_size": 64, "sliding_window": 128, "block_size": 16, "kv_cache_dtype": "bfloat16"},
     {**PLAIN, "attn_type": "encoder_decoder", "num_speculative_tokens": 3, "kv_cache_dtype": "fp8"},

@@ -122,7 +122,7 @@ def _declared(feature: Feature, has_it: bool) -> dict[str, Any]:
     return {feature.fact: {bool: has_it, tuple: (value,) * has_it, int: value * has_it}[kind]}
 
 
-ROW = '    Feature("chunked_local_attention", "chunked local attention", "Attend within chunks of the prompt."),\n'
+ROW = '    Feature("dilated_attention", "dilated attention", "Attend to every other token."),\n'
 
 
 def test_a_new_feature_is_a_row_a_field_and_a_fact(tmp_path: Path) -> None:
@@ -132,18 +132,18 @@ def test_a_new_feature_is_a_row_a_field_and_a_fact(tmp_path: Path) -> None:
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__", "runtime"))
     for name, before, line in (
         ("features.py", "FEATURES: tuple[Feature, ...] = (\n", ROW),
-        ("config.py", "    sinks: bool = False\n", "    chunked_local_attention: bool = False\n"),
+        ("config.py", "    sinks: bool = False\n", "    dilated_attention: bool = False\n"),
         (
             "spec.py",
             '    sinks: Fact[bool] = Fact(False, "default")\n',
-            '    chunked_local_attention: Fact[bool] = Fact(False, "default")\n',
+            '    dilated_attention: Fact[bool] = Fact(False, "default")\n',
         ),
     ):
         file = tmp_path / "attn_select" / name
         text = file.read_text()
         assert text.count(before) == 1
         file.write_text(text.replace(before, before + line))
-    arguments = ["explain", "--model", "llama-3-8b", "--gpu", "h100", "--chunked-local-attention"]
+    arguments = ["explain", "--model", "llama-3-8b", "--gpu", "h100", "--dilated-attention"]
     run = subprocess.run(
         [
             sys.executable,
@@ -158,5 +158,5 @@ def test_a_new_feature_is_a_row_a_field_and_a_fact(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 1, run.stderr
-    assert "bfloat16, KV cache auto, chunked local attention" in run.stdout
-    assert run.stdout.count("no chunked local attention") >= 6
+    assert "bfloat16, KV cache auto, dilated attention" in run.stdout
+    assert run.stdout.count("no dilated attention") >= 6

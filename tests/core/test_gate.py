@@ -590,6 +590,48 @@ def test_metadata_without_a_module_is_said(spec: MakeSpec) -> None:
     assert found[0].message == "pytest is installed but has no module attn_select_tests_no_module"
 
 
+CHUNKED = {**PLAIN, "attention_chunk_size": 48}
+
+
+def test_chunks_are_requests_of_their_own(spec: MakeSpec, plan: MakePlan) -> None:
+    """The blocks of such a plan divide a chunk, and captured steps hold one token of each request."""
+    wide = spec(plan=lambda *_: plan(kernel_block_sizes=(64, 48, 16), notes=("slow",)))
+    for size, kept in ((48, (48, 16)), (128, (64, 16))):
+        found = check(wide, {**CHUNKED, "attention_chunk_size": size})
+        assert isinstance(found, BackendPlan)
+        assert (found.kernel_block_sizes, found.cuda_graph) == (kept, "UNIFORM_SINGLE_TOKEN_DECODE")
+        assert found.notes[0] == "slow"
+        assert "each chunk is a request of its own" in found.notes[1]
+    of_32 = check(wide, {**CHUNKED, "block_size": 32})
+    assert isinstance(of_32, BackendPlan)
+    assert of_32.kernel_block_sizes == (16,)
+
+
+def test_a_kernel_that_masks_chunks_keeps_its_plan(spec: MakeSpec, plan: MakePlan) -> None:
+    masks = plan(masks_chunks=True, kernel_block_sizes=(64,))
+    assert check(spec(plan=lambda *_: masks), CHUNKED) is masks
+
+
+def test_chunks_that_no_block_divides_are_refused(spec: MakeSpec, plan: MakePlan) -> None:
+    backend = spec(plan=lambda *_: plan(kernel_block_sizes=(64, 32)))
+    (reason,) = reasons(backend, CHUNKED)
+    assert (reason.code, reason.observed) == ("attention-chunk-size", 48)
+    assert reason.message == (
+        "attention inside chunks of 48 (supported: multiples of a block size of the kernel, 64 or 32)"
+    )
+    assert reasons(backend, {**CHUNKED, "attention_chunk_size": 96}) == []
+    (reason,) = reasons(backend, {**CHUNKED, "attention_chunk_size": 64, "cuda_graph": "ALWAYS"})
+    assert reason.code == "cuda-graph-level"
+
+
+def test_chunks_are_not_measured_across_ranks(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
+    both = capabilities(decode_context_parallel=True)
+    backend = spec(capabilities={"prefill": both, "decode": both})
+    (reason,) = reasons(backend, {**CHUNKED, "decode_context_parallel_size": 2})
+    assert reason.code == "decode-context-parallel-distance"
+    assert reason.message.startswith("chunks of 48 over 2 ranks")
+
+
 # --- The model: which codes speak against a layer, written down a second time ---
 
 FLAGS = ["sliding_window", "logits_soft_cap", "alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant"]

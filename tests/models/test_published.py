@@ -12,6 +12,7 @@ SINKS = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sinks": True}
 GEMMA2 = {"num_heads": 16, "num_kv_heads": 8, "head_size": 256, "logits_soft_cap": 50.0}
 GEMMA3 = {"num_heads": 32, "num_kv_heads": 16, "head_size": 128, "mm_prefix": True}
 SCOUT = {"num_heads": 40, "num_kv_heads": 8, "head_size": 128, "sliding_window": None}
+SCOUT_CHUNKS = {**SCOUT, "attention_chunk_size": 8192}
 MODERN = {"num_heads": 12, "num_kv_heads": 12, "head_size": 64, "attn_type": "encoder_only", "dtype": "float16"}
 EXAONE = {"num_heads": 40, "num_kv_heads": 8, "head_size": 128}
 
@@ -62,7 +63,7 @@ EXPECTED: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     ],
     "kimi-k2-instruct": [("mla", 61, {"num_heads": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, **MLA_512})],
     "llama-3.1-8b-instruct": [("full_attention", 32, heads(32, 8, 128, dtype="bfloat16"))],
-    "llama-4-scout-17b-16e": [("chunked_attention", 36, SCOUT), ("full_attention", 12, SCOUT)],
+    "llama-4-scout-17b-16e": [("chunked_attention", 36, SCOUT_CHUNKS), ("full_attention", 12, SCOUT)],
     "llava-v1.5-7b": [("full_attention", 32, heads(32, 32, 128, dtype="float16"))],
     "minicpm3-4b": [("mla", 62, {"num_heads": 40, "head_size": 288, "qk_nope_head_dim": 64, "v_head_dim": 64})],
     "modernbert-base-classifier": [
@@ -83,7 +84,7 @@ SAID = {
     "devstral-small-2-24b": ["vision_config"],
     "gemma-2-9b": ["float32 weights"],
     "gemma-3-27b-it": ["vision_config", "image tokens attend to each other in both directions (--no-mm-prefix"],
-    "llama-4-scout-17b-16e": ["vision_config", "36 layers attend inside chunks of 8192 tokens"],
+    "llama-4-scout-17b-16e": ["vision_config"],
     "llava-v1.5-7b": ["mm_vision_tower"],
     "qwen2.5-vl-7b": ["vision_config"],
     "qwen3-next-80b-a3b-thinking": ["36 of 48 layers are left out"],

@@ -47,6 +47,7 @@ def by_hand(
     scale: float,
     causal: bool = True,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -67,6 +68,8 @@ def by_hand(
                 sees = key <= position or not causal
                 if sliding_window is not None:
                     sees = sees and -sliding_window < key - position < sliding_window
+                if attention_chunk_size is not None:
+                    sees = sees and key - key % attention_chunk_size == position - position % attention_chunk_size
                 for first, last in mm_prefix_ranges:
                     sees = sees or (position in range(first, last + 1) and key in range(first, last + 1))
                 if not sees:
@@ -93,6 +96,9 @@ FEATURES = {
     "window": {"sliding_window": 3},
     "window of all": {"sliding_window": 100},
     "two-sided window": {"sliding_window": 3, "causal": False},
+    "chunks": {"attention_chunk_size": 3},
+    "chunks of one": {"attention_chunk_size": 1},
+    "one chunk": {"attention_chunk_size": 100},
     "soft cap": {"logits_soft_cap": 0.7},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
     "two-sided alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]), "causal": False},

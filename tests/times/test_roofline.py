@@ -34,6 +34,15 @@ def test_keys_are_counted_as_one_by_one(query_len: int, seq_len: int, window: in
     assert keys_read(config, query_len, seq_len) == len(set().union(*each))
 
 
+@pytest.mark.parametrize(("query_len", "seq_len"), [(1, 1), (1, 100), (7, 7), (5, 30), (30, 31), (1, 64), (3, 66)])
+@pytest.mark.parametrize("chunk", [1, 8, 32, 200])
+def test_keys_of_a_chunk_are_counted_as_one_by_one(query_len: int, seq_len: int, chunk: int) -> None:
+    config = GQA.model_copy(update={"attention_chunk_size": chunk})
+    each = [set(range(query // chunk * chunk, query + 1)) for query in range(seq_len - query_len, seq_len)]
+    assert visible_keys(config, query_len, seq_len) == sum(len(keys) for keys in each)
+    assert keys_read(config, query_len, seq_len) == len(set().union(*each))
+
+
 @pytest.mark.parametrize("change", [{"non_causal": True}, {"attn_type": "encoder_only"}], ids=str)
 def test_bidirectional_layers_see_all(change: dict[str, Any]) -> None:
     assert visible_keys(GQA.model_copy(update=change), 7, 20) == 7 * 20

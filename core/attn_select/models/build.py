@@ -62,13 +62,13 @@ def build(
             _check_complete(values, where, overrides)
         _divide(values, tensor_parallel_size)
         config = AttentionConfig(**values)
-        rows[kind_of(config, layer.chunked), config] += count
+        rows[kind_of(config), config] += count
     unused = [field for field in overrides if field not in used and field != "dtype"]
     notes = [f"{', '.join(unused)}: no effect, no layer of {where} has a KV cache"] if unused else []
     return [(kind, count, config) for (kind, config), count in rows.items()], notes
 
 
-def kind_of(config: AttentionConfig, chunked: bool = False) -> str:
+def kind_of(config: AttentionConfig) -> str:
     """Return the name of a layer's kind."""
     if config.attn_type == "encoder_decoder":
         return "cross_attention"
@@ -77,7 +77,9 @@ def kind_of(config: AttentionConfig, chunked: bool = False) -> str:
         return "sparse_mla"
     if config.sliding_window is not None:
         return f"{name}_sliding" if name else "sliding_attention"
-    return name or ("chunked_attention" if chunked else "full_attention")
+    if config.attention_chunk_size is not None:
+        return "chunked_attention"
+    return name or "full_attention"
 
 
 def _values(layer: Layer) -> dict[str, Any]:
@@ -89,6 +91,7 @@ def _values(layer: Layer) -> dict[str, Any]:
         "v_head_size": layer.v_head_size if layer.v_head_size != layer.head_size else None,
         "attn_type": layer.attn_type,
         "sliding_window": layer.sliding_window,
+        "attention_chunk_size": layer.attention_chunk_size,
         "logits_soft_cap": layer.logits_soft_cap,
         "alibi": layer.alibi,
         "sinks": layer.sinks,

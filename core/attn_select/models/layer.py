@@ -20,6 +20,7 @@ class Layer(NamedTuple):  # a dataclass takes a millisecond to make
     v_head_size: int | None = None
     attn_type: str = "decoder"
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
     logits_soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
@@ -27,8 +28,6 @@ class Layer(NamedTuple):  # a dataclass takes a millisecond to make
     mla: tuple[int, int, int, int] | None = None
     """``MLA_DIMS``, or None."""
     sparse_top_k: int | None = None
-    chunked: bool = False
-    """Attention inside chunks of the sequence (Llama 4): an engine cuts them, the kernel sees full attention."""
 
 
 class Reading(NamedTuple):

@@ -40,6 +40,7 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
     bidirectional = _is_bidirectional(fields)
     base = _base(fields, "encoder_only" if bidirectional else "decoder", mm_prefix and not bidirectional)
     window = variants.sliding_window(fields, bidirectional)
+    chunk = fields.tokens("attention_chunk_size")
     top_k = fields.tokens("index_topk") if base.mla else None
     heads = variants.per_layer(fields, "num_attention_heads_per_layer", len(kinds))
     kv_heads = variants.per_layer(fields, "num_key_value_heads_per_layer", len(kinds))
@@ -55,7 +56,7 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
             num_kv_heads=own_kv_heads or base.num_kv_heads,
             sliding_window=window if kind == types.SLIDING else None,
             sparse_top_k=top_k if kind in (types.FULL, types.INDEXED) else None,
-            chunked=kind == types.CHUNKED,
+            attention_chunk_size=chunk if kind == types.CHUNKED else None,
         )
         if kind == types.CROSS:
             layer = layer._replace(attn_type="encoder_decoder", mm_prefix=False)
@@ -64,10 +65,10 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
         reading.layers.append((layer, count))
         if kind == types.SLIDING and window is None:
             reading.notes.append(f"{count} sliding_attention layers, but no sliding_window: counted as full attention")
-        if kind == types.CHUNKED:
-            chunk = fields.tokens("attention_chunk_size") or "unknown"
-            text = f"{count} layers attend inside chunks of {chunk} tokens"
-            reading.notes.append(f"{text}: an engine cuts the sequences there, the kernel sees full attention")
+        if kind == types.CHUNKED and chunk is None:
+            reading.notes.append(
+                f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
+            )
     _say_what_is_left_out(fields, reading, left_out, len(kinds))
     return reading
 

@@ -31,7 +31,7 @@ _FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps", "effective_batch")
 _OF_WORKLOAD = ("batch", "seq_len", "query_len", "kv_tokens", "pairs", "effective_batch")
 UNSET = "none"
 """What is written for a number that a layer does not have."""
-_MAY_BE_UNSET = ("sliding_window", "logits_soft_cap", "v_head_size")
+_MAY_BE_UNSET = ("sliding_window", "attention_chunk_size", "logits_soft_cap", "v_head_size")
 _OF_CONFIG = tuple(name for name in _CONFIG if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
 _INTEGERS = (*_OF_CONFIG, *(name for name in _OF_WORKLOAD if name not in _FLOATS), "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps")

@@ -20,6 +20,7 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.dispatch import Dispatch, Plans, check_dispatch, make_dispatch
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.times.dispatch import Names
@@ -47,12 +48,16 @@ class Capacity:
 
 @dataclass(slots=True)
 class Served:
-    """One backend as a group uses it: what was chosen, loaded, and the builder that all layers share."""
+    """One backend as a group uses it: what was chosen, loaded, and the builder that all layers share.
+
+    ``chunks`` cuts its batches where the layers attend inside chunks and the kernel does not mask them; else None.
+    """
 
     spec: BackendSpec
     backend: type[AttentionBackend]
     context: BackendContext
     builder: AttentionMetadataBuilder[Any]
+    chunks: VirtualBatches | None = None
 
 
 @dataclass(slots=True)
@@ -224,6 +229,12 @@ class AttentionGroup:
 
     def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
         backend: type[AttentionBackend] = spec.load()
+        capacity, chunk = self.capacity, self.config.attention_chunk_size
+        requests, longest = capacity.max_num_seqs, capacity.max_model_len
+        if all(plan.masks_chunks for plan in plans.values()):
+            chunk = None
+        if chunk is not None:
+            requests, longest = most_requests(requests, capacity.max_num_batched_tokens, chunk), min(longest, chunk)
         context = BackendContext(
             config=self.config,
             plans=plans,
@@ -231,12 +242,13 @@ class AttentionGroup:
             options=self.selection.options[spec.name],
             kv_layout=None if block_size is None else self.kv_layout,
             block_size=block_size,
-            max_num_seqs=self.capacity.max_num_seqs,
-            max_num_batched_tokens=self.capacity.max_num_batched_tokens,
-            max_model_len=self.capacity.max_model_len,
+            max_num_seqs=requests,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=longest,
             cuda_graphs=self.cuda_graphs,
         )
-        return Served(spec, backend, context, backend.builder_cls(context))
+        chunks = None if chunk is None else VirtualBatches(chunk, context, _width_multiple(context))
+        return Served(spec, backend, context, backend.builder_cls(context), chunks)
 
     def _check_thresholds(self, dispatch: Dispatch) -> None:
         """Make sure that all backends count the same requests as decodes."""
@@ -421,7 +433,8 @@ class AttentionGroup:
         for phase, first, last in _by_phase(split):
             served = self._server(way, phase)
             start = 0 if phase == "decode" else split.num_decode_tokens
-            common = self._for_kernel(served.context, common_attn_metadata.requests(first, last))
+            decodes = last - first if phase == "decode" else 0
+            common = self._for_kernel(served, common_attn_metadata.requests(first, last), decodes)
             metadata = served.builder.build(self._prefix(served, common_prefix_len, common), common, fast_build)
             parts.append(Part(phase, served.spec.name, start, start + common.num_actual_tokens, metadata))
         return self._metadata(common_attn_metadata, parts)
@@ -436,7 +449,7 @@ class AttentionGroup:
         way = self._way_to_capture(common_attn_metadata)
         phase = self._only_phase(way, common_attn_metadata)
         served = self._server(way, phase)
-        common = self._for_kernel(served.context, common_attn_metadata)
+        common = self._for_kernel(served, common_attn_metadata, self._decodes(served, common_attn_metadata))
         metadata = served.builder.build_for_cudagraph_capture(common)
         part = Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
         return self._metadata(common_attn_metadata, [part])
@@ -448,7 +461,7 @@ class AttentionGroup:
 
     def _whole(self, way: Way, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
         phase, served = next(iter(way.served.items()))
-        common = self._for_kernel(served.context, common)
+        common = self._for_kernel(served, common, self._decodes(served, common))
         metadata = served.builder.build(self._prefix(served, prefix, common), common, fast)
         return Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
 
@@ -462,7 +475,8 @@ class AttentionGroup:
         return way.served[phase]
 
     def _prefix(self, served: Served, prefix: int, common: CommonAttentionMetadata) -> int:
-        return prefix if prefix and served.builder.use_cascade_attention(prefix, common) else 0
+        able = prefix and self.config.attention_chunk_size is None
+        return prefix if able and served.builder.use_cascade_attention(prefix, common) else 0
 
     def check_batch(self, common: CommonAttentionMetadata) -> None:
         """Compare a step's batch with what the group was made for; in checked mode also its contents.
@@ -487,6 +501,8 @@ class AttentionGroup:
             )
         if common.mm_prefix_ranges is not None and not self.config.mm_prefix:
             raise BatchError("mm_prefix_ranges given, but the layers were selected with mm_prefix = False")
+        if not common.causal and self.config.attention_chunk_size is not None:
+            raise BatchError("causal = False, but the layers attend inside chunks, up to each query (accepted: True)")
         if self.checked:
             checks.check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
 
@@ -536,13 +552,27 @@ class AttentionGroup:
         held = num_blocks * size // self.block_size
         checks.check_blocks(common, self.config, kv_cache, self.kv_layout, held, self.block_size)
 
-    def _for_kernel(self, context: BackendContext, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    @staticmethod
+    def _decodes(served: Served, common: CommonAttentionMetadata) -> int | None:
+        """Return how many requests are decodes, where the batch is cut in chunks and the builder wants them first."""
+        if served.chunks is None or (threshold := served.builder.reorder_batch_threshold) is None:
+            return None
+        return split_decodes_and_prefills(common, threshold).num_decodes
+
+    def _for_kernel(
+        self, served: Served, common: CommonAttentionMetadata, num_decodes: int | None
+    ) -> CommonAttentionMetadata:
+        """Return the batch as the kernel wants it: its blocks, the width of its tables, a request for each chunk."""
+        common = self._in_kernel_blocks(served.context, common)
+        return common if served.chunks is None else served.chunks.cut(common, num_decodes)
+
+    def _in_kernel_blocks(self, context: BackendContext, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the batch with tables in the kernel's blocks and of the width that it wants."""
         table = common.block_table_tensor
         if table is None or context.block_size is None or self.block_size is None:
             return common
         ratio = self.block_size // context.block_size
-        multiple = math.lcm(*(plan.block_table_width_multiple for plan in context.plans.values()))
+        multiple = _width_multiple(context)
         # A captured kernel reads one address: there a table that happens to be wide enough is copied as well.
         if ratio == 1 and (multiple == 1 or (table.shape[1] % multiple == 0 and not self.cuda_graphs)):
             return common
@@ -563,6 +593,11 @@ class AttentionGroup:
             shape = (self.capacity.max_num_seqs, -(-most * ratio // multiple) * multiple)
             self._tables[id(context)] = torch.zeros(shape, dtype=torch.int32, device=self.device)
         return self._tables[id(context)]
+
+
+def _width_multiple(context: BackendContext) -> int:
+    """Return the number of columns of which a backend's block tables have a multiple."""
+    return math.lcm(*(plan.block_table_width_multiple for plan in context.plans.values()))
 
 
 def _device(selection: Selection, device: torch.device | str | None) -> torch.device:

@@ -52,6 +52,8 @@ class CommonAttentionMetadata:
         mm_prefix_ranges: per request the ranges of positions that attend to each other in both directions.
         block_size: tokens per block of ``block_table_tensor``; ``prepare_batch`` takes it from the table. A group
             refuses a batch of another block size than its own. None: unknown, and nothing is compared.
+        num_decodes: how many of the first requests are decodes, where their query lengths do not say it: what a prefill
+            has in one chunk of ``attention_chunk_size`` may be as short as a decode. None: those with short queries.
         num_keys: the sum of ``seq_lens``, which ``prepare_batch`` fills in. None: whoever asks sums ``seq_lens_cpu``.
         dcp_local_seq_lens: int32 ``(B,)``, this rank's share of the keys under decode context parallelism; no backend
             reads it yet.
@@ -72,6 +74,7 @@ class CommonAttentionMetadata:
     dcp_local_seq_lens: Tensor | None = None
     block_size: int | None = None
     num_keys: int | None = None
+    num_decodes: int | None = None
 
     @property
     def query_lens_cpu(self) -> Tensor:
@@ -111,6 +114,7 @@ class CommonAttentionMetadata:
             mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[first:last],
             num_keys=None,
+            num_decodes=None if self.num_decodes is None else max(0, min(self.num_decodes, last) - first),
         )
 
 
@@ -159,17 +163,18 @@ def split_decodes_and_prefills(
 ) -> Split:
     """Count the leading requests whose query is at most ``decode_threshold`` tokens long; the rest are prefills.
 
-    Reads host copies only. With ``require_uniform`` the decodes end at the first request whose query length differs
-    from the first one's.
+    Where ``common.num_decodes`` is given, that many are decodes instead. Reads host copies only. With
+    ``require_uniform`` the decodes end at the first request whose query length differs from the first one's.
 
     Raises:
         BatchError: a request that counts as a decode stands behind a prefill; names both.
     """
     num_reqs, tokens = common.num_reqs, common.num_actual_tokens
-    if not require_uniform and common.max_query_len <= decode_threshold:
+    known = common.num_decodes
+    if known is None and not require_uniform and common.max_query_len <= decode_threshold:
         return Split(num_reqs, 0, tokens, 0)
     lens = common.query_lens_cpu
-    is_prefill = lens > decode_threshold
+    is_prefill = lens > decode_threshold if known is None else torch.arange(num_reqs) >= known
     if require_uniform:
         is_prefill |= lens != lens[:1]
         first = int(is_prefill.int().argmax()) if bool(is_prefill.any()) else num_reqs

@@ -14,6 +14,7 @@ The order, cap before bias before mask, is FlashAttention-2's and vLLM's Triton 
 - *Sliding window.* A causal row sees itself and ``window - 1`` tokens before it; without causality also ``window - 1``
   tokens after it, which is vLLM's reading (``abs(i - j) < window``). Beware of transformers: its bidirectional masks
   take ``abs(i - j) <= sliding_window``, its flash path subtracts one, and ModernBERT adds one in between.
+- *Chunks* (``attention_chunk_size``, Llama 4): a row sees no key of an earlier chunk, ``j // size == i // size``.
 - *Multimodal prefix.* A range ``(first, last)``, both inclusive: its tokens see each other in both directions. The
   ranges widen the mask, ``(causal and window) or range``, as in vLLM; Gemma 4 alone clamps them to the window.
 - *ALiBi* takes the distance, which for keys at or before the row equals ``slope * (j - i)``. Kernels add
@@ -44,6 +45,7 @@ class AttentionOptions(TypedDict, total=False):
 
     causal: bool
     sliding_window: int | None
+    attention_chunk_size: int | None
     logits_soft_cap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
@@ -59,6 +61,7 @@ def attention_reference(
     scale: float,
     causal: bool = True,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -74,6 +77,7 @@ def attention_reference(
         scale: factor on ``q . k``; there is no default, since MLA's is not ``D ** -0.5``.
         causal: a row sees no key after itself.
         sliding_window: tokens that a row sees on each side that the mask allows, itself included.
+        attention_chunk_size: tokens of a chunk, which a row sees no key outside of.
         logits_soft_cap: ``cap`` in logits.
         alibi_slopes: ``(H,)``.
         sinks: ``(H,)`` logits that count in the denominator only; neither scaled nor capped.
@@ -103,7 +107,12 @@ def attention_reference(
         chunk = slice(start, start + step)
         positions = query_positions[chunk]
         visible = visible_keys(
-            positions, seq_len, causal=causal, sliding_window=sliding_window, mm_prefix_ranges=mm_prefix_ranges
+            positions,
+            seq_len,
+            causal=causal,
+            sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
+            mm_prefix_ranges=mm_prefix_ranges,
         )
         # Zero times NaN is NaN: a value that no row sees must not reach the sum, not even with weight zero.
         seen = visible.any(dim=0)[:, None, None]
@@ -140,6 +149,7 @@ def visible_keys(
     *,
     causal: bool = True,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     mm_prefix_ranges: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """Return bool ``(T, seq_len)``: whether the row at ``query_positions[t]`` sees the key at position s."""
@@ -148,6 +158,8 @@ def visible_keys(
     visible = (j <= i) if causal else torch.ones_like(j <= i)
     if sliding_window is not None:
         visible = visible & ((i - j).abs() < sliding_window)
+    if attention_chunk_size is not None:
+        visible = visible & (i // attention_chunk_size == j // attention_chunk_size)
     for first, last in mm_prefix_ranges:
         visible = visible | ((first <= i) & (i <= last) & (first <= j) & (j <= last))
     return visible
@@ -170,6 +182,7 @@ def attention_options(
     return {
         "causal": config.attn_type == "decoder" and not config.non_causal,
         "sliding_window": config.sliding_window,
+        "attention_chunk_size": config.attention_chunk_size,
         "logits_soft_cap": config.logits_soft_cap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,

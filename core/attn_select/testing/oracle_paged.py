@@ -94,6 +94,7 @@ def paged_reference(
             seq_len,
             causal=options["causal"],
             sliding_window=options["sliding_window"],
+            attention_chunk_size=options["attention_chunk_size"],
             mm_prefix_ranges=ranges,
         )
         seen = visible.any(dim=0).nonzero().flatten()

@@ -54,12 +54,15 @@ class StepWork:
 def visible_keys(config: AttentionConfig, query_len: int, seq_len: int) -> float:
     """Return the number of pairs of a query and a key that it sees, in one request and one head.
 
-    Causal layers see what is before a query, itself included, at most ``sliding_window`` or ``sparse_top_k`` of it.
-    Encoders, cross-attention and ``non_causal`` layers see all keys.
+    Causal layers see what is before a query, itself included, at most ``sliding_window`` or ``sparse_top_k`` of it, or
+    what lies in the same chunk of ``attention_chunk_size``. Encoders, cross-attention and ``non_causal`` layers see all
+    keys.
     """
     limit = min(config.sliding_window or seq_len, config.sparse_top_k or seq_len, seq_len)
     if config.non_causal or config.attn_type != "decoder":
         return float(query_len * limit)
+    if (chunk := config.attention_chunk_size) is not None:
+        return _keys_of_chunk(seq_len, chunk) - _keys_of_chunk(seq_len - query_len, chunk)
     return _keys_before(seq_len, limit) - _keys_before(seq_len - query_len, limit)
 
 
@@ -69,12 +72,20 @@ def _keys_before(queries: int, limit: int) -> float:
     return rising * (rising + 1) / 2 + (queries - rising) * limit
 
 
+def _keys_of_chunk(queries: int, chunk: int) -> float:
+    """Return the pairs of the first ``queries`` tokens with what each sees of its chunk."""
+    whole, rest = divmod(queries, chunk)
+    return whole * _keys_before(chunk, chunk) + _keys_before(rest, chunk)
+
+
 def keys_read(config: AttentionConfig, query_len: int, seq_len: int) -> int:
     """Return the number of tokens of one request whose keys and values its queries see."""
     if config.sparse_top_k is not None:
         return min(seq_len, query_len * config.sparse_top_k)  # queries may have chosen different tokens
     if config.sliding_window is not None:
         return min(seq_len, config.sliding_window + query_len - 1)
+    if (chunk := config.attention_chunk_size) is not None:
+        return seq_len - max(0, seq_len - query_len) // chunk * chunk
     return seq_len
 
 

@@ -131,7 +131,7 @@ def _layer_conditions(config: AttentionConfig) -> dict[str, Any]:
     conditions |= {"dtype": config.dtype, "kv_cache_dtype": fields.get("kv_cache_dtype", "auto")}
     if config.logits_soft_cap is not None:
         conditions["logits_soft_cap"] = ">0"
-    for name in ("sliding_window", "logits_soft_cap"):
+    for name in ("sliding_window", "attention_chunk_size", "logits_soft_cap"):
         conditions.setdefault(name, UNSET)
     for name in ("sinks", "batch_invariant"):
         conditions.setdefault(name, False)

@@ -56,6 +56,7 @@ CAPABILITIES = Capabilities(
     ),
     v_head_size_differs=Fact(True, f"{_RAN_ON_H100}; {RAN_ON_CPU} (192 and 128, 12 and 20)"),
     sliding_window=Fact(True, _MASK_MOD),
+    attention_chunk_size=Fact(True, _MASK_MOD),
     logits_soft_cap=Fact(False, _NO_SCORE_MOD),
     alibi=Fact(False, _NO_SCORE_MOD),
     sinks=Fact(False, _NO_SCORE_MOD),
@@ -214,6 +215,7 @@ def plan(
         kv_layouts=(FLASH_ATTN_NHD,) if cached else (),
         kernel_block_sizes=(TILE,) if cached else (),
         cuda_graph="NEVER" if on_cpu else "ALWAYS",
+        masks_chunks=True,
         notes=said,
     )
 

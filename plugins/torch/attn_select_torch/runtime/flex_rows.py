@@ -63,6 +63,8 @@ def lay_out(common: CommonAttentionMetadata, config: AttentionConfig, paged: boo
     ends_of = seq_lens[at] - 1
     window = config.sliding_window
     first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp_(min=0)
+    if config.attention_chunk_size is not None:
+        first = (positions - positions % config.attention_chunk_size).clamp_(min=0)
     last = positions if causal else ends_of
     if window is not None and not causal:
         last = torch.minimum(positions + window - 1, ends_of)

@@ -207,8 +207,8 @@ def room_for_partials(context: BackendContext, kernel: ClassicDecodeKernel) -> P
     seqs = context.max_num_seqs
     if longest <= kernel.v1_most_tokens:
         seqs = min(seqs, kernel.v1_least_rows // config.num_heads)  # with more of them version 1 runs
-    if longest <= kernel.partition_size or not seqs:
-        return None
+        if longest <= kernel.partition_size or not seqs:
+            return None
     of_one = config.num_heads * -(-longest // kernel.partition_size)
     rows = max(of_one, min(seqs * of_one, kernel.partials_bytes // partial_bytes(config)))
     return Partials.reserve(rows, config.head_size, PLAIN_DTYPES[config.dtype], context.device)
