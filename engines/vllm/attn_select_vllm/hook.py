@@ -10,7 +10,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_select import select
 from attn_select.engines import Adapter
@@ -24,6 +24,7 @@ from attn_select_vllm.kernels.limits import limits
 from attn_select_vllm.layers import kind_of, layer_config
 from attn_select_vllm.mla_prefill import choose_prefill
 from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, EngineBackend
+from attn_select_vllm.registration import member
 
 logger = init_logger("vllm.attn_select")
 _MARK = "_attn_select_wrapped"
@@ -36,8 +37,7 @@ def install(adapter: Adapter) -> None:
         AttributeError, TypeError, ImportError: vLLM has no such interface any more.
     """
     for name, path in OWN_KERNELS.items():
-        if OWN_PREFIX + name not in AttentionBackendEnum.__members__:
-            register_backend(OWN_PREFIX + name, path)
+        member(OWN_PREFIX + name, path)
     platform = type(current_platform)
     original = platform.get_attn_backend_cls
     if not hasattr(original, _MARK):

@@ -1,28 +1,36 @@
-"""Decode throughput of the real vLLM engine with attn-select's choice and with vLLM's own, side by side on one GPU.
+"""Decode throughput and outputs of the real vLLM engine with attn-select's choice and with vLLM's own, on one GPU.
 
-    python compare.py mla                       # MLA, 16 heads; attn-select told to prefer FLASHINFER_MLA
+    python compare.py mla --other TRITON_MLA    # MLA, 16 heads; attn-select told to prefer FLASHINFER_MLA
     python compare.py gpt-oss --repeats 8       # sinks in all layers, a window of 128 in every other one; TRITON_ATTN
-    python compare.py llama --other TRITON_ATTN # attn-select's own rules, and one more of vLLM's backends beside them
+    python compare.py llama                     # attn-select's own rules
+    python compare.py mla --prefer TRITON_MLA   # another preference; several, separated by commas, are an arm each
     python compare.py mla --rules my.toml       # other rules; --workload 128q1s6k lets measurements decide instead
 
 Every arm is an engine in a process of its own, all of them at once on the GPU, so that rounds alternate: in each round
 every arm in turn decodes the same batch. Weights are random (norms are 1) and prompts are token ids. Their keys and
 values are kept by prefix caching, so that a round is a short prefill and then decodes alone; the time of a round with
 one token is taken off. Printed are the log blocks of attn-select, per arm the decode tokens per second (median and
-range), the ratio to the first arm per round, the share of attention in the kernels' time, and how far the
-log-probabilities are apart while the greedy tokens agree.
+range), the ratio to the first arm per round, and the share of attention in the kernels' time.
+
+Outputs are compared with the first arm's on the same tokens: of the prompts' prefill, of one decoded token of all
+requests, and of one of five requests in a graph of the whole batch. The first layer's attention has equal inputs in all
+arms; logits are teacher-forced. With --other the same is printed for two of vLLM's own backends, and the ratio to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import json
 import os
+import queue
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -92,10 +100,17 @@ PREFERRED = {
     "gpt-oss": ("TRITON_ATTN", "{ sinks = true }"),
 }
 """What attn-select is told to prefer in a model, and where. A model that is not here runs by the packaged rules."""
+CACHE_GIB = {"llama": 28, "gpt-oss": 30, "mla": 20}
+"""Size of an arm's KV cache: what the default batch and context take."""
 ATTENTION = re.compile(r"attn|attention|flash|mla|decode|combine|split|xqa|paged", re.IGNORECASE)
 """Kernels whose names contain this are counted as attention's."""
-COMPARED = 16
-"""Tokens whose log-probabilities are compared."""
+BLOCK = 64
+"""A multiple of every arm's block size: a prompt of one token more is a decode where the rest is cached."""
+FEW = 5
+"""Requests of a batch that a graph of the whole batch's size pads."""
+FIRST_LAYER = ".layers.0."
+KEPT: dict[str, Any] = {}
+"""Of one arm's process: the first layer's last ``output``, and the ``logits`` since they were taken."""
 
 
 def random_weights(sinks: bool) -> None:
@@ -126,6 +141,53 @@ def random_weights(sinks: bool) -> None:
     llama.Attention = WithSinks
 
 
+def keep_first_layer() -> None:
+    """Keep what the first layer's attention returns, in a place that graphs write to as well."""
+    import torch
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    def keeping(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def kept(self: Any, *arguments: Any, **options: Any) -> Any:
+            output = forward(self, *arguments, **options)
+            if FIRST_LAYER in self.layer_name:
+                if "output" not in KEPT:  # the first run has the most tokens
+                    KEPT["output"] = torch.zeros_like(output)
+                KEPT["output"][: len(output)].copy_(output)
+            return output
+
+        return kept
+
+    for layer in (Attention, MLAAttention):
+        layer.forward = keeping(layer.forward)
+
+
+def keep_logits(worker: Any) -> None:
+    """Keep the logits that a worker's model computes from now on."""
+    model = worker.model_runner.model
+    compute = model.compute_logits
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        logits = compute(*arguments, **options)
+        KEPT.setdefault("logits", []).append(logits.float().cpu())
+        return logits
+
+    model.compute_logits = kept
+
+
+def forget_logits(worker: Any) -> None:
+    """Undo ``keep_logits``."""
+    del worker.model_runner.model.compute_logits
+
+
+def taken(rows: int) -> dict[str, Any]:
+    """Return the logits since the last call, and the first layer's last output of so many tokens."""
+    import torch
+
+    return {"logits": torch.cat(KEPT.pop("logits")), "first layer": KEPT["output"][:rows].float().cpu()}
+
+
 def layers_of(worker: Any) -> dict[str, int]:
     """Count the layers of a worker by the backend that runs them."""
     counts: dict[str, int] = {}
@@ -145,6 +207,7 @@ def worker(job: dict[str, Any]) -> None:
 
     sys.stdin.readline()  # until now all arms start at once
     random_weights(job["model"] == "gpt-oss")
+    keep_first_layer()
     config = {**COMMON, **MODELS[job["model"]]}
     (name,) = config["architectures"]
     module = importlib.import_module(f"vllm.model_executor.models.{CLASSES[name]}")
@@ -161,7 +224,8 @@ def worker(job: dict[str, Any]) -> None:
         kv_cache_dtype=job["kv_cache_dtype"],
         max_model_len=job["context"] + 512,
         max_num_seqs=job["batch"],
-        gpu_memory_utilization=job["memory"],
+        gpu_memory_utilization=0.1,  # arms start at once: what is free says nothing
+        kv_cache_memory_bytes=job["cache_gib"] << 30,
         compilation_config=graphs,
         enable_prefix_caching=True,
         seed=0,
@@ -170,26 +234,33 @@ def worker(job: dict[str, Any]) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     shape = (job["batch"], job["context"])
-    prompts = [{"prompt_token_ids": row} for row in torch.randint(3, 31999, shape, generator=generator).tolist()]
+    prompts = torch.randint(3, 31999, shape, generator=generator).tolist()
 
-    def decode(tokens: int, **sampling: Any) -> tuple[float, Any]:
-        wanted = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
+    def decode(tokens: int, prompts: Any = prompts) -> float:
+        wanted = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        outputs = llm.generate(prompts, wanted, use_tqdm=False)
-        return time.perf_counter() - start, outputs
+        llm.generate([{"prompt_token_ids": row} for row in prompts], wanted, use_tqdm=False)
+        return time.perf_counter() - start
 
     def answer(**values: Any) -> None:
         print("BENCH " + json.dumps(values), flush=True)
 
-    prefill, _ = decode(1)
-    _, outputs = decode(COMPARED, logprobs=0)
-    chosen = [(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs]
-    logprobs = [[row[token].logprob for token, row in zip(tokens, rows, strict=True)] for tokens, rows in chosen]
-    answer(layers=llm.collective_rpc(layers_of)[0], prefill=prefill, tokens=[t for t, _ in chosen], logprobs=logprobs)
+    llm.collective_rpc(keep_logits)
+    few = [row[: -4 * BLOCK - 2 : -1] for row in prompts[:FEW]]
+    prefill, kept = decode(1), {"prefill": taken(0)}
+    decode(1, [row[: job["context"] // BLOCK * BLOCK + 1] for row in prompts])
+    kept["decode"] = taken(job["batch"])
+    decode(1, few)
+    kept["short prefill"] = taken(0)
+    decode(1, few)
+    kept["padded decode"] = taken(FEW)
+    torch.save(kept, folder / "kept.pt")
+    llm.collective_rpc(forget_logits)
+    answer(layers=llm.collective_rpc(layers_of)[0], prefill=prefill, kept=str(folder / "kept.pt"))
     for line in sys.stdin:
         if line.strip() == "round":
-            alone, whole = decode(1)[0], decode(1 + job["tokens"])[0]
+            alone, whole = decode(1), decode(1 + job["tokens"])
             answer(rate=job["batch"] * job["tokens"] / (whole - alone))
         elif line.strip() == "share":
             activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -208,7 +279,8 @@ class Arm:
     """One engine in a process of its own; its whole output goes to a file."""
 
     def __init__(self, name: str, job: dict[str, Any], variables: dict[str, str], log: Path) -> None:
-        self.name, self.log = name, log.open("w")
+        self.name, self.log = name, log
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", json.dumps(job)],
@@ -219,55 +291,101 @@ class Arm:
             text=True,
             bufsize=1,
         )
+        atexit.register(self.process.kill)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def say(self, line: str) -> None:
+        """Send a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+
+    def _listen(self) -> None:
+        """Write the process's output to the log, and keep its answers; None follows the last."""
+        assert self.process.stdout is not None
+        with self.log.open("w") as log:
+            for said in self.process.stdout:
+                log.write(said)
+                if said.startswith("BENCH "):
+                    log.flush()
+                    self._answers.put(json.loads(said[6:]))
+                elif "hook.py" in said or "takes no part" in said:
+                    print(f"{self.name}: {said.partition('] ')[2].rstrip()}", flush=True)
+        self._answers.put(None)
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the answer to a line."""
+        answer = self._answers.get()
+        if answer is None:
+            raise SystemExit(f"{self.name} ended; the end of its output:\n{self.log.read_text()[-4000:]}")
+        return answer
 
     def ask(self, line: str) -> dict[str, Any]:
         """Send a line and wait for the answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(line + "\n")
-        for said in self.process.stdout:
-            self.log.write(said)
-            if said.startswith("BENCH "):
-                answer: dict[str, Any] = json.loads(said[6:])
-                return answer
-            if "hook.py" in said or "takes no part" in said:
-                print(f"{self.name}: {said.partition('] ')[2].rstrip()}", flush=True)
-        self.log.close()
-        raise SystemExit(f"{self.name} ended; the end of its output:\n{Path(self.log.name).read_text()[-4000:]}")
+        self.say(line)
+        return self.answer()
 
     def end(self) -> None:
         self.process.kill()
 
 
-def variables_of(options: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Return the environment of attn-select's arm."""
+def attn_select_arms(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, str]]:
+    """Return by name the environment of each of attn-select's arms."""
     found = {"VLLM_PLUGINS": "attn_select", "ATTN_SELECT_ANY_VERSION": "1"}
     if options.workload:
-        return found | {"ATTN_SELECT_WORKLOAD": options.workload}
+        return {"attn-select": found | {"ATTN_SELECT_WORKLOAD": options.workload}}
     if options.rules:
-        return found | {"ATTN_SELECT_RULES": str(options.rules)}
-    if options.model in PREFERRED:
-        backend, where = PREFERRED[options.model]
-        rules = folder / "prefer.toml"
-        rules.write_text(f'version = 1\n[[rules]]\nname = "bench"\nwhen = {where}\nprefer = ["{backend}"]\n')
-        return found | {"ATTN_SELECT_RULES": str(rules)}
+        return {"attn-select": found | {"ATTN_SELECT_RULES": str(options.rules)}}
+    preferred, where = PREFERRED.get(options.model, (None, "{}"))
+    arms = {}
+    for backend in (options.prefer or preferred or "").split(","):
+        if not backend:
+            return {"attn-select": found}
+        rules = folder / f"{backend}.toml"
+        phase = 'phase = "decode"\n' if options.model == "mla" else ""
+        text = f'version = 1\n[[rules]]\nname = "bench"\n{phase}when = {where}\nprefer = ["{backend}"]\n'
+        rules.write_text(text)
+        arms[f"attn-select {backend}"] = found | {"ATTN_SELECT_RULES": str(rules)}
+    return arms
+
+
+def differences(first: Path, other: Path) -> dict[str, tuple[float, float]]:
+    """Return by case how far two arms' outputs are apart: norm of the difference by the first's, and the largest."""
+    import torch
+
+    ours, theirs = torch.load(first), torch.load(other)
+    found = {}
+    for case, outputs in ours.items():
+        for what, one in outputs.items():
+            if one.numel():
+                if one.shape != theirs[case][what].shape:
+                    raise SystemExit(f"{what}, {case}: {one.shape} beside {theirs[case][what].shape}")
+                gap = one - theirs[case][what]
+                found[f"{what}, {case}"] = (float(gap.norm() / one.norm()), float(gap.abs().max()))
     return found
 
 
-def apart(first: dict[str, Any], other: dict[str, Any]) -> str:
-    """Say how far two arms' log-probabilities are apart at the tokens before the first that differs."""
-    gaps, agreed = [], 0
-    for tokens, others, ours, theirs in zip(
-        first["tokens"], other["tokens"], first["logprobs"], other["logprobs"], strict=True
-    ):
-        same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
-        agreed += same
-        gaps += [abs(a - b) for a, b in zip(ours[:same], theirs[:same], strict=True)]
-    total = sum(map(len, first["tokens"]))
-    if not gaps:
-        return f"0 of {total} tokens equal before the first difference"
-    gap = f"there median gap {statistics.median(gaps):.2g}, largest {max(gaps):.2g}"
-    return f"{agreed} of {total} tokens equal before the first difference; {gap}"
+def report_rates(rates: dict[str, list[float]]) -> None:
+    """Print the arms' decode tokens per second and, per round, their ratio to the first arm's."""
+    base = next(iter(rates.values()))
+    for name, own in rates.items():
+        ratios = [rate / first for rate, first in zip(own, base, strict=True)]
+        print(
+            f"  {name:<26} {statistics.median(own):9.0f} decode tokens/s ({min(own):.0f} to {max(own):.0f}), "
+            f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+
+
+def report_differences(kept: dict[str, Path], other: str) -> None:
+    """Print how far the arms' outputs are from the first arm's, and the ratio to those of the arm ``other``."""
+    first, *rest = kept
+    apart = {name: differences(kept[first], kept[name]) for name in rest}
+    own = apart.get(other, {})
+    print(f"\napart from {first}: norm of the difference by its own, largest difference")
+    for case in apart[rest[-1]]:
+        for name, found in apart.items():
+            norm, largest = found[case]
+            ratio = f", {norm / max(own[case][0], 1e-9):.2f} times vLLM's own two" if case in own else ""
+            print(f"  {case:<28} {name:<26} {norm:.2e}, {largest:.2e}{ratio}")
 
 
 def main() -> None:
@@ -279,6 +397,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="rounds (default: 8)")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--rules", type=Path, help="attn-select's rules instead of the preference of this model")
+    parser.add_argument("--prefer", metavar="NAME,…", help="attn-select's backends to prefer, an arm each")
     parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
     parser.add_argument("--other", metavar="NAME", help="one more arm: this backend of vLLM")
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
@@ -291,15 +410,18 @@ def main() -> None:
     arms_wanted: dict[str, tuple[str | None, dict[str, str]]] = {"vLLM": (None, {"VLLM_PLUGINS": ""})}
     if options.other:
         arms_wanted[f"vLLM {options.other}"] = (options.other, {"VLLM_PLUGINS": ""})
-    arms_wanted["attn-select"] = (None, variables_of(options, Path(tempfile.mkdtemp())))
+    for name, variables in attn_select_arms(options, Path(tempfile.mkdtemp())).items():
+        arms_wanted[name] = (None, variables)
     fields = {name: getattr(options, name) for name in ("model", "batch", "context", "tokens", "kv_cache_dtype")}
     arms: list[Arm] = []
     starts: dict[str, dict[str, Any]] = {}
     for name, (backend, variables) in arms_wanted.items():
-        job = fields | {"backend": backend, "memory": round(0.86 / len(arms_wanted), 3)}
+        job = fields | {"backend": backend, "cache_gib": CACHE_GIB[options.model]}
         arms.append(Arm(name, job, variables, options.logs / f"{options.model}-{name.replace(' ', '-')}.log"))
-    for arm in arms:  # one after another: an engine measures the memory that is free
-        start = starts[arm.name] = arm.ask("start")
+    for arm in arms:
+        arm.say("start")
+    for arm in arms:
+        start = starts[arm.name] = arm.answer()
         print(f"{arm.name}: layers {start['layers']}, first prefill {start['prefill']:.1f} s", flush=True)
     rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
     for number in range(options.repeats + 1):
@@ -308,20 +430,12 @@ def main() -> None:
             if number:  # the first warms up
                 rates[arm.name].append(rate)
     print(f"\n{options.model}: {options.batch} requests of {options.context} tokens, {options.tokens} decoded each")
-    first = arms[0].name
-    for arm in arms:
-        own = rates[arm.name]
-        ratios = [rate / base for rate, base in zip(own, rates[first], strict=True)]
-        print(
-            f"  {arm.name:<22} {statistics.median(own):9.0f} decode tokens/s ({min(own):.0f} to {max(own):.0f}), "
-            f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        )
+    report_rates(rates)
     for arm in arms:
         seen = arm.ask("share")
-        print(f"  {arm.name:<22} attention {seen['share']:.0%} of the kernels' time: {seen['top']}")
-        if arm is not arms[0]:
-            print(f"  {arm.name:<22} {apart(starts[first], starts[arm.name])}")
+        print(f"  {arm.name:<26} attention {seen['share']:.0%} of the kernels' time: {seen['top']}")
         arm.end()
+    report_differences({name: Path(start["kept"]) for name, start in starts.items()}, f"vLLM {options.other}")
     print(f"{time.monotonic() - began:.0f} s in all")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,38 @@ def test_the_entry_point_wraps_the_platform(vllm: Any) -> None:
     assert "4 query heads, 2 KV heads, head size 32, float32" in block
     assert "TRITON_ATTN" in block
     assert "selector_rules.toml:" in block
+
+
+RELEASES_OF_EACH_REGISTRY = ("0.26.0", "0.32.0")
+"""Until 0.26 vLLM's registry overrides backends and makes none; later ones make members of their own."""
+
+
+@pytest.mark.parametrize("version", RELEASES_OF_EACH_REGISTRY)
+def test_own_kernels_can_be_asked_for_by_name(vllm: Any, version: str) -> None:
+    engine = vllm(engine_config(LLAMA), version)
+    from attn_select_vllm.plugin import register
+
+    register()
+    register()
+    for name, path in OWN_KERNELS.items():
+        found = engine.registry[OWN_PREFIX + name]  # what a string on the command line goes through
+        assert isinstance(found, engine.registry)
+        assert (found.name, found.get_path()) == (OWN_PREFIX + name, path)
+        assert engine.platform.get_attn_backend_cls(found, ASKED) == path
+
+
+@pytest.mark.parametrize("version", RELEASES_OF_EACH_REGISTRY)
+def test_a_name_reaches_a_process_that_has_loaded_no_plugin(vllm: Any, version: str) -> None:
+    first = vllm(engine_config(LLAMA), version)
+    from attn_select_vllm.plugin import register
+
+    register()
+    sent = pickle.dumps(first.registry["ATTN_SELECT_TRITON_ATTN"])
+    for name in [name for name in sys.modules if name.startswith("attn_select_vllm")]:
+        del sys.modules[name]
+    second = vllm(engine_config(LLAMA), version)
+    assert "ATTN_SELECT_TRITON_ATTN" not in second.registry.__members__
+    assert pickle.loads(sent) is second.registry["ATTN_SELECT_TRITON_ATTN"]
 
 
 def test_ranks_have_their_share_of_the_heads(vllm: Any) -> None:

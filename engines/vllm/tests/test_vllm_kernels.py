@@ -135,6 +135,44 @@ def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protoc
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_padding_of_a_graph_is_requests_without_keys(vllm: Any) -> None:
+    """So that builders find the size that was captured; vLLM pads with requests of no tokens."""
+    use(vllm, None, pytest.MonkeyPatch(), LLAMA)
+    from attn_select_vllm.kernels.batch import common_of
+
+    table = torch.zeros(4, 4, dtype=torch.int32)
+    step = step_of((1, 1, 0, 0), (17, 50, 0, 0), table)
+    step.num_actual_tokens = 4
+    common = common_of(step, BLOCK)
+    assert common.query_start_loc_cpu.tolist() == [0, 1, 2, 3, 4]
+    assert common.query_start_loc is step.query_start_loc
+    assert common.seq_lens_cpu.tolist() == [17, 50, 0, 0]
+    whole = step_of((1, 1, 1, 1), (17, 50, 3, 4), table)
+    assert common_of(whole, BLOCK).query_start_loc_cpu is whole.query_start_loc_cpu
+    mixed = step_of((1, 5), (17, 50), table[:2])
+    assert common_of(mixed, BLOCK).query_start_loc_cpu is mixed.query_start_loc_cpu
+
+
+@pytest.mark.parametrize(
+    ("levels", "support"),
+    [
+        (["ALWAYS"], "UNIFORM_BATCH"),
+        (["ALWAYS", "UNIFORM_SINGLE_TOKEN_DECODE"], "UNIFORM_SINGLE_TOKEN_DECODE"),
+        (["NEVER", "ALWAYS"], "NEVER"),
+        ([], "NEVER"),
+    ],
+)
+def test_mixed_batches_are_not_captured(vllm: Any, levels: list[str], support: str) -> None:
+    config = use(vllm, None, pytest.MonkeyPatch(), LLAMA)
+    from attn_select_vllm.kernels.attention import TorchSdpaBackend
+
+    impls = [SimpleNamespace(attn_select=SimpleNamespace(level=level)) for level in levels]
+    layers = {f"layers.{i}": SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
+    config.compilation_config.static_forward_context = layers | {"moe": SimpleNamespace()}
+    found = TorchSdpaBackend.get_builder_cls().get_cudagraph_support(config, None)
+    assert found.name == support
+
+
 def test_a_run_that_measures_memory_writes_zeros(vllm: Any) -> None:
     use(vllm, None, pytest.MonkeyPatch(), LLAMA)
     from attn_select_vllm.kernels.attention import TorchSdpaBackend

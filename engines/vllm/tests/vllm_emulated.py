@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum, EnumMeta, StrEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -143,22 +143,59 @@ class MLACommonImpl(Generic[M]):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
 
 
-class Registry:
-    """``AttentionBackendEnum`` and ``register_backend``."""
+class _BackendEnumMeta(EnumMeta):
+    def __getitem__(cls, name: str) -> Any:
+        try:
+            return super().__getitem__(name)
+        except KeyError:
+            raise ValueError(f"Unknown attention backend: '{name}'") from None
 
-    def __init__(self, *names: str) -> None:
-        self.__members__ = {name: self._member(name, f"vllm.{name}") for name in names}
 
-    def _member(self, name: str, path: str) -> Any:
-        return SimpleNamespace(name=name, get_path=lambda: path, get_class=lambda: AttentionBackend)
+def registry(names: tuple[str, ...], registers: bool) -> Any:
+    """Return an ``AttentionBackendEnum``: one that can make members, or one of the releases until 0.26."""
+    enum: Any = _BackendEnumMeta("AttentionBackendEnum", (_Member,), _members(names))
+    if registers:
+        enum.register = classmethod(_register)
+    return enum
 
-    def __getitem__(self, name: str) -> Any:
-        return self.__members__[name]
 
-    def register_backend(self, backend: str, class_path: str | None = None, is_mamba: bool = False) -> None:
-        if backend in self.__members__:
-            raise ValueError(f"Backend {backend} already exists")
-        self.__members__[backend] = self._member(backend, str(class_path))
+def _members(names: tuple[str, ...]) -> Any:
+    body = _BackendEnumMeta.__prepare__("AttentionBackendEnum", (_Member,))
+    body["__module__"] = __name__
+    for name in names:
+        body[name] = f"vllm.{name}"
+    return body
+
+
+class _Member(Enum, metaclass=_BackendEnumMeta):
+    def get_path(self) -> str:
+        return str(self.value)
+
+    def get_class(self) -> type[AttentionBackend]:
+        return AttentionBackend
+
+
+def _register(cls: Any, name: str, value: str) -> Any:
+    """As vLLM's, v1/attention/backends/registry.py 0.32."""
+    if name in cls._member_map_:
+        raise ValueError(f"Backend {name} already exists")
+    member = object.__new__(cls)
+    member._name_, member._value_ = name, value
+    setattr(cls, name, member)
+    cls._member_map_[name] = member
+    cls._value2member_map_[value] = member
+    cls._member_names_.append(name)
+    return member
+
+
+def register_backend_of(enum: Any) -> Any:
+    """Return the ``register_backend`` of an ``AttentionBackendEnum``; until 0.26 a name changes nothing."""
+
+    def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
+        if isinstance(backend, str) and hasattr(enum, "register"):
+            enum.register(backend, class_path or "")
+
+    return register_backend
 
 
 class Platform:
@@ -242,7 +279,9 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
     class OwnPlatform(Platform):
         pass
 
-    registry, log, platform = Registry("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"), Log(), OwnPlatform()
+    registers = int(version.split(".")[1]) > 26
+    backends = registry(("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"), registers)
+    log, platform = Log(), OwnPlatform()
     backend = {
         name: globals()[name]
         for name in (
@@ -263,12 +302,12 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
         "vllm.platforms": {"current_platform": platform},
         "vllm.v1.attention.backend": backend,
         "vllm.v1.attention.backends.registry": {
-            "AttentionBackendEnum": registry,
-            "register_backend": registry.register_backend,
+            "AttentionBackendEnum": backends,
+            "register_backend": register_backend_of(backends),
         },
         "vllm.model_executor.layers.attention.mla_attention": {**mla, "QueryLenSupport": QueryLenSupport},
         f"{prefill}.base": {"MLADimensions": SimpleNamespace},
-        f"{prefill}.registry": {"MLAPrefillBackendEnum": Registry("FLASH_ATTN", "FLASHINFER")},
+        f"{prefill}.registry": {"MLAPrefillBackendEnum": registry(("FLASH_ATTN", "FLASHINFER"), False)},
         f"{prefill}.selector": {"MLAPrefillSelectorConfig": SimpleNamespace},
     }
     before = dict(sys.modules)
@@ -279,7 +318,7 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
             sys.modules.setdefault(path, ModuleType(path))
         vars(sys.modules[name]).update(content)
     try:
-        yield SimpleNamespace(platform=platform, registry=registry, log=log, config=config)
+        yield SimpleNamespace(platform=platform, registry=backends, log=log, config=config)
     finally:
         for name in [n for n in sys.modules if n.partition(".")[0] in ("vllm", "attn_select_vllm")]:
             if name not in before:

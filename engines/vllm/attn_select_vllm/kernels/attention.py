@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
-from attn_select_vllm.kernels.binding import Builders, Layer, layers_of, least_level, on_device
+from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
@@ -41,8 +41,8 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return the level of the layers' plans."""
-        return AttentionCGSupport[least_level(vllm_config)]
+        """Return what the layers' plans can capture."""
+        return graph_support(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step; what requests share is read once by no kernel here."""

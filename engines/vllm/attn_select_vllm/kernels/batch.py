@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_select.runtime import BatchError, CommonAttentionMetadata
@@ -22,7 +23,7 @@ def common_of(common: Any, block_size: int) -> CommonAttentionMetadata:
         raise BatchError("causal is a tensor: accepted is one answer for the whole batch")
     return CommonAttentionMetadata(
         query_start_loc=common.query_start_loc,
-        query_start_loc_cpu=common.query_start_loc_cpu,
+        query_start_loc_cpu=_bounds_on_the_host(common),
         seq_lens=common.seq_lens,
         seq_lens_cpu=_lengths_on_the_host(common),
         num_reqs=common.num_reqs,
@@ -34,6 +35,19 @@ def common_of(common: Any, block_size: int) -> CommonAttentionMetadata:
         causal=common.causal,
         block_size=block_size,
     )
+
+
+def _bounds_on_the_host(common: Any) -> Tensor:
+    """Return the prefix sums of the query lengths.
+
+    vLLM pads the batch of a CUDA graph with requests of no tokens. Attn-select's builders take padding as requests of
+    the same query length and no keys, and find the sizes that a graph was captured with.
+    """
+    bounds: Tensor = common.query_start_loc_cpu
+    each: int = common.max_query_len
+    if each * common.num_reqs != common.num_actual_tokens or int(bounds[-1]) == common.num_actual_tokens:
+        return bounds
+    return torch.arange(common.num_reqs + 1, dtype=torch.int32) * each
 
 
 def _lengths_on_the_host(common: Any) -> Tensor:

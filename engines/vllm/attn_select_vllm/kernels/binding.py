@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from attn_select import select
 from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
@@ -91,11 +92,16 @@ def layers_of(vllm_config: VllmConfig, names: Sequence[str]) -> list[Layer]:
     return [context[name].impl.attn_select for name in names]
 
 
-def least_level(vllm_config: VllmConfig) -> CudaGraphLevel:
-    """Return the CUDA-graph level that all layers on attn-select's kernels have; NEVER where there is none."""
+def graph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
+    """Return what all layers on attn-select's kernels can capture: uniform batches at most, and nothing without layers.
+
+    vLLM captures a mixed batch as one of equal queries, from which a builder cannot tell what its replays bring.
+    """
     context = vllm_config.compilation_config.static_forward_context
     layers = [getattr(getattr(layer, "impl", None), "attn_select", None) for layer in context.values()]
-    return min((layer.level for layer in layers if layer is not None), key=CUDA_GRAPH_LEVELS.index, default="NEVER")
+    levels = [AttentionCGSupport[layer.level] for layer in layers if layer is not None]
+    most = AttentionCGSupport.UNIFORM_BATCH if levels else AttentionCGSupport.NEVER
+    return min([*levels, most], key=lambda support: support.value)
 
 
 class Builders:

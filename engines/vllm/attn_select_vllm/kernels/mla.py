@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from attn_select.layouts import MLA
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
-from attn_select_vllm.kernels.binding import Builders, Layer, layers_of, least_level
+from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
 
@@ -47,9 +47,8 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return the level of the layers' decode plans; prefills are never captured."""
-        level = AttentionCGSupport[least_level(vllm_config)]
-        return min(level, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
+        """Return what the layers' decode plans can capture; prefills are never captured."""
+        return graph_support(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> OwnMLAMetadata:
         """Return the metadata of a step."""
