@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from attn_select_transformers.continuous import DENSE
+
+
+def leave_to_transformers() -> None:
+    """Let the name stand for what transformers chooses where none is given, so that no model is ever set to it.
+
+    Where transformers chooses in another place, the name is kept and attends as ``own_attention``.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+
+    AttentionInterface.register(DENSE, own_attention)
+    original = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def chosen(model: Any, requested_attention: str | None, *arguments: Any, **options: Any) -> Any:
+        asked = None if requested_attention == DENSE else requested_attention
+        return original(model, asked, *arguments, **options)
+
+    PreTrainedModel.get_correct_attn_implementation = chosen
 
 
 def own_attention(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attn_select.engines import Adapter
 from attn_select_transformers import continuous, dense, paged
 from attn_select_transformers.continuous import DENSE, PAGED
-from attn_select_transformers.own_attention import own_attention
+from attn_select_transformers.own_attention import leave_to_transformers
 from attn_select_transformers.releases import RELEASES
 
 logger = logging.getLogger("attn_select_transformers")
@@ -40,13 +40,13 @@ def _register() -> bool:
 
     adapter = Adapter("attn-select-transformers", "transformers", transformers.__version__, RELEASES, logger.warning)
     AttentionMaskInterface.register(DENSE, sdpa_mask)
-    AttentionInterface.register(DENSE, own_attention)
-    if not adapter.takes_part():
-        return False
-    try:
-        _PAGED_CACHES.append(continuous.install())
-    except (ImportError, AttributeError) as error:
-        adapter.interface_moved(error)
+    if adapter.takes_part():
+        try:
+            _PAGED_CACHES.append(continuous.install())
+        except (ImportError, AttributeError) as error:
+            adapter.interface_moved(error)
+    if not _PAGED_CACHES:
+        leave_to_transformers()
         return False
     for name in (DENSE, PAGED):
         AttentionInterface.register(name, attention)

@@ -30,13 +30,34 @@ Attention.forward = lambda *arguments, **options: (calls.append(1), original(*ar
 ids = torch.arange(1, 12)[None]
 for make in (models.llama, models.gemma2, models.gpt_oss):
     found = []
-    for name in ("eager", "attn_select"):
+    for name in ({reference!r}, "attn_select"):
         model = models.built(make)
-        model.set_attn_implementation(name)
+        if name is not None:
+            model.set_attn_implementation(name)
         with torch.no_grad():
             found.append(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4))
     assert torch.equal(*found), make
+{after}
 print("takes part:", attn_select_transformers.register(), "kernels:", len(calls))
+"""
+BATCHING = """
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import cache
+cache.PagedAttentionMemoryHandler.get_available_memory = lambda *_: 1 << 30
+known = ContinuousBatchingConfig.__dataclass_fields__
+sizes = {"page_size": 16, "block_size": 16, "num_blocks": 32, "max_batch_tokens": 64, "use_async_batching": False}
+batching = ContinuousBatchingConfig(**{name: value for name, value in sizes.items() if name in known})
+generation = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+model = models.built(models.llama)
+tokens = []
+for name in ("sdpa", "attn_select"):
+    model.set_attn_implementation(name)
+    found = model.generate_batch(
+        inputs=[[1, 2, 3], list(range(1, 30))], generation_config=generation, continuous_batching_config=batching,
+        progress_bar=False,
+    )
+    tokens.append(sorted(tuple(one.generated_tokens) for one in found.values()))
+assert tokens[0] == tokens[1] and len(tokens[0]) == 2, tokens
 """
 OTHER_RELEASE = "import transformers; transformers.__version__ = '5.99.1'"
 MOVED = """
@@ -45,8 +66,9 @@ del initialization.ensure_decode_fast_path_is_available
 """
 
 
-def output(before: str, **variables: str) -> str:
-    code = GENERATE.format(before=before, path=[os.path.dirname(__file__)])
+def output(before: str, reference: str | None = None, after: str = "", **variables: str) -> str:
+    """Run ``GENERATE``: ``reference`` and attn_select must give the same tokens. None is what transformers chooses."""
+    code = GENERATE.format(before=before, reference=reference, after=after, path=[os.path.dirname(__file__)])
     environment = {**os.environ, **variables}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr
@@ -66,7 +88,7 @@ def test_importing_registers_and_a_second_time_changes_nothing() -> None:
     ids=["release", "interface"],
 )
 def test_transformers_own_attention_runs_where_the_adapter_takes_no_part(before: str, said: str) -> None:
-    found = output(before, ATTN_SELECT_ANY_VERSION="")
+    found = output(before, after=BATCHING if before == OTHER_RELEASE else "", ATTN_SELECT_ANY_VERSION="")
     assert found.count(said) == 1
     assert "takes part: False kernels: 0" in found
     if before == OTHER_RELEASE:
@@ -74,7 +96,7 @@ def test_transformers_own_attention_runs_where_the_adapter_takes_no_part(before:
 
 
 def test_any_release_on_request() -> None:
-    found = output(OTHER_RELEASE, ATTN_SELECT_ANY_VERSION="1")
+    found = output(OTHER_RELEASE, "eager", ATTN_SELECT_ANY_VERSION="1")
     assert "takes no part" not in found
     assert "takes part: True kernels: " in found
     assert "kernels: 0" not in found
