@@ -286,6 +286,9 @@ class MLAAttentionImpl:
     ) -> Tensor:
         """Attend over latents with the absorbed query; write the latent output and return it.
 
+        A kernel that takes no tensor to write to may return its own instead, of ``output``'s shape and dtype. That
+        saves a copy, and callers go on with what is returned.
+
         Args:
             query: ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)`` in the compute dtype.
             kv_cache: one layer's cache.

@@ -207,7 +207,8 @@ class MLAAttention(nn.Module):
         rope_query.copy_(rope)
         _project(nope, self.w_uk_t, latent_query, part.spans)
         latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
-        impl.forward_mqa(self, absorbed, self._view(impl, kv_cache), part.metadata, latent, *lse_and_indices)
+        view = self._view(impl, kv_cache)
+        latent = impl.forward_mqa(self, absorbed, view, part.metadata, latent, *lse_and_indices)
         _project(latent, self.w_uv, output, part.spans)
 
     def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:

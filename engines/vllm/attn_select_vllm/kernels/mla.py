@@ -104,8 +104,8 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
         own = self.attn_select
         own.scales_of(layer)
         output = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
-        own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, attn_metadata.attn_select[own.part], output)
-        return output, None
+        part = attn_metadata.attn_select[own.part]
+        return own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, part, output), None
 
 
 class OwnMLABackend(MLACommonBackend):

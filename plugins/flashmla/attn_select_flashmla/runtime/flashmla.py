@@ -138,7 +138,9 @@ class FlashMLAImpl(MLAAttentionImpl):
             else:
                 found, lse = self._dense(rows, cache, metadata, scale, None)
             found = found.reshape(requests * query_len, heads, RANK)
-            if padding is None:
+            if padding is None and found.dtype == output.dtype:
+                output = found
+            elif padding is None:
                 output.copy_(found)
             else:
                 output[: len(padding.places)] = found.index_select(0, padding.places)

@@ -141,6 +141,22 @@ def test_output_is_written_in_place_where_the_build_can(emulate: Emulate, monkey
     assert seen == [True, False]
 
 
+def test_a_kernel_that_takes_no_output_returns_its_own(emulate: Emulate) -> None:
+    """A copy less; a layer in float16 wants another dtype than FP8's kernel writes."""
+    emulate("vllm")
+    for dtype, copied in ((torch.bfloat16, False), (torch.float16, True)):
+        name = str(dtype).removeprefix("torch.")
+        group = group_of(layer_config(dtype=name, kv_cache_dtype="fp8_e4m3"))
+        problem = problem_for(group, DECODES)
+        layer, output = layer_of(group, problem), torch.full((4, 4, 512), torch.nan, dtype=dtype)
+        metadata = group.build(common_of(problem)).parts[0].metadata
+        query, cache = problem.step.query.to(dtype), problem.step.written_cache()
+        found = layer.impls["decode"].forward_mqa(layer, query, cache, metadata, output)
+        assert (found is output) == copied
+        assert (found.shape, found.dtype) == (output.shape, dtype)
+        assert not found.isnan().any()
+
+
 def test_an_output_with_strides(emulate: Emulate) -> None:
     emulate("vllm")
     group = group_of(layer_config())
@@ -152,9 +168,8 @@ def test_an_output_with_strides(emulate: Emulate) -> None:
     query = step.query.to(torch.bfloat16)
     plain, strided = torch.empty(4, 4, 512, dtype=torch.bfloat16), torch.empty(4, 512, 4, dtype=torch.bfloat16)
     layer = layer_of(group, problem)
-    impl.forward_mqa(layer, query, cache, metadata, plain)
-    impl.forward_mqa(layer, query, cache, metadata, strided.transpose(1, 2))
-    assert torch.equal(plain, strided.transpose(1, 2))
+    assert impl.forward_mqa(layer, query, cache, metadata, plain) is plain
+    assert torch.equal(impl.forward_mqa(layer, query, cache, metadata, strided.transpose(1, 2)), plain)
 
 
 def test_a_build_that_cannot_be_imported_is_named(emulate: Emulate) -> None:
