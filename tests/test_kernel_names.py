@@ -47,7 +47,7 @@ NAMES = {
     "FLEX_ATTENTION": {"flex-cpp", "flex-triton"},
     "PAGED_ATTENTION": {"paged-attention", "triton-prefill"},
     "TORCH_MLA": {"torch-latent", "torch-multi-head"},
-    "TORCH_SDPA": {"torch-matmul", "torch-sdpa", "torch-varlen"},
+    "TORCH_SDPA": {"torch-cudnn", "torch-matmul", "torch-sdpa", "torch-varlen"},
     "TRITON_ATTN": {
         "triton-decode",
         "triton-decode-fixed-splits",

@@ -72,6 +72,10 @@ def test_what_keeps_no_cache_is_never_captured(spec: BackendSpec, where: tuple[i
     ("asked", "capability", "path"),
     [
         ({}, (8, 0), "varlen_attn"),
+        ({"sinks": True}, (9, 0), "cuDNN and varlen_attn"),
+        ({"head_size": 128}, (9, 0), "cuDNN and varlen_attn"),
+        ({"head_size": 128}, (10, 0), "varlen_attn"),
+        ({"non_causal": True}, (9, 0), "varlen_attn"),
         ({"sliding_window": 128, "sinks": True, "kv_cache_dtype": "fp8"}, (9, 0), "varlen_attn"),
         ({"attn_type": "encoder_only"}, (10, 0), "varlen_attn"),
         ({"head_size": 256}, (9, 0), "varlen_attn"),

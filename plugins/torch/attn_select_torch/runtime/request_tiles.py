@@ -122,7 +122,7 @@ class Group:
 
     Attributes:
         rows: tokens of each.
-        index: their numbers in the batch.
+        index: their numbers in the batch, ascending.
         first_tokens: of each one's rows, in the step.
         seq_lens: keys of each.
         keys: the most keys that one of them sees.
@@ -130,9 +130,9 @@ class Group:
     """
 
     rows: int
-    index: list[int]
-    first_tokens: list[int]
-    seq_lens: list[int]
+    index: Sequence[int]
+    first_tokens: Sequence[int]
+    seq_lens: Sequence[int]
     keys: int
     padded: bool
 
@@ -140,27 +140,29 @@ class Group:
 def equal_queries(common: CommonAttentionMetadata, window: int | None, limits: Limits) -> list[Group] | None:
     """Return the groups of a batch in which all queries are short and equally long, as in most decodes.
 
-    None: another batch, or one with a request that is too long to share a group. ``requests_of`` and ``grouped``, which
-    look at each request by itself, take ten times as long.
+    None: another batch, a single request, or one that is too long to share a group. ``requests_of`` and ``grouped``,
+    which look at each request by itself, take ten times as long for many.
     """
     rows, number = common.max_query_len, common.num_reqs
-    if not 0 < rows <= limits.tile_rows or rows * number != common.num_actual_tokens:
+    if number == 1 or not 0 < rows <= limits.tile_rows or rows * number != common.num_actual_tokens:
         return None
     seq_lens: list[int] = common.seq_lens_cpu.tolist()
     if min(seq_lens) < rows:
         return None
     keys = seq_lens if window is None else [min(seq_len, rows + window - 1) for seq_len in seq_lens]
-    if 2 * max(keys) > limits.group_keys:
+    most = max(keys)
+    if 2 * most > limits.group_keys:
         return None
-    whole = range(number)
+    whole, starts = range(number), range(0, rows * number, rows)
+    if _fit(number, most, sum(keys), limits.group_keys):
+        return [Group(rows, whole, starts, seq_lens, most, min(keys) < most)]
     order = sorted(whole, key=keys.__getitem__)
     groups = []
     for first, last in _by_length([keys[index] for index in order], limits.group_keys):
-        index = sorted(order[first:last])
-        padded = keys[order[first]] < keys[order[last - 1]]
-        most = keys[order[last - 1]]
-        lens = seq_lens if len(index) == number else [seq_lens[request] for request in index]
-        groups.append(Group(rows, index, [rows * request for request in index], lens, most, padded))
+        index, longest = sorted(order[first:last]), keys[order[last - 1]]
+        lens = [seq_lens[request] for request in index]
+        padded = keys[order[first]] < longest
+        groups.append(Group(rows, index, [rows * request for request in index], lens, longest, padded))
     return groups
 
 
@@ -185,17 +187,18 @@ def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | G
             yield Group(rows, index, [request.first_token for request in part], lens, most, fewest < most)
 
 
+def _fit(requests: int, most: int, total: int, group_keys: int) -> bool:
+    """Whether requests with up to ``most`` and in all ``total`` keys make a group: up to a third of it is padding."""
+    return requests * most <= min(group_keys, 1.5 * total)
+
+
 def _by_length(keys: Sequence[int], group_keys: int) -> Iterator[Range]:
-    """Yield ``(first, last)`` requests of groups whose padding stays below a third; ``keys`` ascend."""
-    total = len(keys) * keys[-1]
-    if total <= min(group_keys, 1.5 * sum(keys)):
-        yield 0, len(keys)
-        return
+    """Yield ``(first, last)`` requests of groups; ``keys`` ascend."""
     first, held = 0, 0
-    for last, count in enumerate(keys):
-        padded = (last - first + 1) * count
-        if last > first and (padded > group_keys or padded > 1.5 * (held + count)):
-            yield first, last
-            first, held = last, 0
-        held += count
+    if not _fit(len(keys), keys[-1], sum(keys), group_keys):
+        for last, count in enumerate(keys):
+            if last > first and not _fit(last - first + 1, count, held + count, group_keys):
+                yield first, last
+                first, held = last, 0
+            held += count
     yield first, len(keys)

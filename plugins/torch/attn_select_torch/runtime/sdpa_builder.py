@@ -16,7 +16,7 @@ from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_torch.facts.torch_sdpa import SdpaFunction, SdpaKernel
-from attn_select_torch.runtime import varlen
+from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import Range, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
@@ -65,6 +65,7 @@ class SDPAMetadata:
         blind: ``(start, end)`` tokens that see no key.
         buffers: what gathers go to.
         calls: in place of pieces, the calls of ``varlen_attn``.
+        prompts: beside calls, the requests that cuDNN computes.
         prefix: with cascade attention the shared prefix, for all queries; the rest is the suffix.
         num_tokens: of the step.
     """
@@ -73,6 +74,7 @@ class SDPAMetadata:
     blind: list[Range]
     buffers: Buffers
     calls: list[varlen.Call]
+    prompts: list[cudnn_prompts.Prompt]
     prefix: SDPAMetadata | None
     num_tokens: int
 
@@ -103,6 +105,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         self.dtype = compute_dtype(config, device)
         self.varlen = varlen.available(functions(context))
         self._joins_decodes = functions(context).get("decode") == "scaled_dot_product_attention"
+        self._prompts_by_cudnn = functions(context).get("prefill") == "cuDNN and varlen_attn"
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
@@ -131,9 +134,12 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
     def _built(self, common: CommonAttentionMetadata, merged: bool = False) -> SDPAMetadata:
         config = self.context.config
         causal = config.attn_type == "decoder" and not config.non_causal and common.causal
-        metadata = SDPAMetadata([], [], Buffers(self.context.device), [], None, common.num_actual_tokens)
+        metadata = SDPAMetadata([], [], Buffers(self.context.device), [], [], None, common.num_actual_tokens)
         if self.varlen is not None and (merged or not self._decodes(common)):
-            metadata.calls = varlen.calls(common, config, causal, self.gather)
+            if self._prompts_by_cudnn and causal and not merged and self.gather is not None:
+                metadata.prompts = cudnn_prompts.prompts(common, self.gather)
+            apart = [prompt.request for prompt in metadata.prompts]
+            metadata.calls = varlen.calls(common, config, causal, self.gather, apart)
             return metadata
         window = config.sliding_window
         band = self._band(causal)
@@ -229,7 +235,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         offsets = torch.sub(positions, columns, alpha=size)
         starts = group.first_tokens
         tokens: slice | Tensor = slice(starts[0], starts[0] + batch * rows)
-        if starts != list(range(starts[0], starts[0] + batch * rows, rows)):
+        if not isinstance(starts, range) and starts != list(range(starts[0], starts[0] + batch * rows, rows)):
             ids = torch.tensor(starts)[:, None] + torch.arange(rows)
             tokens = to_device(ids.flatten(), device)
         tile = Tile(0, rows, 0, keys, 1 - keys)

@@ -8,7 +8,7 @@ request behind the other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -63,7 +63,7 @@ class Call:
 
 def available(functions: Mapping[Phase, SdpaFunction]) -> Varlen | None:
     """Return torch's kernel where a phase's plan names it and the installed torch has it, else None."""
-    if "varlen_attn" not in functions.values():
+    if not {"varlen_attn", "cuDNN and varlen_attn"} & set(functions.values()):
         return None
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
         return None
@@ -129,9 +129,13 @@ def options_for(known: set[str]) -> dict[str, Any] | None:
 
 
 def calls(
-    common: CommonAttentionMetadata, config: AttentionConfig, causal: bool, gather: CacheGather | None
+    common: CommonAttentionMetadata,
+    config: AttentionConfig,
+    causal: bool,
+    gather: CacheGather | None,
+    apart: Collection[int] = (),
 ) -> list[Call]:
-    """Return the calls that compute a batch. No synchronisation."""
+    """Return the calls that compute a batch but for the requests ``apart``. No synchronisation."""
     window = (-1, 0) if causal else (-1, -1)
     if config.sliding_window is not None:
         window = (config.sliding_window - 1, 0 if causal else config.sliding_window - 1)
@@ -150,8 +154,11 @@ def calls(
         most = sum(key_lens)
     found, first = [], 0
     while first < len(key_lens):
+        if first in apart:
+            first += 1
+            continue
         last, held = first + 1, key_lens[first]
-        while last < len(key_lens) and held + key_lens[last] <= most:
+        while last < len(key_lens) and held + key_lens[last] <= most and last not in apart:
             held += key_lens[last]
             last += 1
         if common.query_start_loc_cpu[first] < common.query_start_loc_cpu[last]:
