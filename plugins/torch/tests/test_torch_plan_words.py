@@ -36,7 +36,8 @@ def test_words_decide_nothing(spec: BackendSpec, fields: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("gpu", "phase", "fields", "function"),
     [
-        ("h100", "prefill", {}, "varlen_attn"),
+        ("a100", "prefill", {}, "varlen_attn"),
+        ("h100", "prefill", {}, "cuDNN and varlen_attn"),
         ("h100", "decode", {}, "scaled_dot_product_attention"),
         ("h100", "decode", {"sinks": True}, "varlen_attn"),
         ("h100", "prefill", {"logits_soft_cap": 30.0}, "matmul and softmax"),
