@@ -91,7 +91,7 @@ def test_diff_against_a_golden_file(run: Any, tmp_path: Path) -> None:
 def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None:
     listed = run("backends", "--json").json
     names = [b["name"] for b in listed["backends"]]
-    assert len(names) == 14
+    assert len(names) == 15
     overview = run("backends").out
     assert all(name in overview for name in names)
     for name in names:
@@ -233,7 +233,8 @@ def test_doctor_names_backends_that_need_another_version(
     found = json.loads(result.out)
     (problem,) = found["problems"]
     assert result.code == 1
-    wanted = "FLASH_ATTN (>=0.26), FLASH_ATTN_MLA (>=0.26), FLASHMLA (>=0.26), FLASHMLA_SPARSE (>=0.26)"
+    wanted = "FLASH_ATTN (>=0.26), FLASH_ATTN_MLA (>=0.26), FLASH_ATTN_MLA_SPARSE (>=0.26), "
+    wanted += "FLASHMLA (>=0.26), FLASHMLA_SPARSE (>=0.26)"
     assert problem == f"vllm 0.20.0 does not serve {wanted}: pip install vllm"
     assert found["libraries"]["vllm"]["install"] == "pip install vllm"
 

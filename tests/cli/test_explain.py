@@ -175,7 +175,7 @@ def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> N
         "FLASH_ATTN_MLA for decode: KV-cache dtype fp8_e4m3 (supported: auto, bfloat16); try --kv-cache-dtype auto",
         "FLASHMLA for prefill: serves decode only",
         "CUTLASS_MLA: compute capability 9.0 (supported: 10.0, 10.3)",
-        "2 others serve sparse MLA only: FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE",
+        "3 others serve sparse MLA only: FLASH_ATTN_MLA_SPARSE, FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE",
         f"6 others serve no MLA layers: {no_mla}",
     ]
     for candidate in layer["candidates"]:

@@ -15,6 +15,7 @@ from attn_select.selector import environment_for
 from attn_select.spec import BackendPlan
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
+from attn_select_flash_attn.facts.flash_attn_mla_sparse import FLASH_ATTN_MLA_SPARSE
 
 pytest.importorskip("torch")
 
@@ -102,6 +103,21 @@ class TestSglKernelMLA(AnotherBuild):
     options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
 
 
+class TestVllmMLASparse(Emulated):
+    spec = FLASH_ATTN_MLA_SPARSE
+    options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
+
+
+class TestUpstreamMLASparse(AnotherBuild):
+    spec = FLASH_ATTN_MLA_SPARSE
+    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-3"}
+
+
+class TestSglKernelMLASparse(AnotherBuild):
+    spec = FLASH_ATTN_MLA_SPARSE
+    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
+
+
 @pytest.mark.parametrize("nan_tails", [False, True])
 @pytest.mark.parametrize(
     "fields",
@@ -160,6 +176,12 @@ class TestFlashAttnHybrid(Real):
 @pytest.mark.gpu
 class TestFlashAttnMLA(Real):
     spec = FLASH_ATTN_MLA
+
+
+@pytest.mark.gpu
+class TestFlashAttnMLASparse(Real):
+    spec = FLASH_ATTN_MLA_SPARSE
+    num_configs = 60
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ MAX_SPLITS = 32
 flash_attn_max_num_splits_for_cuda_graph)."""
 SPLIT_BYTES = 256 << 20
 """Most bytes of the partial sums of a captured step. Where they allow one split only, the step's tokens fill a GPU."""
-_MAX_SCHEDULED_BATCH = 992
+MOST_SPLIT_REQUESTS = 992
 """FA3 splits keys in batches of up to so many requests (hopper/flash_prepare_scheduler.cu,
 PREPARE_VARLEN_MAX_BATCHES_1CTA)."""
 
@@ -84,7 +84,7 @@ class Scheduler:
         return step
 
     def _num_splits(self, step: Step) -> int:
-        if self._invariant or (self._fa3 and step.num_reqs > _MAX_SCHEDULED_BATCH):
+        if self._invariant or (self._fa3 and step.num_reqs > MOST_SPLIT_REQUESTS):
             return 1
         if not (self._graphs and self._fa3):
             return 0

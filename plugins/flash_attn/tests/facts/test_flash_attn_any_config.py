@@ -15,6 +15,7 @@ from attn_select.testing.strategies import capabilities, configs, environments
 from attn_select_flash_attn.facts.builds import BUILDS, LIBRARIES, FlashAttnKernel, build_of
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
+from attn_select_flash_attn.facts.flash_attn_mla_sparse import FLASH_ATTN_MLA_SPARSE
 
 OPTIONS = st.fixed_dictionaries({}, optional={"provider": st.sampled_from([build.distribution for build in BUILDS])})
 
@@ -35,7 +36,9 @@ def test_plan_answers_every_config(
     version: Any,
     hybrid: bool,
 ) -> None:
-    if config.mla:
+    if config.sparse:
+        spec, made = FLASH_ATTN_MLA_SPARSE, FLASH_ATTN_MLA_SPARSE.options(**options)
+    elif config.mla:
         spec, made = FLASH_ATTN_MLA, FLASH_ATTN_MLA.options(prefill_version=version, **options)
     else:
         spec, made = FLASH_ATTN, FLASH_ATTN.options(version=version, hybrid=hybrid, **options)
@@ -45,7 +48,7 @@ def test_plan_answers_every_config(
             assert isinstance(kernel, FlashAttnKernel)
             assert kernel.paged == bool(outcome.kv_layouts)
             assert options.get("provider", kernel.provider) == kernel.provider
-            assert version in ("auto", kernel.version) or (config.mla and phase == "decode")
+            assert version in ("auto", kernel.version) or (config.mla and (phase == "decode" or config.sparse))
             build = build_of(kernel)
             assert environment.has(build.library)
             assert outcome.provider == build.provider

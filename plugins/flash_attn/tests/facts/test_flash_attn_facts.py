@@ -20,8 +20,8 @@ FLASH_ATTN = SPECS["FLASH_ATTN"]
 # --- Facts ----------------------------------------------------------------------------------------
 
 
-def test_registers_both_backends() -> None:
-    assert list(SPECS) == ["FLASH_ATTN", "FLASH_ATTN_MLA"]
+def test_registers_its_backends() -> None:
+    assert list(SPECS) == ["FLASH_ATTN", "FLASH_ATTN_MLA", "FLASH_ATTN_MLA_SPARSE"]
     assert all(set(spec.capabilities) == {"prefill", "decode"} for spec in SPECS.values())
 
 

@@ -1,0 +1,141 @@
+"""``FLASH_ATTN_MLA_SPARSE`` at run time: every token is a request of one query, and its chosen slots are its pages.
+
+FA3 reads pages of any size, so the slots of ``topk_indices`` are a block table of pages of one token as they are. It
+packs the query heads of a token into the rows of one tile: 8 heads cost what 8 heads are, where FlashMLA's sparse
+kernel computes 64 (vLLM pull request 46189).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.kv_cache import CacheView
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select_flash_attn.facts.builds import FlashAttnKernel
+from attn_select_flash_attn.runtime.adapters import Adapter, Step, adapter_for
+from attn_select_flash_attn.runtime.lse import by_token
+from attn_select_flash_attn.runtime.schedule import MOST_SPLIT_REQUESTS
+
+
+def _adapter(context: BackendContext) -> Adapter:
+    kernel = next(iter(context.plans.values())).kernel
+    assert isinstance(kernel, FlashAttnKernel)
+    return adapter_for(kernel)
+
+
+@dataclass(slots=True)
+class SparseStep:
+    """One batch.
+
+    Attributes:
+        num_tokens: T.
+        query_start_loc: int32 ``(T + 1,)``, 0 to T.
+        num_splits: most parts of a token's keys; 0: the kernel chooses.
+    """
+
+    num_tokens: int
+    query_start_loc: Tensor
+    num_splits: int
+
+
+class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
+    """Builds without a kernel launch.
+
+    Raises:
+        KernelMismatchError: the plan's build cannot be called.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        _adapter(context)
+        most = context.max_num_batched_tokens + 1
+        self._bounds = torch.arange(most, dtype=torch.int32, device=context.device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseStep:
+        """As ``AttentionMetadataBuilder.build``."""
+        tokens = common_attn_metadata.num_actual_tokens
+        whole = self.context.config.batch_invariant or tokens > MOST_SPLIT_REQUESTS
+        return SparseStep(tokens, self._bounds[: tokens + 1], int(whole))
+
+
+class FlashAttnMLASparseImpl(MLAAttentionImpl):
+    """Runs one layer."""
+
+    def __init__(
+        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+    ) -> None:
+        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+        config = context.config
+        self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
+        # (slots, page of one token, one head, width)
+        self._parts = CacheView(
+            lambda kv_cache: kv_cache.view(-1, 1, 1, kv_cache.shape[2]).split_with_sizes(self._sizes, dim=-1)
+        )
+        self._adapter = _adapter(context)
+        self._layer = self._adapter.layer_arguments(scale)
+
+    def forward_mqa(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: SparseStep,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
+        """As ``MLAAttentionImpl.forward_mqa``."""
+        assert topk_indices is not None
+        tokens = attn_metadata.num_tokens
+        if not tokens:
+            return output
+        pages, adapter = topk_indices[:tokens], self._adapter
+        latent_query, rope_query = query[:tokens].split_with_sizes(self._sizes, dim=-1)
+        latent, rope = self._parts(kv_cache)
+        step = Step(
+            query_start_loc=attn_metadata.query_start_loc,
+            num_tokens=tokens,
+            max_query_len=1,
+            max_key_len=pages.shape[1],
+            causal=False,
+            window=(-1, -1),
+            num_splits=attn_metadata.num_splits,
+            seq_lens=pages.ge(0).sum(1, dtype=torch.int32),
+            block_table=pages,
+        )
+        part, direct = output[:tokens], adapter.build.out.value
+        out, lse = adapter.run(
+            rope_query,
+            rope,
+            latent,
+            part if direct else None,
+            output_lse is not None,
+            self._layer,
+            adapter.step_arguments(step),
+            {adapter.latent_query: latent_query},
+        )
+        if not direct:
+            part.copy_(out)
+        if output_lse is not None and lse is not None:
+            output_lse[:tokens] = by_token(lse, 3)
+        return output
+
+
+class FlashAttnMLASparseBackend(AttentionBackend):
+    """``FLASH_ATTN_MLA_SPARSE``."""
+
+    impl_cls = FlashAttnMLASparseImpl
+    builder_cls = FlashAttnMLASparseMetadataBuilder
