@@ -25,12 +25,12 @@ TRITON := triton==3.6.0
 # One process per core, each with one torch thread. The tests of a class or module stay in one process, which builds
 # their fixtures and compiles their kernels once. conftest.py orders them: what takes long comes first.
 WORKERS ?= auto
-PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --ignore tests/browser
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-engines mutate check venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo test test-all test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k 
 
 test-all: check ## Lint, type-check and run every test: all conformance configurations, installations from wheels
 	$(PYTEST) $(ARGS)
+
+test-browser: $(TEST_ENV)/.browser ## Test the page of `attn-select report` in a headless Chromium
+	$(TEST_ENV)/bin/python -m pytest tests/browser $(ARGS)
 
 test-engines: venv ## Test the adapters of engines in other releases of these, each in an environment of its own (ARGS as above)
 	$(TEST_ENV)/bin/python tests/engines/run.py -n $(WORKERS) $(ARGS)
@@ -96,6 +99,13 @@ $(DEMO_ENV)/.installed: $(DEMO_ENV)/.torch $(PYPROJECTS)
 	@echo "Installing attn-select and its plugins into $(DEMO_ENV)"
 	@$(DEMO_ENV)/bin/python -m pip install -q --group build
 	@$(DEMO_ENV)/bin/python -m pip install -q --no-build-isolation $(EDITABLE)
+	@touch $@
+
+# The browser is the system's: Debian's, where there is none and the user may install it. CHROMIUM=PATH names another.
+$(TEST_ENV)/.browser: $(TEST_ENV)/.installed
+	@test -n "$$CHROMIUM" || command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		{ apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends chromium; } >/dev/null
+	@$(TEST_ENV)/bin/python -m pip install -q --group browser
 	@touch $@
 
 $(TEST_ENV)/.installed: $(TEST_ENV)/.torch $(PYPROJECTS)

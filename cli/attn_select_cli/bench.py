@@ -25,7 +25,7 @@ Examples:
   attn-select bench --model deepseek-v3 --tensor-parallel 8 --workload 64q1s4k
   attn-select bench --model gpt-oss-120b --workload long-context --backend TRITON_ATTN --backend FLASH_ATTN
   attn-select bench --num-heads 32 --num-kv-heads 8 --head-size 128 --workload '64q1s4k*0.8,1q2k*0.2' --json
-  attn-select bench --model llama-3-8b --output h100.jsonl
+  attn-select bench --model llama-3-8b --output h100.jsonl --plot h100.svg
 
 A batch is written as requests, q and new tokens, s and all tokens: 64q1s4k is 64 requests that decode one token each
 over 4096. A time is that of one layer, its write of the cache included: the median of rounds in which the backends take
@@ -61,6 +61,9 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
     "--output", type=click.Path(path_type=Path), metavar="FILE", help="Append the times to this file instead."
 )
 @click.option("--no-save", is_flag=True, help="Keep no times.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw the times as a chart too."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(
     layer: str | None,
@@ -69,6 +72,7 @@ def command(
     seconds: float,
     output: Path | None,
     no_save: bool,
+    plot: Path | None,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -82,6 +86,8 @@ def command(
 
     if output is not None and no_save:
         raise click.UsageError("--output and --no-save contradict each other")
+    if plot is not None:
+        _check_plot(plot)
     wanted, asked = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     for name in asked:
@@ -114,6 +120,8 @@ def command(
                 complete = False
                 break
     outcome = Outcome(explanation, bench.rates, wanted, layers, file, complete)
+    if plot is not None:
+        _draw(outcome, plot)
     print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
     return 130 if not complete else 0 if outcome.ok else 1
 
@@ -283,6 +291,38 @@ class Outcome:
             "ok": self.ok,
             "warnings": self.explanation.all_warnings,
         }
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse, before anything is measured, a chart that could not be written."""
+    from attn_select_cli.libraries import require_libraries
+
+    require_libraries("--plot", "matplotlib")
+    if path.suffix != ".svg":
+        raise click.BadParameter(f"{path}: a chart is an SVG file, such as times.svg", param_hint="--plot")
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}", param_hint="--plot")
+
+
+def _draw(outcome: Outcome, path: Path) -> None:
+    """Write the chart of all times, one bar for each backend; nothing where nothing was timed."""
+    from attn_select_cli.charts import Bar, bars
+
+    drawn: list[Bar] = []
+    colours: dict[str, int] = {}
+    for each in outcome.layers:
+        for _, found in each.batches:
+            group = f"{each.layer.kind} {found.batch}"
+            if found.roofline_us is not None:
+                group += f", roofline {_us(found.roofline_us)} us"
+            drawn += [
+                Bar(one.backend, one.time_us, one.spread_us, colours.setdefault(one.backend, len(colours)), group)
+                for one in found.timed
+                if one.failure is None
+            ]
+    if drawn:
+        device = outcome.explanation.device
+        path.write_text(bars(drawn, "time of one layer's step (us)", title=device.full_name or device.name), "utf-8")
 
 
 def _us(time_us: float) -> str:

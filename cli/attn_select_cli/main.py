@@ -25,6 +25,7 @@ COMMANDS = (
     "tune",
     "matrix",
     "diff",
+    "report",
     "measurements",
     "backends",
     "rules",

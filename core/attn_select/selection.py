@@ -134,6 +134,8 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
                     }
                     for reason in verdict.reasons
                 ],
+                "path": verdict.plan.path if verdict.plan is not None else None,
+                "because": verdict.plan.because if verdict.plan is not None else None,
                 "unverified": list(verdict.plan.unverified) if verdict.plan is not None else [],
                 "timing": verdict.timing.to_dict() if verdict.timing is not None else None,
                 "behind": verdict.behind,

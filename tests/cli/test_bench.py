@@ -337,3 +337,22 @@ def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatc
         "the batch's cache and weights take 24 KiB for one layer; 4 GiB of device memory are free, and 4 GiB of it "
         "stay spare: take fewer or shorter requests"
     )
+
+
+def test_the_times_are_drawn(run: Any, tmp_path: Path) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40*0.5,q16*0.5", *QUICK, "--no-save", "--plot", "times.svg")
+    assert result.code == 0
+    drawn = (tmp_path / "times.svg").read_text()
+    assert drawn.count(">TORCH_SDPA<") == 2
+    assert "2q1s40" in drawn
+    assert "q16" in drawn
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("times.png", "times.png: a chart is an SVG file, such as times.svg"), ("no/t.svg", "there is no folder no")],
+)
+def test_a_chart_that_cannot_be_written_is_refused_before_anything_is_measured(run: Any, file: str, said: str) -> None:
+    result = run("bench", *LAYER, *QUICK, "--plot", file)
+    assert result.code == 2
+    assert said in result.err

@@ -1,0 +1,171 @@
+"""The page of ``attn-select report`` in a headless Chromium. ``make test-browser`` runs this, and nothing skips it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright", reason="`make test-browser` installs it")
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+MODELS = ("llama-3-8b", "gpt-oss-20b", "deepseek-v3", "bert-base")
+GPUS = ("a100", "h200", "b200")
+WIDTHS = (400, 1024, 1600)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    asked = [word for name in MODELS for word in ("--model", name)] + [word for gpu in GPUS for word in ("--gpu", gpu)]
+    command = [sys.executable, "-m", "attn_select", "report", *asked, "--workload", "chat", "--output", str(path)]
+    subprocess.run(command, check=True, cwd=path.parent)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert CHROMIUM, "no chromium: `apt-get install chromium`, or name it in CHROMIUM"
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield started
+        started.close()
+
+
+class Visit:
+    """A page that was opened, with everything that it said or asked for."""
+
+    def __init__(self, browser: Browser, path: Path, width: int = 1024, colours: Any = "light") -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colours)
+        self.page: Page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser: Browser, report: Path) -> Iterator[Visit]:
+    opened = Visit(browser, report)
+    yield opened
+    assert opened.complaints == []
+    assert opened.requests == [opened.requests[0]]
+    opened.close()
+
+
+def test_every_cell_opens(visit: Visit) -> None:
+    buttons = visit.page.locator("[data-cell]")
+    assert buttons.count() == len(GPUS) * (len(MODELS) + 1)  # gpt-oss has two kinds of layers
+    for index in range(buttons.count()):
+        button = buttons.nth(index)
+        title, names = button.get_attribute("data-title"), button.get_attribute("data-backends")
+        button.click()
+        dialog = visit.page.locator("dialog[open]")
+        dialog.locator(".candidates").first.wait_for()
+        assert dialog.locator("h2").inner_text() == title
+        text = dialog.inner_text()
+        for name in (names or "").split():
+            assert name in text
+        assert "Rules applied" in text
+        visit.page.keyboard.press("Escape")
+        assert visit.page.locator("dialog[open]").count() == 0
+
+
+def test_the_keyboard_alone(visit: Visit) -> None:
+    visit.page.locator("#filter-backend").focus()
+    for _ in range(2):  # the scrolled region, then the first cell
+        visit.page.keyboard.press("Tab")
+    focused = visit.page.evaluate("document.activeElement.dataset.title")
+    assert focused == "llama-3-8b on a100"
+    visit.page.keyboard.press("Enter")
+    visit.page.locator("dialog[open] .candidates").first.wait_for()
+    visit.page.keyboard.press("Escape")
+    assert visit.page.evaluate("document.activeElement.dataset.title") == focused
+
+
+def test_filters(visit: Visit) -> None:
+    page = visit.page
+    page.fill("#filter-model", "gpt")
+    assert page.locator("[data-cell]:visible").count() == 2 * len(GPUS)
+    page.fill("#filter-gpu", "h2")
+    assert page.locator("[data-cell]:visible").count() == 2
+    assert page.locator("#shown").inner_text() == "2 of 15 cells"
+    page.select_option("#filter-backend", "TRITON_ATTN")
+    shown = page.locator("[data-cell]:visible")
+    assert shown.count() == 1
+    assert "TRITON_ATTN" in shown.first.inner_text()
+    page.fill("#filter-model", "no such model")
+    assert page.locator("[data-cell]:visible").count() == 0
+
+
+def test_a_link_opens_a_cell(browser: Browser, report: Path) -> None:
+    first = Visit(browser, report)
+    first.page.locator("[data-title='deepseek-v3 on b200']").click()
+    first.page.locator("dialog[open] .candidates").first.wait_for()
+    address = first.page.url
+    first.page.goto("about:blank")
+    first.page.goto(address)
+    assert first.page.locator("dialog[open] h2").inner_text() == "deepseek-v3 on b200"
+    first.close()
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_fits_and_is_accessible(browser: Browser, report: Path, width: int, colours: str, tmp_path: Path) -> None:
+    visit = Visit(browser, report, width, colours)
+    page = visit.page
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+    folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    page.screenshot(path=folder / f"report-{width}-{colours}.png")
+    problems = serious(page)
+    page.locator("[data-title='gpt-oss-20b on h200']").first.click()
+    page.locator("dialog[open] .candidates").first.wait_for()
+    assert page.evaluate("document.querySelector('dialog').scrollWidth <= document.querySelector('dialog').clientWidth")
+    page.screenshot(path=folder / f"report-{width}-{colours}-cell.png")
+    assert problems + serious(page) == []
+    assert visit.complaints == []
+    visit.close()
+
+
+def serious(page: Page) -> list[str]:
+    """Return axe's serious and critical findings."""
+    found = Axe().run(page).response["violations"]
+    return [json.dumps(each)[:500] for each in found if each["impact"] in ("serious", "critical")]
+
+
+def test_it_prints(visit: Visit, tmp_path: Path) -> None:
+    visit.page.emulate_media(media="print")
+    assert not visit.page.locator(".filters").is_visible()
+    assert visit.page.locator(".matrix").is_visible()
+    assert visit.page.locator("figure svg").first.is_visible()
+    visit.page.pdf(path=tmp_path / "report.pdf", format="A4", landscape=True)
+    assert (tmp_path / "report.pdf").stat().st_size > 10_000
+
+
+def test_a_matrix_from_a_file(browser: Browser, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attn_select"]
+    matrix = subprocess.run([*command, "matrix", "--model", "llama-3-8b", "--json"], capture_output=True, cwd=tmp_path)
+    (tmp_path / "matrix.json").write_bytes(matrix.stdout)
+    subprocess.run([*command, "report", "--matrix", "matrix.json", "-o", "m.html"], check=True, cwd=tmp_path)
+    visit = Visit(browser, tmp_path / "m.html")
+    visit.page.locator("[data-cell]").first.click()
+    text = visit.page.locator("dialog[open]").inner_text()
+    assert "attn-select explain --model llama-3-8b" in text
+    assert visit.complaints == []
+    visit.close()
