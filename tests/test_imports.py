@@ -124,6 +124,8 @@ def test_cli_module_is_light(file: Path) -> None:
         pytest.skip("runs the program when imported")
     if name.endswith((".serving", ".benching", ".tuner")):
         pytest.skip("the part of `run`, `bench` or `tune` that needs torch; they import it in their bodies")
+    if name.endswith((".charts", ".report_page.measured", ".report_page.page")):
+        pytest.skip("the part of `report` and `bench --plot` that needs their libraries; imported in their bodies")
     writer = {"tomlkit"} if name.endswith(".rules_file") else set()  # imported in the body of what changes a rules file
     assert loaded(f"import {name}") <= LIGHT | {"attn_select_cli", "click"} | writer
 
