@@ -199,7 +199,7 @@ def _page_of_matrix(path: Path) -> Page:
     ]
     choices: dict[str, Any] = {}
     for cell in found:
-        document = {"model": cell.model, "gpu": cell.gpu, "choices": []}
+        document: dict[str, Any] = {"model": cell.model, "gpu": cell.gpu, "choices": []}
         choices.setdefault(f"{cell.model} {cell.gpu}", document)["choices"].append(cell)
     return Page(f"Of the matrix in {path}, which holds the choices alone.", cells, choices)
 
