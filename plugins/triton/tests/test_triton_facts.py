@@ -135,11 +135,16 @@ def test_triton_attn_workspace() -> None:
         (H100, {"batch_invariant": True}, PrefillKernel()),
         (H100, {"batch_invariant": True, "block_size": 64}, PrefillKernel(pages_by_tma=True)),
         (H100, {"head_size": 64}, PrefillKernel(gather_bytes=128 << 20)),
-        (H100, {"sinks": True}, PrefillKernel(gather_bytes=128 << 20)),
+        (H100, {"sinks": True}, PrefillKernel(warp_specialised=True, gather_bytes=128 << 20)),
         (H100, {"mm_prefix": True}, PrefillKernel(gather_bytes=128 << 20)),
         (H100, {"block_size": 64, "alibi": True}, PrefillKernel(pages_by_tma=True)),
-        (H100, {"block_size": 192, "sliding_window": 100}, PrefillKernel(pages_by_tma=True)),
-        (H100, {"block_size": 64, "logits_soft_cap": 30.0}, PrefillKernel(pages_by_tma=True)),
+        (H100, {"block_size": 192, "sliding_window": 100}, PrefillKernel(warp_specialised=True, pages_by_tma=True)),
+        (H100, {"block_size": 192, "sliding_window": 100, "non_causal": True}, PrefillKernel(pages_by_tma=True)),
+        (
+            H100,
+            {"head_size": 256, "logits_soft_cap": 30.0},
+            PrefillKernel(warp_specialised=True, gather_bytes=128 << 20),
+        ),
         (H100, {"block_size": 64, "kv_cache_dtype": "fp8"}, PrefillKernel(gather_bytes=128 << 20)),
         (H100, {"head_size": 96, "v_head_size": 64}, PrefillKernel(gather_bytes=128 << 20)),
         (H100, {"head_size": 96}, PrefillKernel()),
@@ -163,7 +168,7 @@ def test_triton_attn_runs_gluon_with_the_release_that_was_run(triton: str, gluon
 
 def test_triton_attn_reserves_what_it_is_told() -> None:
     none, some = (
-        plan_of(TRITON_ATTN, gqa_layer(sinks=True), H100, "prefill", options={"gather_workspace_mib": mib})
+        plan_of(TRITON_ATTN, gqa_layer(alibi=True), H100, "prefill", options={"gather_workspace_mib": mib})
         for mib in (0, 7)
     )
     assert none.kernel == PrefillKernel()
@@ -219,7 +224,7 @@ def test_triton_mla_rules(asked: dict[str, Any], prefill: set[str], decode: set[
 def test_triton_mla_plan() -> None:
     plan = ask(TRITON_MLA, H100)
     assert (plan.kv_layouts, plan.returns_lse, plan.cuda_graph) == ((MLA,), True, "UNIFORM_BATCH")
-    assert plan.workspace_bytes == 2 * 132 * 64 * (512 + 2) * 4
+    assert plan.workspace_bytes == 4 * 132 * 64 * (512 + 2) * 4
     assert ask(TRITON_MLA, H100, num_heads=16).workspace_bytes == plan.workspace_bytes // 4
     fixed = ask(TRITON_MLA, H100, batch_invariant=True)
     assert "fixed number of tokens" in fixed.because
@@ -234,14 +239,15 @@ def test_triton_mla_plan() -> None:
         (H100, {}, True, "512 + 64 in blocks of 64"),
         (H100, {"block_size": 128}, True, "blocks of 128"),
         (H100, {"block_size": 16}, False, "blocks of multiples of 64 tokens, not 16"),
-        (H100, {"kv_cache_dtype": "fp8"}, False, "no fp8_e4m3 cache for a bfloat16 query"),
+        (H100, {"kv_cache_dtype": "fp8"}, True, "scores as products in FP8"),
+        (H100, {"kv_cache_dtype": "fp8_e5m2"}, False, "no fp8_e5m2 cache for a bfloat16 query"),
         (H100, {"qk_rope_head_dim": 128}, False, "not 512 + 128"),
         ((10, 0), {}, False, "is for compute capability 9.0"),
     ],
 )
 def test_triton_mla_says_which_kernel(where: Any, asked: dict[str, Any], gluon: bool, because: str) -> None:
     plan = ask(TRITON_MLA, where, **asked)
-    assert plan.kernel == MLADecodeKernel(gluon=gluon)
+    assert plan.kernel == MLADecodeKernel(gluon=gluon, fp8_query=plan.query_dtype == "fp8_e4m3")
     assert because in plan.because
 
 

@@ -118,7 +118,7 @@ def test_keys_are_split_within_what_was_reserved() -> None:
     assert room.numel() * 4 == group.served["decode"].context.plans["decode"].workspace_bytes
     for requests, longest in ((1, 64), (1, 65), (1, 1 << 17), (3, 5000), (64, 1 << 17)):
         common = batch(group, [1] * requests, [1] * requests)[0]
-        common.max_seq_len = longest
+        common.max_seq_len, common.seq_lens_cpu = longest, torch.full_like(common.seq_lens_cpu, longest)
         arguments = builder.build(0, common).arguments
         assert arguments["workspace"] is room
         splits = arguments["num_splits"]
@@ -189,7 +189,8 @@ def test_refuses_a_kernel_that_does_not_run_here() -> None:
         ({"block_size": 192}, None),
         ({"capability": (8, 0)}, "compute capability 9.0"),
         ({"capability": (10, 0)}, "compute capability 9.0"),
-        ({"cache_dtype": "fp8_e4m3"}, "no fp8_e4m3 cache"),
+        ({"cache_dtype": "fp8_e4m3"}, None),
+        ({"cache_dtype": "fp8_e5m2"}, "no fp8_e5m2 cache"),
         ({"rank": 128}, "128 + 64"),
         ({"rope": 32}, "takes latents of 256 + 64 or 512 + 64, not 512 + 32"),
         ({"block_size": 16}, "not 16"),

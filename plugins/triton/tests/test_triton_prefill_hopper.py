@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +19,14 @@ from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
 from attn_select.testing.running import common_of
 from attn_select_triton.kernels import prefill_hopper as kernel
+from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, readable
 from attn_select_triton.runtime import schedule
 
+CHANGES = (
+    {}, {"non_causal": True}, {"dtype": "float16"}, {"head_size": 64}, {"head_size": 256, "logits_soft_cap": 30.0},
+    {"sliding_window": 100}, {"sliding_window": 1, "sinks": True}, {"head_size": 64, "sinks": True},
+)  # fmt: skip
 REQUESTS = ((1, 300), (257, 257), (0, 40), (64, 512), (1, 0), (130, 1000), (128, 128), (63, 129), (5, 3))
 
 
@@ -38,8 +44,10 @@ def config_of(heads: int, kv_heads: int, **changes: Any) -> AttentionConfig:
 @pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND])
 @pytest.mark.parametrize("block_size", [16, 48, 64, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (2, 2), (14, 2), (71, 1)])
-@pytest.mark.parametrize("changes", [{}, {"non_causal": True}, {"dtype": "float16"}, {"head_size": 64}], ids=str)
-def test_pages(layout: str, block_size: int, heads: int, kv_heads: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_pages(
+    layout: str, block_size: int, heads: int, kv_heads: int, changes: dict[str, Any], terms_of: Callable[[Any], Terms]
+) -> None:
     needs_hopper()
     config = config_of(heads, kv_heads, **changes)
     problem = random_problem(1, config, layout, requests=REQUESTS, block_size=block_size, device="cuda")
@@ -50,7 +58,7 @@ def test_pages(layout: str, block_size: int, heads: int, kv_heads: int, changes:
     prefill_hopper(
         problem.query, *key_value_views(kv_cache, layout, config), output, query_start_loc=problem.query_start_loc,
         seq_lens=problem.seq_lens, scale=problem.scale, block_table=problem.block_table, output_lse=lse,
-        causal=not config.non_causal,
+        terms=terms_of(problem),
     )  # fmt: skip
     assert relative_error(output, wanted).row < 2e-2
     assert lse_error(lse, wanted_lse) < 1e-2
@@ -58,20 +66,22 @@ def test_pages(layout: str, block_size: int, heads: int, kv_heads: int, changes:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_keys_and_values_as_they_come(causal: bool) -> None:
+@pytest.mark.parametrize("head_size", [128, 192])
+def test_keys_and_values_as_they_come(head_size: int, causal: bool) -> None:
     """Cut from one tensor, behind them nothing: reads behind the last request are TMA's zeros."""
     needs_hopper()
-    config = config_of(8, 2, non_causal=not causal)
-    both = torch.randn(900, 2, 256, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(900, 8, 128, device="cuda", dtype=torch.bfloat16)
+    config = config_of(8, 2, non_causal=not causal, head_size=head_size, v_head_size=128)
+    both = torch.randn(900, 2, head_size + 128, device="cuda", dtype=torch.bfloat16)
+    key, value = both.split([head_size, 128], -1)
+    query = torch.randn(900, 8, head_size, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([0, 77, 77, 600, 900], device="cuda", dtype=torch.int32)
     wanted, wanted_lse = varlen_reference(
-        query, both[..., :128], both[..., 128:], starts, starts, config, 128**-0.5
+        query, key, value, starts, starts, config, 128**-0.5
     )  # fmt: skip
-    output, lse = torch.full_like(query, torch.nan), torch.full((900, 8), torch.nan, device="cuda")
+    output, lse = torch.full_like(query[..., :128], torch.nan), torch.full((900, 8), torch.nan, device="cuda")
     prefill_hopper(
-        query, both[..., :128], both[..., 128:], output, query_start_loc=starts, key_start_loc=starts[:-1],
-        seq_lens=starts.diff().int(), scale=128**-0.5, causal=causal, output_lse=lse,
+        query, key, value, output, query_start_loc=starts, key_start_loc=starts[:-1],
+        seq_lens=starts.diff().int(), scale=128**-0.5, terms=Terms(causal=causal), output_lse=lse,
     )  # fmt: skip
     assert relative_error(output, wanted).row < 2e-2
     assert lse_error(lse, wanted_lse) < 1e-2
@@ -112,10 +122,15 @@ def test_what_boxes_can_read() -> None:
     assert readable(pages[:, 0].transpose(1, 2).contiguous().transpose(1, 2), pages[:, 1])
     assert readable(pages[0, 0], pages[0, 1])
     assert not readable(*torch.zeros(4, 2, 8, 2, 128, dtype=torch.bfloat16).unbind(1))
+    assert not readable(*torch.zeros(4, 2, 16, 2, 192, dtype=torch.bfloat16).unbind(1))
+    assert readable(
+        torch.zeros(9, 2, 192, dtype=torch.bfloat16), torch.zeros(9, 2, 256, dtype=torch.bfloat16)[..., 128:]
+    )
     shifted = torch.zeros(pages.numel() + 1, dtype=torch.bfloat16)[1:].view(pages.shape)
     assert not readable(*shifted.unbind(1))
 
 
 def test_boxes_lie_in_one_page() -> None:
-    assert [box_rows(size, True) for size in (16, 24, 48, 64, 128, 256)] == [16, 8, 16, 64, 128, 128]
-    assert box_rows(1, False) == 128
+    assert [box_rows(size, True, 128) for size in (16, 24, 48, 64, 128, 256)] == [16, 8, 16, 64, 128, 128]
+    assert box_rows(256, True, 64) == 64
+    assert box_rows(1, False, 128) == 128

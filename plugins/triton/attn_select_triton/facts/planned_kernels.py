@@ -67,15 +67,19 @@ class MLADecodeKernel:
     Attributes:
         gluon: ``kernels.mla_decode_hopper``, written in Gluon for Hopper; else ``kernels.mla_decode``.
         fixed_splits: as ``DecodeKernel`` has it.
+        fp8_query: with ``gluon``, that of ``kernels.mla_decode_hopper_fp8``, which rounds the query to e4m3.
     """
 
     gluon: bool = False
     fixed_splits: bool = False
+    fp8_query: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's stable name: measured times belong to it."""
         name = "gluon-mla-decode" if self.gluon else "triton-mla-decode"
+        if self.fp8_query:
+            name += "-fp8"
         return f"{name}-fixed-splits" if self.fixed_splits else name
 
 

@@ -82,7 +82,7 @@ PROGRAMS_PER_SM = 8
 """Half the programs per SM that the workspace of split-KV decode has room for. Two fill an SM. The rest is for batches
 of unequal lengths, where every request has room for as many splits as the longest."""
 
-WARPS_HEAD_SIZE = 128
+WARPS_HEAD_SIZES = (128, 256)
 _GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
 _TMA = "TMA reads whole pages"
 _WARPS = "one warp loads pages by TMA for two groups of warps that multiply (Gluon)"
@@ -130,11 +130,11 @@ def warp_specialised(config: AttentionConfig, device: Device, environment: Envir
         and (triton is None or triton.startswith(GLUON_TRITON))
         and config.dtype in ("bfloat16", "float16")
         and config.cache_dtype == config.dtype
-        and config.head_size == config.value_head_size == WARPS_HEAD_SIZE
+        and config.head_size == config.value_head_size
+        and config.head_size in WARPS_HEAD_SIZES
         and (config.block_size or PAGES[0]) % PAGES[0] == 0
-        and config.sliding_window is None
-        and config.logits_soft_cap is None
-        and not (config.alibi or config.sinks or config.mm_prefix)
+        and (config.sliding_window is None or (config.attn_type == "decoder" and not config.non_causal))
+        and not (config.alibi or config.mm_prefix)
         and not config.batch_invariant  # captured steps and short ones run the plain kernel, and bits would differ
     )
 

@@ -36,8 +36,9 @@ ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 """Accepted ``qk_rope_head_dim``; DeepSeek-V2 and V3 have 64."""
 HEAD_TILE = 64
 """The most query rows (heads x draft tokens) that one decode program holds."""
-PROGRAMS_PER_SM = 1
-"""A tile of 64 rows and 576 columns leaves an SM's registers and shared memory no room for a second."""
+PROGRAMS_PER_SM = 2
+"""Half the programs per SM that the workspace of split-KV decode has room for. One fills an SM. The rest is for batches
+of unequal lengths, where every request has room for as many splits as the longest."""
 
 
 _RAN = "ran on an H100, triton 3.6.0"
@@ -71,7 +72,11 @@ GLUON_BLOCK = 64
 GLUON_RANKS, GLUON_ROPE = (256, 512), 64
 """Sizes that were run."""
 
+PREFILL_SIZES = (192, 128)
+"""Head sizes of QK and of V for which the warp-specialised prefill was run."""
+
 _PREFILL = "TRITON_ATTN's prefill kernel on decompressed keys and values"
+_WARPS = "TRITON_ATTN's warp-specialised prefill (Gluon) on decompressed keys and values"
 _SPLIT = "keys split until every SM has work"
 _FIXED = "splits of a fixed number of tokens: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits are reserved for the longest request and the largest batch of decodes"
@@ -91,7 +96,7 @@ def gluon_lacks(
     """
     if capability != GLUON_CAPABILITY:
         return "is for compute capability 9.0"
-    if cache_dtype != dtype:
+    if cache_dtype not in (dtype, "fp8_e4m3"):
         return f"reads no {cache_dtype} cache for a {dtype} query"
     if rank not in GLUON_RANKS or rope != GLUON_ROPE:
         accepted = " or ".join(f"{some} + {GLUON_ROPE}" for some in GLUON_RANKS)
@@ -101,6 +106,17 @@ def gluon_lacks(
     if triton is not None and not triton.startswith(GLUON_TRITON):
         return f"was run with Triton {GLUON_TRITON}x, not {triton}"
     return None
+
+
+def warp_specialised_prefill(config: AttentionConfig, device: Device, environment: Environment) -> bool:
+    """Whether the Gluon kernel computes these layers' prefills on this device."""
+    triton = environment.version("triton")
+    qk_size = (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0)
+    return (
+        device.compute_capability == GLUON_CAPABILITY
+        and (triton is None or triton.startswith(GLUON_TRITON))
+        and (qk_size, config.v_head_dim) == PREFILL_SIZES
+    )
 
 
 def _dim(name: str, value: int, supported: HeadSizes) -> Reason:
@@ -135,10 +151,11 @@ def plan(
     said = notes(config, device)
     # Chunked prefill loops on host lengths, so mixed batches are not captured.
     if not decode:
+        warps = warp_specialised_prefill(config, device, environment)
         return BackendPlan(
-            kernel=planned_prefill(),
-            path="prefill",
-            because=_PREFILL,
+            kernel=planned_prefill(warps),
+            path="warp-specialised prefill" if warps else "prefill",
+            because=_WARPS if warps else _PREFILL,
             query_dtype=config.dtype,
             returns_lse=True,
             kv_layouts=(),
@@ -150,7 +167,10 @@ def plan(
     capability = device.compute_capability or (0, 0)
     version = environment.version("triton")
     lacks = gluon_lacks(capability, rank, rope, size, config.dtype, config.cache_dtype, version)
+    fp8_query = lacks is None and config.cache_dtype != config.dtype
     because = f"warp-specialised for Hopper, {rank} + {rope} in blocks of {size} by TMA"
+    if fp8_query:
+        because += ", scores as products in FP8"
     if lacks:
         because = f"the Gluon kernel {lacks}"
     workspace = 0
@@ -161,10 +181,10 @@ def plan(
     because = f"{because}; {_FIXED if config.batch_invariant else _SPLIT}"
     sizes = BLOCK_SIZES if size in BLOCK_SIZES else (size, *BLOCK_SIZES)
     return BackendPlan(
-        kernel=planned_mla_decode(lacks is None, config.batch_invariant),
+        kernel=planned_mla_decode(lacks is None, config.batch_invariant, fp8_query),
         path="portable decode" if lacks else "Gluon decode",
         because=because,
-        query_dtype=config.dtype,
+        query_dtype="fp8_e4m3" if fp8_query else config.dtype,
         returns_lse=True,
         kv_layouts=(MLA,),
         kernel_block_sizes=sizes,

@@ -151,6 +151,7 @@ def mla_decode_kernel(
     seq_lens_ptr,
     num_splits,
     split_tokens,
+    split_tokens_ptr,
     score_scale,
     value_scale,
     page_rows,
@@ -170,12 +171,14 @@ def mla_decode_kernel(
     CAUSAL: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
-    FIXED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Attend from ``BLOCK_M`` rows of one request to one split of its keys.
+
+    Keys are cut into as many even shares as ``split_tokens`` asks for, ``num_splits`` at most: of one request by its
+    own length alone.
 
     Grid: row tiles x splits x requests; neighbours read the same keys at the same time, from L2. Memory traffic: the
     split's latents once per row tile. On chip: q ``(BLOCK_M, R + P)`` and two or more tiles ``(BLOCK_N, R + P)`` in
@@ -204,11 +207,10 @@ def mla_decode_kernel(
         high = tl.maximum(seq_len + last_token + 1 - query_len, 0)
     low = 0
     if SPLIT:
-        if FIXED:
-            low = split * split_tokens
-            high = tl.minimum(high, low + split_tokens)
-        else:
-            low, high = split_bounds(split, num_splits, 0, high, BLOCK_N)
+        if split_tokens_ptr is not None:
+            split_tokens = tl.load(split_tokens_ptr)
+        splits = tl.maximum(tl.minimum(tl.cdiv(high, split_tokens), num_splits), 1)
+        low, high = split_bounds(split, splits, 0, high, BLOCK_N)
     full_high = tl.maximum(tl.minimum(full_high, high) // BLOCK_N * BLOCK_N, low)
 
     row = (query_start + token).to(tl.int64)
@@ -258,8 +260,9 @@ class MLALaunch:
         block_n: keys of a tile.
         num_warps, num_stages: as Triton has them.
         described: read the cache through tensor descriptors (TMA) where pages hold whole tiles.
-        hopper: the warp-specialised kernel of ``mla_decode_hopper``, of which only ``block_m`` is free: 16, 32 or 64.
-            Where a tensor's strides do not suit TMA, the other kernel serves.
+        hopper: the warp-specialised kernel of ``mla_decode_hopper``, over an FP8 cache ``mla_decode_hopper_fp8``, of
+            which only ``block_m`` is free: 16, 32 or 64. Where a tensor's strides do not suit TMA, the other kernel
+            serves.
     """
 
     block_m: int
@@ -292,7 +295,8 @@ def mla_launch(
         block_size: tokens per block of the cache.
         gluon: whether to take the warp-specialised kernel where it serves.
     """
-    lacks = gluon_lacks(capability, rank, rope, block_size, str(query), str(cache), triton.__version__)
+    names = str(query), "fp8_e4m3" if cache == torch.float8_e4m3fn else str(cache)
+    lacks = gluon_lacks(capability, rank, rope, block_size, *names, triton.__version__)
     if gluon and lacks is None:
         return MLALaunch(64 if rows > 32 else 32 if rows > 16 else 16, 64, 4, 1, True, True)
     if capability[0] in (9, 10):
@@ -308,8 +312,9 @@ def mla_launch(
     return MLALaunch(32 if rows > 16 and capability[0] == 8 else 16, 16, 4, 2)
 
 
+TILE_KEYS = 64
 PROGRAM_TILES, MERGE_TILES = 3, 4
-"""What a program costs besides its tiles, and what a merge costs, in tiles of 64 keys."""
+"""What a program costs besides its tiles, and what a merge costs, in tiles of ``TILE_KEYS`` keys."""
 
 
 @lru_cache(maxsize=4096)
@@ -323,7 +328,7 @@ def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
         max_seq_len: the most keys of a request in the batch.
         sms: multiprocessors of the device.
     """
-    tiles = -(-max_seq_len // 64)
+    tiles = -(-max_seq_len // TILE_KEYS)
 
     def cost(splits: int) -> int:
         waves = -(-programs * splits // sms)
@@ -341,7 +346,8 @@ def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: 
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia import hopper
 
-    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+    kind = kinds[tensor.dtype]
     return hopper.TensorDescriptor(tensor, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
@@ -360,17 +366,18 @@ class _Prepared:
         page_rows: rows of a token each from one block of the cache to the next; 0 without descriptors.
         query_parts, cache_parts: descriptors, without their tensors.
         pointers: whether the kernel takes the tensors as well.
+        fp8: the kernel rounds the query to the cache's dtype.
         strides, constants: arguments of the kernel.
         decode, merge: its launches.
     """
 
     __slots__ = (
-        "block_m", "cache_parts", "constants", "decode", "merge", "merge_constants", "page_rows", "pointers",
+        "block_m", "cache_parts", "constants", "decode", "fp8", "merge", "merge_constants", "page_rows", "pointers",
         "query_parts", "strides",
     )  # fmt: skip
 
     def __init__(
-        self, query: Tensor, kv_cache: Tensor, output: Tensor, launch: MLALaunch, flags: tuple[bool, bool, bool, bool]
+        self, query: Tensor, kv_cache: Tensor, output: Tensor, launch: MLALaunch, flags: tuple[bool, bool, bool]
     ) -> None:
         tokens, heads, width = query.shape
         rank, block_size, element = output.shape[2], kv_cache.shape[1], kv_cache.itemsize
@@ -379,18 +386,31 @@ class _Prepared:
         whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * element % 16 == 0
         described = launch.described and whole_rows
         flat_query = query.stride(0) == heads * query.stride(1) and query.data_ptr() % 16 == 0
-        if launch.hopper and not (described and flat_query):
+        fp8 = kv_cache.dtype == torch.float8_e4m3fn
+        if launch.hopper and not (described and (fp8 or flat_query)):
             launch = MLALaunch(64, 64, 8, 2) if launch.block_m > 16 else MLALaunch(16, 64, 4, 2)
             described = False
         block_r, block_p = power_of_two(rank), power_of_two(rope)
         if not launch.hopper:
             described = described and block_size % launch.block_n == 0 and block_r == rank and block_p == rope
+        self.fp8 = launch.hopper and fp8
         self.block_m, self.pointers = launch.block_m, not launch.hopper
         self.page_rows = stride_b // stride_t if described else 0
         self.query_parts: tuple[Any, ...] = ()
         self.cache_parts: tuple[Any, ...] = ()
+        self.strides: tuple[int, ...]
+        self.constants: tuple[Any, ...]
         output_strides = output.stride()[:2]
-        if launch.hopper:
+        if self.fp8:
+            from attn_select_triton.kernels.mla_decode_hopper_fp8 import PART, mla_decode_hopper_fp8_kernel
+
+            self.cache_parts = tuple(
+                _described(block_size, kv_cache, stride_t, [64, size], True) for size in (PART.value, rope)
+            )
+            self.strides = *query.stride()[:2], *output_strides
+            self.constants = heads, rank, block_size, *flags, launch.block_m
+            self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=168)
+        elif launch.hopper:
             from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel
 
             sizes = rank // 2, rope
@@ -398,8 +418,8 @@ class _Prepared:
                 _described(tokens * heads, query, query.stride(1), [launch.block_m, size], True) for size in sizes
             )
             self.cache_parts = tuple(_described(block_size, kv_cache, stride_t, [64, size], True) for size in sizes)
-            self.strides: tuple[int, ...] = output_strides
-            self.constants: tuple[Any, ...] = (heads, rank, block_size, *flags, launch.block_m)
+            self.strides = output_strides
+            self.constants = heads, rank, block_size, *flags, launch.block_m
             self.decode = Relaunch(mla_decode_hopper_kernel, num_warps=4, maxnreg=168)
         else:
             if described:
@@ -431,10 +451,11 @@ def mla_decode(
     scale: float,
     launch: MLALaunch,
     num_splits: int = 1,
-    split_tokens: int = 0,
+    split_tokens: int | Tensor = 0,
     workspace: Tensor | None = None,
     causal: bool = True,
     kv_scale: float = 1.0,
+    q_scale: float = 1.0,
     output_lse: Tensor | None = None,
 ) -> None:
     """Attend over the latents with the absorbed query. No synchronisation; may be captured in a CUDA graph.
@@ -447,12 +468,14 @@ def mla_decode(
             int32 ``(B, W)``.
         max_query_len: the most query tokens of a request.
         scale: factor on ``q . k``.
-        num_splits: programs that share the keys of one request.
-        split_tokens: 0, or keys per split, a multiple of 64: a request's bits then do not depend on the others;
-            ``num_splits`` times it covers the longest request.
+        num_splits: programs that may share the keys of one request.
+        split_tokens: keys that one of them should have at least, or int32 ``(1,)`` on the device, from 1, which a
+            captured kernel reads at each replay; 0: every request in ``num_splits`` shares. Where ``num_splits`` of
+            them cover the longest request, a request's bits do not depend on the others.
         workspace: float32, at 16 bytes, at least ``T * H * num_splits * (R + 1)`` where ``num_splits`` exceeds 1.
         causal: query token i of n sees the first ``seq_len - n + 1 + i`` keys; else each sees all.
         kv_scale: what an FP8 cache's numbers are to be multiplied with.
+        q_scale: what the query is divided by before a kernel rounds it to e4m3.
         output_lse: float32 ``(T, H)``, written where given: natural logarithm; -inf, with output 0, without keys.
     """
     tokens, heads, width = query.shape
@@ -464,11 +487,12 @@ def mla_decode(
         assert workspace is not None
         parts, part_lse = workspace, workspace[tokens * heads * num_splits * rank :]
     # All that Triton specialises on: a kernel that is launched again is not looked up.
-    flags = causal, with_lse, split, split_tokens > 0
+    each, pointer = (1, split_tokens) if isinstance(split_tokens, Tensor) else (max(1, split_tokens), None)
+    flags = causal, with_lse, split
     addresses = query.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
     dtypes = query.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
     sizes = width, rank, kv_cache.shape[1], query.stride(), kv_cache.stride(), output.stride()
-    key = (heads, *sizes, *addresses, *dtypes, *flags, launch, query.get_device())
+    key = (heads, *sizes, *addresses, *dtypes, *flags, pointer is None, launch, query.get_device())
     prepared = _prepared.get(key)
     if prepared is None:
         prepared = _prepared[key] = _Prepared(query, kv_cache, output, launch, flags)
@@ -476,12 +500,15 @@ def mla_decode(
     queries = [_over(part, tokens * heads, query) for part in prepared.query_parts]
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
     keys: list[Any] = [_over(part, cache_rows, kv_cache) for part in prepared.cache_parts]
-    if prepared.pointers:
+    scales: tuple[float, ...] = (scale * kv_scale * LOG2E.value, kv_scale)
+    if prepared.fp8:
+        queries, scales = [query], (scales[0] * q_scale, kv_scale, q_scale)
+    elif prepared.pointers:
         queries, keys = [query, kv_cache], keys or [None, None]
     prepared.decode(
         (-(-heads * max_query_len // prepared.block_m), num_splits, seq_lens.shape[0]),
         *queries, *keys, output, output_lse, parts, part_lse, block_table, query_start_loc, seq_lens,
-        num_splits, split_tokens, scale * kv_scale * LOG2E.value, kv_scale, page_rows, *prepared.strides,
+        num_splits, each, pointer, *scales, page_rows, *prepared.strides,
         block_table.stride(0), *prepared.constants,
     )  # fmt: skip
     if split:

@@ -10,6 +10,8 @@ takes exponentials.
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
 
+# ruff: noqa: RUF005  Triton's language has no stars
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -32,8 +34,8 @@ STAGES = gl.constexpr(2)
 
 @gluon.jit
 def key_range(
-    table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, stride_table,
-    HEADS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, ROWS: gl.constexpr,
+    table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table,
+    HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Return what a program works on: first row, split, query start and length, sequence length, and its keys.
 
@@ -52,13 +54,12 @@ def key_range(
         last_token = gl.minimum((first + ROWS - 1) // HEADS, query_len - 1)
         high = gl.maximum(seq_len + last_token + 1 - query_len, 0)
         full_high = gl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
-    if FIXED:
-        low = split * split_tokens
-        high = gl.minimum(high, low + split_tokens)
-    else:
-        all_tiles = (high + KEYS - 1) // KEYS
-        low = split * all_tiles // num_splits * KEYS
-        high = gl.minimum(high, (split + 1) * all_tiles // num_splits * KEYS)
+    if split_tokens_ptr is not None:
+        split_tokens = gl.load(split_tokens_ptr)
+    splits = gl.maximum(gl.minimum((high + split_tokens - 1) // split_tokens, num_splits), 1)
+    all_tiles = (high + KEYS - 1) // KEYS
+    low = split * all_tiles // splits * KEYS
+    high = gl.minimum(high, (split + 1) * all_tiles // splits * KEYS)
     tiles = gl.maximum(high - low + KEYS - 1, 0) // KEYS
     tiles = gl.where(first < query_len * HEADS, tiles, 0)
     full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
@@ -156,10 +157,15 @@ def attend_tile(
 def attend_half(
     pointers, smem, barriers, position, num_splits, scales, strides,
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well.
+
+    Args:
+        TILE: the function that attends to one tile, ``attend_tile`` or one with its arguments.
+        DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEPTH])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 2, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     out_ptr, lse_ptr, part_ptr, part_lse_ptr = pointers
@@ -177,12 +183,12 @@ def attend_half(
     if tiles > 0:
         mbarrier.wait(barriers[0], 0)
     for tile in range(full):
-        accumulator, row_max, row_sum = attend_tile(
+        accumulator, row_max, row_sum = TILE(
             tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
             ROWS, RIGHT, False, S, ACC, T,
         )  # fmt: skip
     for tile in range(full, tiles):
-        accumulator, row_max, row_sum = attend_tile(
+        accumulator, row_max, row_sum = TILE(
             tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
             ROWS, RIGHT, True, S, ACC, T,
         )  # fmt: skip
@@ -210,15 +216,15 @@ def attend_half(
 
 @gluon.jit
 def attend_tile_turned(
-    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers, p_smem,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """Attend to one tile as ``attend_tile`` does, with all products transposed.
 
     ``wgmma`` has 64 rows whatever is in them. Here they are keys and columns of the output, and the few query rows are
     its other dimension, which may be 16. The weights pass through shared memory, ``(ROWS, KEYS)``.
     """
-    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
+    q_left, q_right, q_pe, k_left, k_right, k_pe, p_smem = smem
     _, left_ready, right_ready, left_empty, right_empty = barriers
     buffer = tile % STAGES
     mbarrier.wait(left_ready.index(buffer), tile // STAGES & 1)
@@ -243,9 +249,9 @@ def attend_tile_turned(
     if MASKED:
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(scores - base[None, :])
-    rescale = gl.exp2(row_max - base)[None, :]
-    sums = sums * rescale + weights
-    accumulator = accumulator * rescale
+    rescale = gl.exp2(row_max - base)
+    sums = sums * rescale[None, :] + weights
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     p_smem.permute((1, 0)).store(weights.to(values.dtype))
     fence_async_shared()
     gl.thread_barrier()
@@ -257,12 +263,13 @@ def attend_tile_turned(
 
 @gluon.jit
 def attend_half_turned(
-    pointers, smem, barriers, position, num_splits, scales, strides, p_smem,
+    pointers, smem, barriers, position, num_splits, scales, strides,
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Attend to all tiles as ``attend_half`` does, with all products transposed."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     out_ptr, lse_ptr, part_ptr, part_lse_ptr = pointers
     first, split, query_start, query_len, seq_len, low, high, tiles, full = position
@@ -275,38 +282,40 @@ def attend_half_turned(
         limits = limits + flat // HEADS + 1 - query_len
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, S))
     sums = gl.zeros([KEYS, ROWS], gl.float32, S)
-    accumulator = gl.zeros([R // 2, ROWS], gl.float32, S)
+    accumulator = gl.zeros([R // 2, ROWS], gl.float32, ACC)
     if tiles > 0:
         mbarrier.wait(barriers[0], 0)
     for tile in range(full):
-        accumulator, row_max, sums = attend_tile_turned(
-            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers, p_smem,
-            ROWS, RIGHT, False, S, T,
+        accumulator, row_max, sums = TILE(
+            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+            ROWS, RIGHT, False, S, ACC, T,
         )  # fmt: skip
     for tile in range(full, tiles):
-        accumulator, row_max, sums = attend_tile_turned(
-            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers, p_smem,
-            ROWS, RIGHT, True, S, T,
+        accumulator, row_max, sums = TILE(
+            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+            ROWS, RIGHT, True, S, ACC, T,
         )  # fmt: skip
 
     row_sum = gl.sum(sums, 0)
-    total = accumulator * gl.where(row_sum > 0, value_scale / row_sum, 0.0)[None, :]
+    norm = gl.where(row_sum > 0, value_scale / row_sum, 0.0)
+    total = accumulator * gl.convert_layout(norm, gl.SliceLayout(0, ACC))[None, :]
     half: gl.constexpr = R // 2 if RIGHT else 0
-    columns = (half + gl.arange(0, R // 2, layout=gl.SliceLayout(1, S)))[:, None]
-    out_row = (query_start + flat // HEADS).to(gl.int64)
-    in_rows = flat < query_len * HEADS
+    columns = (half + gl.arange(0, R // 2, layout=gl.SliceLayout(1, ACC)))[:, None]
+    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, ACC))
+    out_row = (query_start + out_flat // HEADS).to(gl.int64)
+    mask = (out_flat < query_len * HEADS)[None, :]
     lse_row = query_start.to(gl.int64) * HEADS + flat
     lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
     if SPLIT:
-        parts = lse_row * num_splits + split
-        gl.store(part_ptr + (parts * R)[None, :] + columns, total, mask=in_rows[None, :])
+        parts = (out_row * HEADS + out_flat % HEADS) * num_splits + split
+        gl.store(part_ptr + (parts * R)[None, :] + columns, total, mask=mask)
         if not RIGHT:
-            gl.store(part_lse_ptr + parts, lse, mask=in_rows)
+            gl.store(part_lse_ptr + lse_row * num_splits + split, lse, mask=flat < query_len * HEADS)
     else:
-        out_rows = (out_row * stride_ot + flat % HEADS * stride_oh)[None, :]
-        gl.store(out_ptr + out_rows + columns, total.to(out_ptr.dtype.element_ty), mask=in_rows[None, :])
+        out_rows = (out_row * stride_ot + out_flat % HEADS * stride_oh)[None, :]
+        gl.store(out_ptr + out_rows + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
         if LSE and not RIGHT:
-            gl.store(lse_ptr + lse_row, lse, mask=in_rows)
+            gl.store(lse_ptr + lse_row, lse, mask=flat < query_len * HEADS)
 
 
 @gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
@@ -324,6 +333,7 @@ def mla_decode_hopper_kernel(
     seq_lens_ptr,
     num_splits,
     split_tokens,
+    split_tokens_ptr,
     score_scale,
     value_scale,
     page_rows,
@@ -336,7 +346,6 @@ def mla_decode_hopper_kernel(
     CAUSAL: gl.constexpr,
     LSE: gl.constexpr,
     SPLIT: gl.constexpr,
-    FIXED: gl.constexpr,
     ROWS: gl.constexpr,
 ):
     """Attend from 64 rows of one request to one split of its keys; all else as ``mla_decode_kernel``.
@@ -348,8 +357,8 @@ def mla_decode_hopper_kernel(
         kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     """
     first, split, query_start, query_len, seq_len, low, high, tiles, full, table = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, stride_table, HEADS, CAUSAL, FIXED,
-        ROWS,
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table, HEADS,
+        CAUSAL, ROWS,
     )  # fmt: skip
     q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
     q_right = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
@@ -382,9 +391,9 @@ def mla_decode_hopper_kernel(
         gl.warp_specialize(
             [
                 (attend_half, (pointers, smem, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_tile), 16)),
                 (attend_half, (pointers, smem, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile), 16)),
                 (load_tiles, loader),
             ],
             [4, 1],
@@ -396,10 +405,10 @@ def mla_decode_hopper_kernel(
         right_p = gl.allocate_shared_memory(kv_half.dtype, [ROWS, KEYS], layout)
         gl.warp_specialize(
             [
-                (attend_half_turned, (pointers, smem, barriers, position, num_splits, scales, strides, left_p,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
-                (attend_half_turned, (pointers, smem, barriers, position, num_splits, scales, strides, right_p,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
+                (attend_half_turned, (pointers, smem + (left_p,), barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_tile_turned), 16)),
+                (attend_half_turned, (pointers, smem + (right_p,), barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile_turned), 16)),
                 (load_tiles, loader),
             ],
             [4, 1],

@@ -1,8 +1,8 @@
 """Prefill on Hopper, warp-specialised: two warp groups of 64 query rows share each tile of keys, one warp loads.
 
-Written in Gluon, Triton's language of explicit layouts. The loading warp fills a tile of 128 keys by TMA in boxes that
-lie in one page each, so pages of 16 tokens need no copy into contiguous memory; each tile serves 128 rows, half the
-traffic from L2 of a program of 64. One group multiplies while the other takes exponentials.
+Written in Gluon, Triton's language of explicit layouts. The loading warp fills a tile of keys by TMA in boxes that lie
+in one page each, so pages of 16 tokens need no copy into contiguous memory; each tile serves 128 rows, half the traffic
+from L2 of a program of 64. One group multiplies while the other takes exponentials.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -28,15 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
-from attn_select_triton.kernels.launch import SLICED, describable, describe
+from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe
 from attn_select_triton.kernels.primitives import LOG2E
 
 LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Query rows of a compute group."""
-KEYS = gl.constexpr(128)
-STAGES = gl.constexpr(3)
-"""Tiles of K and of V under way. With the query they fill 224 of the 227 KiB of shared memory at head size 128."""
+TILES = {(64, 64): (128, 4), (128, 128): (128, 3), (192, 128): (128, 2), (256, 256): (64, 2)}
+"""Keys of a tile, and tiles of K and of V under way, by the head sizes of K and of V: with the query they fill up to
+224 of the 227 KiB of shared memory."""
 LEAST_BOX = 16
 """Tokens of the smallest box that was run."""
 PART = gl.constexpr(64)
@@ -72,8 +72,9 @@ def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexp
 
 @gluon.jit
 def load_tiles(
-    k_descriptor, v_descriptor, smem, barriers, table_ptr, places, pages, tiles, seq_len,
-    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr,
+    k_descriptor, v_descriptor, smem, barriers, table_ptr, places, pages, start, tiles, seq_len,
+    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, PARTS: gl.constexpr, V_PARTS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load every tile as soon as both compute groups are through with its buffer. Boxes behind the end read page 0."""
     k_smem, v_smem = smem
@@ -82,10 +83,10 @@ def load_tiles(
     k_pages, v_pages = pages
     BOXES: gl.constexpr = KEYS // BOX
     k_boxes = k_smem._reinterpret(k_descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
-    v_boxes = v_smem._reinterpret(v_descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
-    for tile in range(tiles):
-        buffer = tile % STAGES
-        free = (tile // STAGES & 1) ^ 1
+    v_boxes = v_smem._reinterpret(v_descriptor.dtype, [STAGES * V_PARTS * BOXES, BOX, PART], LAYOUT)
+    for tile in range(start, tiles):
+        buffer = (tile - start) % STAGES
+        free = ((tile - start) // STAGES & 1) ^ 1
         k_rows = ()
         v_rows = ()
         for i in gl.static_range(BOXES):
@@ -100,7 +101,7 @@ def load_tiles(
         mbarrier.wait(k_empty.index(buffer), free)
         load_tile(k_descriptor, k_boxes, k_ready, buffer, k_rows, k_column, PARTS, BOXES)
         mbarrier.wait(v_empty.index(buffer), free)
-        load_tile(v_descriptor, v_boxes, v_ready, buffer, v_rows, v_column, PARTS, BOXES)
+        load_tile(v_descriptor, v_boxes, v_ready, buffer, v_rows, v_column, V_PARTS, BOXES)
 
 
 @gluon.jit
@@ -111,30 +112,52 @@ def hand_back(empty, buffer):
 
 
 @gluon.jit
-def clear_behind(v_smem, buffer, first, seq_len, PARTS: gl.constexpr, T: gl.constexpr):
+def clear_behind(values, first, seq_len, PARTS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
     """Clear the values of keys at ``seq_len`` and behind: their memory may hold NaN, and 0 times NaN is NaN.
 
     Both groups do so, each before its own product, and store the same numbers.
     """
     rows = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
+    parts = values._reinterpret(values.dtype, [PARTS, KEYS, PART], values.type.layout)
     for part in gl.static_range(PARTS):
-        values = v_smem.index(buffer * PARTS + part)
-        loaded = values.load(T)
-        values.store(gl.where((rows < seq_len)[:, None], loaded, gl.zeros_like(loaded)))
+        loaded = parts.index(part).load(T)
+        parts.index(part).store(gl.where((rows < seq_len)[:, None], loaded, gl.zeros_like(loaded)))
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
+def soft_cap(scores, cap_log2):
+    """Return ``cap * tanh(scores / cap)`` as ``primitives.soft_cap``."""
+    return cap_log2 - 2 * cap_log2 / (1 + gl.exp2(scores * (2 * LOG2E / cap_log2)))
+
+
+@gluon.jit
 def attend_tile(
-    tile, left, right, row_max, row_sum, limits, seq_len, score_scale, q_smem, smem, barriers,
-    PARTS: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+    tile, accumulator, row_max, row_sum, limits, position, scores_like, q_smem, smem, barriers,
+    MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+    T: gl.constexpr,
 ):  # fmt: skip
-    """Attend from one group's rows to one tile; ``left`` and ``right`` are the output's parts."""
+    """Attend from one group's rows to one tile.
+
+    Args:
+        limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
+        scores_like: scale * log2(e), the soft cap times log2(e), and the window.
+        FLAGS: whether there is a window, and a soft cap.
+        SHAPE: parts of K and of V, keys of a tile, and stages.
+    """
+    WINDOW: gl.constexpr = FLAGS[0]
+    SOFT_CAP: gl.constexpr = FLAGS[1]
+    PARTS: gl.constexpr = SHAPE[0]
+    V_PARTS: gl.constexpr = SHAPE[1]
+    KEYS: gl.constexpr = SHAPE[2]
+    STAGES: gl.constexpr = SHAPE[3]
     k_smem, v_smem = smem
     k_ready, k_empty, v_ready, v_empty = barriers
-    buffer = tile % STAGES
-    phase = tile // STAGES & 1
+    seq_len, start = position
+    score_scale, cap_log2, window = scores_like
+    buffer = (tile - start) % STAGES
+    phase = (tile - start) // STAGES & 1
     mbarrier.wait(k_ready.index(buffer), phase)
     scores = gl.zeros([ROWS, KEYS], gl.float32, S)
     for part in gl.static_range(PARTS):
@@ -142,46 +165,51 @@ def attend_tile(
         scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), scores, use_acc=part > 0, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(k_empty, buffer)
+    factor = score_scale
+    if SOFT_CAP:
+        scores = soft_cap(scores * score_scale, cap_log2)
+        factor = 1.0
     if MASKED:
         keys = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-        scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * score_scale)
+        seen = keys[None, :] < limits[:, None]
+        if WINDOW:
+            seen = seen & (keys[None, :] >= (limits - window)[:, None])
+        scores = gl.where(seen, scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
     base = new_max
     if MASKED:
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores * score_scale - base[:, None])
+    weights = gl.exp2(scores * factor - base[:, None])
     rescale = gl.exp2(row_max - base)
     row_sum = row_sum * rescale + gl.sum(weights, 1)
-    factor = gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
     p = gl.convert_layout(weights.to(k_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
-    left = left * factor
-    right = right * factor
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
     mbarrier.wait(v_ready.index(buffer), phase)
+    values = v_smem.index(buffer)
     if MASKED:
-        clear_behind(v_smem, buffer, tile * KEYS, seq_len, PARTS, T)
-    left = warpgroup_mma(p, v_smem.index(buffer * PARTS), left, is_async=True)
-    if PARTS == 2:
-        right = warpgroup_mma(p, v_smem.index(buffer * PARTS + 1), right, is_async=True)
-        left, right = warpgroup_mma_wait(0, [left, right])
-    else:
-        left = warpgroup_mma_wait(0, [left])
+        clear_behind(values, tile * KEYS, seq_len, V_PARTS, KEYS, T)
+    accumulator = warpgroup_mma(p, values, accumulator, is_async=True)
+    accumulator = warpgroup_mma_wait(0, [accumulator])
     hand_back(v_empty, buffer)
-    return left, right, new_max, row_sum
+    return accumulator, new_max, row_sum
 
 
 @gluon.jit
 def attend_rows(
     pointers, q_smem, smem, barriers, position, scales, strides,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, PARTS: gl.constexpr,
-    SECOND: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr, PARTS: gl.constexpr, V_PARTS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Attend from one group's 64 rows to all tiles, and write their output."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_PARTS * PART, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    q_ptr, out_ptr, lse_ptr = pointers
-    tile_first, kv_head, query_start, query_len, seq_len, tiles, full = position
-    score_scale, v_scale = scales
+    FLAGS: gl.constexpr = (WINDOW, SOFT_CAP)
+    SHAPE: gl.constexpr = (PARTS, V_PARTS, KEYS, STAGES)
+    q_ptr, out_ptr, lse_ptr, sinks_ptr = pointers
+    tile_first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles = position
+    score_scale, v_scale, cap_log2, window = scales
     stride_qt, stride_qh, stride_ot, stride_oh = strides
     first = tile_first + (ROWS if SECOND else 0)
     rows = query_len * GROUP
@@ -201,35 +229,45 @@ def attend_rows(
         limits = gl.minimum(limits + flat // GROUP + 1 - query_len, seq_len)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
-    left = gl.zeros([ROWS, PART], gl.float32, ACC)
-    right = gl.zeros([ROWS, PART], gl.float32, ACC)
-    for tile in range(full):
-        left, right, row_max, row_sum = attend_tile(
-            tile, left, right, row_max, row_sum, limits, seq_len, score_scale, q_smem, smem, barriers,
-            PARTS, False, S, ACC, T,
+    if SINKS:
+        row_max = gl.load(sinks_ptr + kv_head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
+        row_sum = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+    accumulator = gl.zeros([ROWS, V_PARTS * PART], gl.float32, ACC)
+    place = (seq_len, start)
+    scores_like = (score_scale, cap_log2, window)
+    middle = start
+    if WINDOW:
+        middle = gl.minimum(full_start, tiles)
+        for tile in range(start, middle):
+            accumulator, row_max, row_sum = attend_tile(
+                tile, accumulator, row_max, row_sum, limits, place, scores_like, q_smem, smem, barriers,
+                True, FLAGS, SHAPE, S, ACC, T,
+            )  # fmt: skip
+    for tile in range(middle, full):
+        accumulator, row_max, row_sum = attend_tile(
+            tile, accumulator, row_max, row_sum, limits, place, scores_like, q_smem, smem, barriers,
+            False, FLAGS, SHAPE, S, ACC, T,
         )  # fmt: skip
-    for tile in range(full, tiles):
-        left, right, row_max, row_sum = attend_tile(
-            tile, left, right, row_max, row_sum, limits, seq_len, score_scale, q_smem, smem, barriers,
-            PARTS, True, S, ACC, T,
+    for tile in range(gl.maximum(middle, full), tiles):
+        accumulator, row_max, row_sum = attend_tile(
+            tile, accumulator, row_max, row_sum, limits, place, scores_like, q_smem, smem, barriers,
+            True, FLAGS, SHAPE, S, ACC, T,
         )  # fmt: skip
 
     norm = gl.convert_layout(gl.where(row_sum > 0, v_scale / row_sum, 0.0), gl.SliceLayout(1, ACC))[:, None]
     out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     out_places = (query_start + out_flat // GROUP).to(gl.int64) * stride_ot
     out_places += (kv_head * GROUP + out_flat % GROUP) * stride_oh
-    target = out_ptr + out_places[:, None] + gl.arange(0, PART, layout=gl.SliceLayout(0, ACC))[None, :]
-    mask = (out_flat < rows)[:, None]
-    gl.store(target, (left * norm).to(out_ptr.dtype.element_ty), mask=mask)
-    if PARTS == 2:
-        gl.store(target + PART, (right * norm).to(out_ptr.dtype.element_ty), mask=mask)
+    columns = gl.arange(0, V_PARTS * PART, layout=gl.SliceLayout(0, ACC))
+    target = out_ptr + out_places[:, None] + columns[None, :]
+    gl.store(target, (accumulator * norm).to(out_ptr.dtype.element_ty), mask=(out_flat < rows)[:, None])
     if LSE:
         lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         lse_row = (query_start + flat // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + flat % GROUP
         gl.store(lse_ptr + lse_row, lse, mask=flat < rows)
 
 
-@gluon.jit(do_not_specialize=["num_requests", "stride_table"], do_not_specialize_on_alignment=SLICED)
+@gluon.jit(do_not_specialize=["num_requests", "window", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def prefill_hopper_kernel(
     q_ptr,
     k_descriptor,
@@ -240,9 +278,12 @@ def prefill_hopper_kernel(
     query_start_loc_ptr,
     key_start_loc_ptr,
     seq_lens_ptr,
+    sinks_ptr,
     num_requests,
     score_scale,
     v_scale,
+    cap_log2,
+    window,
     stride_qt,
     stride_qh,
     stride_ot,
@@ -257,19 +298,26 @@ def prefill_hopper_kernel(
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    SINKS: gl.constexpr,
     LSE: gl.constexpr,
     PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     D: gl.constexpr,
+    DV: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
     BOX: gl.constexpr,
 ):
     """One program: 128 rows (token-major, the heads of a KV head's group within a token) against all keys they see.
 
-    Tiles as ``prefill_kernel`` deals them out. On chip: the query ``(128, D)`` and three tiles each of K and V
-    ``(128, D)`` in shared memory; of each group scores ``(64, 128)`` and output ``(64, D)`` in registers. Memory
-    traffic: Q and output once, K and V once per row tile, which L2 serves.
+    Tiles as ``prefill_kernel`` deals them out. On chip: the query ``(128, D)`` and ``STAGES`` tiles each of K
+    ``(KEYS, D)`` and V ``(KEYS, DV)`` in shared memory; of each group scores ``(64, KEYS)`` and output ``(64, DV)`` in
+    registers. Memory traffic: Q and output once, K and V once per row tile, which L2 serves. A window is causal.
     """
     PARTS: gl.constexpr = D // PART
+    V_PARTS: gl.constexpr = DV // PART
     BLOCK_M: gl.constexpr = 2 * ROWS
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
     kv_head = gl.program_id(1)
@@ -287,6 +335,13 @@ def prefill_hopper_kernel(
         full_high = gl.minimum(gl.maximum(seq_len + first // GROUP + 1 - query_len, 0), high)
     tiles = gl.where(first < query_len * GROUP, (high + KEYS - 1) // KEYS, 0)
     full = gl.minimum(full_high // KEYS, tiles)
+    start = 0
+    full_start = 0
+    if WINDOW:
+        context = seq_len - query_len
+        last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
+        start = gl.minimum(gl.maximum(context + first // GROUP - window + 1, 0) // KEYS, tiles)
+        full_start = (gl.maximum(context + last_token - window + 1, 0) + KEYS - 1) // KEYS
     k_row = kv_head * k_head_rows
     v_row = kv_head * v_head_rows
     if PAGED:
@@ -300,7 +355,7 @@ def prefill_hopper_kernel(
     q_first = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
     q_second = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
     k_smem = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES * PARTS, KEYS, PART], LAYOUT)
-    v_smem = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES * PARTS, KEYS, PART], LAYOUT)
+    v_smem = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES, KEYS, DV], LAYOUT)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -313,35 +368,36 @@ def prefill_hopper_kernel(
     fence_async_shared()
     smem = (k_smem, v_smem)
     barriers = (k_ready, k_empty, v_ready, v_empty)
-    pointers = (q_ptr, out_ptr, lse_ptr)
-    position = (first, kv_head, query_start, query_len, seq_len, tiles, full)
-    scales = (score_scale, v_scale)
+    pointers = (q_ptr, out_ptr, lse_ptr, sinks_ptr)
+    position = (first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles)
+    scales = (score_scale, v_scale, cap_log2, window)
     strides = (stride_qt, stride_qh, stride_ot, stride_oh)
     places = (k_row, kv_head * k_head_columns, v_row, kv_head * v_head_columns)
     gl.warp_specialize(
         [
-            (attend_rows, (pointers, q_first, smem, barriers, position, scales, strides,
-             HEADS, GROUP, CAUSAL, LSE, PARTS, False)),
-            (attend_rows, (pointers, q_second, smem, barriers, position, scales, strides,
-             HEADS, GROUP, CAUSAL, LSE, PARTS, True)),
-            (load_tiles, (k_descriptor, v_descriptor, smem, barriers, table_ptr, places, (k_pages, v_pages), tiles,
-             seq_len, PAGED, BLOCK_SIZE, BOX, PARTS, LAYOUT)),
+            (attend_rows, (pointers, q_first, smem, barriers, position, scales, strides, HEADS, GROUP, CAUSAL, WINDOW,
+             SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, False)),
+            (attend_rows, (pointers, q_second, smem, barriers, position, scales, strides, HEADS, GROUP, CAUSAL, WINDOW,
+             SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, True)),
+            (load_tiles, (k_descriptor, v_descriptor, smem, barriers, table_ptr, places, (k_pages, v_pages), start,
+             tiles, seq_len, PAGED, BLOCK_SIZE, BOX, PARTS, V_PARTS, KEYS, STAGES, LAYOUT)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
 
 
-def box_rows(block_size: int, paged: bool) -> int:
-    """Return the tokens of a box: the most, up to a tile, that lie in one page."""
-    keys: int = KEYS.value
+def box_rows(block_size: int, paged: bool, keys: int) -> int:
+    """Return the tokens of a box: the most, up to a tile of ``keys``, that lie in one page."""
     return min(block_size & -block_size, keys) if paged else keys
 
 
 def readable(key: Tensor, value: Tensor) -> bool:
     """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
-    paged = key.ndim == 4
-    box = box_rows(key.shape[1], paged)
+    paged, sizes = key.ndim == 4, (key.shape[-1], value.shape[-1])
+    if sizes not in TILES:
+        return False
+    box = box_rows(key.shape[1], paged, TILES[sizes][0])
     return box >= LEAST_BOX and all(describable(tensor, key.dtype, box, GLUON_CAPABILITY) for tensor in (key, value))
 
 
@@ -366,7 +422,7 @@ def prefill_hopper(
     scale: float,
     block_table: Tensor | None = None,
     key_start_loc: Tensor | None = None,
-    causal: bool = True,
+    terms: Terms = PLAIN,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     output_lse: Tensor | None = None,
@@ -374,18 +430,21 @@ def prefill_hopper(
 ) -> None:
     """Attend from many query tokens per request; arguments as ``prefill_attention`` has them.
 
-    Takes bfloat16 and float16, K and V that are ``readable``; rows between the requests' keys may hold anything.
+    Takes bfloat16 and float16, K and V that are ``readable``; rows between the requests' keys may hold anything. No
+    ALiBi and no image ranges, and a window only where it is causal.
     """
     tokens, heads, head_size = query.shape
     group, paged = heads // value.shape[-2], block_table is not None
     block_size = key.shape[1] if paged else 1
-    box = box_rows(block_size, paged)
+    keys_of_tile, stages = TILES[head_size, value.shape[-1]]
+    box = box_rows(block_size, paged, keys_of_tile)
     (keys, k_places), (values, v_places) = _boxes(key, box), _boxes(value, box)
     tokens = tokens if num_tokens is None else num_tokens
     prefill_hopper_kernel[(tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2])](
-        query, keys, values, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, len(seq_lens),
-        scale * k_scale * LOG2E.value, v_scale, *query.stride()[:2], *output.stride()[:2],
-        0 if block_table is None else block_table.stride(0), *k_places, *v_places,
-        heads, group, causal, output_lse is not None, paged, block_size, head_size, box,
+        query, keys, values, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.sinks,
+        len(seq_lens), scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
+        *query.stride()[:2], *output.stride()[:2], 0 if block_table is None else block_table.stride(0), *k_places,
+        *v_places, heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0, terms.sinks is not None,
+        output_lse is not None, paged, block_size, head_size, value.shape[-1], keys_of_tile, stages, box,
         num_warps=4, maxnreg=168,
     )  # fmt: skip

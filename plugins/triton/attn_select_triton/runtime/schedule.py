@@ -1,4 +1,4 @@
-"""How ``TRITON_ATTN`` cuts a step: keys of decodes into splits, prefills into launches that gather their pages.
+"""How a step is cut: keys of decodes into splits, ``TRITON_ATTN``'s prefills into launches that gather their pages.
 
 All of it is worked out on the host from host copies of the lengths.
 """
@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import RESIDENT, num_splits_for
+from attn_select_triton.kernels.mla_decode import MERGE_TILES, PROGRAM_TILES, TILE_KEYS, mla_num_splits
 
 LEAST_SPLIT = 256
 """Keys of a split of an uneven batch, at least."""
@@ -86,6 +90,38 @@ def most_splits(max_keys: int, units: int, sms: int, fp8: bool) -> int:
     """Return how many splits the longest request of a captured step may need, whatever the others are."""
     resident = (2 * RESIDENT if fp8 else RESIDENT) * sms
     return max(1, min(-(-max_keys // LEAST_SPLIT), int(-(-resident // units))))
+
+
+EVEN = 0.8
+"""Of a batch of latents, the mean length over the longest from which on one number of splits suits all requests."""
+SPLIT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
+"""Splits of the longest request that are tried where a batch is not even."""
+
+
+def latent_splits(seq_lens: Tensor, longest: int, units: int, most: int, sms: int) -> tuple[int, int]:
+    """Return how many splits a decode over latents may have, and how many keys each should have.
+
+    Args:
+        seq_lens: int32 ``(B,)`` on the host.
+        longest: of them.
+        units: programs of one request, unsplit: its row tiles.
+        most: splits that there is room for.
+        sms: multiprocessors. One program fills one.
+    """
+    requests = len(seq_lens)
+    tiles = max(1, -(-longest // TILE_KEYS))
+    even = min(most, mla_num_splits(requests * units, longest, sms))
+    if most > 1 and int(seq_lens.sum()) < EVEN * longest * requests:
+        counts = torch.tensor([count for count in SPLIT_COUNTS if count <= min(most, tiles)])
+        share = -(-tiles // counts)[:, None]
+        own = seq_lens.long().add(TILE_KEYS - 1).div_(TILE_KEYS, rounding_mode="floor").clamp_(min=1)[None]
+        splits = -(-own // share)
+        time = -(-own // splits) + PROGRAM_TILES
+        programs = units * splits.sum(1)
+        mean = units * (splits * time).sum(1) / programs
+        waves = torch.maximum(time.amax(1), -(-programs // sms) * mean) + MERGE_TILES * (counts > 1)
+        even = int(counts[int(waves.argmin())])
+    return even, -(-tiles // even) * TILE_KEYS
 
 
 def fixed_split(max_keys: int, least: int = LEAST_FIXED_SPLIT, tile: int = 1) -> int:

@@ -127,10 +127,10 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if part.gather is not None:
             gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
             key, value = part.gather.rows
-        if part.warps and self._warps.readable(key, value):
+        if part.warps and self._warps.readable(key, value) and (terms.causal or not terms.window):
             given = {name: argument for name, argument in part.prefill.items() if name != "max_seq_len"}
             self._warps.prefill_hopper(
-                call.query, key, value, output, causal=terms.causal, output_lse=lse, scale=self.scale, **given
+                call.query, key, value, output, terms=terms, output_lse=lse, scale=self.scale, **given
             )
             return
         prefill_attention(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill)

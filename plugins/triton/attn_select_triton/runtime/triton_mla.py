@@ -31,7 +31,8 @@ from attn_select_triton.kernels.launch import Terms, capability_of, sm_count
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
-from attn_select_triton.runtime.schedule import fixed_split
+from attn_select_triton.runtime.schedule import fixed_split, latent_splits
+from attn_select_triton.runtime.triton_attn_metadata import check_gluon, planned_prefill
 
 LEAST_FIXED_SPLIT, TILE = 1024, 64
 """Keys of a batch-invariant split, at least; it has whole tiles."""
@@ -90,22 +91,38 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         self._sms = sm_count(context.device)
         self._per_token = config.num_heads * (rank + 1)
         room = plan.workspace_bytes // 4
-        self._split_tokens = 0
+        self._fixed_split = 0
+        # In captured steps: the keys of a split, which replays change.
+        self._split_tokens: Tensor | None = None
         if planned.fixed_splits:
-            self._split_tokens = fixed_split(context.max_model_len, LEAST_FIXED_SPLIT, TILE)
+            self._fixed_split = fixed_split(context.max_model_len, LEAST_FIXED_SPLIT, TILE)
             tokens = min(context.max_num_batched_tokens, context.max_num_seqs * longest)
             room = tokens * self._per_token * self._fixed_splits(context.max_model_len)
+        elif context.cuda_graphs:
+            self._split_tokens = torch.ones(1, dtype=torch.int32, device=context.device)
         self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
 
     def _fixed_splits(self, max_seq_len: int) -> int:
         # Never one: its LSE would skip the merge, and differ in the last bit from that of a batch with longer requests.
-        return max(2, -(-max_seq_len // self._split_tokens))
+        return max(2, -(-max_seq_len // self._fixed_split))
 
-    def _num_splits(self, common: CommonAttentionMetadata) -> int:
-        if self._split_tokens:
-            return self._fixed_splits(common.max_seq_len)
-        row_tiles = -(-self.context.config.num_heads * common.max_query_len // self._launch.block_m)
-        return mla_num_splits(common.num_reqs * row_tiles, common.max_seq_len, self._sms)
+    def _splits(self, common: CommonAttentionMetadata, room: int) -> tuple[int, int | Tensor]:
+        """Return how many splits a request may have, and the keys that each should have.
+
+        Args:
+            room: partial results that the workspace holds.
+        """
+        if self._fixed_split:
+            return self._fixed_splits(common.max_seq_len), self._fixed_split
+        units = -(-self.context.config.num_heads * common.max_query_len // self._launch.block_m)
+        most = max(1, room // max(1, common.num_actual_tokens))
+        if self._split_tokens is None:
+            return latent_splits(common.seq_lens_cpu, common.max_seq_len, units, most, self._sms)
+        # The same at capture and replay: the bound follows from padded sizes.
+        most = min(most, mla_num_splits(common.num_reqs * units, self.context.max_model_len, self._sms))
+        _, tokens = latent_splits(common.seq_lens_cpu, common.max_seq_len, units, most, self._sms)
+        self._split_tokens.fill_(tokens)
+        return most, self._split_tokens
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -117,10 +134,9 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         """
         common, workspace = common_attn_metadata, self._workspace
         assert workspace is not None
-        splits = self._num_splits(common)
-        wanted = common.num_actual_tokens * splits * self._per_token
-        if splits > 1 and wanted > workspace.numel():
-            reserved = workspace.numel() // self._per_token
+        reserved = workspace.numel() // self._per_token
+        splits, split_tokens = self._splits(common, reserved)
+        if splits > 1 and common.num_actual_tokens * splits > reserved:
             raise BatchError(
                 f"{common.num_actual_tokens} decode tokens in {splits} splits for max_seq_len = {common.max_seq_len} "
                 f"need {common.num_actual_tokens * splits} partial results; the workspace holds {reserved}. The "
@@ -134,7 +150,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             "max_query_len": common.max_query_len,
             "launch": self._launch,
             "num_splits": splits,
-            "split_tokens": self._split_tokens,
+            "split_tokens": split_tokens,
             "workspace": workspace,
             "causal": self._causal and common.causal,
         }
@@ -164,7 +180,12 @@ class TritonMLAImpl(MLAAttentionImpl):
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         self._fp8 = context.config.cache_dtype in FP8_DTYPES
         self._decode = on_device(context.device, mla_decode)
-        self._prefill = on_device(context.device, prefill_attention)
+        self._prefill = on_device(context.device, self._run_prefill)
+        self._warps: Any = None
+        if planned_prefill(context).warp_specialised and context.device.type == "cuda":
+            check_gluon(context.device)
+            # Gluon is experimental: other releases of Triton may not have what this module imports.
+            self._warps = import_module("attn_select_triton.kernels.prefill_hopper")
 
     def forward_mqa(
         self,
@@ -176,11 +197,12 @@ class TritonMLAImpl(MLAAttentionImpl):
         output_lse: Tensor | None = None,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
-        """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``layer.scales.k_float``."""
+        """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``layer.scales.k_float``, and a query
+        that a kernel rounds with ``layer.scales.q_float``."""
         tokens, part = attn_metadata.num_tokens, output
         if query.shape[0] != tokens or output.shape[0] != tokens:
             query, part = query[:tokens], output[:tokens]
-        kv_scale = layer.scales.k_float if self._fp8 else 1.0
+        scales = (layer.scales.k_float, layer.scales.q_float) if self._fp8 else (1.0, 1.0)
         lse = output_lse if output_lse is None or output_lse.shape[0] == tokens else output_lse[:tokens]
         dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
         self._decode(
@@ -188,8 +210,9 @@ class TritonMLAImpl(MLAAttentionImpl):
             kv_cache,
             part,
             scale=self.scale,
-            kv_scale=kv_scale,
             output_lse=dense,
+            kv_scale=scales[0],
+            q_scale=scales[1],
             **attn_metadata.arguments,
         )
         if lse is not None and dense is not None and dense is not lse:
@@ -219,6 +242,13 @@ class TritonMLAImpl(MLAAttentionImpl):
         if lse is not None and dense is not None and dense is not lse:
             lse.copy_(dense)
         return output
+
+    def _run_prefill(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, **arguments: Any) -> None:
+        if self._warps is not None and self._warps.readable(key, value):
+            del arguments["max_seq_len"]
+            self._warps.prefill_hopper(query, key, value, output, **arguments)
+        else:
+            prefill_attention(query, key, value, output, **arguments)
 
 
 class TritonMLABackend(AttentionBackend):

@@ -196,13 +196,13 @@ def short_gathered_prefill(t: Tensors) -> None:
 
 def hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel, straight from the pages."""
-    options = {"scale": 0.1, "output_lse": t.lse, "causal": t.terms.causal, **t.batch}
+    options = {"scale": 0.1, "output_lse": t.lse, "terms": t.terms, **t.batch}
     prefill_hopper.prefill_hopper(t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, **options)
 
 
 def plain_hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel over K and V as they come."""
-    options = {"scale": 0.1, "output_lse": t.lse, "causal": t.terms.causal, **t.batch}
+    options = {"scale": 0.1, "output_lse": t.lse, "terms": t.terms, **t.batch}
     prefill_hopper.prefill_hopper(t.query, t.key, t.value, t.output, key_start_loc=t.seq_lens, **options)
 
 

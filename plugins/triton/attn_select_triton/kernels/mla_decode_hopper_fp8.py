@@ -1,0 +1,301 @@
+"""Decode of multi-head latent attention over an FP8 cache on Hopper, warp-specialised as ``mla_decode_hopper``.
+
+The query is rounded to e4m3 as well, so that scores are FP8 products of tiles as TMA brings them: half the arithmetic
+and half the shared memory of 16 bits. ``wgmma`` cannot transpose 8-bit numbers, which the values would need: each
+compute group widens its half of a tile's latents to float16, which holds e4m3 exactly, while its scores are multiplied.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+# ruff: noqa: RUF005  Triton's language has no stars
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn_select_triton.kernels.launch import SLICED
+from attn_select_triton.kernels.mla_decode_hopper import (
+    KEYS,
+    attend_half,
+    attend_half_turned,
+    hand_back,
+    key_range,
+)
+
+STAGES = gl.constexpr(3)
+"""Three tiles of 576 bytes a key, the query and a widened tile fill 209 of the 227 KiB of shared memory."""
+PART = gl.constexpr(128)
+"""Columns of the latent that one box of TMA and one product take: the width of the swizzle."""
+ROPE = gl.constexpr(64)
+E4M3_MAX = gl.constexpr(448.0)
+
+
+@gluon.jit
+def rounded(numbers, scale):
+    """Return numbers over their scale as e4m3, saturated."""
+    scaled = numbers.to(gl.float32) / scale
+    return gl.minimum(gl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(gl.float8e4nv)
+
+
+@gluon.jit
+def round_query(
+    query, q_smem, q_pe, q_ready, position, HEADS: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Bring the program's query rows to shared memory in e4m3; ``query`` is pointer, strides and scale."""
+    q_ptr, stride_qt, stride_qh, scale = query
+    first, _, query_start, query_len, _, _, _, _, _ = position
+    T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
+    rows = q_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
+    inside = (flat < query_len * HEADS)[:, None]
+    for part in gl.static_range(R // PART):
+        columns = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, T))
+        loaded = gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0)
+        q_smem.index(part).store(rounded(loaded, scale))
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
+    rows = q_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
+    columns = R + gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
+    loaded = gl.load(rows[:, None] + columns[None, :], mask=(flat < query_len * HEADS)[:, None], other=0.0)
+    q_pe.store(rounded(loaded, scale))
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(q_ready, count=1)
+
+
+@gluon.jit
+def load_tiles(
+    kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows,
+    R: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Load every tile of keys as soon as both compute groups are through with its buffer."""
+    PARTS: gl.constexpr = R // PART
+    for tile in range(tiles):
+        buffer = tile % STAGES
+        start = low + tile * KEYS
+        key = gl.load(table + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
+        mbarrier.wait(empty.index(buffer), (tile // STAGES & 1) ^ 1)
+        bar = ready.index(buffer)
+        mbarrier.expect(bar, PARTS * kv_part.block_type.nbytes + kv_rope.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(kv_part, [key, part * PART], bar, k_smem.index(buffer * PARTS + part))
+        tma.async_copy_global_to_shared(kv_rope, [key, R], bar, k_pe.index(buffer))
+
+
+@gluon.jit
+def widen(k_smem, values, buffer, first, high, R: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr):
+    """Write this group's half of a tile's latents as float16, 0 for keys at ``high`` and behind: 0 times NaN is NaN."""
+    T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    PARTS: gl.constexpr = R // PART
+    HALF: gl.constexpr = PARTS // 2
+    for part in gl.static_range(HALF):
+        wide = k_smem.index(buffer * PARTS + (HALF if RIGHT else 0) + part).load(T).to(gl.float16)
+        if MASKED:
+            keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
+            wide = gl.where((keys < high)[:, None], wide, gl.zeros_like(wide))
+        values.index(part).store(wide)
+    fence_async_shared()
+
+
+@gluon.jit
+def attend_tile(
+    tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """Attend to one tile as ``mla_decode_hopper.attend_tile`` does."""
+    q_smem, q_pe, k_smem, k_pe, values = smem
+    _, ready, empty = barriers
+    R: gl.constexpr = 2 * accumulator.shape[1]
+    PARTS: gl.constexpr = R // PART
+    buffer = tile % STAGES
+    mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, S)
+    scores = warpgroup_mma(q_pe, k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
+    for part in gl.static_range(PARTS):
+        keys_part = k_smem.index(buffer * PARTS + part).permute((1, 0))
+        scores = warpgroup_mma(q_smem.index(part), keys_part, scores, is_async=True)
+    widen(k_smem, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(empty, buffer)
+    scores *= score_scale
+    if MASKED:
+        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1))
+    base = new_max
+    if MASKED:
+        base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores - base[:, None])
+    rescale = gl.exp2(row_max - base)
+    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+    p = gl.convert_layout(weights.to(gl.float16), gl.DotOperandLayout(0, ACC, 2))
+    half = values._reinterpret(gl.float16, [KEYS, R // 2], values.type.layout)
+    accumulator = warpgroup_mma(p, half, accumulator, is_async=True)
+    accumulator = warpgroup_mma_wait(0, [accumulator])
+    gl.thread_barrier()  # every warp is through with the values before one widens the next
+    return accumulator, new_max, row_sum
+
+
+@gluon.jit
+def attend_tile_turned(
+    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """Attend to one tile as ``mla_decode_hopper.attend_tile_turned`` does."""
+    q_smem, q_pe, k_smem, k_pe, values, p_smem = smem
+    _, ready, empty = barriers
+    R: gl.constexpr = 2 * accumulator.shape[0]
+    PARTS: gl.constexpr = R // PART
+    buffer = tile % STAGES
+    mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    scores = gl.zeros([KEYS, ROWS], gl.float32, S)
+    scores = warpgroup_mma(k_pe.index(buffer), q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
+    for part in gl.static_range(PARTS):
+        keys_part = k_smem.index(buffer * PARTS + part)
+        scores = warpgroup_mma(keys_part, q_smem.index(part).permute((1, 0)), scores, is_async=True)
+    widen(k_smem, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(empty, buffer)
+    scores *= score_scale
+    if MASKED:
+        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
+        scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 0))
+    base = new_max
+    if MASKED:
+        base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores - base[None, :])
+    rescale = gl.exp2(row_max - base)
+    sums = sums * rescale[None, :] + weights
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
+    p_smem.permute((1, 0)).store(weights.to(gl.float16))
+    fence_async_shared()
+    gl.thread_barrier()
+    half = values._reinterpret(gl.float16, [KEYS, R // 2], values.type.layout)
+    accumulator = warpgroup_mma(half.permute((1, 0)), p_smem.permute((1, 0)), accumulator, is_async=True)
+    accumulator = warpgroup_mma_wait(0, [accumulator])
+    gl.thread_barrier()  # as in attend_tile
+    return accumulator, new_max, sums
+
+
+@gluon.jit
+def round_and_attend(
+    query, pointers, smem, barriers, position, num_splits, scales, strides,
+    HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
+    ROWS: gl.constexpr, ATTEND: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """The left group: rounds the query for both, beside the first loads, then attends."""
+    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS)
+    ATTEND(
+        pointers, smem, barriers, position, num_splits, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False,
+        TILE, 32,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
+def mla_decode_hopper_fp8_kernel(
+    q_ptr,
+    kv_part,
+    kv_rope,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_splits,
+    split_tokens,
+    split_tokens_ptr,
+    score_scale,
+    value_scale,
+    q_scale,
+    page_rows,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    HEADS: gl.constexpr,
+    R: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    LSE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Attend from ``ROWS`` rows of one request to one split of its keys; all else as ``mla_decode_hopper_kernel``.
+
+    Args:
+        q_ptr: 16-bit query ``(T, H, R + 64)``, the last dimension contiguous.
+        kv_part, kv_rope: descriptors over the cache's rows ``(tokens, R + 64)`` of e4m3, blocks ``(64, 128)`` and
+            ``(64, 64)``.
+        score_scale: scale * log2(e), times the query's scale and the cache's.
+    """
+    first, split, query_start, query_len, seq_len, low, high, tiles, full, table = key_range(
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table, HEADS,
+        CAUSAL, ROWS,
+    )  # fmt: skip
+    PARTS: gl.constexpr = R // PART
+    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_smem = gl.allocate_shared_memory(kv_part.dtype, [PARTS, ROWS, PART], kv_part.layout)
+    q_pe = gl.allocate_shared_memory(kv_rope.dtype, [ROWS, ROPE], kv_rope.layout)
+    k_smem = gl.allocate_shared_memory(kv_part.dtype, [STAGES * PARTS, KEYS, PART], kv_part.layout)
+    k_pe = gl.allocate_shared_memory(kv_rope.dtype, [STAGES, KEYS, ROPE], kv_rope.layout)
+    left_values = gl.allocate_shared_memory(gl.float16, [PARTS // 2, KEYS, PART], wide)
+    right_values = gl.allocate_shared_memory(gl.float16, [PARTS // 2, KEYS, PART], wide)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+
+    left = (q_smem, q_pe, k_smem, k_pe, left_values)
+    right = (q_smem, q_pe, k_smem, k_pe, right_values)
+    barriers = (q_ready, ready, empty)
+    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full)
+    query = (q_ptr, stride_qt, stride_qh, q_scale)
+    pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    strides = (stride_ot, stride_oh)
+    scales = (score_scale, value_scale)
+    if ROWS == 64:
+        gl.warp_specialize(
+            [
+                (round_and_attend, (query, pointers, left, barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(attend_half), gl.constexpr(attend_tile))),
+                (attend_half, (pointers, right, barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile), 32)),
+                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
+                 BLOCK_SIZE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        left_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
+        right_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
+        gl.warp_specialize(
+            [
+                (round_and_attend, (query, pointers, left + (left_p,), barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(attend_half_turned),
+                 gl.constexpr(attend_tile_turned))),
+                (attend_half_turned, (pointers, right + (right_p,), barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile_turned), 32)),
+                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
+                 BLOCK_SIZE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
