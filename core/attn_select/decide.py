@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, product
 from typing import TYPE_CHECKING
 
@@ -119,8 +119,13 @@ class _Judged:
         self.not_served = {phase: [gate.phase_not_served(spec, phase)] for phase in PHASES if phase not in self.gates}
 
 
-_Row = tuple[BackendSpec, BackendOptions, dict[Phase, tuple[gate.CapabilityGate | None, list[Reason], bool]]]
-"""A backend and layers of the same types: per phase its gate, what already speaks against it, whether the kind fits."""
+_Refused = tuple[Candidate, list[tuple[gate.CapabilityGate, list[Reason], list[Phase]]]]
+"""A backend that runs no layer of these types: the candidate where nothing else speaks against it and no rule ranks it,
+and each gate that may have more to say, with what it says already and the phases it is for."""
+_Asked = tuple[BackendSpec, BackendOptions, list[tuple[Phase, gate.CapabilityGate | None, list[Reason], bool]]]
+"""A backend that may run layers of these types: per phase its gate, what speaks against it already, and whether it
+serves this kind of attention there."""
+_NO_RANKS: dict[Phase, int] = {}
 
 
 class Decider:
@@ -137,7 +142,7 @@ class Decider:
         self.names = known_names(registry)
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
-        self._by_types: dict[tuple[object, ...], list[_Row]] = {}
+        self._by_types: dict[tuple[object, ...], tuple[list[_Refused], list[_Asked]]] = {}
         candidates = [*self._specs, *self._absent]
         modules = import_names(self._specs)
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs), modules, candidates)
@@ -167,15 +172,16 @@ class Decider:
         else:
             rankings = self._ranker.rank_for(config, phases, workload)
         forced = self._forced(choice, phases, rankings, warnings)
-        candidates, plans = self._judge(config, rankings, forced, kv_layout)
+        candidates, plans = self._judge(config, rankings)
+        if kv_layout is not None or rankings.denies:
+            self._restrict(candidates, plans, rankings, forced, kv_layout)
         valid: dict[Phase, list[str]] = {}
         for phase, runs in plans.items():
             unverified = [name for name, plan in runs.items() if plan.unverified]
             if 0 < len(unverified) < len(runs):
                 rankings = rankings.with_behind(phase, unverified)
-                for name, candidate in candidates.items():
-                    rank = rankings[phase].ranks.get(name)
-                    candidate.phases[phase] = replace(candidate.phases[phase], rank=rank)
+                for name, rank in rankings[phase].ranks.items():
+                    candidates[name] = candidates[name].with_verdict(phase, rank=rank)
             names: Iterable[str] = rankings[phase].ranks
             if phase in forced:
                 names = [forced[phase]]
@@ -223,99 +229,112 @@ class Decider:
         forced: Mapping[Phase, str],
         chosen: Mapping[Phase, str | None],
         kv_layout: str | None,
-        candidates: Mapping[str, Candidate],
+        candidates: dict[str, Candidate],
     ) -> ByTimes:
-        """Let times change what the rules chose; write ranks and times into the candidates' verdicts."""
+        """Let times change what the rules chose; write ranks and times into the candidates."""
         from attn_select.times.choice import choose_by_times  # most ask for no workload
 
         def fits(pair: Mapping[Phase, str]) -> bool:
             return shared_cache(_decode_first(plans, pair), config.block_size, kv_layout) is not None
 
         found = choose_by_times(config, workload, evidence, rankings, self._specs, plans, forced, chosen, fits)
-        for name, candidate in candidates.items():
-            for phase, verdict in candidate.phases.items():
-                timing, behind = found.shown[phase].get(name, (None, None))
-                rank = found.rankings[phase].ranks.get(name)
-                candidate.phases[phase] = replace(verdict, rank=rank, timing=timing, behind=behind)
+        for phase, ranking in found.rankings.items():
+            shown = found.shown[phase]
+            for name in {**ranking.ranks, **shown}:
+                timing, behind = shown.get(name, (None, None))
+                changes = {"rank": ranking.ranks.get(name), "timing": timing, "behind": behind}
+                candidates[name] = candidates[name].with_verdict(phase, **changes)
         return found
 
-    def _judge(
-        self,
-        config: AttentionConfig,
-        rankings: Rankings,
-        forced: Mapping[Phase, str],
-        kv_layout: str | None,
-    ) -> tuple[dict[str, Candidate], _Plans]:
+    def _judge(self, config: AttentionConfig, rankings: Rankings) -> tuple[dict[str, Candidate], _Plans]:
         """Put every known backend through the gate: the verdicts on it, and per phase the plans of those that run.
 
-        What speaks against the types of a layer is kept: few layers differ in them. Capabilities that both phases share
-        are compared once, and where the same is said against both phases they share the verdict.
+        What speaks against the types of a layer is kept: few layers differ in them.
         """
-        demands, judge = gate.Demands(config), gate.judge
-        device, environment = self.device, self.environment
-        candidates: dict[str, Candidate] = {}
+        demands, ranks_of = gate.Demands(config), rankings.ranks_of
+        refused, asked = self._by_types.get(demands.types) or self._rows(demands)
+        candidates = _refused(refused, demands, ranks_of)
         plans: _Plans = {phase: {} for phase in rankings}
-        phases = [(phase, plans[phase], ranking.ranks.get, ranking.denied) for phase, ranking in rankings.items()]
+        device, environment, judge = self.device, self.environment, gate.judge
         outcome: BackendPlan | list[Reason]
-        for spec, options, gates in self._by_types.get(demands.types) or self._rows(config, demands):
+        for spec, options, stages in asked:
             name, compared = spec.name, None
+            ranks = ranks_of.get(name, _NO_RANKS)
             planned: BackendPlan | list[Reason] | None = None
-            rejected: Verdict | None = None
             verdicts: dict[Phase, Verdict] = {}
-            for phase, runs, rank_of, denied in phases:
-                capability_gate, against, fits = gates[phase]
+            for phase, capability_gate, against, fits in stages:
                 outcome = against
                 if capability_gate is not None:
-                    if capability_gate is not compared:
-                        compared, static = capability_gate, capability_gate.compare(against, demands)
+                    if capability_gate is not compared:  # capabilities that both phases share are compared once
+                        compared, static = capability_gate, capability_gate.compare(against, demands, fits)
                     outcome = static
                     if fits:
                         if planned is None or not spec.phases_share_plan:
-                            planned = gate.planned(spec, config, device, environment, options, phase)
-                        outcome = judge(spec, config, phase, planned, static)
+                            planned = gate.planned(spec, demands, device, environment, options, phase)
+                        outcome = judge(spec, demands, phase, planned, static)
                         if type(outcome) is BackendPlan and (demands.unverified or capability_gate.doubtful):
-                            outcome = capability_gate.marked(outcome, config, demands)
-                if kv_layout is not None:
-                    outcome = _restricted(outcome, kv_layout)
-                if denied and name in denied and forced.get(phase) != name:
-                    more = outcome if isinstance(outcome, list) else ()
-                    outcome = [_denied(name, denied[name]), *more]
-                rank = rank_of(name)
+                            outcome = capability_gate.marked(outcome, demands)
                 if type(outcome) is BackendPlan:
-                    runs[name] = outcome
-                    verdicts[phase] = Verdict(rank, "valid", _NO_REASONS, outcome)
+                    plans[phase][name] = outcome
+                    verdicts[phase] = Verdict(ranks.get(phase), "valid", _NO_REASONS, outcome)
                 else:
-                    if rejected is None or rejected.reasons is not outcome or rejected.rank != rank:
-                        rejected = Verdict(rank, "rejected", outcome, None)
-                    verdicts[phase] = rejected
+                    verdicts[phase] = Verdict(ranks.get(phase), "rejected", outcome, None)
             candidates[name] = Candidate(name, verdicts)
-        for name, reasons in self._absent.items():
-            absent = {
-                phase: Verdict(ranking.ranks.get(name), "rejected", reasons, None)
-                for phase, ranking in rankings.items()
-            }
-            candidates[name] = Candidate(name, absent)
         return candidates, plans
 
-    def _rows(self, config: AttentionConfig, demands: gate.Demands) -> list[_Row]:
-        """Return every registered backend for layers of this config's types. Kept for the next of them."""
+    def _restrict(
+        self,
+        candidates: dict[str, Candidate],
+        plans: _Plans,
+        rankings: Rankings,
+        forced: Mapping[Phase, str],
+        kv_layout: str | None,
+    ) -> None:
+        """Reject what cannot read the pool's layout, then what a rule denies."""
+
+        def reject(name: str, phase: Phase, reasons: list[Reason]) -> None:
+            plans[phase].pop(name, None)
+            candidates[name] = candidates[name].with_verdict(phase, verdict="rejected", reasons=reasons, plan=None)
+
+        for phase, runs in plans.items():
+            for name, plan in [*runs.items()]:
+                if kv_layout is not None and kv_layout not in (plan.kv_layouts or (kv_layout,)):
+                    reject(name, phase, [_other_layout(plan, kv_layout)])
+            for name, rule in rankings[phase].denied.items():
+                if name in self._specs and forced.get(phase) != name:
+                    reject(name, phase, [_denied(name, rule), *candidates[name].phases[phase].reasons])
+
+    def _rows(self, demands: gate.Demands) -> tuple[list[_Refused], list[_Asked]]:
+        """Return every known backend for layers of these types. Kept for the next of them."""
         if len(self._by_types) >= _MOST_ROWS:
             self._by_types.clear()
-        rows: list[_Row] = []
+        layer_phases = demands.config.phases
+        refused: list[_Refused] = [
+            (Candidate(name, {phase: Verdict(None, "rejected", reasons, None) for phase in layer_phases}), [])
+            for name, reasons in self._absent.items()
+        ]
+        asked: list[_Asked] = []
         for judged in self._judged:
-            found: dict[gate.CapabilityGate, list[Reason]] = {}
-            by_phase: dict[Phase, tuple[gate.CapabilityGate | None, list[Reason], bool]] = {}
-            for phase in PHASES:
+            found: dict[gate.CapabilityGate, tuple[list[Reason], list[Phase]]] = {}
+            stages: list[tuple[Phase, gate.CapabilityGate | None, list[Reason], bool]] = []
+            for phase in layer_phases:
                 capability_gate = judged.gates.get(phase)
                 if capability_gate is None:
-                    by_phase[phase] = None, judged.not_served[phase], False
+                    stages.append((phase, None, judged.not_served[phase], False))
                     continue
                 if capability_gate not in found:
-                    found[capability_gate] = capability_gate.of_types(config, demands)
-                by_phase[phase] = capability_gate, found[capability_gate], capability_gate.kind == demands.kind
-            rows.append((judged.spec, judged.options, by_phase))
-        self._by_types[demands.types] = rows
-        return rows
+                    found[capability_gate] = capability_gate.of_types(demands), []
+                against, phases = found[capability_gate]
+                phases.append(phase)
+                stages.append((phase, capability_gate, against, capability_gate.kind == demands.kind))
+            if any(fits for *_, fits in stages):
+                asked.append((judged.spec, judged.options, stages))
+            else:
+                verdicts = {phase: Verdict(None, "rejected", against, None) for phase, _, against, _ in stages}
+                parts = [(capability_gate, *said) for capability_gate, said in found.items()]
+                refused.append((Candidate(judged.spec.name, verdicts), parts))
+        self._by_types[demands.types] = refused, asked
+        return refused, asked
 
     def _forced(
         self, choice: Choice, phases: Sequence[Phase], rankings: Rankings, warnings: list[str]
@@ -411,12 +430,27 @@ def _common_ground(
     return common[0], math.lcm(*(kernels[0] for _, kernels in readers))
 
 
-def _restricted(outcome: BackendPlan | list[Reason], kv_layout: str) -> BackendPlan | list[Reason]:
-    """Turn a plan that reads a cache, but not one of this layout, into the reason against it."""
-    if isinstance(outcome, list) or kv_layout in (outcome.kv_layouts or (kv_layout,)):
-        return outcome
-    text = f"the shared pool has KV layout {kv_layout} (supported: {', '.join(outcome.kv_layouts)})"
-    return [Reason("kv-layout", text, kv_layout, list(outcome.kv_layouts))]
+def _refused(
+    rows: Sequence[_Refused], demands: gate.Demands, ranks_of: Mapping[str, Mapping[Phase, int]]
+) -> dict[str, Candidate]:
+    """Return the candidates that run no layer of these types, with everything that speaks against them."""
+    candidates: dict[str, Candidate] = {}
+    for candidate, parts in rows:
+        name, verdicts = candidate.backend, candidate.phases
+        for capability_gate, against, phases in parts:
+            reasons = capability_gate.compare(against, demands, False)
+            if reasons is not against:
+                verdicts = {**verdicts, **dict.fromkeys(phases, Verdict(None, "rejected", reasons, None))}
+        if ranks := ranks_of.get(name):
+            verdicts = {p: Verdict(ranks.get(p), "rejected", verdict.reasons, None) for p, verdict in verdicts.items()}
+        candidates[name] = candidate if verdicts is candidate.phases else Candidate(name, verdicts)
+    return candidates
+
+
+def _other_layout(plan: BackendPlan, kv_layout: str) -> Reason:
+    """Return the reason against a plan that does not read the layout of the pool."""
+    text = f"the shared pool has KV layout {kv_layout} (supported: {', '.join(plan.kv_layouts)})"
+    return Reason("kv-layout", text, kv_layout, list(plan.kv_layouts))
 
 
 def absent_backends(registry: Registry) -> dict[str, Reason]:

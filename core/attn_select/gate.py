@@ -10,12 +10,12 @@ Every selection puts all backends through the gate, so what does not depend on t
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
-from attn_select.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig, Phase
+from attn_select.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.device import Device
 from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, is_quantized
 from attn_select.environment import BROKEN, WRONG_VERSION, Environment
@@ -26,6 +26,11 @@ from attn_select.spec import UNVERIFIED, BackendOptions, BackendPlan, BackendSpe
 
 DENIED = "denied-by-rule"
 _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
+# The uniform levels speak of decode batches; a prefill can be captured at ALWAYS only.
+_GRAPHS: dict[CudaGraphLevel, Mapping[Phase, int]] = {
+    level: {"prefill": rank if level == "ALWAYS" else 0, "decode": rank} if rank else {}
+    for level, rank in _LEVEL_RANK.items()
+}
 
 _CHUNKS_APART = "each chunk is a request of its own to the kernel, so CUDA graphs hold single-token decodes alone"
 
@@ -49,11 +54,11 @@ def check(
     if capabilities is None:
         return [phase_not_served(spec, phase)]
     gate, demands = CapabilityGate(capabilities, device, library_reasons(spec, environment)), Demands(config)
-    static = gate.reasons(config, demands)
+    static = gate.reasons(demands)
     if gate.kind != demands.kind:
         return static
-    outcome = judge(spec, config, phase, planned(spec, config, device, environment, options, phase), static)
-    return gate.marked(outcome, config, demands) if type(outcome) is BackendPlan else outcome
+    outcome = judge(spec, demands, phase, planned(spec, demands, device, environment, options, phase), static)
+    return gate.marked(outcome, demands) if type(outcome) is BackendPlan else outcome
 
 
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
@@ -104,7 +109,7 @@ def block_size_reason(size: int, kernel_sizes: Sequence[int]) -> Reason:
 
 def planned(
     spec: BackendSpec,
-    config: AttentionConfig,
+    demands: Demands,
     device: Device,
     environment: Environment,
     options: BackendOptions,
@@ -115,12 +120,12 @@ def planned(
     A ``plan`` function that raises or returns something else is reported as reason ``plugin-error``.
     """
     try:
-        outcome = spec.plan(config, device, environment, options, phase)
+        outcome = spec.plan(demands.config, device, environment, options, phase)
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
         return [_plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
     if type(outcome) is BackendPlan:
-        chunk = config.attention_chunk_size
-        return outcome if chunk is None or outcome.masks_chunks else _in_virtual_batches(outcome, config, chunk)
+        chunk = demands.chunk
+        return outcome if chunk is None or outcome.masks_chunks else _in_virtual_batches(outcome, demands.config, chunk)
     if type(outcome) is list and set(map(type, outcome)) == {Reason}:
         return outcome
     return [_plugin_error(spec, f"plan() returned {show(outcome)} instead of a BackendPlan or reasons")]
@@ -139,18 +144,15 @@ def _in_virtual_batches(plan: BackendPlan, config: AttentionConfig, chunk: int) 
 
 def judge(
     spec: BackendSpec,
-    config: AttentionConfig,
+    demands: Demands,
     phase: Phase,
     outcome: BackendPlan | list[Reason],
     static: list[Reason],
 ) -> BackendPlan | list[Reason]:
     """Add what ``planned`` returned for a phase to its ``static`` reasons."""
     if type(outcome) is BackendPlan:
-        wanted = config.cuda_graph
-        # The uniform levels speak of decode batches; a prefill can be captured at ALWAYS only.
-        bound = wanted != "NEVER" and (phase == "decode" or wanted == "ALWAYS")
-        if bound and _LEVEL_RANK.get(outcome.cuda_graph, 0) < _LEVEL_RANK[wanted]:
-            return [*static, _graph_reason(outcome, config)]
+        if demands.graph and _LEVEL_RANK.get(outcome.cuda_graph, 0) < demands.graph[phase]:
+            return [*static, _graph_reason(outcome, demands.config)]
         if static:
             return static
         sound = (outcome.cuda_graph, outcome.kv_layouts, outcome.kernel_block_sizes) in _SOUND
@@ -205,6 +207,8 @@ def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
 _FEATURE_VALUES = attrgetter(*[feature.field for feature in FEATURES])
 _OFF = tuple([feature.off for feature in FEATURES])
 _BITS = tuple([(1 << index, feature) for index, feature in enumerate(FEATURES)])
+_NOBODY = 1 << len(FEATURES)
+"""The bit of a combination of features that no backend has."""
 
 
 class Demands:
@@ -212,23 +216,28 @@ class Demands:
 
     Attributes:
         kind: the kind of attention, MLA and sparse or not; ``spec.plan`` is asked only where a gate has the same.
+        config: the config.
         types: all that ``CapabilityGate.of_types`` depends on: few layers differ in it.
         cache: the stored dtype and the compute dtype.
         head_size, v_head_size: elements; the latter None where it is the former.
         block_size: tokens; None where it is open or there is no cache.
-        bits: one bit per feature that is asked for.
+        bits: one bit per feature that is asked for, and one for a combination that nobody has.
         asked: these features, each with its bit and the value asked for.
-        always: the reason that holds against every backend, or None.
+        chunk: tokens of the chunks that attention stays inside, or None.
+        graph: rank of the least CUDA-graph level by phase; empty where none is asked for.
         unverified: the marks that every plan for this config gets.
     """
 
     __slots__ = (
+        "_nobody",
         "_refusals",
-        "always",
         "asked",
         "bits",
         "block_size",
         "cache",
+        "chunk",
+        "config",
+        "graph",
         "has_cache",
         "head_size",
         "kind",
@@ -238,14 +247,17 @@ class Demands:
     )
 
     def __init__(self, config: AttentionConfig) -> None:
+        self.config = config
         self.kind, self.has_cache = (config.mla, config.sparse), config.has_cache
         self.cache = (config.cache_dtype, config.dtype)
         self.types = (self.kind, self.cache, config.attn_type, config.sparse_top_k)
         self.head_size, width = config.head_size, config.v_head_size
         self.v_head_size = None if width == self.head_size else width
         self.block_size = config.block_size if self.has_cache else None
+        self.graph: Mapping[Phase, int] = _GRAPHS[config.cuda_graph]
+        self.chunk: int | None = None
         self.bits = 0
-        self.always: Reason | None = None
+        self._nobody: Reason | None = None
         self.unverified: tuple[str, ...] = ()
         self.asked: list[tuple[int, Feature, Any]] = []
         self._refusals: dict[int, list[Reason]] = {}
@@ -258,14 +270,16 @@ class Demands:
                 self.asked.append((bit, feature, value))
                 if feature.executed is not None and value not in feature.executed:
                     self.unverified = (*self.unverified, feature.never_executed)
+        self.chunk = config.attention_chunk_size
         if config.decode_context_parallel_size > 1:
-            self.always = _distance_across_ranks(config)
+            self._nobody = _distance_across_ranks(config)
+            self.bits |= _NOBODY if self._nobody else 0
 
     def refusals(self, lacked: int) -> list[Reason]:
-        """Return the reasons against a backend that lacks the features of these bits. The list is shared."""
+        """Return the reasons against a backend that lacks what these bits stand for. The list is shared."""
         found = self._refusals.get(lacked)
         if found is None:
-            found = [] if self.always is None else [self.always]
+            found = [] if self._nobody is None else [self._nobody]
             found += [_refusal(feature, value, False) for bit, feature, value in self.asked if bit & lacked]
             self._refusals[lacked] = found
         return found
@@ -319,7 +333,7 @@ class CapabilityGate:
         self._against_block_size = _kept(functools.partial(_against_block_size, capabilities))
         self._v_head_size_differs = capabilities.v_head_size_differs.value
         self._reads_cache = capabilities.reads_cache
-        self._lacked = 0
+        self._lacked = _NOBODY
         self._limits: dict[int, Any] = {}
         for bit, feature in _BITS:
             declared = getattr(capabilities, feature.fact).value
@@ -360,13 +374,14 @@ class CapabilityGate:
             if (reason := _against_cache_dtype(capabilities, offered, asked, dtype)) is not None
         }
 
-    def reasons(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
+    def reasons(self, demands: Demands) -> list[Reason]:
         """Return what plain capabilities and missing libraries say against a config; kind reasons come first."""
-        return self.compare(self.of_types(config, demands), demands)
+        return self.compare(self.of_types(demands), demands, self.kind == demands.kind)
 
-    def of_types(self, config: AttentionConfig, demands: Demands) -> list[Reason]:
+    def of_types(self, demands: Demands) -> list[Reason]:
         """Return what speaks against all configs of the same ``demands.types``."""
         reasons: list[Reason] = []
+        config = demands.config
         (mla, sparse), (asked_mla, asked_sparse) = self.kind, demands.kind
         if asked_mla is not mla:
             reasons.append(_MLA_ONLY if mla else _MLA_UNSUPPORTED)
@@ -383,32 +398,36 @@ class CapabilityGate:
             reasons.append(self._against_cache_dtype[demands.cache])
         return reasons
 
-    def compare(self, reasons: list[Reason], demands: Demands) -> list[Reason]:
-        """Add what speaks against the sizes and features to the ``reasons`` of ``of_types``, which stay as they are."""
-        head = self._against_head_size(demands.head_size) if self.kind == demands.kind else None
+    def compare(self, reasons: list[Reason], demands: Demands, same_kind: bool) -> list[Reason]:
+        """Add what speaks against the sizes and features to the ``reasons`` of ``of_types``, which stay as they are.
+
+        ``same_kind``: whether gate and config are of one ``kind``; head sizes of another say nothing.
+        """
+        head = self._against_head_size(demands.head_size) if same_kind else None
         block = None if demands.block_size is None else self._against_block_size(demands.block_size)
         width, refused = demands.v_head_size, demands.bits & self._refusing
-        if head is None and block is None and width is None and demands.always is None and not refused:
+        if head is None and block is None and width is None and not refused:
             return reasons
         found = [*reasons] if head is None else [head, *reasons]
         if block is not None:
             found.append(block)
         if width is not None and not self._v_head_size_differs:
             found.append(_reason("v-head-size", "V head size", width, demands.head_size))
-        found += demands.refusals(refused & self._lacked)
-        if refused & ~self._lacked:
+        if lacked := refused & self._lacked:
+            found += demands.refusals(lacked)
+        if lacked != refused:
             for bit, feature, value in demands.asked:
                 if bit in self._limits and not feature.accepts(self._limits[bit], value):
                     found.append(_refusal(feature, value, self._limits[bit]))
         return found
 
-    def marked(self, plan: BackendPlan, config: AttentionConfig, demands: Demands) -> BackendPlan:
+    def marked(self, plan: BackendPlan, demands: Demands) -> BackendPlan:
         """Return an accepted plan with the marks of ``unverified`` behind its own."""
-        marks = self.unverified(config, demands)
+        marks = self.unverified(demands)
         return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
 
-    def unverified(self, config: AttentionConfig, demands: Demands) -> tuple[str, ...]:
-        """Return a clause for everything that ``config`` uses and that no source proves, or that never ran anywhere."""
+    def unverified(self, demands: Demands) -> tuple[str, ...]:
+        """Return a clause for everything that the config uses and that no source proves, or that never ran anywhere."""
         if not self.doubtful:
             return demands.unverified
         used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types"}

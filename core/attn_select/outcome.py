@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from attn_select import layouts
 from attn_select.config import AttentionConfig, Phase
@@ -44,10 +44,14 @@ class Verdict:
 
 @dataclass(slots=True)
 class Candidate:
-    """One backend with its verdict per phase of the layer."""
+    """One backend with its verdict per phase of the layer. Treat as immutable: selections share what they reject."""
 
     backend: str
-    phases: dict[Phase, Verdict]
+    phases: Mapping[Phase, Verdict]
+
+    def with_verdict(self, phase: Phase, **changes: Any) -> Candidate:
+        """Return the candidate with another verdict on one phase: ``changes`` are attributes of ``Verdict``."""
+        return Candidate(self.backend, {**self.phases, phase: replace(self.phases[phase], **changes)})
 
 
 @dataclass(slots=True)

@@ -88,18 +88,24 @@ class Rankings(dict[Phase, Ranking]):
     Attributes:
         rules: the rules that took part, in the order they were applied, each once.
         by_phase: whether one of them ranks one phase alone.
+        denies: whether one of them denies a backend.
+        ranks_of: backend name → its rank in every phase that ranks it.
         listed: every candidate, by decode rank, then prefill rank; those without a rank come last, as registered.
     """
 
-    __slots__ = ("by_phase", "listed", "rules")
+    __slots__ = ("by_phase", "denies", "listed", "ranks_of", "rules")
 
     def __init__(self, rankings: Mapping[Phase, Ranking], candidates: Iterable[str]) -> None:
         super().__init__(rankings)
         rules = dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules])
         self.by_phase = any(len(ranking.rules) < len(rules) for ranking in rankings.values())
         self.rules = (*rules, *dict.fromkeys([r.without_evidence for r in rankings.values() if r.without_evidence]))
-        ranked = [name for phase in reversed([*rankings]) for name in rankings[phase].ranks]
-        self.listed = tuple(dict.fromkeys([*ranked, *candidates]))
+        self.denies = any(ranking.denied for ranking in rankings.values())
+        self.ranks_of: dict[str, dict[Phase, int]] = {}
+        for phase in reversed([*rankings]):
+            for name, rank in rankings[phase].ranks.items():
+                self.ranks_of.setdefault(name, {})[phase] = rank
+        self.listed = tuple(dict.fromkeys([*self.ranks_of, *candidates]))
 
     def with_behind(self, phase: Phase, unverified: Collection[str]) -> Rankings:
         """Return the rankings with one phase's changed as ``Ranking.with_behind`` says."""

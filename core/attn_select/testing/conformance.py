@@ -341,7 +341,7 @@ def write_summary(terminalreporter: pytest.TerminalReporter, lines: Sequence[str
 def _undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:
     """Return the codes of the reasons that the declared capabilities give against a configuration, on any device."""
     compared = gate.CapabilityGate(spec.capabilities[phase], Device("any", (0, 0)), ())
-    return codes(compared.reasons(config, gate.Demands(config))) - {"compute-capability"}
+    return codes(compared.reasons(gate.Demands(config))) - {"compute-capability"}
 
 
 def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:

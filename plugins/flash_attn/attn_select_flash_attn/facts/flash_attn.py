@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -214,13 +215,12 @@ def plan(
         why = describe_pins(pins)
     elif config.alibi:
         why = _WITH_ALIBI
-    return _plan(chosen, config, options.hybrid, why, notes_on_build(chosen, capability))
+    return _plan_with(chosen, config, options.hybrid, why, notes_on_build(chosen, capability))
 
 
-def _plan(
+def _plan_with(
     build: FlashAttnBuild, config: AttentionConfig, hybrid: bool, because: str, notes: tuple[str, ...]
 ) -> BackendPlan:
-    fa3 = build.version == 3
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     cached = config.has_cache
     pages = _PAGES[build.page_multiple.value]
@@ -234,17 +234,25 @@ def _plan(
         notes = (*notes, _CONVERTED)
     if config.sinks:
         notes = (*notes, _BF16_SINKS)
-    if fa3 and config.cuda_graph != "NEVER":
+    if build.version == 3 and config.cuda_graph != "NEVER":
         notes = (*notes, _SPLIT_BYTES)
+    return _plan(build, because, "fp8_e4m3" if fp8 else config.dtype, cached, pages, notes)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    build: FlashAttnBuild, because: str, query_dtype: str, cached: bool, pages: tuple[int, ...], notes: tuple[str, ...]
+) -> BackendPlan:
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     return BackendPlan(
         kernel=kernel_of(build, cached),
         path=build.kernel,
         because=because,
-        query_dtype="fp8_e4m3" if fp8 else config.dtype,
+        query_dtype=query_dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS if cached else (),
         kernel_block_sizes=pages if cached else (),
-        cuda_graph="ALWAYS" if fa3 else "UNIFORM_BATCH",
+        cuda_graph="ALWAYS" if build.version == 3 else "UNIFORM_BATCH",
         provider=build.provider,
         notes=notes,
     )

@@ -150,7 +150,14 @@ def plan(
     if isinstance(chosen, list):
         return chosen
     kernel, why = chosen
-    return _native_plan(config, phase, kernel, f"{because}; {why}", options, capability[0] == 10)
+    notes: tuple[str, ...] = (_NATIVE_SCRATCH,)
+    if phase == "decode":
+        if config.num_speculative_tokens:
+            notes = (*notes, _DRAFTS)
+        if config.batch_invariant:
+            notes = (*notes, _NO_SPLIT)
+    dtype, scratch = "fp8_e4m3" if kernel.fp8_query else config.dtype, native_scratch(config, options)
+    return _native_plan(kernel, phase, because, why, dtype, config.block_size, scratch, notes, capability[0] == 10)
 
 
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:
@@ -185,34 +192,33 @@ def native_scratch(config: AttentionConfig, options: FlashInferOptions) -> int:
     return options.native_workspace_bytes or (2048 * MIB if config.batch_invariant else 394 * MIB)
 
 
+@lru_cache(maxsize=4096)
 def _native_plan(
-    config: AttentionConfig, phase: Phase, kernel: NativeKernel, because: str, options: FlashInferOptions, sm100: bool
+    kernel: NativeKernel,
+    phase: Phase,
+    because: str,
+    why: str,
+    query_dtype: str,
+    block_size: int | None,
+    scratch: int,
+    notes: tuple[str, ...],
+    sm100: bool,
 ) -> BackendPlan:
-    notes: tuple[str, ...] = (_NATIVE_SCRATCH,)
-    if phase == "decode":
-        if config.num_speculative_tokens:
-            notes = (*notes, _DRAFTS)
-        if config.batch_invariant:
-            notes = (*notes, _NO_SPLIT)
-    sizes = NATIVE_PAGES if config.block_size is None else _with_own(config.block_size)
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
+    sizes = NATIVE_PAGES if block_size is None else tuple(dict.fromkeys((block_size, *NATIVE_PAGES)))
     return BackendPlan(
         kernel=kernel,
         path=str(kernel),
-        because=because,
-        query_dtype="fp8_e4m3" if kernel.fp8_query else config.dtype,
+        because=f"{because}; {why}",
+        query_dtype=query_dtype,
         returns_lse=True,
         kv_layouts=_HND if sm100 else _NHD_HND,
-        kernel_block_sizes=pages(sizes, config.block_size),
+        kernel_block_sizes=pages(sizes, block_size),
         cuda_graph=_SINGLE_TOKEN if phase == "decode" else _UNIFORM_BATCH,
-        workspace_bytes=native_scratch(config, options) + INT_WORKSPACE,
+        workspace_bytes=scratch + INT_WORKSPACE,
         notes=notes,
         nan_tail_safe=NAN_TAIL_SAFE[kernel.backend].value,
     )
-
-
-@lru_cache(maxsize=64)
-def _with_own(size: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((size, *NATIVE_PAGES)))
 
 
 def load() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from attn_select.compilers import compiler_reason
@@ -108,9 +108,6 @@ class FlexKernel:
         return "flex-cpp" if self.language == "C++" else "flex-triton"
 
 
-_kernel = cache(FlexKernel)  # one object for all equal plans: a frozen one takes long to make
-
-
 def _cpu_reasons(config: AttentionConfig, environment: Environment, device: Device) -> list[Reason]:
     found: list[Reason] = []
     if device.local and not environment.assume_installed and not _cpu_has_template():
@@ -203,20 +200,26 @@ def plan(
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
         said = (*said, PADDED_V)
     stages = 1 if capability is None else _stages(config.head_size, config.value_head_size, config.dtype, capability)
+    return _plan(on_cpu, stages, config.dtype, cached, said)
+
+
+@lru_cache(maxsize=1024)
+def _plan(on_cpu: bool, stages: int, dtype: str, cached: bool, notes: tuple[str, ...]) -> BackendPlan:
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     # One token dimension over all blocks is a view of this layout alone. Graph replay on a GPU with another block table
     # and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads persistent tensors, and the block lists
     # are built without the host.
     return BackendPlan(
-        kernel=_kernel("C++" if on_cpu else "Triton", stages),
+        kernel=FlexKernel("C++" if on_cpu else "Triton", stages),
         path="C++" if on_cpu else "Triton",
         because=_WHY_CPU if on_cpu else _WHY_GPU,
-        query_dtype=config.dtype,
+        query_dtype=dtype,
         returns_lse=not on_cpu,
         kv_layouts=(FLASH_ATTN_NHD,) if cached else (),
         kernel_block_sizes=(TILE,) if cached else (),
         cuda_graph="NEVER" if on_cpu else "ALWAYS",
         masks_chunks=True,
-        notes=said,
+        notes=notes,
     )
 
 

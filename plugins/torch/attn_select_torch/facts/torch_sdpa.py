@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from attn_select.config import AttentionConfig, Phase
@@ -77,8 +77,6 @@ class SdpaKernel:
         return _NAMES[self.function]
 
 
-_kernel = cache(SdpaKernel)  # one object for all equal plans: a frozen one takes long to make
-
 _PLAIN = "torch's fused kernels take the whole layer"
 _PACKED = "torch's FlashAttention takes the packed batch"
 _PROMPTS = "cuDNN takes whole prompts of 512 tokens and more, torch's FlashAttention the rest"
@@ -147,17 +145,23 @@ def plan(
         said = (*said, _GATHER)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
         said = (*said, PADDED_V)
+    return _plan(function, because, config.dtype, cached, said)
+
+
+@lru_cache(maxsize=1024)
+def _plan(function: SdpaFunction, because: str, dtype: str, cached: bool, notes: tuple[str, ...]) -> BackendPlan:
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
-        kernel=_kernel(function),
+        kernel=SdpaKernel(function),
         path=function,
         because=because,
-        query_dtype=config.dtype,
+        query_dtype=dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS if cached else (),
         kernel_block_sizes=ANY_BLOCK if cached else (),
         cuda_graph="NEVER",
-        notes=said,
+        notes=notes,
     )
 
 

@@ -13,7 +13,7 @@ from attn_select.dtypes import BITS
 from attn_select.environment import Environment
 from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
-from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, planned_prefill
+from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_attn import TritonAttnOptions
 from attn_select_triton.facts.triton_support import (
     COMPILER_VARIABLES,
@@ -89,7 +89,6 @@ def partial_bytes(config: AttentionConfig) -> int:
     return config.head_size * BITS[config.dtype] // 8 + 8
 
 
-@lru_cache(maxsize=256)
 def _rule(num_heads: int) -> str:
     tokens, rows = DECODE.partition_size, DECODE.v1_least_rows
     most = rows // num_heads
@@ -108,7 +107,6 @@ def _in_boxes(config: AttentionConfig, device: Device) -> bool:
     return newer and config.dtype != "float32" and power_of_two(size) == size
 
 
-@lru_cache(maxsize=256)
 def _partials(size: int) -> str:
     return (
         f"v2 reserves {size} bytes per sequence, head and partition for partial results, "
@@ -133,29 +131,41 @@ def plan(
     if phase == "prefill":
         assert isinstance(options, PagedAttentionOptions)
         copied = options.gather_workspace_mib << 20 if _in_boxes(config, device) else 0
-        return BackendPlan(
-            kernel=planned_prefill(gather_bytes=copied),
-            path="prefill, pages gathered" if copied else "prefill",
-            because=_GATHERED if copied else _PREFILL,
-            query_dtype=config.dtype,
-            returns_lse=False,
-            kv_layouts=LAYOUTS,
-            kernel_block_sizes=BLOCK_SIZES,
-            cuda_graph="ALWAYS",
-            workspace_bytes=copied,
-            notes=said,
-        )
+        return _prefill_plan(copied, config.dtype, said)
+    return _decode_plan(config.num_heads, partial_bytes(config), config.dtype, said)
+
+
+@lru_cache(maxsize=64)
+def _prefill_plan(copied: int, dtype: str, notes: tuple[str, ...]) -> BackendPlan:
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
+    return BackendPlan(
+        kernel=PrefillKernel(gather_bytes=copied),
+        path="prefill, pages gathered" if copied else "prefill",
+        because=_GATHERED if copied else _PREFILL,
+        query_dtype=dtype,
+        returns_lse=False,
+        kv_layouts=LAYOUTS,
+        kernel_block_sizes=BLOCK_SIZES,
+        cuda_graph="ALWAYS",
+        workspace_bytes=copied,
+        notes=notes,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _decode_plan(num_heads: int, result_bytes: int, dtype: str, notes: tuple[str, ...]) -> BackendPlan:
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     return BackendPlan(
         kernel=DECODE,
         path="v1/v2",
-        because=_rule(config.num_heads),
-        query_dtype=config.dtype,
+        because=_rule(num_heads),
+        query_dtype=dtype,
         returns_lse=False,
         kv_layouts=LAYOUTS,
         kernel_block_sizes=BLOCK_SIZES,
         cuda_graph="ALWAYS",
         workspace_bytes=DECODE.partials_bytes,
-        notes=(*said, _partials(partial_bytes(config)), _GRAPHS),
+        notes=(*notes, _partials(result_bytes), _GRAPHS),
     )
 
 

@@ -57,9 +57,6 @@ class DecodeKernel:
         return "triton-decode-fixed-splits" if self.fixed_splits else "triton-decode"
 
 
-planned_decode = cache(DecodeKernel)
-
-
 @dataclass(frozen=True, slots=True)
 class MLADecodeKernel:
     """``TRITON_MLA``'s decode.

@@ -12,7 +12,7 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, Reason
-from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel, planned_decode, planned_prefill
+from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel, planned_prefill
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILER_VARIABLES,
@@ -98,11 +98,6 @@ _HALF = (
 )
 
 
-@lru_cache(maxsize=64)
-def _gathers(gather_bytes: int) -> str:
-    return f"{gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages"
-
-
 def _v_reason(size: int) -> Reason:
     supported = str(PREFILL_HEAD_SIZES)
     return Reason("v-head-size", f"V head size {size} (supported: {supported})", size, supported)
@@ -114,7 +109,6 @@ def tile_rows(config: AttentionConfig) -> int:
     return min(TILE_ROWS, -(-rows // 16) * 16)
 
 
-@lru_cache(maxsize=64)
 def kernel_block_sizes(size: int | None) -> tuple[int, ...]:
     """Return the allocator's own block size, since larger pages are read faster, then what it can be split to."""
     if size is None or size % PAGES[0]:
@@ -150,18 +144,18 @@ def _in_boxes(head_size: int, width: int) -> bool:
     return two_powers(head_size) != (0, 0) and power_of_two(width) == width
 
 
-def prefill_kernel(
+def prefill_way(
     config: AttentionConfig, device: Device, environment: Environment, options: TritonAttnOptions
-) -> PrefillKernel:
-    """Return how a prefill reads the paged cache."""
+) -> tuple[bool, bool, int]:
+    """Return how a prefill reads the paged cache: the attributes of its ``PrefillKernel``."""
     capability = device.compute_capability
     if capability is None or capability < TMA_FROM or config.dtype == "float32":
-        return planned_prefill()
+        return False, False, 0
     if not _in_boxes(config.head_size, config.value_head_size):
-        return planned_prefill()
+        return False, False, 0
     by_tma = whole_pages(config)
     gathered = 0 if by_tma or config.batch_invariant else options.gather_workspace_mib << 20
-    return planned_prefill(warp_specialised(config, device, environment), by_tma, gathered)
+    return warp_specialised(config, device, environment), by_tma, gathered
 
 
 def prefill_words(kernel: PrefillKernel) -> tuple[str, str]:
@@ -201,36 +195,52 @@ def plan(
         said = (*said, _PADDED_V)
     if config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"):
         said = (*said, _HALF)
-    sizes = kernel_block_sizes(config.block_size)
     # A prefill of few tokens over a long context splits its keys too.
     workspace = 0
     if not config.batch_invariant:
         workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
+    prefill = prefill_way(config, device, environment, options) if phase == "prefill" else None
+    return _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    prefill: tuple[bool, bool, int] | None,
+    fixed_splits: bool,
+    dtype: str,
+    block_size: int | None,
+    workspace: int,
+    notes: tuple[str, ...],
+) -> BackendPlan:
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     kernel: PrefillKernel | DecodeKernel
-    if phase == "prefill":
-        kernel = prefill_kernel(config, device, environment, options)
+    if prefill is not None:
+        kernel = PrefillKernel(*prefill)
         path, because = prefill_words(kernel)
         if kernel.warp_specialised:
-            said = (*said, _WHERE_CHEAPER)
+            notes = (*notes, _WHERE_CHEAPER)
         if kernel.gather_bytes:
             workspace += kernel.gather_bytes
-            said = (*said, _gathers(kernel.gather_bytes))
+            notes = (
+                *notes,
+                f"{kernel.gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages",
+            )
     else:
-        kernel, path, because = planned_decode(config.batch_invariant), "split-KV decode", _DECODE
-        if config.batch_invariant:
-            said = (*said, _FIXED_GROWS)
+        kernel, path, because = DecodeKernel(fixed_splits), "split-KV decode", _DECODE
+        if fixed_splits:
+            notes = (*notes, _FIXED_GROWS)
             path, because = "fixed-split decode", _FIXED
     return BackendPlan(
         kernel=kernel,
         path=path,
         because=because,
-        query_dtype=config.dtype,
+        query_dtype=dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS,
-        kernel_block_sizes=sizes,
+        kernel_block_sizes=kernel_block_sizes(block_size),
         cuda_graph="ALWAYS",
         workspace_bytes=workspace,
-        notes=said,
+        notes=notes,
     )
 
 
