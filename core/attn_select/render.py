@@ -386,7 +386,9 @@ def _rule_lines(selection: Outcome) -> list[Line]:
 
 
 def _effect(rule: Rule) -> str:
-    return "evidence off" if rule.effect == "evidence" else str(rule.effect)
+    if rule.effect != "evidence":
+        return str(rule.effect)
+    return "evidence off" if rule.evidence is False else "ties by time"
 
 
 def _origin(rule: Rule) -> str:

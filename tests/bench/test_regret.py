@@ -11,8 +11,9 @@ from held_out import SEED, geomean, regrets, rows, workloads
 from timed_layers import LAYERS
 
 MEASURED = Path(__file__).parent / "data" / "held_out_nvidia-h200.jsonl.xz"
-MOST_REGRET = {"rules": 1.062, "workload": 1.054}
-"""Geometric means that were reached. A change that makes one worse has to say why."""
+MOST_REGRET = {"rules": 1.070, "workload": 1.041}
+"""Geometric means that were reached. A change that makes one worse has to say why: ``rules`` was 1.061 with TRITON_MLA
+first for 16 heads, which lost where lengths differ, over the batches collected since."""
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,13 @@ def test_evidence_is_switched_off_where_the_rule_matches() -> None:
     assert not found.by_phase  # it ranks nothing
     assert found["prefill"].without_evidence is None
     assert rank("8q1s2k,q1k", ORDER, off)["decode"].without_evidence is None
+    assert not found["decode"].ties_by_time
+    fastest = {"name": "ties", "evidence": "fastest"}
+    found = rank("8q1s1k,q1k", ORDER, fastest, off)
+    assert not found["decode"].ties_by_time  # the last rule counts
+    assert found["prefill"].ties_by_time
+    assert found["prefill"].without_evidence is None
+    assert {rule.name for rule in found.rules} == {"order", "ties", "off"}
     without = ranker(ORDER, off).rank(PLAIN, PHASES)  # no workload: no time is known, and the rule is not named
     assert [rule.name for rule in without.rules] == ["order"]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from attn_select.config import AttentionConfig
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.features import FEATURES, coordinates, phase_work
+from attn_select.times.features import FEATURES, Schedule, coordinates, dealt_out, phase_work
 
 LAYER = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 SM_COUNT = 100
@@ -18,8 +20,8 @@ PAIR = 2 * 32 * 2 * 128
 """FLOPs of a query and a key that it sees."""
 
 
-def features(text: str, decode: bool, l2_bytes: float = 0.0) -> dict[str, float]:
-    found = phase_work(LAYER, decode, SM_COUNT).features(parse_batch_shape(text).groups, l2_bytes)
+def features(text: str, decode: bool, l2_bytes: float = 0.0, schedule: Schedule | None = None) -> dict[str, float]:
+    found = phase_work(LAYER, decode, SM_COUNT).features(parse_batch_shape(text).groups, l2_bytes, schedule)
     return dict(zip(FEATURES, found, strict=True))
 
 
@@ -33,6 +35,7 @@ def test_decodes_that_leave_multiprocessors_over_share_their_keys() -> None:
         "tokens": 4.0,
         "longest": 1024.0,
         "serial": 1024 / (SM_COUNT / 32),
+        "makespan": 0.0,
         "cold_bytes": 0.0,
     }
 
@@ -47,6 +50,7 @@ def test_unequal_decodes_are_summed_and_the_longest_counts() -> None:
         "tokens": 65.0,
         "longest": 8192.0,
         "serial": 8192.0,
+        "makespan": 0.0,
         "cold_bytes": 0.0,
     }
 
@@ -69,3 +73,50 @@ def test_bytes_are_cold_beyond_the_cache() -> None:
 def test_coordinates_are_logarithms_of_means() -> None:
     assert coordinates(parse_batch_shape("8q1s1k").groups, 0.5) == (3.0, 10.0, 5.0, 2.5)
     assert coordinates(parse_batch_shape("2q64s1k_2q192s3k").groups, 0.0) == (2.0, 11.0, 2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "slots", "most"),
+    [
+        ([(10, 3)], 4, 10),
+        ([(10, 4)], 4, 10),
+        ([(10, 5)], 4, 20),
+        ([(10, 803)], 4, 2010),
+        ([(1, 4), (9, 1)], 2, 9),  # the long one first
+        ([(3, 2), (2, 3)], 2, 7),  # 3 + 3 and 2 + 2 + 2 would be 6: longest first is no optimum
+    ],
+)
+def test_parts_are_dealt_out_longest_first(parts: list[tuple[int, int]], slots: int, most: int) -> None:
+    assert dealt_out(parts, slots) == most
+
+
+@settings(max_examples=50)
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40)), min_size=1, max_size=5), slots=st.integers(1, 12)
+)
+def test_parts_are_dealt_out_as_one_by_one(parts: list[tuple[int, int]], slots: int) -> None:
+    loads = [0] * slots
+    for size in sorted((size for size, count in parts for _ in range(count)), reverse=True):
+        loads[loads.index(min(loads))] += size
+    assert dealt_out(parts, slots) == max(loads)
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "keys"),
+    [
+        # 8 KV heads: 8 thread blocks a request and part, 100 multiprocessors.
+        ("4q1s1k", ("equal", 1), -(-1024 // 3)),  # 32 blocks: three parts each fit at once
+        ("12q1s1k", ("equal", 1), 1024),  # 96 blocks: whole requests
+        ("13q1s1k", ("equal", 1), 2048),  # 104: four of them run alone in a second round
+        ("q1s32k", ("fair", 1), 22 * 128),  # a share of 23 of the 256 blocks of 128 keys: 12 parts of 22 or fewer
+        ("q1s8k", ("filled", 1), 683 + 2 * 256),  # 12 parts, which fill one round
+        ("13q1s1k", ("filled", 1), 2 * (1024 + 256)),
+        ("64q1s128_q1s64k", ("equal", 1), 65536),
+    ],
+)
+def test_the_busiest_multiprocessor_reads_what_the_schedule_gives_it(text: str, schedule: Schedule, keys: int) -> None:
+    assert features(text, decode=True, schedule=schedule)["makespan"] == keys
+
+
+def test_a_schedule_of_more_blocks_per_multiprocessor_shares_its_time() -> None:
+    assert features("13q1s1k", decode=True, schedule=("equal", 4))["makespan"] == 4 * -(-1024 // 3)

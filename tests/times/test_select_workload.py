@@ -143,7 +143,7 @@ def test_measured_times_choose_and_are_shown(times: Path) -> None:
     selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
     assert selection.selected == {"prefill": "FLASH_ATTN", "decode": "FLASHINFER"}
     assert select(GQA, "h100", workload="64q1s1k", measurements=[times]) is selection
-    assert select(GQA, "h200", workload="64q1s1k", measurements=times).selected["decode"] == "FLASH_ATTN"
+    assert select(GQA, "h200", workload="64q1s1k", measurements=times).selected["decode"] == "TRITON_ATTN"
     text = selection.explain()
     assert "  Time             decode 113 us (100 % of the steps), one layer\n" in text
     assert "  Times for decode  100 % of the steps; ordered by time where times compare\n" in text

@@ -29,14 +29,14 @@ class Ranking:
         denied: backend name → the rule that denies it.
         rules: the rules that made the order, as they were applied.
         by_rule: False where no priority rule matched and the registered order was taken.
-        without_evidence: the rule that keeps times out of the choice, or None.
+        evidence: the last rule that says how times count, or None.
     """
 
     order: list[str]
     denied: dict[str, Rule]
     rules: list[Rule]
     by_rule: bool
-    without_evidence: Rule | None
+    evidence: Rule | None
     _default_order: list[str] | None
     """The order before the users' own rules; None where one of them gives the priority."""
     _later: list[Rule]
@@ -48,6 +48,16 @@ class Ranking:
     def __post_init__(self) -> None:
         ranked = [name for name in self.order if self._candidates is None or name in self._candidates]
         self.ranks = {name: rank for rank, name in enumerate(ranked, 1)}
+
+    @property
+    def without_evidence(self) -> Rule | None:
+        """The rule that keeps times out of the choice."""
+        return self.evidence if self.evidence is not None and self.evidence.evidence is False else None
+
+    @property
+    def ties_by_time(self) -> bool:
+        """Whether of times that tie within their margins the shortest decides, not the rules."""
+        return self.evidence is not None and self.evidence.evidence == "fastest"
 
     def with_behind(self, unverified: Collection[str]) -> Ranking:
         """Return the ranking with backends that nothing proves behind all others, except where users' rules place them.
@@ -99,7 +109,7 @@ class Rankings(dict[Phase, Ranking]):
         super().__init__(rankings)
         rules = dict.fromkeys([rule for ranking in rankings.values() for rule in ranking.rules])
         self.by_phase = any(len(ranking.rules) < len(rules) for ranking in rankings.values())
-        self.rules = (*rules, *dict.fromkeys([r.without_evidence for r in rankings.values() if r.without_evidence]))
+        self.rules = (*rules, *dict.fromkeys([r.evidence for r in rankings.values() if r.evidence]))
         self.denies = any(ranking.denied for ranking in rankings.values())
         self.ranks_of: dict[str, dict[Phase, int]] = {}
         for phase in reversed([*rankings]):
@@ -239,14 +249,14 @@ class Ranker:
         default_order = None if users else order
         later: list[Rule] = []
         denied: dict[str, Rule] = {}
-        without_evidence: Rule | None = None
+        evidence: Rule | None = None
         for rule in effects:
             if rule.phase is not None and rule.phase != phase:
                 continue
             if rule.effect == "deny":
                 denied.update(dict.fromkeys(rule.backends, rule))
             elif rule.effect == "evidence":
-                without_evidence = rule
+                evidence = rule
                 continue
             elif users and rule.layer < PACKAGED:
                 continue  # a plugin's fragment does not change the order that a user wrote
@@ -257,7 +267,7 @@ class Ranker:
                 elif not users:
                     default_order = order
             applied.append(rule)
-        return Ranking(order, denied, applied, by_rule, without_evidence, default_order, later, self._candidates)
+        return Ranking(order, denied, applied, by_rule, evidence, default_order, later, self._candidates)
 
 
 def _test(condition: Condition) -> _Test:

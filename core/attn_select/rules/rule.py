@@ -14,6 +14,8 @@ from attn_select.rules.predicates import ConditionError
 
 Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
+EvidenceEffect = Literal[False, "fastest"]
+EVIDENCE_EFFECTS: tuple[EvidenceEffect, ...] = (False, "fastest")
 _KEYS = ("name", "phase", "when", *EFFECTS, "because", "measured", "enabled")
 PACKAGED = 0
 """The layer of the packaged rules; plugins' fragments are below it, users' files above."""
@@ -39,8 +41,8 @@ class Rule:
 
     Attributes:
         name: unique within a file; a later layer's rule of the same name replaces this one.
-        effect: ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out of the choice;
-            None for a rule that only switches another off.
+        effect: ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which says how times count; None for a
+            rule that only switches another off.
         backends: the names that the effect lists, in order; ``evidence`` lists none.
         phase: the one phase it speaks of, or None for both.
         when: all must match.
@@ -52,6 +54,8 @@ class Rule:
         enabled: False removes the rule of this name from earlier layers.
         warnings: problems that do not stop the rule from working.
         plugin: the distribution of the plugin that ships the rule, or None.
+        evidence: False keeps times out of the choice, ``fastest`` breaks ties of predicted times by time; None for
+            another effect.
         measured: when the times behind the rule were measured, ISO 8601; None where it rests on none.
     """
 
@@ -68,6 +72,7 @@ class Rule:
     warnings: tuple[str, ...] = ()
     plugin: str | None = None
     measured: str | None = None
+    evidence: EvidenceEffect | None = None
 
     @property
     def origin(self) -> str:
@@ -155,6 +160,7 @@ def _parse(
         enabled=bool(enabled),
         warnings=tuple(warnings),
         measured=measured,
+        evidence=table["evidence"] if effects == ["evidence"] else None,
     )
 
 
@@ -170,8 +176,9 @@ def _is_date(value: object) -> bool:
 def _backends(effect: str, value: object) -> tuple[str, ...]:
     """Return the names that an effect lists. Raises ValueError where it lists none or something else."""
     if effect == "evidence":
-        if value is not False:
-            raise ValueError(f"evidence = {show(value)}: expected false, which keeps times out of the choice")
+        if value is not False and value != "fastest":
+            accepted = 'false, which keeps times out of the choice, or "fastest", which breaks ties by time'
+            raise ValueError(f"evidence = {show(value)}: expected {accepted}")
         return ()
     if not isinstance(value, list) or not value or not all(map(_is_name, value)):
         raise ValueError(f'{effect} = {show(value)}: expected a list of backend names such as ["FLASH_ATTN"]')

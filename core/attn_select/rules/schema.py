@@ -9,7 +9,7 @@ from attn_select.registry import Registry
 from attn_select.rules import conditions
 from attn_select.rules.document import VERSION
 from attn_select.rules.lint import known_names
-from attn_select.rules.rule import EFFECTS, Effect
+from attn_select.rules.rule import EFFECTS, EVIDENCE_EFFECTS, Effect
 
 _LISTS: dict[Effect, str] = {
     "priority": "the order; the first matching priority rule wins, last file first",
@@ -28,7 +28,10 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         "phase": {"enum": list(PHASES), "description": "leave out for both phases"},
         "when": _when(),
         **{effect: {**names, "description": text} for effect, text in _LISTS.items()},
-        "evidence": {"const": False, "description": "false keeps measured times out of the choice"},
+        "evidence": {
+            "enum": list(EVIDENCE_EFFECTS),
+            "description": "false keeps measured times out of the choice; fastest breaks ties within margins by time",
+        },
         "because": _text("shown by `attn-select explain`"),
         "measured": _text("the date of the times behind the rule, ISO 8601; `rules check` compares newer ones"),
         "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -141,7 +142,7 @@ def choose_by_times(
         times[phase] = known = PhaseTimes(found)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         if phase not in explicit:
-            rankings = rankings.arranged(phase, known.arranged)
+            rankings = rankings.arranged(phase, partial(known.arranged, margins=not ranking.ties_by_time))
         order = [name for name in rankings[phase].ranks if name in plans[phase]]
         winner = chosen[phase]
         why = _why_rules(phase, share, rankings[phase], phase in explicit, winner, known)
@@ -152,7 +153,8 @@ def choose_by_times(
                 why = f"no neighbour of {winner} in the order has a time that compares with its own"
         phases[phase] = PhaseEvidence(share, not why, why)
     pair = {phase: name for phase, name in chosen.items() if name is not None}
-    final: dict[Phase, str | None] = {**chosen, **fastest(pair, rivals, fits)}
+    by_time = {phase for phase, ranking in rankings.items() if ranking.ties_by_time}
+    final: dict[Phase, str | None] = {**chosen, **fastest(pair, rivals, fits, by_time)}
     shown = {phase: known.shown(final[phase]) for phase, known in times.items()}
     every = [t for each in times.values() for timings in each.timings.values() for t in timings]
     files = tuple(dict.fromkeys(file for t in every for file in t.files))
@@ -215,15 +217,16 @@ class PhaseTimes:
         """Whether any candidate has a time; what a roofline says is none."""
         return bool(self._series)
 
-    def arranged(self, order: Sequence[str]) -> list[str]:
+    def arranged(self, order: Sequence[str], margins: bool = True) -> list[str]:
         """Return the candidates by time, where they compare; what the most trusted times say is done last.
 
-        Candidates that cannot run keep their positions and stand in nobody's way.
+        Candidates that cannot run keep their positions and stand in nobody's way. ``margins`` says whether times within
+        their margins are a tie.
         """
         rules = {name: position for position, name in enumerate(order)}
         able = [name for name in order if name in self.timings]
         for series in reversed(self._series):
-            able = by_time(able, self._of_series[series], rules)
+            able = by_time(able, self._of_series[series], rules, margins)
         moved = iter(able)
         return [next(moved) if name in self.timings else name for name in order]
 
@@ -274,7 +277,12 @@ class PhaseTimes:
         return next(iter((*shared, *own)), None)
 
 
-def fastest(chosen: Pair, rivals: Mapping[Phase, Mapping[str, Timing]], fits: Callable[[Pair], bool]) -> Pair:
+def fastest(
+    chosen: Pair,
+    rivals: Mapping[Phase, Mapping[str, Timing]],
+    fits: Callable[[Pair], bool],
+    ties_by_time: Collection[Phase] = (),
+) -> Pair:
     """Return the fastest backends for all phases together.
 
     A tie with the fastest goes to what the rules chose, then to one backend for both phases, then to the candidates
@@ -285,6 +293,7 @@ def fastest(chosen: Pair, rivals: Mapping[Phase, Mapping[str, Timing]], fits: Ca
         rivals: per phase in which times decide, the candidates and their times, best first. The other phases keep what
             the rules chose.
         fits: whether backends share a KV layout and block size.
+        ties_by_time: phases in which times within their margins are no tie.
     """
     pools = {phase: list(rivals.get(phase) or [name]) for phase, name in chosen.items()}
     pairs = [
@@ -302,8 +311,10 @@ def fastest(chosen: Pair, rivals: Mapping[Phase, Mapping[str, Timing]], fits: Ca
     best = min(pairs, key=total)
 
     def ties(pair: Pair) -> bool:
-        parts = [(rivals[p][pair[p]], rivals[p][best[p]]) for p in timed if pair[p] != best[p]]
-        return not parts or is_tie(parts, (total(pair), total(best)))
+        parts = {p: (rivals[p][pair[p]], rivals[p][best[p]]) for p in timed if pair[p] != best[p]}
+        return not parts or is_tie(
+            [part for p, part in parts.items() if p not in ties_by_time], (total(pair), total(best))
+        )
 
     near = [pair for pair in pairs if ties(pair)]
     one = [pair for pair in near if len(timed) > 1 and len(set(pair.values())) == 1]

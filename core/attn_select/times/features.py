@@ -6,21 +6,40 @@ ones. Where a batch holds prefills and decodes, each phase's requests have featu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
+from typing import Literal
 
 from attn_select.config import AttentionConfig
 from attn_select.times.batch_shape import RequestGroup
 from attn_select.times.roofline import keys_read, visible_keys, work_rates
 
-FEATURES = ("start", "bytes", "flops", "tiles", "waves", "tokens", "longest", "serial", "cold_bytes")
+FEATURES = ("start", "bytes", "flops", "tiles", "waves", "tokens", "longest", "serial", "makespan", "cold_bytes")
 """Names of the features, in order.
 
 1; bytes of the step; its FLOPs; tiles of work, each a thread block's; rounds in which the multiprocessors take them;
 new tokens; keys of the longest request; those of them that one thread block reads where blocks are left over to share
-them; bytes where they exceed what the L2 keeps from one run to the next.
+them; keys that the busiest multiprocessor reads by a schedule; bytes where they exceed what the L2 keeps from one run
+to the next.
 """
+Split = Literal["fair", "equal", "filled"]
+"""How a kernel cuts the keys of decodes into parts, each a thread block's.
+
+``fair``: every request into equal parts that are no longer than a multiprocessor's share of all keys and a tenth more
+(FlashAttention 3, hopper/flash_prepare_scheduler.cu, ``blocks_per_sm``). ``equal``: every request into the same number
+of parts, as many as fit at once (XQA, csrc/xqa/mha.cu, ``nbSubSeqPerSeq``). ``filled``: the same, but as many as fit in
+one round or in two, whichever ends first.
+"""
+Schedule = tuple[Split, int]
+"""How keys are cut, and how many thread blocks a multiprocessor holds."""
+SCHEDULES: tuple[Schedule, ...] = (("fair", 1), ("fair", 2), ("equal", 1), ("equal", 4), ("filled", 1))
+_BLOCK = 128
+"""Keys that a thread block reads at a time."""
+_PART_KEYS = 256
+"""Keys whose time a part costs beside its own, where the schedule weighs that."""
 
 _TILE_ROWS = {True: 64, False: 128}
 """Rows that a thread block takes: of decodes, queries times heads of one KV head; of prefills, queries of one head."""
@@ -55,10 +74,15 @@ class PhaseWork:
     tile_rows: int
     tile_heads: int
 
-    def features(self, groups: Sequence[RequestGroup], l2_bytes: float) -> tuple[float, ...]:
+    def features(
+        self, groups: Sequence[RequestGroup], l2_bytes: float, schedule: Schedule | None = None
+    ) -> tuple[float, ...]:
         """Return the ``FEATURES`` of requests of this phase.
 
-        ``l2_bytes`` is what stays in the L2 when a step is repeated; 0 where caches are cold.
+        Args:
+            groups: the requests.
+            l2_bytes: what stays in the L2 when a step is repeated; 0 where caches are cold.
+            schedule: how decodes' keys are cut; None where no schedule explains a kernel's times.
         """
         config = self.config
         moved = flops = 0.0
@@ -78,7 +102,66 @@ class PhaseWork:
         cold = moved / (1 + (l2_bytes / moved) ** _STEEP) if l2_bytes else 0.0
         serial = longest / max(1.0, self.sm_count / tiles)
         waves = -(-tiles // self.sm_count)
-        return 1.0, moved, flops, float(tiles), float(waves), float(tokens), float(longest), serial, cold
+        busiest = self._makespan(groups, tiles, schedule) if schedule is not None else 0.0
+        return 1.0, moved, flops, float(tiles), float(waves), float(tokens), float(longest), serial, busiest, cold
+
+    def _makespan(self, groups: Sequence[RequestGroup], tiles: int, schedule: Schedule) -> float:
+        """Return the keys that the busiest multiprocessor reads, parts being dealt out longest first."""
+        split, resident = schedule
+        slots = self.sm_count * resident
+        requests = [
+            (
+                group.count * self.tile_heads * -(-group.query_len * self.tile_rows // _TILE_ROWS[True]),
+                keys_read(self.config, group.query_len, group.seq_len),
+            )
+            for group in groups
+        ]
+        parts: list[tuple[int, int]] = []
+        if split == "fair":
+            share = max(1, -(-11 * sum([count * -(-keys // _BLOCK) for count, keys in requests]) // (10 * slots)))
+            for count, keys in requests:
+                blocks = -(-keys // _BLOCK)
+                parts += _parts(count, blocks * _BLOCK, -(-blocks // -(-blocks // share)) * _BLOCK, 0)
+            return dealt_out(parts, slots) * resident
+        if split == "equal":
+            for count, keys in requests:
+                parts += _parts(count, keys, max(64, -(-keys // max(1, slots // tiles))), 0)
+            return dealt_out(parts, slots) * resident
+        least = math.inf
+        for each in sorted({1, max(1, slots // tiles), max(1, (2 * slots - 1) // tiles)}):
+            parts = []
+            for count, keys in requests:
+                parts += _parts(count, keys, max(64, -(-keys // each)), _PART_KEYS)
+            least = min(least, dealt_out(parts, slots) + (_PART_KEYS if each > 1 else 0))
+        return least * resident
+
+
+def _parts(count: int, keys: int, size: int, more: int) -> list[tuple[int, int]]:
+    """Return the parts of equal requests, each part's keys (``more`` beside its own) with how many there are."""
+    whole, rest = divmod(keys, size)
+    return [(size + more, count * whole)] * (whole > 0) + [(rest + more, count)] * (rest > 0)
+
+
+def dealt_out(parts: Iterable[tuple[int, int]], slots: int) -> float:
+    """Return the greatest sum where each part goes to the slot with the least, the longest parts first.
+
+    Args:
+        parts: sizes, each with how many there are of it.
+        slots: how many sums there are.
+    """
+    loads = [(0, slots)]  # sums with how many slots have each, the least first
+    for size, left in sorted(parts, reverse=True):
+        while left:
+            least, free = loads[0]
+            if left >= slots and loads[-1][0] - least <= size:  # every slot takes its turn
+                rounds, left = divmod(left, slots)
+                loads = [(load + rounds * size, number) for load, number in loads]
+                continue
+            taken = min(left, free)
+            left -= taken
+            loads[:1] = [(least, free - taken)] if free > taken else []
+            insort(loads, (least + size, taken))
+    return float(loads[-1][0])
 
 
 def phase_work(config: AttentionConfig, decode: bool, sm_count: int) -> PhaseWork:

@@ -20,14 +20,26 @@ from typing import Any
 from attn_select.config import AttentionConfig
 from attn_select.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
-from attn_select.times.features import FEATURES, Coordinates, PhaseWork, coordinates, phase_work
+from attn_select.times.features import (
+    FEATURES,
+    SCHEDULES,
+    Coordinates,
+    PhaseWork,
+    Schedule,
+    coordinates,
+    phase_work,
+)
 from attn_select.times.layer import TimedLayer, layer_from_dict
 from attn_select.times.least_squares import cholesky, inverse_diagonal, non_negative_least_squares, solve
 
 LEAST_POINTS = 6
 """Batches of a phase that a curve needs."""
 _POWERS = (1.0, 1.5, 2.0, 3.0, 5.0)
+_SCHEDULED_POWERS = (1.5, 3.0)
+"""Tried with each schedule, beside the power that is best without one."""
 _L2_BYTES = tuple([16e6 * 2 ** (step / 2) for step in range(9)])
+_SCHEDULE_WORTH = 0.97
+"""A schedule has to bring the mean error to this share."""
 Fitted = tuple[float, float, tuple[float, ...], float]
 """Mean error in logarithms, power, rates, bytes that stay in the L2."""
 _NOISE = 0.1
@@ -60,6 +72,7 @@ class Curve:
         power: ``p`` of the sum: 1 adds the terms, a large one takes the longest.
         rates: us per unit of each of ``FEATURES``.
         l2_bytes: bytes that stay in the L2 between runs; 0: none.
+        schedule: how decodes' keys are cut, as far as that explains the times.
         points: where the measured batches lie.
         level: of the interpolated deviation, to which each point's weight times its distance is added.
         weights: one for each point.
@@ -70,6 +83,7 @@ class Curve:
     power: float
     rates: tuple[float, ...]
     l2_bytes: float
+    schedule: Schedule | None
     points: tuple[Coordinates, ...]
     level: float
     weights: tuple[float, ...]
@@ -77,7 +91,7 @@ class Curve:
 
     def predict(self, groups: Sequence[RequestGroup]) -> Prediction:
         """Return the time of ``groups``, all of this curve's phase."""
-        found = self.work.features(groups, self.l2_bytes)
+        found = self.work.features(groups, self.l2_bytes, self.schedule)
         place = coordinates(groups, found[-1] / found[1])
         distances = list(map(math.dist, repeat(place), self.points))
         deviation = self.level + sum(map(mul, self.weights, distances))
@@ -219,8 +233,8 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
     if len(known) < LEAST_POINTS:
         return None
     times = [time_us for _, time_us in known]
-    _, power, rates, l2_bytes = _fit_rates(work, known, times)
-    found = [work.features(groups, l2_bytes) for groups, _ in known]
+    (_, power, rates, l2_bytes), schedule = _fit_rates(work, known, times)
+    found = [work.features(groups, l2_bytes, schedule) for groups, _ in known]
     places = [coordinates(groups, each[-1] / each[1]) for (groups, _), each in zip(known, found, strict=True)]
     left = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
     apart = [list(map(math.dist, repeat(place), places)) for place in places]
@@ -234,22 +248,31 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
     nearest = [min(distance for j, distance in enumerate(row) if j != i) for i, row in enumerate(apart)]
     scaled = [abs(error) / math.sqrt(_NEAR + distance) for error, distance in zip(errors, nearest, strict=True)]
     level, spread = most * sum(weights), _at_95_percent(scaled)
-    return Curve(work, power, rates, l2_bytes, tuple(places), level, tuple([-each for each in weights]), spread)
+    return Curve(
+        work, power, rates, l2_bytes, schedule, tuple(places), level, tuple([-each for each in weights]), spread
+    )
 
 
 def _fit_rates(
     work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]], times: Sequence[float]
-) -> Fitted:
-    """Return the rates with the least error: first the power for cold caches, then the size of the L2."""
-    cold = [work.features(groups, 0.0) for groups, _ in known]
-    best = min(_fit_power(cold, times, power, 0.0) for power in _POWERS)
+) -> tuple[Fitted, Schedule | None]:
+    """Return the rates with the least error: first the power for cold caches, then the schedule of decodes, then the
+    size of the L2."""
+
+    def made(l2_bytes: float, schedule: Schedule | None) -> list[tuple[float, ...]]:
+        return [work.features(groups, l2_bytes, schedule) for groups, _ in known]
+
+    cold = made(0.0, None)
+    best, chosen = min(_fit_power(cold, times, power, 0.0) for power in _POWERS), None
     if len(known) <= len(FEATURES):
-        return best
-    warm = (
-        _fit_power([work.features(groups, l2_bytes) for groups, _ in known], times, best[1], l2_bytes)
-        for l2_bytes in _L2_BYTES
-    )
-    return min(best, *warm)
+        return best, chosen
+    for schedule in SCHEDULES if work.decode else ():
+        cut = made(0.0, schedule)
+        found = min(_fit_power(cut, times, power, 0.0) for power in {best[1], *_SCHEDULED_POWERS})
+        if found[0] < best[0] * _SCHEDULE_WORTH:
+            best, chosen = found, schedule
+    warm = (_fit_power(made(l2_bytes, chosen), times, best[1], l2_bytes) for l2_bytes in _L2_BYTES)
+    return min(best, *warm), chosen
 
 
 def _fit_power(found: Sequence[tuple[float, ...]], times: Sequence[float], power: float, l2_bytes: float) -> Fitted:
@@ -295,6 +318,7 @@ def _curve_to_dict(curve: Curve | None) -> dict[str, Any] | None:
         "power": curve.power,
         "rates": dict(zip(FEATURES, curve.rates, strict=True)),
         "l2_bytes": curve.l2_bytes,
+        "schedule": curve.schedule,
         "points": [list(point) for point in curve.points],
         "level": curve.level,
         "weights": list(curve.weights),
@@ -310,6 +334,7 @@ def _curve_from_dict(data: Mapping[str, Any] | None, work: PhaseWork) -> Curve |
         data["power"],
         tuple(data["rates"][name] for name in FEATURES),
         data["l2_bytes"],
+        None if data["schedule"] is None else (data["schedule"][0], data["schedule"][1]),
         tuple((a, b, c, d) for a, b, c, d in data["points"]),
         data["level"],
         tuple(data["weights"]),

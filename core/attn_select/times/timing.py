@@ -96,14 +96,17 @@ def is_tie(parts: Sequence[tuple[Timing, Timing]], totals: tuple[float, float]) 
     """Whether two sums of times differ by no more than their combined 95 % margin, or by no more than ``TIE``.
 
     Args:
-        parts: the timings in which the sums differ, side by side. What both have in common cancels out.
+        parts: the timings whose margins count and in which the sums differ, side by side. What both have in common
+            cancels out.
         totals: the sums, us.
     """
     half_widths = [timing.time_us * timing.share * timing.margin for pair in parts for timing in pair]
     return abs(totals[0] - totals[1]) <= max(math.hypot(*half_widths), TIE * min(totals))
 
 
-def by_time(order: Sequence[str], times: Mapping[str, Timing], rules: Mapping[str, int]) -> list[str]:
+def by_time(
+    order: Sequence[str], times: Mapping[str, Timing], rules: Mapping[str, int], margins: bool = True
+) -> list[str]:
     """Order candidates by their times of one series, where they compare.
 
     A candidate moves only past neighbours that have a time too; one without stays where it is, and nothing passes it.
@@ -113,6 +116,7 @@ def by_time(order: Sequence[str], times: Mapping[str, Timing], rules: Mapping[st
         order: the candidates that can run, best first.
         times: by candidate.
         rules: position of every candidate in the order by rules alone.
+        margins: whether times within their margins are a tie.
     """
     found: list[str] = []
     run: list[str] = []
@@ -120,21 +124,25 @@ def by_time(order: Sequence[str], times: Mapping[str, Timing], rules: Mapping[st
         if name in times:
             run.append(name)
         else:
-            found += [*_fastest_first(run, times, rules), name]
+            found += [*_fastest_first(run, times, rules, margins), name]
             run = []
-    return found + _fastest_first(run, times, rules)
+    return found + _fastest_first(run, times, rules, margins)
 
 
-def _fastest_first(run: Sequence[str], times: Mapping[str, Timing], rules: Mapping[str, int]) -> list[str]:
+def _fastest_first(
+    run: Sequence[str], times: Mapping[str, Timing], rules: Mapping[str, int], margins: bool
+) -> list[str]:
     left, found = sorted(run, key=rules.__getitem__), []
     while left:
         fastest = times[min(left, key=lambda name: times[name].time_us)]
-        best = next(name for name in left if tied(times[name], fastest))
+        best = next(name for name in left if tied(times[name], fastest, margins))
         left.remove(best)
         found.append(best)
     return found
 
 
-def tied(one: Timing, other: Timing) -> bool:
-    """Whether two timings of one series and phase are a tie."""
-    return one is other or is_tie([(one, other)], (one.time_us * one.share, other.time_us * other.share))
+def tied(one: Timing, other: Timing, margins: bool = True) -> bool:
+    """Whether two timings of one series and phase are a tie; ``margins`` says whether their margins count."""
+    return one is other or is_tie(
+        [(one, other)] if margins else [], (one.time_us * one.share, other.time_us * other.share)
+    )
