@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections import Counter
@@ -36,6 +37,16 @@ if find_spec("hypothesis") is not None:
     )
     settings.register_profile("quick", settings.get_profile("full"), max_examples=50)
     settings.load_profile("full")
+
+
+# Torch, transformers and the collected tests are a million objects that live until the end. The collector looks at none
+# of them: it waits until they are there, and then counts them as permanent.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m reads the markers

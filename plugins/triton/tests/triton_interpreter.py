@@ -1,7 +1,9 @@
-"""Triton's interpreter, which runs kernels without a GPU, made to work with the NumPy of the tests. Import it once."""
+"""Triton's interpreter, which runs kernels without a GPU, made faster and to work with the tests' NumPy. Import it once."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -20,5 +22,33 @@ def _teach_the_interpreter_numpy() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def _remember_builtins() -> None:
+    """Look for the builtins of ``triton.language`` once, not again whenever a kernel calls a jitted function."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def names(package: Any) -> list[str]:
+        return [name for name in dir(package) if tl.core.is_builtin(getattr(package, name))]
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
+
+
+def _leave_out_unused_checks() -> None:
+    """Compute no conditions of overflow: without ``debug``, which the interpreter never sets, nothing looks at them."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     _teach_the_interpreter_numpy()
+    _remember_builtins()
+    _leave_out_unused_checks()
