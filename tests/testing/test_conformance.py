@@ -45,6 +45,8 @@ pytestmark = pytest.mark.long
 EXAMPLE = Path(__file__).parents[1] / "packaging" / "example_plugin"
 HEADS = ((1, 1), (4, 2), (8, 1))
 YES: Fact[bool] = Fact(True, "this test")
+ACCEPTED, REJECTED = 23, 17
+"""Of the 40 configurations that seed 0 draws for the example. A new feature draws others."""
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,8 @@ def test_a_right_backend_passes(right: Variant) -> None:
     suite = right.suite()
     assert failures(suite) == []
     first = suite.summary()[0]
-    assert first.startswith("TestVariant (ACME_ATTN): 40 configurations of seed 0: 24 accepted, 16 rejected, 24 run (")
+    judged = f"{ACCEPTED} accepted, {REJECTED} rejected, {ACCEPTED} run ("
+    assert first.startswith(f"TestVariant (ACME_ATTN): 40 configurations of seed 0: {judged}")
     assert first.endswith("0 not run")
 
 
@@ -147,7 +150,8 @@ def test_a_backend_of_one_phase_gets_only_such_requests(right: Variant, phase: P
 
     class Seen(right.spec.load().impl_cls):  # type: ignore[misc]
         def forward(self, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
-            lengths.update(b - a for a, b in pairwise(batch.query_start_loc))
+            if self.context.config.attention_chunk_size is None:  # a request may have one token in a chunk
+                lengths.update(b - a for a, b in pairwise(batch.query_start_loc))
             return super().forward(layer, query, key, value, cache, batch, *rest)
 
     variant = right.running(Seen)
@@ -364,7 +368,8 @@ def test_the_gate_is_compared_with_the_kernel(right: Variant) -> None:
     found = failures(Asked)
     assert any("the gate accepts what the kernel refuses" in text and "sinks=True" in text for text in found)
     assert any("the gate refuses what the kernel accepts" in text and "outside in" in text for text in found)
-    assert not [text for text in found if "sinks=True" not in text and "outside" not in text]
+    by_plan = "attention-chunk-size"  # blocks that no chunk is a multiple of
+    assert not [text for text in found if not any(each in text for each in ("sinks=True", "outside", by_plan))]
 
 
 def test_what_this_machine_lacks_is_skipped_in_the_gates_words(right: Variant) -> None:
@@ -372,8 +377,9 @@ def test_what_this_machine_lacks_is_skipped_in_the_gates_words(right: Variant) -
     suite = right.declaring(compute_capabilities=hopper).suite(device="cpu")
     assert failures(suite) == []
     line, *reasons = suite.summary()
-    assert "24 accepted, 16 rejected, 0 run (0 batches, 0 graph replays), 0 failed, 24 not run" in line
-    assert reasons == ["  24 not run: device cpu (supported: 9.0)"]
+    counts = f"{ACCEPTED} accepted, {REJECTED} rejected, 0 run (0 batches, 0 graph replays), 0 failed"
+    assert f"{counts}, {ACCEPTED} not run" in line
+    assert reasons == [f"  {ACCEPTED} not run: device cpu (supported: 9.0)"]
     assert ids_of(suite) == ["none of 40 configurations can be run: device cpu (supported: 9.0)"]
     # The gate is held to its word all the same, and an emulated kernel runs.
     assert failures(right.declaring(compute_capabilities=hopper).suite(device="cpu", gate_device="h100")) == []
@@ -385,7 +391,7 @@ def test_a_plugin_without_runtime_is_skipped(right: Variant) -> None:
 
     suite = replace(right, spec=replace(right.spec, load=load)).suite()
     assert failures(suite) == []
-    assert suite.summary()[1:] == ["  24 not run: ACME_ATTN: facts alone"]
+    assert suite.summary()[1:] == [f"  {ACCEPTED} not run: ACME_ATTN: facts alone"]
 
 
 def test_what_no_machine_can_run_is_no_test_and_is_marked(right: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,17 +461,17 @@ def test_a_backend_may_clear_the_tail_of_a_requests_own_last_block(right: Varian
 def test_no_request_is_exposed_to_nan_behind_another_ones_end(right: Variant) -> None:
     exposed = right.running(reads_whole_blocks(right.spec.load().impl_cls))
     found = failures(exposed.suite())
-    assert len(found) == 24
+    assert len(found) == ACCEPTED
     assert all("holds NaN or infinity" in text for text in found)
     # Declared, it is shown and the tails hold large numbers; declared by the plan alone it would not be shown.
     declared = exposed.declaring(nan_tail_safe=Fact(False, "this test")).planning(nan_tail_safe=False)
     assert failures(declared.suite()) == []
     hidden = failures(exposed.planning(nan_tail_safe=False).suite())
-    assert len(hidden) == 24
+    assert len(hidden) == ACCEPTED
     assert all("is not nan_tail_safe, but the capabilities say that it is" in text for text in hidden)
     # A path that is safe may say so where another one is not.
     some = exposed.declaring(nan_tail_safe=Fact(False, "this test"))
-    assert len(failures(some.suite())) == 24
+    assert len(failures(some.suite())) == ACCEPTED
 
 
 def test_compilations_are_capped(right: Variant) -> None:
@@ -488,7 +494,7 @@ def test_compilations_are_capped(right: Variant) -> None:
     # Most of what is beyond is brought to a known key.
     run_at_all, left_out = int(line.split(" run (")[0].rsplit(" ", 1)[1]), int(line.split()[-3])
     assert run_at_all >= 16
-    assert run_at_all + left_out == 24
+    assert run_at_all + left_out == ACCEPTED
 
 
 def test_configurations_come_from_the_seed_and_can_be_pasted(right: Variant) -> None:
