@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "attn_select"
 CLI = ROOT / "cli" / "attn_select_cli"
@@ -103,9 +101,9 @@ def top_names(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("name", [module_name(CORE, file) for file in core_files(tensors=False)])
-def test_core_module_is_light(name: str) -> None:
-    found = loaded(f"import {name}")
+def test_core_is_light() -> None:
+    """All modules in one interpreter; ``test_core_knows_no_kernel_library`` names the one that is not."""
+    found = loaded("\n".join(f"import {module_name(CORE, file)}" for file in core_files(tensors=False)))
     assert "attn_select" in found
     assert found <= LIGHT
 
@@ -117,28 +115,23 @@ def test_plugin_registers_without_its_library(plugin: str) -> None:
     assert found <= LIGHT | {plugin}
 
 
-@pytest.mark.parametrize("file", sorted(CLI.rglob("*.py")), ids=lambda file: str(file.relative_to(CLI.parent)))
-def test_cli_module_is_light(file: Path) -> None:
-    name = module_name(CLI, file)
-    if name.endswith("__main__"):
-        pytest.skip("runs the program when imported")
-    if name.endswith((".serving", ".benching", ".tuner")):
-        pytest.skip("the part of `run`, `bench` or `tune` that needs torch; they import it in their bodies")
-    if name.endswith((".charts", ".report_page.measured", ".report_page.page")):
-        pytest.skip("the part of `report` and `bench --plot` that needs their libraries; imported in their bodies")
-    writer = {"tomlkit"} if name.endswith(".rules_file") else set()  # imported in the body of what changes a rules file
-    assert loaded(f"import {name}") <= LIGHT | {"attn_select_cli", "click"} | writer
+def test_the_command_line_is_light() -> None:
+    names = {module_name(CLI, file) for file in CLI.rglob("*.py")}
+    tensors = {"serving", "benching", "tuner"}  # what `run`, `bench` and `tune` import in their bodies
+    drawing = {"charts", "report_page.measured", "report_page.page"}  # what `report` and `bench --plot` do
+    apart = {f"{CLI.name}.{name}" for name in (*tensors, *drawing, "rules_file")}
+    assert names > apart
+    light = "\n".join(f"import {name}" for name in sorted(names - apart))
+    assert loaded(light) <= LIGHT | {CLI.name, "click"}
+    assert loaded(f"import {CLI.name}.rules_file") <= LIGHT | {CLI.name, "click", "tomlkit"}
 
 
-@pytest.mark.parametrize("gpu", ["h100", "b200", "auto"])
-def test_explain_is_light(gpu: str) -> None:
-    """A whole decision, through a pipe: every plugin's facts, and nobody's library."""
-    found = loaded(
-        "from attn_select_cli.main import run\n"
-        f"assert run(['explain', '--model', 'deepseek-v3', '--gpu', '{gpu}']) == 0"
-    )
+def test_explain_is_light() -> None:
+    """Whole decisions, through a pipe: every plugin's facts, and nobody's library."""
+    calls = [f"run(['explain', '--model', 'deepseek-v3', '--gpu', '{gpu}']) == 0" for gpu in ("h100", "b200", "auto")]
+    found = loaded(f"from attn_select_cli.main import run\nassert {' and '.join(calls)}")
     assert set(PLUGINS) <= found
-    assert found <= LIGHT | {"attn_select_cli", "click", *PLUGINS}
+    assert found <= LIGHT | {CLI.name, "click", *PLUGINS}
 
 
 def test_core_imports_nobody_above_it() -> None:

@@ -56,6 +56,15 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.fixture
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `bench` and `tune` do around each measurement takes no time: the machine's rates, and freeing memory."""
+    from attn_select_cli import benching
+
+    monkeypatch.setattr(benching.Bench, "_measure_rates", lambda self: benching.Rates(1e10, 1e11))
+    monkeypatch.setattr(benching.Bench, "_free_memory", lambda self: None)
+
+
+@pytest.fixture
 def run_on_terminal(tmp_path: Path) -> Run:
     """Return ``run_on_terminal(60, "explain", "--gpu", "h100")``; the output has its control sequences removed.
 

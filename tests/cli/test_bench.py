@@ -24,7 +24,10 @@ from attn_select.times.store import MeasurementFile, read_measurements
 from attn_select_cli import benching
 from attn_select_torch.runtime import sdpa
 
-pytestmark = pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects")
+pytestmark = [
+    pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
+    pytest.mark.usefixtures("known_machine"),
+]
 
 LAYER = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32")
 MLA = ("--mla", "--num-heads", "2", "--kv-lora-rank", "32", "--qk-rope-head-dim", "16", "--qk-nope-head-dim", "16")

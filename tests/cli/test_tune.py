@@ -16,7 +16,10 @@ from attn_select.times import store, tuning
 from attn_select.times.batch_shape import BatchShape
 from attn_select_cli import benching
 
-pytestmark = pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects")
+pytestmark = [
+    pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
+    pytest.mark.usefixtures("known_machine"),
+]
 
 LAYER = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32")
 QUICK = ("--batch", "1-4", "--seq-len", "16-64", "--query-len", "8-16", "--rounds", "1", "--seconds", "300")

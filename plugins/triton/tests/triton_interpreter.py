@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels without a GPU, made faster and to work with the tests' NumPy. Import it once."""
+"""Triton's interpreter, which runs kernels without a GPU: made faster, and to work with the tests' NumPy. Import it."""
 
 from __future__ import annotations
 
