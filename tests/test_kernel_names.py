@@ -36,6 +36,7 @@ LAYERS: tuple[dict[str, Any], ...] = (
 DEVICES = ("cpu", "a100", "l40s", "h100", "b200", "rtx-pro-6000")
 
 NAMES = {
+    "CUDNN_ATTN": {"cudnn"},
     "CUTLASS_MLA": {"cutlass-mla"},
     "FLASHINFER": {"native-fa2", "native-fa3", "trtllm-gen", "xqa"},
     "FLASHINFER_MLA": {"fa2", "fa3", "trtllm-gen", "xqa"},

@@ -1,0 +1,1 @@
+"""cuDNN's attention as a backend of attn-select."""

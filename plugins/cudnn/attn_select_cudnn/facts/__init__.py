@@ -1,0 +1,1 @@
+"""What is true of the kernels without running them. No torch."""

@@ -1,0 +1,13 @@
+"""The entry point: registers the backend, imports no kernel library."""
+
+from __future__ import annotations
+
+from attn_select.hookspecs import hookimpl
+from attn_select.spec import BackendSpec
+from attn_select_cudnn.facts.cudnn_attn import CUDNN_ATTN
+
+
+@hookimpl
+def attn_select_register_backends() -> list[BackendSpec]:
+    """Return the spec of ``CUDNN_ATTN``."""
+    return [CUDNN_ATTN]
