@@ -91,7 +91,7 @@ def test_diff_against_a_golden_file(run: Any, tmp_path: Path) -> None:
 def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None:
     listed = run("backends", "--json").json
     names = [b["name"] for b in listed["backends"]]
-    assert len(names) == 15
+    assert len(names) == 16
     overview = run("backends").out
     assert all(name in overview for name in names)
     for name in names:
@@ -170,7 +170,7 @@ def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["attn_select"] == __version__
     assert found["variables_without_effect"]["VLLM_ATTENTION_BACKEND"]["value"] == "FLASHINFER"
     assert found["variables"]["FORCE_NUM_KV_SPLITS"] == {"value": "2", "effect": "read by CUTLASS_MLA"}
-    assert len(found["plugins"]) == 6
+    assert len(found["plugins"]) == 7
     assert "flashinfer-python" in found["libraries"]
     text = run("doctor", "--no-import").out
     assert "VLLM_ATTENTION_BACKEND" in text

@@ -154,20 +154,20 @@ def test_several_models_and_gpus(run: Any) -> None:
 
 def test_what_never_serves_such_a_layer_is_one_line(run: Any) -> None:
     out = run("explain", "--model", "deepseek-v3", "--gpu", "h100").out
-    names = "FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
-    assert out.count(f"     -  6 others serve no MLA layers: {names}\n") == 2
+    names = "CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
+    assert out.count(f"     -  7 others serve no MLA layers: {names}\n") == 2
     assert "serves no MLA layers" not in out
     cpu = run("explain", "--model", "llama-3-8b", "--gpu", "cpu").out
-    assert "others need a GPU: FLASH_ATTN, FLASHINFER, TRITON_ATTN, PAGED_ATTENTION" in cpu
+    assert "others need a GPU: CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TRITON_ATTN, PAGED_ATTENTION" in cpu
     # Asked for by name, a backend is never folded: all that speaks against it is shown.
     asked = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "FLASH_ATTN").out
     assert re.search(r"FLASH_ATTN +rejected +serves no MLA layers", asked)
-    assert "5 others serve no MLA layers" in asked
+    assert "6 others serve no MLA layers" in asked
 
 
 def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> None:
     arguments = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dtype", "fp8")
-    no_mla = "FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
+    no_mla = "CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
     brief, layer = run(*arguments, "--brief").out, run(*arguments, "--json").json["layers"][0]
     assert "Candidates" not in brief
     lines = brief[brief.index("  rejected  ") :].splitlines()
@@ -176,7 +176,7 @@ def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> N
         "FLASHMLA for prefill: serves decode only",
         "CUTLASS_MLA: compute capability 9.0 (supported: 10.0, 10.3)",
         "3 others serve sparse MLA only: FLASH_ATTN_MLA_SPARSE, FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE",
-        f"6 others serve no MLA layers: {no_mla}",
+        f"7 others serve no MLA layers: {no_mla}",
     ]
     for candidate in layer["candidates"]:
         rejected = any(phase["verdict"] == "rejected" for phase in candidate["phases"].values())
