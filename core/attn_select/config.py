@@ -80,7 +80,8 @@ class AttentionConfig(BaseModel):
     kv_lora_rank: Positive | None = None
     """Width of MLA's compressed KV (arXiv 2405.04434); set together with the next three."""
     qk_nope_head_dim: Positive | None = None
-    qk_rope_head_dim: Positive | None = None
+    qk_rope_head_dim: Annotated[int, Field(ge=0, le=_MAX)] | None = None
+    """0: no rotary part, keys are the latent alone (NoPE)."""
     v_head_dim: Positive | None = None
     sparse_top_k: Positive | None = None
     """Tokens that sparse MLA attends to (DeepSeek Sparse Attention); needs the MLA dims."""

@@ -46,6 +46,7 @@ def test_mla_fills_in_the_latent_width_and_its_one_head() -> None:
     config = AttentionConfig(**MLA)
     assert (config.head_size, config.num_kv_heads, config.mla, config.sparse) == (576, 1, True, False)
     assert AttentionConfig(**MLA, head_size=576, num_kv_heads=1) == config
+    assert AttentionConfig(**{**MLA, "qk_rope_head_dim": 0}).head_size == 512
     assert AttentionConfig(**SPARSE).sparse
 
 
@@ -155,10 +156,10 @@ def test_integers_too_long_to_print(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", INTEGERS)
-def test_zero_is_for_speculative_tokens_only(field: str) -> None:
+def test_zero_is_for_speculative_tokens_and_the_rope_part_only(field: str) -> None:
     values = {**values_for(field), field: 0}
-    if field == "num_speculative_tokens":
-        assert AttentionConfig(**values).num_speculative_tokens == 0
+    if field in ("num_speculative_tokens", "qk_rope_head_dim"):
+        assert getattr(AttentionConfig(**values), field) == 0
     else:
         assert field in refused(**values).fields
 

@@ -65,10 +65,10 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of dense decoding; ``factors`` undo the quantisation of query and cache."""
     batch, query_len, heads, width = q.shape
-    assert width == 576
+    assert width in ((576,) if factors else (576, 512))
     assert head_dim_v == 512
-    _check(q, "q", (E4M3,) if factors else SIXTEEN_BITS, batch, query_len, heads, 576)
-    _check(k_cache, "k_cache", (q.dtype,), None, 64, 1, 576)
+    _check(q, "q", (E4M3,) if factors else SIXTEEN_BITS, batch, query_len, heads, width)
+    _check(k_cache, "k_cache", (q.dtype,), None, 64, 1, width)
     _check(table, "block_table", (torch.int32,), batch, None)
     _check(lens, "cache_seqlens", (torch.int32,), batch)
     assert lens.is_contiguous()
@@ -78,7 +78,7 @@ def dense(
     lse = torch.empty(batch, heads, query_len, device=q.device)
     for request, length in enumerate(lens.tolist()):
         keys = stored[table[request, : -(-length // 64)].long()].view(k_cache.dtype)
-        keys = keys.double().reshape(-1, 1, 576)[:length] * k_factor
+        keys = keys.double().reshape(-1, 1, width)[:length] * k_factor
         query = q[request].double() * q_factor
         found, found_lse = attention_reference(query, keys, keys[..., :512], scale=scale, causal=causal)
         out[request], lse[request] = found, _flipped(found_lse).T
@@ -86,7 +86,7 @@ def dense(
 
 
 def sparse(q: Tensor, latents: Tensor, indices: Tensor, scale: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return output ``(T, H, 512)`` and LSE ``(T, H)`` of tokens that attend to rows of float64 ``(S, 576)``."""
+    """Return output ``(T, H, 512)`` and LSE ``(T, H)`` of tokens that attend to rows of float64 ``(S, 576 or 512)``."""
     tokens, heads, _ = q.shape
     assert heads in (64, 128), f"{heads} query heads, accepted are 64 and 128"
     out = torch.empty(tokens, heads, 512, dtype=torch.bfloat16, device=q.device)
@@ -166,9 +166,10 @@ def _check_tensors(q: Tensor, lens: Tensor | None, tiles: Tensor, splits: Tensor
 def _sparse_prefill(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = q.shape
-    _check(q, "q", (torch.bfloat16,), tokens, heads, 576)
-    _check(kv, "kv", (torch.bfloat16,), None, 1, 576)
+    tokens, heads, width = q.shape
+    assert width in (576, 512)
+    _check(q, "q", (torch.bfloat16,), tokens, heads, width)
+    _check(kv, "kv", (torch.bfloat16,), None, 1, width)
     _check(indices, "indices", (torch.int32,), tokens, 1, None)
     assert indices.shape[2] % 128 == 0
     assert d_v == 512

@@ -51,8 +51,8 @@ DECODE = Capabilities(
     compute_capabilities=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (q_v: arch 90); {RAN}"),
     dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
     kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
-    # q is the rope part (at most 64), v the latent (256 to 512); `plan` compares both.
-    head_sizes=Fact(HeadSizes(multiple_of=8, minimum=264, maximum=576), f"{UPSTREAM_FA3}; {RAN} (512 + 64)"),
+    # q is the rope part (at most 64, zeros where there is none), v the latent (256 to 512); `plan` compares both.
+    head_sizes=Fact(HeadSizes(multiple_of=8, minimum=256, maximum=576), f"{UPSTREAM_FA3}; {RAN} (512 + 64)"),
     block_sizes=Fact((1,), f"{UPSTREAM_FA3} (any page size); {RAN} (64 with q_v, 1 to 256 without)"),
     sliding_window=Fact(False, _VLLM_REFUSES),
     logits_soft_cap=Fact(False, _VLLM_REFUSES),

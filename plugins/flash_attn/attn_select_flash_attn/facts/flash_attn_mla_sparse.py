@@ -46,8 +46,10 @@ CAPABILITIES = Capabilities(
     compute_capabilities=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (q_v: arch 90)"),
     dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
     kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
-    # q is the rope part (at most 64), v the latent (256 to 512); `decode_objections` compares both.
-    head_sizes=Fact(HeadSizes(multiple_of=8, minimum=264, maximum=576), f"{UPSTREAM_FA3}; {_VLLM_BACKEND} (512 + 64)"),
+    # q is the rope part (at most 64, zeros where there is none), v the latent (256 to 512): `decode_objections`.
+    head_sizes=Fact(
+        HeadSizes(multiple_of=8, minimum=256, maximum=576), f"{UPSTREAM_FA3}; {_VLLM_BACKEND} (rope 64, 0)"
+    ),
     block_sizes=Fact((1,), f"{UPSTREAM_FA3} (pages of one token: the cache is one flat run of tokens)"),
     sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),
     # Nothing is masked but by the indices.

@@ -26,6 +26,7 @@ from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
+from attn_select_flash_attn.runtime.latent import LatentParts, rope_width
 from attn_select_flash_attn.runtime.lse import by_token
 from attn_select_flash_attn.runtime.schedule import Scheduler
 
@@ -75,7 +76,8 @@ class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
         self._decode: Scheduler | None = None
         if (decode := _adapter(context, "decode")) is not None:
-            self._decode = Scheduler(context, decode, Shape(heads, 1, rope, rank, dtype, 0.0, context.block_size))
+            shape = Shape(heads, 1, rope_width(config), rank, dtype, 0.0, context.block_size)
+            self._decode = Scheduler(context, decode, shape)
         self._prefill: Scheduler | None = None
         if (prefill := _adapter(context, "prefill")) is not None:
             size, value_size = cast(int, config.qk_nope_head_dim) + rope, cast(int, config.v_head_dim)
@@ -124,8 +126,9 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         config = context.config
-        self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
-        self._parts = CacheView(lambda kv_cache: kv_cache.unsqueeze(2).split_with_sizes(self._sizes, dim=-1))
+        parts = LatentParts(config)
+        self._query_parts = parts.of_query
+        self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.unsqueeze(2)))
         self._decode = _adapter(context, "decode")
         self._latent_query = "" if self._decode is None else self._decode.latent_query
         self._prefill = _adapter(context, "prefill")
@@ -153,7 +156,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         if query.shape[0] != tokens:
             query = query[:tokens]
         part = output if output.shape[0] == tokens else output[:tokens]
-        latent_query, rope_query = query.split_with_sizes(self._sizes, dim=-1)
+        latent_query, rope_query = self._query_parts(query)
         latent, rope = self._parts(kv_cache)
         direct = self._decode.build.out.value
         extra = {self._latent_query: latent_query}

@@ -8,7 +8,6 @@ kernel computes 64 (vLLM pull request 46189).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, Step, adapter_for
+from attn_select_flash_attn.runtime.latent import LatentParts
 from attn_select_flash_attn.runtime.lse import by_token
 from attn_select_flash_attn.runtime.schedule import MOST_SPLIT_REQUESTS
 
@@ -78,12 +78,10 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
-        config = context.config
-        self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
+        parts = LatentParts(context.config)
+        self._query_parts = parts.of_query
         # (slots, page of one token, one head, width)
-        self._parts = CacheView(
-            lambda kv_cache: kv_cache.view(-1, 1, 1, kv_cache.shape[2]).split_with_sizes(self._sizes, dim=-1)
-        )
+        self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.view(-1, 1, 1, kv_cache.shape[2])))
         self._adapter = _adapter(context)
         self._layer = self._adapter.layer_arguments(scale)
 
@@ -103,7 +101,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         if not tokens:
             return output
         pages, adapter = topk_indices[:tokens], self._adapter
-        latent_query, rope_query = query[:tokens].split_with_sizes(self._sizes, dim=-1)
+        latent_query, rope_query = self._query_parts(query[:tokens])
         latent, rope = self._parts(kv_cache)
         step = Step(
             query_start_loc=attn_metadata.query_start_loc,

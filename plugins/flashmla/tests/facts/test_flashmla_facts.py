@@ -202,7 +202,9 @@ def test_sparse_pads_indices(top_k: int, dtype: str, multiple: int | None) -> No
     [
         ({"dtype": "float16"}, "dtype"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv-cache-dtype"),
-        ({"kv_lora_rank": 448, "qk_rope_head_dim": 64}, "head-size"),
+        ({"qk_rope_head_dim": 32}, "head-size"),
+        ({"qk_rope_head_dim": 0, "kv_cache_dtype": "fp8_ds_mla"}, "head-size"),
+        ({"kv_lora_rank": 448, "qk_rope_head_dim": 64}, "kv-lora-rank"),
         ({"kv_lora_rank": 448, "qk_rope_head_dim": 128}, "kv-lora-rank"),
         ({"batch_invariant": True}, "batch-invariant"),
         ({"logits_soft_cap": 30.0}, "logits-soft-cap"),
@@ -210,6 +212,12 @@ def test_sparse_pads_indices(top_k: int, dtype: str, multiple: int | None) -> No
 )
 def test_sparse_rejects(fields: dict[str, Any], code: str) -> None:
     assert code in reasons_of(sparse(**fields))
+
+
+def test_a_layer_without_a_rope_part() -> None:
+    assert plan_of(sparse(qk_rope_head_dim=0)).path == "sparse bf16"
+    assert plan_of(layer(qk_rope_head_dim=0)).path == "dense"
+    assert "head-size" in reasons_of(layer(qk_rope_head_dim=0, kv_cache_dtype="fp8"))
 
 
 # --- Kernels -----------------------------------------------------------------------------------

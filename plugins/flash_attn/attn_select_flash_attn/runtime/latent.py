@@ -1,0 +1,35 @@
+"""The latent cache as FA3 takes it with a query of its own for V (``q_v``): rope parts as Q and K, the latent as V."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+
+WITHOUT_ROPE = 64
+"""Width of Q and K where a layer has no rope part: Q is zeros, which leave the scores of the latent alone, and K the
+latent's first columns (vLLM 0.33.0 flashattn_mla_sparse.py)."""
+
+
+def rope_width(config: AttentionConfig) -> int:
+    """Return the width of the kernel's Q and K."""
+    return config.qk_rope_head_dim or WITHOUT_ROPE
+
+
+class LatentParts:
+    """Takes absorbed queries and latents of one kind of layers apart."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self._sizes = [config.kv_lora_rank or 0, config.qk_rope_head_dim or 0]
+
+    def of_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latent's part ``(T, H, rank)`` and the rope part ``(T, H, rope_width)`` of an absorbed query."""
+        latent, rope = query.split_with_sizes(self._sizes, dim=-1)
+        if not self._sizes[1]:
+            rope = query.new_zeros(*query.shape[:2], WITHOUT_ROPE)
+        return latent, rope
+
+    def of_cache(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return V ``(..., rank)`` and K ``(..., rope_width)`` of latents ``(..., rank + rope)``."""
+        latent, rope = latents.split_with_sizes(self._sizes, dim=-1)
+        return latent, rope if self._sizes[1] else latents[..., :WITHOUT_ROPE]
