@@ -80,12 +80,14 @@ def environment_of(arguments: argparse.Namespace) -> Environment:
     return environment_for(detect_device().device, parse_pins(arguments.pins))
 
 
-def measured(bench: Bench, config: AttentionConfig, batch: BatchShape, only: Sequence[str] = ()) -> TimedBatch:
-    """Measure all backends but the slow ones, or those that are named."""
+def measured(
+    bench: Bench, config: AttentionConfig, batch: BatchShape, only: Sequence[str] = (), compare: bool = True
+) -> TimedBatch:
+    """Measure all backends but the slow ones, or those that are named; ``compare`` checks their results too."""
     candidates = [each for each in bench.candidates(config, batch) if not only or each.name in only]
     if bench.on_gpu:
         candidates = [each for each in candidates if each.name not in SLOW]
-    return bench.measure(config, batch, candidates, MOST_SECONDS)
+    return bench.measure(config, batch, candidates, MOST_SECONDS, compare)
 
 
 def raw(bench: Bench, point: Point, config: AttentionConfig, found: TimedBatch) -> dict[str, Any]:
