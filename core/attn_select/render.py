@@ -123,9 +123,16 @@ def config_text(config: AttentionConfig) -> str:
     return ", ".join(parts)
 
 
-def layer_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
-    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies."""
-    lines = plan_lines(selection, kind, count)
+def layer_lines(
+    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True
+) -> list[Line]:
+    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies.
+
+    Args:
+        runs: whether attn-select runs the kernels. An engine's own have other providers, buffers and caches than the
+            plan, of which only the path is shown then.
+    """
+    lines = plan_lines(selection, kind, count, runs=runs)
     lines += _time_lines(selection)
     lines += _candidate_lines(selection)
     lines += _rule_lines(selection)
@@ -171,8 +178,10 @@ def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, devic
     return line + (_try(reasons[0], device) if len(reasons) == 1 else [])
 
 
-def plan_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
-    """Render what one layer kind asks for and the plan of each phase."""
+def plan_lines(
+    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True
+) -> list[Line]:
+    """Render what one layer kind asks for and the plan of each phase; ``runs`` as in ``layer_lines``."""
     title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
     lines: list[Line] = [[(f"{title}  ", "title"), HANG, (config_text(selection.config), "")]]
     for phase, name, plan in _merged_plans(selection):
@@ -182,6 +191,8 @@ def plan_lines(selection: Outcome, kind: str | None = None, count: int | None = 
         explicit = any(chosen == name and p in phase for p, chosen in selection.explicit.items())
         asked = ", asked for by name" if explicit else ""
         lines.append([(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
+        if not runs:
+            continue
         facts = [
             f"query {plan.query_dtype}",
             "returns LSE" if plan.returns_lse else "no LSE",
@@ -198,7 +209,7 @@ def plan_lines(selection: Outcome, kind: str | None = None, count: int | None = 
         if not plan.nan_tail_safe:
             lines.append([(" " * _MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
         lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
-    if selection.cache_shape is not None and selection.bytes_per_token is not None:
+    if runs and selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
         text += f"{selection.bytes_per_token} bytes per token and layer"

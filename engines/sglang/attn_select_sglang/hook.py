@@ -80,6 +80,6 @@ def log_block(choice: Choice, kinds: Sequence[LayerKind], selections: Sequence[S
     if choice.passed_over:
         lines.append(f"  SGLang does not have for all layers: {', '.join(choice.passed_over)}")
     for kind, selection in zip(kinds, selections, strict=True):
-        shown = replace(selection, kv_layout=None)  # the cache is laid out by SGLang, otherwise
-        lines.append(plain([*layer_lines(shown, kind.kind, kind.count), *warning_lines(selection.warnings)]))
+        shown = layer_lines(selection, kind.kind, kind.count, runs=False)
+        lines.append(plain([*shown, *warning_lines(selection.warnings)]))
     return "\n".join(lines)

@@ -16,8 +16,10 @@ def choice_text(choice: Choice, kind: str) -> str:
     """Return the block of one kind of layers."""
     lines = [f"attn-select {__version__} chose for {kind}: {_winner(choice)}"]
     lines += _refused(choice.refused)
-    selection = replace(choice.selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
-    lines.append(plain([*layer_lines(selection, kind), *warning_lines(selection.warnings)]))
+    selection = choice.selection
+    runs = choice.engine is not None and choice.engine.own and choice.backend in selection.selected.values()
+    shown = replace(selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
+    lines.append(plain([*layer_lines(shown, kind, runs=runs), *warning_lines(selection.warnings)]))
     return "\n".join(lines)
 
 

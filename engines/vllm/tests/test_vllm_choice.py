@@ -15,6 +15,7 @@ from attn_select import AttentionConfig, select
 from attn_select.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_vllm.choice import choose, prefill_order
+from attn_select_vllm.log_block import choice_text
 from attn_select_vllm.names import ENGINE_NAMES, OWN_KERNELS, OWN_PREFIX, engine_backends
 
 GOLDEN = json.loads((Path(__file__).with_name("vllm_answers_0_33_0.json")).read_text("utf-8"))
@@ -96,6 +97,19 @@ def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     assert names("FLASHINFER", gqa, hopper) == ["FLASHINFER"]
     assert names("FLASHINFER", fp8, hopper) == ["own FLASHINFER", "FLASHINFER"]
     assert names("FLASH_ATTN", gqa, hopper) == ["FLASH_ATTN"]
+
+
+def test_the_log_says_what_runs_and_not_what_does_not() -> None:
+    """Providers, buffers and CUDA-graph levels are those of attn-select's kernels, which vLLM's own are not."""
+    theirs = choose(select(AttentionConfig(**GQA_FIELDS), "h100"), lambda _, engine: ["-"] if engine.own else [])
+    text = choice_text(theirs, "full_attention")
+    assert "chose for full_attention: FLASH_ATTN (vLLM's kernel)" in text
+    assert "prefill + decode FLASH_ATTN  FA3: " in text
+    assert "Candidates for decode" in text
+    for fact in ("kernel from", "CUDA graphs", "KV cache  "):
+        assert fact not in text
+    ours = choose(select(AttentionConfig(**GQA_FIELDS), "h100", backend="TRITON_ATTN"), lambda *_: [])
+    assert "CUDA graphs ALWAYS" in choice_text(ours, "full_attention")
 
 
 def test_mla_prefill_is_ordered_apart() -> None:
