@@ -42,7 +42,7 @@ def test_flags_says_the_same(model: str, gpu: str) -> None:
         ("llama-3-8b", "a100", "flashinfer", "flashinfer", ("FLASH_ATTN",)),
         ("llama-3-8b", "b200", "trtllm_mha", "trtllm_mha", ()),
         ("gpt-oss-120b", "rtx5090", "triton", "triton", ("FLASHINFER",)),
-        ("deepseek-v3", "h100", "fa3", "fa3", ()),
+        ("deepseek-v3", "h100", "fa3", "flashinfer", ()),
         ("deepseek-v3", "b200", "trtllm_mla", "trtllm_mla", ("FLASH_ATTN_MLA",)),
         ("deepseek-v3", "rtx5090", "flashinfer", "triton", ("FLASH_ATTN_MLA",)),
     ],

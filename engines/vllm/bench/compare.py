@@ -4,7 +4,8 @@
     python compare.py gpt-oss --repeats 8       # sinks in all layers, a window of 128 in every other one; TRITON_ATTN
     python compare.py llama                     # attn-select's own rules
     python compare.py mla --prefer TRITON_MLA   # another preference; several, separated by commas, are an arm each
-    python compare.py mla --rules my.toml       # other rules; --workload 128q1s6k lets measurements decide instead
+    python compare.py mla --rules my.toml       # other rules; --workload 64q1s6k lets measurements decide instead
+    python compare.py mla gpt-oss               # engines of both start together, and are measured one after another
 
 Every arm is an engine in a process of its own, all of them at once on the GPU, so that rounds alternate: in each round
 every arm in turn decodes the same batch. Weights are random (norms are 1) and prompts are token ids. Their keys and
@@ -100,8 +101,10 @@ PREFERRED = {
     "gpt-oss": ("TRITON_ATTN", "{ sinks = true }"),
 }
 """What attn-select is told to prefer in a model, and where. A model that is not here runs by the packaged rules."""
-CACHE_GIB = {"llama": 28, "gpt-oss": 30, "mla": 20}
+CACHE_GIB = {"llama": 28, "gpt-oss": 16, "mla": 10}
 """Size of an arm's KV cache: what the default batch and context take."""
+OTHERS = {"mla": "TRITON_MLA", "gpt-oss": "TRITON_ATTN", "llama": "TRITON_ATTN"}
+"""The backend of vLLM that ``--other`` means where none is named."""
 ATTENTION = re.compile(r"attn|attention|flash|mla|decode|combine|split|xqa|paged", re.IGNORECASE)
 """Kernels whose names contain this are counted as attention's."""
 BLOCK = 64
@@ -328,20 +331,20 @@ class Arm:
         self.process.kill()
 
 
-def attn_select_arms(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, str]]:
+def attn_select_arms(model: str, options: argparse.Namespace, folder: Path) -> dict[str, dict[str, str]]:
     """Return by name the environment of each of attn-select's arms."""
     found = {"VLLM_PLUGINS": "attn_select", "ATTN_SELECT_ANY_VERSION": "1"}
     if options.workload:
         return {"attn-select": found | {"ATTN_SELECT_WORKLOAD": options.workload}}
     if options.rules:
         return {"attn-select": found | {"ATTN_SELECT_RULES": str(options.rules)}}
-    preferred, where = PREFERRED.get(options.model, (None, "{}"))
+    preferred, where = PREFERRED.get(model, (None, "{}"))
     arms = {}
     for backend in (options.prefer or preferred or "").split(","):
         if not backend:
             return {"attn-select": found}
         rules = folder / f"{backend}.toml"
-        phase = 'phase = "decode"\n' if options.model == "mla" else ""
+        phase = 'phase = "decode"\n' if model == "mla" else ""
         text = f'version = 1\n[[rules]]\nname = "bench"\n{phase}when = {where}\nprefer = ["{backend}"]\n'
         rules.write_text(text)
         arms[f"attn-select {backend}"] = found | {"ATTN_SELECT_RULES": str(rules)}
@@ -388,10 +391,42 @@ def report_differences(kept: dict[str, Path], other: str) -> None:
             print(f"  {case:<28} {name:<26} {norm:.2e}, {largest:.2e}{ratio}")
 
 
+def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
+    """Start the processes of a model's arms: vLLM's choice, another backend of vLLM, attn-select."""
+    wanted: dict[str, tuple[str | None, dict[str, str]]] = {"vLLM": (None, {"VLLM_PLUGINS": ""})}
+    if options.other is not None:
+        other = options.other or OTHERS[model]
+        wanted[f"vLLM {other}"] = (other, {"VLLM_PLUGINS": ""})
+    for name, variables in attn_select_arms(model, options, Path(tempfile.mkdtemp())).items():
+        wanted[name] = (None, variables)
+    job = {name: getattr(options, name) for name in ("batch", "context", "tokens", "kv_cache_dtype")}
+    job |= {"model": model, "cache_gib": CACHE_GIB[model]}
+    return [
+        Arm(name, job | {"backend": backend}, variables, options.logs / f"{model}-{name.replace(' ', '-')}.log")
+        for name, (backend, variables) in wanted.items()
+    ]
+
+
+def compare(model: str, arms: list[Arm], options: argparse.Namespace) -> None:
+    """Run the rounds of one model and print what they say; ends the arms."""
+    rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for number in range(options.repeats + 1):
+        for arm in arms if number % 2 else arms[::-1]:
+            rate = arm.ask("round")["rate"]
+            if number:  # the first warms up
+                rates[arm.name].append(rate)
+    print(f"\n{model}: {options.batch} requests of {options.context} tokens, {options.tokens} decoded each")
+    report_rates(rates)
+    for arm in arms:
+        seen = arm.ask("share")
+        print(f"  {arm.name:<26} attention {seen['share']:.0%} of the kernels' time: {seen['top']}", flush=True)
+        arm.end()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=sorted(MODELS))
-    parser.add_argument("--batch", type=int, help="requests (default: 64, 128 of MLA and gpt-oss)")
+    parser.add_argument("models", nargs="+", choices=sorted(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--batch", type=int, default=64, help="requests (default: 64)")
     parser.add_argument("--context", type=int, default=6000, help="tokens of a prompt (default: 6000)")
     parser.add_argument("--tokens", type=int, default=64, help="decoded per request and round (default: 64)")
     parser.add_argument("--repeats", type=int, default=8, help="rounds (default: 8)")
@@ -399,43 +434,33 @@ def main() -> None:
     parser.add_argument("--rules", type=Path, help="attn-select's rules instead of the preference of this model")
     parser.add_argument("--prefer", metavar="NAME,…", help="attn-select's backends to prefer, an arm each")
     parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
-    parser.add_argument("--other", metavar="NAME", help="one more arm: this backend of vLLM")
+    parser.add_argument(
+        "--other",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="one more arm: this backend of vLLM (default: a Triton one)",
+    )
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
     if sys.argv[1:2] == ["--worker"]:
         worker(json.loads(sys.argv[2]))
         return
     options = parser.parse_args()
-    options.batch = options.batch or (64 if options.model == "llama" else 128)
     began = time.monotonic()
-    arms_wanted: dict[str, tuple[str | None, dict[str, str]]] = {"vLLM": (None, {"VLLM_PLUGINS": ""})}
-    if options.other:
-        arms_wanted[f"vLLM {options.other}"] = (options.other, {"VLLM_PLUGINS": ""})
-    for name, variables in attn_select_arms(options, Path(tempfile.mkdtemp())).items():
-        arms_wanted[name] = (None, variables)
-    fields = {name: getattr(options, name) for name in ("model", "batch", "context", "tokens", "kv_cache_dtype")}
-    arms: list[Arm] = []
-    starts: dict[str, dict[str, Any]] = {}
-    for name, (backend, variables) in arms_wanted.items():
-        job = fields | {"backend": backend, "cache_gib": CACHE_GIB[options.model]}
-        arms.append(Arm(name, job, variables, options.logs / f"{options.model}-{name.replace(' ', '-')}.log"))
-    for arm in arms:
+    arms = {model: arms_of(model, options) for model in options.models}
+    kept: dict[str, dict[str, Path]] = {}
+    for arm in [arm for own in arms.values() for arm in own]:
         arm.say("start")
-    for arm in arms:
-        start = starts[arm.name] = arm.answer()
-        print(f"{arm.name}: layers {start['layers']}, first prefill {start['prefill']:.1f} s", flush=True)
-    rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    for number in range(options.repeats + 1):
-        for arm in arms if number % 2 else arms[::-1]:
-            rate = arm.ask("round")["rate"]
-            if number:  # the first warms up
-                rates[arm.name].append(rate)
-    print(f"\n{options.model}: {options.batch} requests of {options.context} tokens, {options.tokens} decoded each")
-    report_rates(rates)
-    for arm in arms:
-        seen = arm.ask("share")
-        print(f"  {arm.name:<26} attention {seen['share']:.0%} of the kernels' time: {seen['top']}")
-        arm.end()
-    report_differences({name: Path(start["kept"]) for name, start in starts.items()}, f"vLLM {options.other}")
+    for model, own in arms.items():
+        starts = {}
+        for arm in own:
+            start = starts[arm.name] = arm.answer()
+            print(f"{arm.name}: layers {start['layers']}, first prefill {start['prefill']:.1f} s", flush=True)
+        kept[model] = {name: Path(start["kept"]) for name, start in starts.items()}
+    print(f"{time.monotonic() - began:.0f} s until all engines had started", flush=True)
+    for model, own in arms.items():
+        compare(model, own, options)
+        report_differences(kept[model], f"vLLM {options.other or OTHERS[model]}")
     print(f"{time.monotonic() - began:.0f} s in all")
 
 
