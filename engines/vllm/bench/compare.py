@@ -1,9 +1,9 @@
 """Decode throughput and outputs of the real vLLM engine with attn-select's choice and with vLLM's own, on one GPU.
 
-    python compare.py mla --other TRITON_MLA    # MLA, 16 heads; attn-select told to prefer FLASHINFER_MLA
+    python compare.py mla --other TRITON_MLA    # MLA, 16 heads; by attn-select's rules, and by TRITON_MLA
     python compare.py gpt-oss --repeats 8       # sinks in all layers, a window of 128 in every other one; TRITON_ATTN
     python compare.py llama                     # attn-select's own rules
-    python compare.py mla --prefer TRITON_MLA   # another preference; several, separated by commas, are an arm each
+    python compare.py mla --prefer FLASHMLA     # told to prefer another; several, separated by commas, are an arm each
     python compare.py mla --rules my.toml       # other rules; --workload 64q1s6k lets measurements decide instead
     python compare.py mla gpt-oss               # engines of both start together, and are measured one after another
 
@@ -96,11 +96,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 CLASSES = {"LlamaForCausalLM": "llama", "DeepseekV2ForCausalLM": "deepseek_v2"}
-PREFERRED = {
-    "mla": ("FLASHINFER_MLA", "{ mla = true }"),
-    "gpt-oss": ("TRITON_ATTN", "{ sinks = true }"),
-}
-"""What attn-select is told to prefer in a model, and where. A model that is not here runs by the packaged rules."""
+ARMS = {"mla": ",TRITON_MLA", "gpt-oss": "TRITON_ATTN", "llama": ""}
+"""attn-select's arms: the backends that it is told to prefer in a model, separated by commas. Empty: its own rules."""
 CACHE_GIB = {"llama": 28, "gpt-oss": 16, "mla": 10}
 """Size of an arm's KV cache: what the default batch and context take."""
 OTHERS = {"mla": "TRITON_MLA", "gpt-oss": "TRITON_ATTN", "llama": "TRITON_ATTN"}
@@ -333,21 +330,20 @@ class Arm:
 
 def attn_select_arms(model: str, options: argparse.Namespace, folder: Path) -> dict[str, dict[str, str]]:
     """Return by name the environment of each of attn-select's arms."""
-    found = {"VLLM_PLUGINS": "attn_select", "ATTN_SELECT_ANY_VERSION": "1"}
+    found = {"VLLM_PLUGINS": "attn_select"}
     if options.workload:
         return {"attn-select": found | {"ATTN_SELECT_WORKLOAD": options.workload}}
     if options.rules:
         return {"attn-select": found | {"ATTN_SELECT_RULES": str(options.rules)}}
-    preferred, where = PREFERRED.get(model, (None, "{}"))
     arms = {}
-    for backend in (options.prefer or preferred or "").split(","):
-        if not backend:
-            return {"attn-select": found}
-        rules = folder / f"{backend}.toml"
-        phase = 'phase = "decode"\n' if model == "mla" else ""
-        text = f'version = 1\n[[rules]]\nname = "bench"\n{phase}when = {where}\nprefer = ["{backend}"]\n'
-        rules.write_text(text)
-        arms[f"attn-select {backend}"] = found | {"ATTN_SELECT_RULES": str(rules)}
+    for backend in (ARMS[model] if options.prefer is None else options.prefer).split(","):
+        variables = dict(found)
+        if backend:
+            rules = folder / f"{backend}.toml"
+            phase = 'phase = "decode"\n' if model == "mla" else ""
+            rules.write_text(f'version = 1\n[[rules]]\nname = "bench"\n{phase}prefer = ["{backend}"]\n')
+            variables["ATTN_SELECT_RULES"] = str(rules)
+        arms[f"attn-select {backend}".rstrip()] = variables
     return arms
 
 
@@ -431,8 +427,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="decoded per request and round (default: 64)")
     parser.add_argument("--repeats", type=int, default=8, help="rounds (default: 8)")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--rules", type=Path, help="attn-select's rules instead of the preference of this model")
-    parser.add_argument("--prefer", metavar="NAME,…", help="attn-select's backends to prefer, an arm each")
+    parser.add_argument("--rules", type=Path, help="attn-select's rules instead of a preference")
+    parser.add_argument("--prefer", metavar="NAME,…", help="attn-select's backends to prefer, an arm each; empty: none")
     parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
     parser.add_argument(
         "--other",
