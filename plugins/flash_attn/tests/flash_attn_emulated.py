@@ -64,6 +64,16 @@ SIGNATURES = {
         "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
         "return_attn_probs=False, block_table=None",
     },
+    "flash-attn-4": {
+        "_flash_attn_fwd": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, "
+        "softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, "
+        "mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, "
+        "score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, "
+        "aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, "
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
+        "gather_bwd_recompute_p=False",
+    },
     "sglang-kernel": {
         "flash_attn_varlen_func": _SGL_VARLEN_HEAD + "only_qv=False, " + _SGL_END + ", out=None",
         "flash_attn_with_kvcache": _KVCACHE_HEAD + "attention_chunk=None, softcap=0.0, rotary_interleaved=True, "
@@ -80,12 +90,13 @@ SIGNATURES = {
     },
 }
 """Parameters without annotations: vllm 0.26.0 (0.33.0 has more), flash-attention 0251105 (FA3) and v2.8.3 (FA2),
-sglang-kernel 0.4.10, sgl-kernel 0.3.21."""
+flash-attn-4 4.0.0b36, sglang-kernel 0.4.10, sgl-kernel 0.3.21."""
 
 MODULES = {
     "vllm": "vllm.vllm_flash_attn.flash_attn_interface",
     "flash-attn-3": "flash_attn_interface",
     "flash-attn": "flash_attn",
+    "flash-attn-4": "flash_attn.cute.interface",
     "sglang-kernel": "sgl_kernel.flash_attn",
     "sgl-kernel": "sgl_kernel.flash_attn",
 }
@@ -115,6 +126,7 @@ def _emulated(provider: str, function: str, calls: list[Arguments]) -> Callable[
         "flash_attn_varlen_func": _varlen,
         "flash_attn_with_kvcache": _kvcache,
         "get_scheduler_metadata": _schedule,
+        "_flash_attn_fwd": _cute,
     }[function]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +154,7 @@ def _varlen(provider: str, a: Arguments) -> Any:
         if version == 2:
             refused = [n for n in ("s_aux", "q_v", "scheduler_metadata", "q_descale") if a[n] is not None]
             need(not refused and a["num_splits"] <= 1, f"FA2 does not support {refused}")
-        need(version == 2 or a["alibi_slopes"] is None, "Alibi is not supported in FA3")
+        need(version == 2 or a["alibi_slopes"] is None, f"Alibi is not supported in FA{version}")
     need(not paged or version == 2 or provider == "vllm", "flash_attn_varlen_func does not page")
     bound = a["max_seqlen_k"]
     wanted = a["return_attn_probs"] if "return_softmax_lse" not in a else a["return_softmax_lse"]
@@ -169,6 +181,18 @@ def _kvcache(provider: str, a: Arguments) -> Any:
     bound = a["page_table"].shape[1] * a["k_cache"].shape[1]
     out, lse = _attend(provider, 3, a, a["k_cache"], a["v_cache"], a["page_table"], bound)
     return (out, lse, None, None) if a["return_softmax_lse"] else out
+
+
+def _cute(provider: str, a: Arguments) -> Any:
+    """FA4 (flash-attn-4 4.0.0b36 flash_attn/cute/interface.py, _flash_attn_fwd) on 9.0, and on 10.x with FP8."""
+    unused = ("qv", "seqused_q", "lse", "scheduler_metadata", "score_mod", "mask_mod", "gather_kv_indices")
+    need(all(a[name] is None for name in unused), "emulated without these")
+    need((a["cu_seqlens_k"] is None) != (a["seqused_k"] is None), "cu_seqlens_k or seqused_k, not both")
+    left, right = (-1 if a[name] is None else a[name] for name in ("window_size_left", "window_size_right"))
+    need(min(left, right) >= -1, "None stands for no bound")
+    a |= {"window_size": (left, right), "s_aux": a["learnable_sink"], "softcap": a["softcap"] or 0.0}
+    out, lse = _attend(provider, 4, a, a["k"], a["v"], a["page_table"], a["max_seqlen_k"])
+    return out, (lse if a["return_lse"] else None), None, None, None
 
 
 def _schedule(provider: str, a: Arguments) -> torch.Tensor:
@@ -228,7 +252,7 @@ def _attend(
     batch, total, heads, kv_heads = len(bounds) - 1, q.shape[0], q.shape[1], k.shape[-2]
     size, value_size = q.shape[-1], v.shape[-1]
     fp8 = q.dtype == E4M3
-    need(q.dtype in (torch.bfloat16, torch.float16) or (version == 3 and fp8), f"FA{version} with {q.dtype}")
+    need(q.dtype in (torch.bfloat16, torch.float16) or (version >= 3 and fp8), f"FA{version} with {q.dtype}")
     need(k.dtype == v.dtype == q.dtype, "query, key and value must have the same dtype")
     for tensor in (q, k, v, *(() if qv is None else (qv,))):
         need(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "contiguous last dimension")
@@ -237,7 +261,11 @@ def _attend(
     need(heads % kv_heads == 0 and k.shape[-1] == size, "heads and head sizes")
     need(size <= 256 and size % (16 if fp8 else 8) == 0, f"head size {size}")
     need(value_size % (16 if fp8 else 8) == 0, f"V head size {value_size}")
-    if value_size != size:
+    if version == 4:
+        need(table is None or (size % 16 == 0 and value_size % 16 == 0), "Paged KV does not support irregular head dim")
+        need(value_size <= 256, "V head size")
+        need(a["num_splits"] in (0, 1), "a number of splits of its own")
+    elif value_size != size:
         need(version == 3, "FA2 takes V as wide as K")
         fits = (128 < size <= 192 and 96 < value_size <= 128) or (size <= 64 and value_size <= 512)
         need(fits and not (fp8 and value_size > 256), "V widths")
@@ -246,8 +274,9 @@ def _attend(
     causal = a["causal"]
     sinks = a.get("s_aux", a.get("sinks"))
     if sinks is not None:
-        need(sinks.dtype == torch.bfloat16 and tuple(sinks.shape) == (heads,) and sinks.is_contiguous(), "sinks")
-        need(provider != "vllm" or (heads <= 64 and size == value_size), "sinks in vLLM's build")
+        need(tuple(sinks.shape) == (heads,) and sinks.is_contiguous(), "sinks")
+        need(sinks.dtype == torch.bfloat16 or (version == 4 and sinks.dtype == torch.float32), "the dtype of sinks")
+        need(version == 4 or provider != "vllm" or (heads <= 64 and size == value_size), "sinks in vLLM's build")
     if qv is not None:
         need(size <= 64 and value_size >= 256 and not fp8, "q_v wants head_size <= 64 and V from 256")
         need(tuple(qv.shape) == (total, heads, value_size), "q_v")
@@ -255,6 +284,7 @@ def _attend(
         for name in ("q_descale", "k_descale", "v_descale"):
             scale = a[name]
             need(tuple(scale.shape) == (batch, kv_heads) and scale.dtype == torch.float32, f"{name} {scale.shape}")
+            need(version != 4 or kv_heads > 1 or scale.stride(1) == 1, f"{name} wants a stride of 1")
     page = None
     if table is not None:
         page = k.shape[1]
@@ -320,7 +350,9 @@ def _attend(
         positions = torch.arange(keys - len(q_r), keys)
         blind = positions < 0 if causal or not keys else torch.zeros(len(q_r), dtype=torch.bool)
         blind |= keys == 0
-        if version == 3:
+        if version == 4 and sinks is not None:
+            row_lse[blind] = sinks.double()  # softmax.py, apply_learnable_sink
+        elif version >= 3:
             row_lse[blind] = -torch.inf  # a sink is not counted where nothing is computed
         else:
             row_lse[blind] = torch.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ import torch
 
 from attn_select.testing import BackendConformance, mla_layer, selection_of
 from attn_select.testing.comparison import ErrorBound, error_bound
+from attn_select.testing.conformance_configs import Case
 from attn_select.testing.conformance_run import Rig, Terms
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 
@@ -88,6 +90,27 @@ class TestSglKernel(AnotherBuild):
     options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
 
 
+class TestFA4(Emulated):
+    """On Hopper, where its keys are not split."""
+
+    spec = FLASH_ATTN
+    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-4", "version": 4}
+
+
+class TestFA4OnBlackwell(AnotherBuild):
+    """Where it takes FP8. Head sizes above 128 are few."""
+
+    spec = FLASH_ATTN
+    gate_device = "b200"
+    num_configs = 30
+    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-4"}
+
+
+class TestVllmFA4(AnotherBuild):
+    spec = FLASH_ATTN
+    options: ClassVar[Mapping[str, Any]] = {"provider": "vllm", "version": 4}
+
+
 class TestVllmMLA(Emulated):
     spec = FLASH_ATTN_MLA
     options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
@@ -96,6 +119,14 @@ class TestVllmMLA(Emulated):
 class TestUpstreamMLA(AnotherBuild):
     spec = FLASH_ATTN_MLA
     options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-3"}
+
+
+class TestFA4MLA(AnotherBuild):
+    """Prefill; decode is FA3's."""
+
+    spec = FLASH_ATTN_MLA
+    gate_device = "b200"
+    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-4"}
 
 
 class TestSglKernelMLA(AnotherBuild):
@@ -171,6 +202,40 @@ class TestFlashAttnHybrid(Real):
     options: ClassVar[Mapping[str, Any]] = {"hybrid": True}
     num_configs = 60
     max_compile_keys = 1
+
+
+def fa4_kernels(config: AttentionConfig) -> tuple[Any, ...]:
+    """Return what CuTe DSL compiles FA4 for, as far as a layer says it."""
+    features = (config.sliding_window is not None, config.logits_soft_cap, config.sinks, config.has_cache)
+    sizes = (config.dtype, config.head_size, config.value_head_size, config.num_heads // config.num_kv_heads)
+    return (*sizes, config.attn_type, config.non_causal, *features)
+
+
+@pytest.mark.gpu
+class TestFlashAttn4(Real):
+    """FA4 where flash-attn-4 is installed: the kernels that ``layers`` need, each of which takes seconds to compile."""
+
+    spec = replace(FLASH_ATTN, compile_key=fa4_kernels)
+    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-4", "version": 4}
+    heads = ((8, 2), (4, 4))
+    layers: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"sliding_window": 33},
+        {"head_size": 64, "sinks": True},
+        {"logits_soft_cap": 30.0},
+        {"head_size": 64, "num_kv_heads": 8, "dtype": "float16"},
+        {"head_size": 192, "v_head_size": 128},
+        {"head_size": 256},
+        {"attn_type": "encoder_only"},
+    )
+    max_compile_keys = len(layers)
+
+    def _with_few_keys(self, case: Case) -> Case:
+        if not self._compiled:
+            for fields in self.layers:
+                config = AttentionConfig(**{"num_heads": 8, "num_kv_heads": 2, "head_size": 128, **fields})
+                self._compiled[self.spec.compile_key(config)] = config
+        return super()._with_few_keys(case)
 
 
 @pytest.mark.gpu

@@ -22,10 +22,14 @@ FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", "pip install vllm
 # Looked into: sgl-kernel 0.3.21 (the last of that name) and sglang-kernel 0.4.10.
 SGLANG_KERNEL = Library("sglang-kernel", "sgl_kernel", "pip install sglang-kernel", ">=0.4")
 SGL_KERNEL = Library("sgl-kernel", "sgl_kernel", "pip install sgl-kernel", ">=0.3.21")
+# The wheel adds a folder to the namespace flash_attn and needs CuTe DSL, whose module is cutlass. There are only
+# pre-releases.
+FLASH_ATTN_4 = Library("flash-attn-4", "cutlass", "pip install 'flash-attn-4[cu13]>=4.0.0b36'", ">=4.0.0b36")
+VLLM_WITH_FA4 = Library("vllm", "vllm", "pip install vllm", ">=0.33")
 
-LIBRARIES = ((TORCH,), (VLLM, FLASH_ATTN_3, FLASH_ATTN_2, SGLANG_KERNEL, SGL_KERNEL))
-ProviderName = Literal["auto", "vllm", "flash-attn-3", "flash-attn", "sglang-kernel", "sgl-kernel"]
-Version = Literal["auto", 2, 3]
+LIBRARIES = ((TORCH,), (VLLM, FLASH_ATTN_3, FLASH_ATTN_4, FLASH_ATTN_2, SGLANG_KERNEL, SGL_KERNEL))
+ProviderName = Literal["auto", "vllm", "flash-attn-4", "flash-attn-3", "flash-attn", "sglang-kernel", "sgl-kernel"]
+Version = Literal["auto", 2, 3, 4]
 
 HOPPER = (9, 0)
 ANY_HEADS = 2**31 - 1
@@ -39,6 +43,8 @@ VLLM_FA3 = "vllm-project/flash-attention hopper/flash_api.cpp 617264c"
 VLLM_PYTHON = "vllm-project/vllm vllm_flash_attn/flash_attn_interface.py 0.33.0"
 SGLANG_PYTHON = "sglang-kernel 0.4.10 sgl_kernel/flash_attn.py"
 SGL_PYTHON = "sgl-kernel 0.3.21 sgl_kernel/flash_attn.py"
+FA4 = "flash-attn-4 4.0.0b36 flash_attn/cute/interface.py"
+VLLM_FA4 = "vllm-project/vllm vllm_flash_attn/cute/interface.py 0.33.0"
 SGLANG_FA3 = "sgl-project/sgl-flash-attn hopper/flash_api.cpp branch sgl-kernel (2026-01-23)"
 
 
@@ -47,16 +53,18 @@ class FlashAttnKernel:
     """What a plan runs: one build, and how it is called.
 
     Attributes:
-        version: FlashAttention's major version, 2 or 3.
+        version: FlashAttention's major version: 2, 3 or 4.
         provider: the distribution that it is taken from.
         paged: whether it reads K and V from a paged cache, or packed one request behind the other.
         value_padding: columns that V is padded with, because the kernel takes it as wide as Q and K only.
+        splits_keys: whether it can split a request's keys among thread blocks.
     """
 
     version: int
     provider: str
     paged: bool
     value_padding: int = 0
+    splits_keys: bool = True
 
     @property
     def name(self) -> str:
@@ -66,13 +74,13 @@ class FlashAttnKernel:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlashAttnBuild(KernelBuild):
-    """FA2 or FA3 as one distribution builds it.
+    """FA2, FA3 or FA4 as one distribution builds it.
 
     Attributes:
-        version: FlashAttention's major version, 2 or 3.
-        compute_capabilities: devices for which the build holds code (or PTX).
+        version: FlashAttention's major version: 2, 3 or 4.
+        compute_capabilities: devices for which the build holds code (or PTX, or a source that is compiled there).
         page_multiple: a page (kernel block) holds a multiple of this many tokens.
-        sink_heads: the most query heads with attention sinks, 0 for none; sinks work on 9.0 only.
+        sink_heads: the most query heads with attention sinks, 0 for none; FA3's work on 9.0 only.
         sinks_with_other_v_size: whether sinks go together with a V head size that differs from K's.
         out: whether it writes into the caller's output tensor.
     """
@@ -108,6 +116,20 @@ _SGL_FA3 = replace(
     out=Fact(False, SGL_PYTHON),
 )
 
+_FA4 = FlashAttnBuild(
+    kernel="FA4",
+    version=4,
+    library=FLASH_ATTN_4,
+    module="flash_attn.cute.interface",
+    compute_capabilities=Fact(
+        ComputeCapabilities(((HOPPER, HOPPER), ((10, 0), (12, 9)))), f"{FA4} _flash_attn_fwd (8.x, 9.x to 12.x)"
+    ),
+    page_multiple=Fact(1, f"{FA4} (page_size != tile_n: rows are gathered one by one)"),
+    sink_heads=Fact(ANY_HEADS, f"{FA4} learnable_sink"),
+    sinks_with_other_v_size=Fact(True, f"{FA4} learnable_sink"),
+    out=Fact(True, f"{FA4} _flash_attn_fwd"),
+)
+
 # In order of preference within one major version. Among FA3 a package of its own comes before an engine's copy. Among
 # FA2 vLLM's comes first: upstream's wants pages of 256 tokens, which would force that size on all that share the pool.
 BUILDS = (
@@ -135,6 +157,20 @@ BUILDS = (
     ),
     _SGLANG_FA3,
     _SGL_FA3,
+    _FA4,
+    # vLLM's copy of the same kernels, older than that release.
+    replace(
+        _FA4,
+        library=VLLM_WITH_FA4,
+        module="vllm.vllm_flash_attn.flash_attn_interface",
+        compute_capabilities=Fact(
+            ComputeCapabilities(((HOPPER, HOPPER), ((10, 0), (11, 9)))), f"{VLLM_PYTHON} _is_fa4_supported"
+        ),
+        page_multiple=Fact(1, f"{VLLM_FA4} (page_size != tile_n: rows are gathered one by one)"),
+        sink_heads=Fact(ANY_HEADS, VLLM_FA4),
+        sinks_with_other_v_size=Fact(True, VLLM_FA4),
+        out=Fact(True, VLLM_PYTHON),
+    ),
     FlashAttnBuild(
         kernel="FA2",
         version=2,
@@ -168,6 +204,14 @@ BUILDS = (
 )
 
 
+VERSIONS = Fact(
+    {9: (3, 4, 2), 10: (4, 2, 3)},
+    "vllm-project/vllm v1/attention/backends/fa_utils.py 0.33.0 get_flash_attn_version: FA3 on 9.x, FA4 where FA3 does "
+    "not serve the layer, FA4 on 10.x, FA2 elsewhere",
+)
+"""Major versions by the device's, preferred first; elsewhere FA2 leads."""
+
+
 @cache
 def builds_for(capability: tuple[int, int] | None) -> tuple[FlashAttnBuild, ...]:
     """Return the builds that a device of this compute capability can run, preferred first.
@@ -177,14 +221,32 @@ def builds_for(capability: tuple[int, int] | None) -> tuple[FlashAttnBuild, ...]
     if capability is None or capability < (8, 0):
         return BUILDS
     fitting = [build for build in BUILDS if build.compute_capabilities.value.accepts(capability)]
-    # Stable: the table's order holds within a version. Off Hopper FA2 is the tuned one.
-    return tuple(sorted(fitting, key=lambda build: build.version, reverse=capability == HOPPER))
+    order = VERSIONS.value.get(capability[0], (2, 4, 3))
+    return tuple(sorted(fitting, key=lambda build: order.index(build.version)))  # stable: the table's order within one
+
+
+FA4_WIDE: Fact[dict[str, tuple[tuple[int, int], ...]]] = Fact(
+    {"flash-attn-4": ((192, 128), (256, 256)), "vllm": ((192, 128),)},
+    f"{FA4} _validate_head_dims; {VLLM_FA4} (256 has a kernel of its own there, which wants a block table that ends "
+    "with the step's longest request: no CUDA graph keeps that)",
+)
+"""Pairs of Q and V head sizes above 128 that FA4 takes off 9.0, by distribution."""
+
+
+def fa4_accepts(build: FlashAttnBuild, head_size: int, v_head_size: int, major: int) -> str | None:
+    """Return which head sizes FA4 takes instead on devices of a major compute capability, None where these fit."""
+    if major == 9:
+        return None if max(head_size, v_head_size) <= 256 else "up to 256"
+    wide = FA4_WIDE.value[build.distribution]
+    if max(head_size, v_head_size) <= 128 or (head_size, v_head_size) in wide:
+        return None
+    return " and ".join(["up to 128", *(f"{qk} with V head size {v}" for qk, v in wide)])
 
 
 @cache
-def kernel_of(build: FlashAttnBuild, paged: bool, value_padding: int = 0) -> FlashAttnKernel:
+def kernel_of(build: FlashAttnBuild, paged: bool, value_padding: int = 0, splits_keys: bool = True) -> FlashAttnKernel:
     """Return what a plan that runs this build carries; one object for all such plans."""
-    return FlashAttnKernel(build.version, build.distribution, paged, value_padding)
+    return FlashAttnKernel(build.version, build.distribution, paged, value_padding, splits_keys)
 
 
 def build_of(kernel: FlashAttnKernel) -> FlashAttnBuild:
@@ -206,10 +268,15 @@ def why_this_build(build: FlashAttnBuild, capability: tuple[int, int] | None) ->
     if build.version == 3 and capability == HOPPER:
         return "Hopper's own kernel"
     if capability == HOPPER:
-        return "no installed package has FA3"
+        return "no installed FA3 serves this layer"
+    if build.version == 4 and capability is not None and capability[0] == 10:
+        return "Blackwell's own kernel"
+    if build.version == 2 and capability is not None and capability[0] == 10:
+        return "no installed FA4 serves this layer"
     if build.version == 2:
         return f"FA3 is Hopper's kernel, this is {device_text(capability)}"
-    return f"no installed FA2 serves this layer, and {build.distribution} builds FA3 for {device_text(capability)}"
+    has = f"{build.distribution} builds {build.kernel} for {device_text(capability)}"
+    return f"no installed FA2 serves this layer, and {has}"
 
 
 @cache
@@ -220,6 +287,6 @@ def notes_on_build(build: FlashAttnBuild, capability: tuple[int, int] | None) ->
         found.append("the kernel allocates its output, which is copied into the caller's tensor")
     if build.version == 2 and build.library is VLLM and capability is not None and capability >= HOPPER:
         found.append("the driver compiles vLLM's FA2 from PTX at the first call (50 to 115 s per kernel on an H100)")
-    if capability is not None and capability[0] == 10:
-        found.append("FA4, vLLM's kernel for compute capability 10.x, is not part of this backend")
+    if build.version == 4:
+        found.append("CuTe DSL compiles the kernel at its first call, once for each kind of layer")
     return tuple(found)

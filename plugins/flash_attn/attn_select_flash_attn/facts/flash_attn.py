@@ -1,4 +1,4 @@
-"""``FLASH_ATTN``: FlashAttention 2 and 3 for multi-head, grouped-query and multi-query attention."""
+"""``FLASH_ATTN``: FlashAttention 2, 3 and 4 for multi-head, grouped-query and multi-query attention."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from attn_select.spec import (
     Reason,
 )
 from attn_select_flash_attn.facts.builds import (
+    FA4,
     HOPPER,
     LIBRARIES,
     RAN,
@@ -30,11 +31,14 @@ from attn_select_flash_attn.facts.builds import (
     UPSTREAM_FA2,
     UPSTREAM_FA3,
     VLLM_FA3,
+    VLLM_FA4,
     VLLM_PYTHON,
     FlashAttnBuild,
+    FlashAttnKernel,
     ProviderName,
     Version,
     builds_for,
+    fa4_accepts,
     kernel_of,
     notes_on_build,
     pins_of,
@@ -55,20 +59,23 @@ CAPABILITIES = Capabilities(
     ),
     dtypes=Fact(("bfloat16", "float16"), _BOTH),
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), f"{_BOTH}; {RAN} (e4m3; e5m2 rejected)"),
-    quantized_kv_cache_on=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (FP8 on arch 90); {_BOTH}"),
+    quantized_kv_cache_on=Fact(
+        ComputeCapabilities(((HOPPER, HOPPER), ((10, 0), (10, 9)))),
+        f"{UPSTREAM_FA3} (FP8 on arch 90); {UPSTREAM_FA2}; {FA4} (FP8 on 10.x)",
+    ),
     head_sizes=Fact(HeadSizes(multiple_of=8, minimum=8, maximum=256), f"{_BOTH}; {RAN} (32 to 256)"),
     block_sizes=Fact((1,), f"{RAN} (1, 4, 8, 16, 24, 48, 64, 256); FA2 wants multiples of 16 or 256"),
     attn_types=Fact(("decoder", "encoder", "encoder_only", "encoder_decoder"), f"{_BOTH} (causal; paged or not)"),
-    v_head_size_differs=Fact(True, f"{UPSTREAM_FA3} (FA3 on 9.0)"),
+    v_head_size_differs=Fact(True, f"{UPSTREAM_FA3} (FA3 on 9.0); {FA4} _validate_head_dims"),
     sliding_window=Fact(True, _BOTH),
     logits_soft_cap=Fact(True, _BOTH),
     alibi=Fact(True, f"{UPSTREAM_FA2} (FA2 only)"),
-    sinks=Fact(True, f"{RAN} (sinks in bfloat16); {VLLM_FA3}; {SGLANG_FA3}"),
+    sinks=Fact(True, f"{RAN} (sinks in bfloat16); {VLLM_FA3}; {SGLANG_FA3}; {FA4} learnable_sink"),
     mm_prefix=Fact(False, f"{VLLM_PYTHON} (mask_mod raises for FA2 and FA3)"),
     non_causal=Fact(True, f"{_BOTH} (causal=False)"),
-    batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1)"),
+    batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1; FA4 not, whose tiles follow the batch on 10.x)"),
     per_head_quant_scales=Fact(True, f"{UPSTREAM_FA3} (descale is batch x KV heads)"),
-    output_quantizations=Fact((), f"{VLLM_PYTHON} (output_scale is FA4's)"),
+    output_quantizations=Fact((), f"{VLLM_FA4} (output_scale: not with paged KV)"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
     nan_tail_safe=Fact(
         True,
@@ -82,7 +89,9 @@ CAPABILITIES = Capabilities(
 class FlashAttnOptions(BackendOptions):
     """``[backends.FLASH_ATTN]``."""
 
-    version: Version = Field("auto", description="FlashAttention's major version; auto is 3 on Hopper and 2 elsewhere")
+    version: Version = Field(
+        "auto", description="FlashAttention's major version; auto is 3 on 9.0, 4 on 10.x and 2 elsewhere"
+    )
     provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
     hybrid: bool = Field(
         False,
@@ -105,7 +114,7 @@ multiple of its tile, and a NaN in the unused part reaches the output in spite o
 #36701 took back because vLLM zeroes blocks)."""
 
 _UNQUANTISED = "--kv-cache-dtype auto"
-_FP8_NEEDS = "16-bit KV only, FP8 needs FA3 on compute capability 9.0"
+_FP8_NEEDS = "16-bit KV only, FP8 needs FA3 on compute capability 9.0 or FA4 on 10.x"
 _WITH_ALIBI = "ALiBi slopes need FA2"
 _NARROW_V = "a V row takes head_size elements in the cache, of which the first v_head_size are used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
@@ -125,8 +134,10 @@ def objections(
 ) -> list[Objection]:
     """Return what speaks against one build for a layer on a device of that compute capability; empty: it runs."""
     found: list[Objection] = []
+    if build.version == 4:
+        found += _of_fa4(build, config, capability)
     fa3_on_hopper = build.version == 3 and capability == HOPPER
-    if config.alibi and build.version == 3:
+    if config.alibi and build.version != 2:
         found.append(Objection("alibi", "none", "ALiBi slopes", True))
     window = config.sliding_window
     if build.version == 2 and config.attn_type == "encoder_decoder" and window is not None:
@@ -149,19 +160,41 @@ def objections(
         found.append(Objection("block-size", page, f"block size {size}", size))
     dtype, heads = config.kv_cache_dtype, config.head_size
     fp8 = dtype == "fp8_e4m3"
-    if fp8 and not fa3_on_hopper:
+    fa4_on_10 = build.version == 4 and capability is not None and capability[0] == 10
+    if fp8 and not (fa3_on_hopper or fa4_on_10):
         found.append(Objection("kv-cache-dtype", _FP8_NEEDS, f"KV-cache dtype {dtype}", dtype, _UNQUANTISED))
     elif fp8 and heads % 16:
         found.append(Objection("head-size", "multiples of 16 with FP8", f"head size {heads}", heads, _UNQUANTISED))
     if config.sinks and (accepts := _sinks_accepted(build, config, fa3_on_hopper)) is not None:
         found.append(Objection("sinks", accepts, f"attention sinks with {config.num_heads} query heads", True))
     width = config.v_head_size
-    if width is not None and width != heads:
-        accepts = "the head size; other sizes need FA3 on compute capability 9.0"
+    if width is not None and width != heads and build.version != 4:
+        accepts: str | None = "the head size; other sizes need FA3 on compute capability 9.0 or FA4"
         if fa3_on_hopper:
             accepts = _v_head_sizes_accepted(heads, width, fp8, config.has_cache)
         if accepts is not None:
             found.append(Objection("v-head-size", accepts, f"V head size {width} with head size {heads}", width))
+    return found
+
+
+def _of_fa4(build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None) -> list[Objection]:
+    """Return what FA4 alone objects to (flash-attn-4 4.0.0b36 flash_attn/cute/interface.py, _flash_attn_fwd)."""
+    found: list[Objection] = []
+    major = 9 if capability is None else capability[0]
+    heads, width = config.head_size, config.value_head_size
+    if major == 12 and config.has_cache:
+        found.append(Objection("paged-kv", "none on compute capability 12.x", "a paged KV cache", True))
+    if config.batch_invariant and major != 9:
+        found.append(Objection("batch-invariant", "on compute capability 9.0 only", "batch invariance", True))
+    accepts = fa4_accepts(build, heads, width, major)
+    if config.has_cache and (heads % 16 or width % 16):
+        # Only pages of exactly one tile of keys may have other widths (flash_fwd_sm90.py, flash_fwd_sm100.py).
+        accepts = "multiples of 16 with a paged cache"
+    if accepts is not None:
+        found.append(Objection("head-size", accepts, f"head size {heads}", heads))
+    if width > heads and config.has_cache:
+        what = f"V head size {width} with head size {heads}"
+        found.append(Objection("v-head-size", "V no wider than K in a paged cache", what, width))
     return found
 
 
@@ -170,7 +203,7 @@ def _sinks_accepted(build: FlashAttnBuild, config: AttentionConfig, fa3_on_hoppe
     most = build.sink_heads.value
     if not most:
         return "none"
-    if not fa3_on_hopper:
+    if build.version == 3 and not fa3_on_hopper:
         return "on compute capability 9.0 only"
     if config.num_heads > most:
         return f"at most {most}"
@@ -215,11 +248,18 @@ def plan(
         why = describe_pins(pins)
     elif config.alibi:
         why = _WITH_ALIBI
-    return _plan_with(chosen, config, options.hybrid, why, notes_on_build(chosen, capability))
+    splits_keys = chosen.version != 4 or capability != HOPPER
+    kernel = kernel_of(chosen, config.has_cache, splits_keys=splits_keys)
+    return _plan_with(chosen, kernel, config, options.hybrid, why, notes_on_build(chosen, capability))
 
 
 def _plan_with(
-    build: FlashAttnBuild, config: AttentionConfig, hybrid: bool, because: str, notes: tuple[str, ...]
+    build: FlashAttnBuild,
+    kernel: FlashAttnKernel,
+    config: AttentionConfig,
+    hybrid: bool,
+    because: str,
+    notes: tuple[str, ...],
 ) -> BackendPlan:
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     cached = config.has_cache
@@ -232,27 +272,32 @@ def _plan_with(
         notes = (*notes, _NARROW_V)
     if fp8 and config.dtype == "float16":
         notes = (*notes, _CONVERTED)
-    if config.sinks:
+    if config.sinks and build.version == 3:
         notes = (*notes, _BF16_SINKS)
     if build.version == 3 and config.cuda_graph != "NEVER":
         notes = (*notes, _SPLIT_BYTES)
-    return _plan(build, because, "fp8_e4m3" if fp8 else config.dtype, cached, pages, notes)
+    return _plan(build, kernel, because, "fp8_e4m3" if fp8 else config.dtype, pages, notes)
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    build: FlashAttnBuild, because: str, query_dtype: str, cached: bool, pages: tuple[int, ...], notes: tuple[str, ...]
+    build: FlashAttnBuild,
+    kernel: FlashAttnKernel,
+    because: str,
+    query_dtype: str,
+    pages: tuple[int, ...],
+    notes: tuple[str, ...],
 ) -> BackendPlan:
     """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     return BackendPlan(
-        kernel=kernel_of(build, cached),
+        kernel=kernel,
         path=build.kernel,
         because=because,
         query_dtype=query_dtype,
         returns_lse=True,
-        kv_layouts=LAYOUTS if cached else (),
-        kernel_block_sizes=pages if cached else (),
-        cuda_graph="ALWAYS" if build.version == 3 else "UNIFORM_BATCH",
+        kv_layouts=LAYOUTS if kernel.paged else (),
+        kernel_block_sizes=pages if kernel.paged else (),
+        cuda_graph="UNIFORM_BATCH" if build.version == 2 else "ALWAYS",
         provider=build.provider,
         notes=notes,
     )
@@ -285,7 +330,7 @@ def load() -> type[AttentionBackend]:
 
 FLASH_ATTN = BackendSpec(
     name="FLASH_ATTN",
-    summary="FlashAttention 3 on Hopper, 2 on compute capability 8.0 and up",
+    summary="FlashAttention 3 on Hopper, 4 on compute capability 10.x, 2 on 8.0 and up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     phases_share_plan=True,

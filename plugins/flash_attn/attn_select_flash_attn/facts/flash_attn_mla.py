@@ -1,4 +1,4 @@
-"""``FLASH_ATTN_MLA``: FlashAttention 3 with a separate latent query for MLA decode, FA2 or FA3 for MLA prefill."""
+"""``FLASH_ATTN_MLA``: FlashAttention 3 with a separate latent query for MLA decode, FA2, FA3 or FA4 for MLA prefill."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from attn_select_flash_attn.facts.builds import (
     ProviderName,
     Version,
     builds_for,
+    fa4_accepts,
     kernel_of,
     notes_on_build,
     pins_of,
@@ -96,7 +97,7 @@ class FlashAttnMLAOptions(BackendOptions):
 
     prefill_version: Version = Field(
         "auto",
-        description="FlashAttention's major version in prefill (decode: 3); auto is 3 on Hopper, else 2",
+        description="FlashAttention's major version in prefill (decode: 3); auto is 3 on 9.0, 4 on 10.x, else 2",
     )
     provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
 
@@ -126,13 +127,21 @@ def decode_objections(config: AttentionConfig) -> list[Objection]:
     return found
 
 
-def prefill_objections(config: AttentionConfig) -> list[Objection]:
-    """Return what speaks against every build in prefill, where V is padded to the width of K if the kernel wants it."""
+def prefill_objections(
+    build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None
+) -> list[Objection]:
+    """Return what speaks against a build in prefill, where V is padded to the width of K if the kernel wants it."""
     qk, v = _prefill_sizes(config)
     found: list[Objection] = []
-    if qk > 256 or qk % 8:
+    accepts = "multiples of 8 up to 256" if qk > 256 or qk % 8 else None
+    if build.version == 4:
+        major = 9 if capability is None else capability[0]
+        accepts = accepts or fa4_accepts(build, qk, v if _fa4_takes(qk, v) else qk, major)
+        if config.batch_invariant and major != 9:
+            found.append(Objection("batch-invariant", "on compute capability 9.0 only", "batch invariance", True))
+    if accepts is not None:
         what = f"QK head size {qk} (qk_nope_head_dim + qk_rope_head_dim)"
-        found.append(Objection("qk-head-size", "multiples of 8 up to 256", what, qk))
+        found.append(Objection("qk-head-size", accepts, what, qk))
     if v > qk:
         found.append(
             Objection("v-head-size", "V as wide as QK or narrower", f"v_head_dim {v} with QK head size {qk}", v)
@@ -155,7 +164,7 @@ def plan(
     chosen = choose(
         _FA3_ON_HOPPER if decode else builds_for(capability),
         environment,
-        lambda build: decode_objections(config) if decode else prefill_objections(config),
+        lambda build: decode_objections(config) if decode else prefill_objections(build, config, capability),
         pins=pins,
         capability=capability,
     )
@@ -206,11 +215,12 @@ def _prefill_plan(
 ) -> BackendPlan:
     qk, v = _prefill_sizes(config)
     said, padding = notes_on_build(build, capability), 0
-    if v != qk and not (build.version == 3 and capability == HOPPER and _fa3_takes(qk, v)):
+    fa3 = build.version == 3 and capability == HOPPER
+    if v != qk and not (fa3 and _fa3_takes(qk, v)) and not (build.version == 4 and _fa4_takes(qk, v)):
         padding = qk - v
         said = (*said, f"V is padded from {v} to {qk} columns, as wide as QK")
     return BackendPlan(
-        kernel=kernel_of(build, False, padding),
+        kernel=kernel_of(build, False, padding, splits_keys=build.version != 4 or capability != HOPPER),
         path=f"{build.kernel} varlen",
         because=because,
         query_dtype=config.dtype,
@@ -228,6 +238,11 @@ def _fa3_takes(qk: int, v: int) -> bool:
     return v % 8 == 0 and ((128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512))
 
 
+def _fa4_takes(qk: int, v: int) -> bool:
+    """Return whether FA4 takes these widths without padding (tests/cute/test_flash_attn.py 0251105, dv_vals)."""
+    return (qk, v) in ((192, 128), (128, 64))
+
+
 def load() -> type[AttentionBackend]:
     """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
 
@@ -241,7 +256,7 @@ def load() -> type[AttentionBackend]:
 
 FLASH_ATTN_MLA = BackendSpec(
     name="FLASH_ATTN_MLA",
-    summary="MLA: FlashAttention 3 in decode on Hopper; FlashAttention 2 or 3 in prefill",
+    summary="MLA: FlashAttention 3 in decode on Hopper; FlashAttention 2, 3 or 4 in prefill",
     capabilities={"prefill": PREFILL, "decode": DECODE},
     plan=plan,
     load=load,

@@ -20,6 +20,7 @@ from attn_select.runtime.providers import InstalledBuild
 from attn_select_flash_attn.facts.builds import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
+    FLASH_ATTN_4,
     SGL_KERNEL,
     SGLANG_KERNEL,
     VLLM,
@@ -113,6 +114,7 @@ class Adapter(ABC):
     Attributes:
         function: the installed function; it returns the output alone unless it is asked for the LSE.
         latent_query: name of the argument for the query that is scored against V.
+        sinks_argument: name of the argument for attention sinks.
 
     Raises:
         KernelMismatchError: the build cannot be imported, has no kernels for this machine, or its function is missing
@@ -122,6 +124,7 @@ class Adapter(ABC):
     function_name: ClassVar[str] = "flash_attn_varlen_func"
     tensors: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     latent_query: ClassVar[str] = "qv"
+    sinks_argument: ClassVar[str] = "sinks"
 
     @property
     def lse_argument(self) -> str:
@@ -148,12 +151,12 @@ class Adapter(ABC):
     def layer_arguments(
         self, scale: float, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
     ) -> Arguments:
-        """Return the arguments that are fixed per layer; ``sinks`` is bfloat16 ``(num_heads,)``."""
+        """Return the arguments that are fixed per layer; ``sinks`` is ``(num_heads,)``, bfloat16 for FA3."""
         arguments: Arguments = {"softmax_scale": scale, "softcap": softcap}
         if alibi_slopes is not None:
             arguments["alibi_slopes"] = alibi_slopes
         if sinks is not None:
-            arguments["s_aux" if self.build.library is VLLM else "sinks"] = sinks
+            arguments[self.sinks_argument] = sinks
         return arguments
 
     @abstractmethod
@@ -240,9 +243,10 @@ class Adapter(ABC):
 
 
 class VllmAdapter(Adapter):
-    """vLLM's build: one function for both versions, paged and packed."""
+    """vLLM's build: one function for all versions, paged and packed."""
 
     latent_query = "q_v"
+    sinks_argument = "s_aux"
 
     def _passes(self) -> tuple[str, ...]:
         names = ("max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "cu_seqlens_k", "seqused_k", "block_table", "q_v")
@@ -339,6 +343,59 @@ class VarlenAdapter(Adapter):
         return arguments
 
 
+class CuteAdapter(Adapter):
+    """FA4 of flash-attn-4: the function under ``flash_attn_varlen_func``, which alone takes ``out`` and descales.
+
+    It returns the LSE, or None, beside the output, and is the one that vLLM calls in its copy.
+    """
+
+    function_name = "_flash_attn_fwd"
+    sinks_argument = "learnable_sink"
+
+    @property
+    def lse_argument(self) -> str:
+        """Name of the argument that asks for the LSE."""
+        return "return_lse"
+
+    def _passes(self) -> tuple[str, ...]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table")
+        masks = ("softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "learnable_sink")
+        return (*names, *masks, *_DESCALES, "num_splits", "out", self.lse_argument)
+
+    def step_arguments(
+        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
+    ) -> Arguments:
+        keys: Arguments = {"cu_seqlens_k": step.key_start_loc}
+        if step.block_table is not None:
+            keys = {"seqused_k": step.seq_lens, "page_table": step.block_table}
+        left, right = (bound if bound >= 0 else None for bound in step.window)
+        return {
+            "cu_seqlens_q": step.query_start_loc,
+            "max_seqlen_q": step.max_query_len,
+            "max_seqlen_k": step.max_key_len,
+            "num_splits": step.num_splits,
+            "causal": step.causal,
+            "window_size_left": left,
+            "window_size_right": right,
+            **keys,
+        }
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor | None,
+        lse: bool,
+        layer: Arguments,
+        step: Arguments,
+        extra: Arguments,
+    ) -> tuple[Tensor, Tensor | None]:
+        arguments = {**layer, **step, **extra, self.lse_argument: lse}
+        result = self.function(query, key, value, out=out, **arguments)
+        return result[0], result[1]
+
+
 def _own(build: FlashAttnBuild) -> tuple[str, ...]:
     """Return the arguments that only some builds of FA3 have."""
     sinks = ("sinks",) if build.sink_heads.value else ()
@@ -353,7 +410,9 @@ def adapter_for(kernel: FlashAttnKernel) -> Adapter:
         KernelMismatchError: the library cannot be imported, or its version, build or signature does not fit.
     """
     build = build_of(kernel)
-    if build.library is VLLM:
+    if build.library is FLASH_ATTN_4:
+        return CuteAdapter(build, paged=kernel.paged)
+    if build.distribution == VLLM.distribution:
         return VllmAdapter(build, paged=kernel.paged)
     if build.version == 3 and kernel.paged:
         return KvCacheAdapter(build, paged=True)

@@ -1,4 +1,4 @@
-"""``FLASH_ATTN`` at run time: FlashAttention 2 or 3 over the paged cache, or without a cache."""
+"""``FLASH_ATTN`` at run time: FlashAttention 2, 3 or 4 over the paged cache, or without a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.spec import BackendPlan
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
-from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
+from attn_select_flash_attn.runtime.adapters import Arguments, Shape, Step, adapter_for
 from attn_select_flash_attn.runtime.lse import by_token, row_positions
 from attn_select_flash_attn.runtime.requests_without_keys import KeylessRequests
 from attn_select_flash_attn.runtime.schedule import Scheduler, window_of
@@ -66,10 +66,10 @@ def _plan(context: BackendContext) -> BackendPlan:
     return next(iter(context.plans.values()))  # both phases have the same: `plan` does not look at the phase
 
 
-def _adapter(context: BackendContext) -> Adapter:
+def _kernel(context: BackendContext) -> FlashAttnKernel:
     kernel = _plan(context).kernel
     assert isinstance(kernel, FlashAttnKernel)
-    return adapter_for(kernel)
+    return kernel
 
 
 def _is_fp8(context: BackendContext) -> bool:
@@ -95,8 +95,9 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             softcap=config.logits_soft_cap or 0.0,
             page_size=context.block_size,
         )
-        adapter = _adapter(context)
-        self._scheduler = Scheduler(context, adapter, shape)
+        kernel = _kernel(context)
+        adapter = adapter_for(kernel)
+        self._scheduler = Scheduler(context, adapter, shape, splits_keys=kernel.splits_keys)
         self._keyless: KeylessRequests | None = None
         if adapter.build.version == 2 and adapter.paged:
             self._keyless, self._guarded = KeylessRequests(context), Scheduler(context, adapter, shape)
@@ -164,14 +165,15 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     ) -> None:
         super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
         config, layout = context.config, context.kv_layout or ""
-        self._adapter = _adapter(context)
+        self._adapter = adapter_for(_kernel(context))
         self._run, self._function = self._adapter.run, self._adapter.function
         self._fp8 = _is_fp8(context)
         # With FP8 the kernel writes bfloat16 whatever the layer computes in.
         self._direct = self._adapter.build.out.value and not (self._fp8 and config.dtype != "bfloat16")
         self._plain = self._direct and not self._fp8
         softcap = config.logits_soft_cap or 0.0
-        rounded = None if sinks is None else sinks.to(torch.bfloat16)
+        kept = torch.float32 if self._adapter.build.version == 4 else torch.bfloat16
+        rounded = None if sinks is None else sinks.to(kept)
         self._layer = self._adapter.layer_arguments(scale, softcap, alibi_slopes, rounded)
         self._layer_without_sinks = self._adapter.layer_arguments(scale, softcap, alibi_slopes)
         self._sinks = None if rounded is None else rounded.float()
@@ -266,7 +268,8 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         if num_reqs not in known:
             shape = (num_reqs, self.context.config.num_kv_heads)
             named = {"q_descale": scales.q, "k_descale": scales.k, "v_descale": scales.v}
-            known[num_reqs] = {name: scale.expand(shape) for name, scale in named.items()}
+            # Where the shape is (1, 1), a stride of 1 is what FA4 wants.
+            known[num_reqs] = {name: scale.reshape(1, -1).expand(shape) for name, scale in named.items()}
         return known[num_reqs]
 
 

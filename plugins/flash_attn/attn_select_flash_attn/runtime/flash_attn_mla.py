@@ -81,7 +81,8 @@ class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         self._prefill: Scheduler | None = None
         if (prefill := _adapter(context, "prefill")) is not None:
             size, value_size = cast(int, config.qk_nope_head_dim) + rope, cast(int, config.v_head_dim)
-            self._prefill = Scheduler(context, prefill, Shape(heads, heads, size, value_size, dtype, 0.0, None))
+            shape, kernel = Shape(heads, heads, size, value_size, dtype, 0.0, None), _kernel(context, "prefill")
+            self._prefill = Scheduler(context, prefill, shape, splits_keys=kernel is None or kernel.splits_keys)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -37,10 +37,12 @@ class Scheduler:
         context: what the builder is made for.
         adapter: the function that will be called.
         shape: of its Q, K and V.
+        splits_keys: whether the kernel can split a request's keys.
     """
 
-    def __init__(self, context: BackendContext, adapter: Adapter, shape: Shape) -> None:
+    def __init__(self, context: BackendContext, adapter: Adapter, shape: Shape, *, splits_keys: bool = True) -> None:
         self.adapter, self.shape, self._context = adapter, shape, context
+        self._splits_keys = splits_keys
         self._graphs, self._invariant = context.cuda_graphs, context.config.batch_invariant
         self._fa3 = adapter.build.version == 3
         self._split_bytes = shape.num_heads * (shape.value_size + 1) * 4
@@ -84,7 +86,7 @@ class Scheduler:
         return step
 
     def _num_splits(self, step: Step) -> int:
-        if self._invariant or (self._fa3 and step.num_reqs > MOST_SPLIT_REQUESTS):
+        if self._invariant or not self._splits_keys or (self._fa3 and step.num_reqs > MOST_SPLIT_REQUESTS):
             return 1
         if not (self._graphs and self._fa3):
             return 0

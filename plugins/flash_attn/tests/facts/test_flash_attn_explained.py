@@ -42,31 +42,22 @@ def said(name: str, layer: str, gpu: str, phase: Any) -> list[str]:
     [
         ("llama", "h100", ["FA3: Hopper's own kernel"]),
         ("llama", "a100", [f"FA2: {NOT_HOPPER.format('8.0')}"]),
-        ("llama", "b200", [f"FA2: {NOT_HOPPER.format('10.0')}"]),
+        ("llama", "b200", ["FA4: Blackwell's own kernel"]),
         ("llama", "t4", [OLD]),
         ("llama fp8", "h100", ["FA3: Hopper's own kernel"]),
         (
             "llama fp8",
             "a100",
-            ["KV-cache dtype fp8_e4m3 (FA2 and FA3: 16-bit KV only, FP8 needs FA3 on compute capability 9.0)"],
-        ),
-        (
-            "llama fp8",
-            "b200",
-            ["KV-cache dtype fp8_e4m3 (FA2: 16-bit KV only, FP8 needs FA3 on compute capability 9.0)"],
-        ),
-        ("gpt-oss", "h100", ["FA3: Hopper's own kernel"]),
-        ("gpt-oss", "a100", [f"{NO_SINKS} (FA2: none; FA3: on compute capability 9.0 only)"]),
-        ("gpt-oss", "b200", [f"{NO_SINKS} (FA2: none)"]),
-        (
-            "gpt-oss",
-            "t4",
             [
-                OLD,
-                f"{NO_SINKS} (FA3 of flash-attn-3 and FA2: none; FA3 of vllm, sglang-kernel and sgl-kernel: on compute "
-                "capability 9.0 only)",
+                "KV-cache dtype fp8_e4m3 (FA2 and FA3: 16-bit KV only, FP8 needs FA3 on compute capability 9.0 or FA4 "
+                "on 10.x)"
             ],
         ),
+        ("llama fp8", "b200", ["FA4: Blackwell's own kernel"]),
+        ("gpt-oss", "h100", ["FA3: Hopper's own kernel"]),
+        ("gpt-oss", "a100", [f"{NO_SINKS} (FA2: none; FA3: on compute capability 9.0 only)"]),
+        ("gpt-oss", "b200", ["FA4: Blackwell's own kernel"]),
+        ("gpt-oss", "t4", [OLD]),
         ("deepseek", "b200", ["serves no MLA layers"]),
     ],
 )
@@ -92,7 +83,7 @@ def test_flash_attn(layer: str, gpu: str, phase: str, expected: list[str]) -> No
         (
             "deepseek",
             "b200",
-            [f"FA2 varlen: {NOT_HOPPER.format('10.0')}"],
+            ["FA4 varlen: Blackwell's own kernel"],
             ["compute capability 10.0 (supported: 9.0)"],
         ),
         ("deepseek", "t4", [OLD], ["compute capability 7.5 (supported: 9.0)"]),

@@ -9,7 +9,7 @@ from flash_attn_layers import installed
 
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendPlan, BackendSpec
-from attn_select.testing import ask, check_sources, gqa_layer, plan_of, reasons_of
+from attn_select.testing import ask, check_sources, gqa_layer, mla_layer, plan_of, reasons_of
 from attn_select_flash_attn.facts.builds import BUILDS, LIBRARIES, ProviderName
 from attn_select_flash_attn.plugin import attn_select_register_backends
 
@@ -31,9 +31,12 @@ def test_every_fact_has_a_source(spec: BackendSpec) -> None:
 
 
 def test_builds_come_from_declared_libraries() -> None:
-    assert {build.library for build in BUILDS} == set(LIBRARIES[1])
+    assert {build.distribution for build in BUILDS} == {library.distribution for library in LIBRARIES[1]}
     assert len({build.label for build in BUILDS}) == len(BUILDS)
-    assert all(build.module.split(".")[0] == build.library.module for build in BUILDS)
+    for build in BUILDS:
+        # FA4's wheel adds to a namespace, which cannot be looked for: CuTe DSL stands for it.
+        expected = "cutlass" if build.distribution == "flash-attn-4" else build.module.split(".")[0]
+        assert build.library.module == expected
     assert {"auto", *(build.distribution for build in BUILDS)} == set(get_args(ProviderName))
 
 
@@ -52,7 +55,8 @@ def test_load_returns_the_backend_of_that_name(spec: BackendSpec) -> None:
         ((8, 0), "FA2", "UNIFORM_BATCH"),
         ((8, 9), "FA2", "UNIFORM_BATCH"),
         ((9, 0), "FA3", "ALWAYS"),
-        ((10, 0), "FA2", "UNIFORM_BATCH"),
+        ((10, 0), "FA4", "ALWAYS"),
+        ((10, 3), "FA4", "ALWAYS"),
         ((11, 0), "FA2", "UNIFORM_BATCH"),
         ((12, 1), "FA2", "UNIFORM_BATCH"),
     ],
@@ -62,7 +66,8 @@ def test_version_follows_the_device(capability: tuple[int, int], path: str, grap
     plan = plan_of(FLASH_ATTN, gqa_layer(), capability, phase=phase)
     assert (plan.path, plan.cuda_graph) == (path, graph)
     elsewhere = "FA3 is Hopper's kernel, this is compute capability {}.{}".format(*capability)
-    assert plan.because == ("Hopper's own kernel" if capability == (9, 0) else elsewhere)
+    own = {9: "Hopper's own kernel", 10: "Blackwell's own kernel"}
+    assert plan.because == own.get(capability[0], elsewhere)
     assert plan.returns_lse
     assert plan.kv_layouts == (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
     assert plan.query_dtype == "bfloat16"
@@ -71,7 +76,7 @@ def test_version_follows_the_device(capability: tuple[int, int], path: str, grap
 @pytest.mark.parametrize(("device", "text"), [((7, 5), "7.5"), (None, "cpu")])
 def test_below_ampere_is_rejected(device: tuple[int, int] | None, text: str) -> None:
     reasons = reasons_of(FLASH_ATTN, gqa_layer(sinks=True), device)
-    assert set(reasons) == {"compute-capability", "sinks"}
+    assert set(reasons) == {"compute-capability"}
     assert reasons["compute-capability"].observed == text
     assert set(reasons_of(FLASH_ATTN, gqa_layer(), device, options={"version": 3})) == {"compute-capability"}
 
@@ -86,10 +91,12 @@ def test_alibi_forces_fa2() -> None:
 
 def test_ptx_and_fa4_are_mentioned_where_they_matter() -> None:
     assert not plan_of(FLASH_ATTN, gqa_layer(), (8, 0)).notes
-    ampere, blackwell = plan_of(FLASH_ATTN, gqa_layer(), (8, 0)).notes, plan_of(FLASH_ATTN, gqa_layer(), (10, 0)).notes
-    assert not any("PTX" in note for note in ampere)
-    assert any("PTX" in note for note in blackwell)
-    assert any("FA4" in note for note in blackwell)
+    ampere, hopper, fa2, fa4 = (
+        plan_of(FLASH_ATTN, gqa_layer(**fields), device).notes
+        for device, fields in (((8, 0), {}), ((9, 0), {}), ((10, 0), {"alibi": True}), ((10, 0), {}))
+    )
+    assert [any("PTX" in note for note in notes) for notes in (ampere, hopper, fa2, fa4)] == [False, False, True, False]
+    assert [any("CuTe DSL" in note for note in notes) for notes in (hopper, fa2, fa4)] == [False, False, True]
 
 
 # --- FP8, sinks, V head size ----------------------------------------------------------------------
@@ -105,10 +112,14 @@ def test_fp8_is_not_named_as_supported_where_it_is_not(device: tuple[int, int], 
     assert on_hopper.supported == ["auto", "bfloat16", "fp8_e4m3"]
 
 
-def test_fp8_needs_fa3_and_an_fp8_query() -> None:
-    plan = plan_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8", per_head_quant_scales=True), (9, 0))
-    assert (plan.path, plan.query_dtype) == ("FA3", "fp8_e4m3")
-    for device in ((8, 9), (10, 0), (12, 0)):
+@pytest.mark.parametrize(("device", "path"), [((9, 0), "FA3"), ((10, 0), "FA4")])
+def test_fp8_needs_an_fp8_query(device: tuple[int, int], path: str) -> None:
+    plan = plan_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8", per_head_quant_scales=True), device)
+    assert (plan.path, plan.query_dtype) == (path, "fp8_e4m3")
+
+
+def test_fp8_needs_fa3_or_fa4() -> None:
+    for device in ((8, 9), (11, 0), (12, 0)):
         reason = reasons_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8"), device)["kv-cache-dtype"]
         assert (reason.observed, reason.remedy) == ("fp8_e4m3", "--kv-cache-dtype auto")
     assert "kv-cache-dtype" in reasons_of(FLASH_ATTN, gqa_layer(kv_cache_dtype="fp8_e5m2"), (9, 0))
@@ -139,13 +150,20 @@ def test_sinks_choose_a_build_that_has_them(heads: int, provider: str) -> None:
     assert plan.provider.startswith(f"{provider} ")
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
-def test_sinks_need_hopper(capability: tuple[int, int]) -> None:
-    assert set(reasons_of(FLASH_ATTN, gqa_layer(sinks=True), capability)) == {"sinks"}
+@pytest.mark.parametrize(("capability", "codes"), [((8, 0), {"sinks"}), ((12, 0), {"sinks", "paged-kv"})])
+def test_sinks_need_fa3_or_fa4(capability: tuple[int, int], codes: set[str]) -> None:
+    assert set(reasons_of(FLASH_ATTN, gqa_layer(sinks=True), capability)) == codes
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (11, 0)])
+def test_sinks_on_blackwell_are_fa4s(capability: tuple[int, int]) -> None:
+    plan = plan_of(FLASH_ATTN, gqa_layer(num_heads=128, sinks=True), capability)
+    assert plan.path == "FA4"
+    assert not any("bfloat16" in note for note in plan.notes)
 
 
 def test_sinks_limit_of_vllm() -> None:
-    environment = installed(vllm="0.33.0")
+    environment = installed(vllm="0.26.0")
     assert plan_of(FLASH_ATTN, gqa_layer(num_heads=64, sinks=True), (9, 0), environment=environment).path == "FA3"
     reason = reasons_of(FLASH_ATTN, gqa_layer(num_heads=128, sinks=True), (9, 0), environment=environment)["sinks"]
     assert "128 query heads" in reason.message
@@ -172,7 +190,7 @@ def test_sinks_limit_of_vllm() -> None:
 )
 def test_v_head_sizes_of_fa3(sizes: tuple[int, int], fields: dict[str, Any], fits: bool) -> None:
     config = gqa_layer(head_size=sizes[0], v_head_size=sizes[1], **fields)
-    outcome = ask(FLASH_ATTN, config, (9, 0), phase="prefill")
+    outcome = ask(FLASH_ATTN, config, (9, 0), phase="prefill", options={"version": 3})
     if fits:
         assert isinstance(outcome, BackendPlan), outcome
     else:
@@ -184,7 +202,54 @@ def test_v_head_size_off_hopper_and_with_sinks() -> None:
     assert set(reasons_of(FLASH_ATTN, gqa_layer(head_size=192, v_head_size=128), (8, 0))) == {"v-head-size"}
     both = gqa_layer(head_size=192, v_head_size=128, sinks=True)
     assert plan_of(FLASH_ATTN, both, (9, 0)).provider == "sglang-kernel (sgl_kernel.flash_attn)"
-    assert set(reasons_of(FLASH_ATTN, both, (9, 0), environment=installed(vllm="0.33.0"))) == {"sinks"}
+    assert set(reasons_of(FLASH_ATTN, both, (9, 0), environment=installed(vllm="0.26.0"))) == {"sinks"}
+    plan = plan_of(FLASH_ATTN, both, (9, 0), environment=installed(vllm="0.33.0"))
+    assert (plan.path, plan.because) == ("FA4", "no installed FA3 serves this layer")
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "codes"),
+    [
+        ((9, 0), {"head_size": 256}, set()),
+        ((9, 0), {"head_size": 72}, {"head-size"}),
+        ((9, 0), {"head_size": 72, "attn_type": "encoder_only"}, set()),
+        ((9, 0), {"kv_cache_dtype": "fp8"}, {"kv-cache-dtype"}),
+        ((9, 0), {"batch_invariant": True}, set()),
+        ((9, 0), {"head_size": 64, "v_head_size": 128}, {"v-head-size"}),
+        ((10, 0), {"head_size": 256}, set()),
+        ((10, 0), {"head_size": 192}, {"head-size"}),
+        ((10, 0), {"head_size": 192, "v_head_size": 128}, set()),
+        ((10, 0), {"head_size": 160}, {"head-size"}),
+        ((10, 0), {"batch_invariant": True}, {"batch-invariant"}),
+        ((10, 0), {"alibi": True}, {"alibi"}),
+        ((11, 0), {}, set()),
+        ((11, 0), {"kv_cache_dtype": "fp8"}, {"kv-cache-dtype"}),
+        ((12, 0), {}, {"paged-kv"}),
+        ((12, 0), {"attn_type": "encoder_only"}, set()),
+    ],
+)
+def test_what_fa4_takes(device: tuple[int, int], fields: dict[str, Any], codes: set[str]) -> None:
+    options = {"provider": "flash-attn-4"}
+    outcome = ask(FLASH_ATTN, gqa_layer(**fields), device, phase="prefill", options=options)
+    assert (set() if isinstance(outcome, BackendPlan) else {reason.code for reason in outcome}) == codes
+
+
+def test_vllms_fa4_leaves_heads_of_256_on_blackwell_to_fa2() -> None:
+    environment = installed(vllm="0.33.0")
+    plan = plan_of(FLASH_ATTN, gqa_layer(head_size=256), (10, 0), environment=environment)
+    assert (plan.path, plan.because) == ("FA2", "no installed FA4 serves this layer")
+
+
+@pytest.mark.parametrize(("device", "splits"), [((9, 0), False), ((10, 0), True)])
+def test_fa4_splits_no_keys_on_hopper(device: tuple[int, int], splits: bool) -> None:
+    for spec, fields, option in (
+        (FLASH_ATTN, {}, "version"),
+        (SPECS["FLASH_ATTN_MLA"], {"num_heads": 16}, "prefill_version"),
+    ):
+        config = gqa_layer(**fields) if spec is FLASH_ATTN else mla_layer(**fields)
+        plan = plan_of(spec, config, device, phase="prefill", options={option: 4})
+        assert plan.kernel.version == 4
+        assert plan.kernel.splits_keys is splits
 
 
 # --- Blocks, layouts, types -----------------------------------------------------------------------
@@ -202,7 +267,8 @@ def test_fa2_pages_depend_on_the_build() -> None:
     assert plan_of(FLASH_ATTN, gqa_layer(block_size=512), (8, 0), environment=upstream).kernel_block_sizes == (256,)
     reason = reasons_of(FLASH_ATTN, gqa_layer(block_size=16), (8, 0), environment=upstream)["block-size"]
     assert (reason.observed, reason.remedy) == (16, "--block-size 256")
-    reason = reasons_of(FLASH_ATTN, gqa_layer(block_size=24), (10, 0))["block-size"]
+    both = installed(vllm="0.26.0", flash_attn="2.8.3")
+    reason = reasons_of(FLASH_ATTN, gqa_layer(block_size=24), (10, 0), environment=both)["block-size"]
     assert "FA2 of vllm: multiples of 16" in reason.message
     assert "FA2 of flash-attn: multiples of 256" in reason.message
     assert reason.remedy == "--block-size 32"

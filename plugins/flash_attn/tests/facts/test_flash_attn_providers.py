@@ -24,6 +24,22 @@ from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
         ({"sgl_kernel": "0.3.21"}, (8, 6), "FA3", "sgl-kernel (sgl_kernel.flash_attn)"),
         ({"flash_attn": "2.8.3"}, (9, 0), "FA2", "flash-attn (flash_attn)"),
         ({"flash_attn": "2.8.3"}, (12, 0), "FA2", "flash-attn (flash_attn)"),
+        ({"flash_attn_4": "4.0.0b36"}, (9, 0), "FA4", "flash-attn-4 (flash_attn.cute.interface)"),
+        (
+            {"flash_attn_4": "4.0.0b36", "vllm": "0.26.0"},
+            (9, 0),
+            "FA3",
+            "vllm (vllm.vllm_flash_attn.flash_attn_interface)",
+        ),
+        ({"flash_attn_4": "4.0.0b36", "vllm": "0.33.0"}, (10, 0), "FA4", "flash-attn-4 (flash_attn.cute.interface)"),
+        ({"vllm": "0.33.0"}, (10, 3), "FA4", "vllm (vllm.vllm_flash_attn.flash_attn_interface)"),
+        ({"vllm": "0.26.0"}, (10, 0), "FA2", "vllm (vllm.vllm_flash_attn.flash_attn_interface)"),
+        (
+            {"flash_attn_4": "4.0.0b36", "vllm": "0.33.0"},
+            (11, 0),
+            "FA2",
+            "vllm (vllm.vllm_flash_attn.flash_attn_interface)",
+        ),
     ],
 )
 def test_the_first_installed_build_serves(
@@ -36,7 +52,7 @@ def test_the_first_installed_build_serves(
 def test_fa2_on_hopper_says_that_fa3_is_missing() -> None:
     assert (
         plan_of(FLASH_ATTN, gqa_layer(), (9, 0), environment=installed(flash_attn="2.8.3")).because
-        == "no installed package has FA3"
+        == "no installed FA3 serves this layer"
     )
 
 
@@ -110,7 +126,7 @@ def test_pinned_provider() -> None:
     assert reason.remedy == 'backends.FLASH_ATTN.provider = "auto"'
 
 
-@pytest.mark.parametrize("options", [{"version": 4}, {"version": "3"}, {"provider": "pip"}, {"colour": 1}])
+@pytest.mark.parametrize("options", [{"version": 5}, {"version": "3"}, {"provider": "pip"}, {"colour": 1}])
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         FLASH_ATTN.options(**options)
@@ -181,7 +197,7 @@ def test_fa2_has_no_windows_in_cross_attention() -> None:
     """Its LSE of a tile of queries that see no key lands elsewhere."""
     config = gqa_layer(attn_type="encoder_decoder", sliding_window=64)
     refused = reasons_of(FLASH_ATTN, config, (12, 0))
-    assert list(refused) == ["sliding-window"]
+    assert list(refused) == ["sliding-window", "paged-kv"]
     assert refused["sliding-window"].message == "sliding window 64 (FA2: none in cross-attention)"
     assert plan_of(FLASH_ATTN, config, (9, 0)).path == "FA3"
     assert list(reasons_of(FLASH_ATTN, config, (9, 0), options={"version": 2})) == ["sliding-window"]

@@ -70,7 +70,7 @@ def test_a_function_that_takes_other_arguments_is_refused_by_name(
 
     def changed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, max_seqlen_q: Any) -> None: ...
 
-    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
+    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "_flash_attn_fwd"):
         setattr(module, name, changed)
     with pytest.raises(
         KernelMismatchError, match=rf"{build.label}: .*takes no argument .*softmax_scale.* It takes \(q, "
@@ -123,10 +123,11 @@ def test_a_library_that_is_not_there_is_an_import_error() -> None:
 
 @by_build
 def test_the_plan_names_the_build(build: FlashAttnBuild) -> None:
-    gpu = "h100" if build.version == 3 else "a100"
+    gpu = {2: "a100", 3: "h100", 4: "b200"}[build.version]
     options = {"provider": build.distribution, "version": build.version}
     plan = plan_of(FLASH_ATTN, gqa_layer(), gpu, options=options)
     assert build_of(plan.kernel) is build
     assert repr(plan.kernel) == (
-        f"FlashAttnKernel(version={build.version}, provider='{build.distribution}', paged=True, value_padding=0)"
+        f"FlashAttnKernel(version={build.version}, provider='{build.distribution}', paged=True, value_padding=0, "
+        "splits_keys=True)"
     )

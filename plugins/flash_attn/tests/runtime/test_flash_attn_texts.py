@@ -21,6 +21,7 @@ from attn_select_flash_attn.facts.builds import BUILDS, FlashAttnBuild
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
+GPUS = {2: "a100", 3: "h100", 4: "b200"}
 Emulate = Callable[[str], list[dict[str, Any]]]
 
 
@@ -53,7 +54,7 @@ def texts_decide_nothing(
 def test_texts_decide_nothing(build: FlashAttnBuild, emulate: Emulate) -> None:
     calls = emulate(build.distribution)
     options = {"provider": build.distribution, "version": build.version}
-    texts_decide_nothing(FLASH_ATTN, small_layer(), "h100" if build.version == 3 else "a100", options, calls)
+    texts_decide_nothing(FLASH_ATTN, small_layer(), GPUS[build.version], options, calls)
 
 
 @pytest.mark.parametrize("fields", [{"alibi": True}, {"kv_cache_dtype": "fp8"}, {"attn_type": "encoder_only"}], ids=str)
