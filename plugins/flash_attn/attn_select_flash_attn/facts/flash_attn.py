@@ -163,13 +163,13 @@ def objections(
     fa4_on_10 = build.version == 4 and capability is not None and capability[0] == 10
     if fp8 and not (fa3_on_hopper or fa4_on_10):
         found.append(Objection("kv-cache-dtype", _FP8_NEEDS, f"KV-cache dtype {dtype}", dtype, _UNQUANTISED))
-    elif fp8 and heads % 16:
+    elif fp8 and heads % 16 and build.version == 3:
         found.append(Objection("head-size", "multiples of 16 with FP8", f"head size {heads}", heads, _UNQUANTISED))
     if config.sinks and (accepts := _sinks_accepted(build, config, fa3_on_hopper)) is not None:
         found.append(Objection("sinks", accepts, f"attention sinks with {config.num_heads} query heads", True))
     width = config.v_head_size
     if width is not None and width != heads and build.version != 4:
-        accepts: str | None = "the head size; other sizes need FA3 on compute capability 9.0 or FA4"
+        accepts = "the head size; other sizes need FA3 on compute capability 9.0 or FA4"
         if fa3_on_hopper:
             accepts = _v_head_sizes_accepted(heads, width, fp8, config.has_cache)
         if accepts is not None:
