@@ -55,7 +55,7 @@ def test_what_is_named_is_the_first_of_the_order_that_is_not_passed_over(run: An
             "vllm",
             "deepseek-v3",
             "b200",
-            "--attention-backend FLASHINFER_MLA --attention-config.mla_prefill_backend TRTLLM_RAGGED"
+            "--attention-backend FLASHINFER_MLA --attention-config.mla_prefill_backend FLASH_ATTN"
             " --dtype bfloat16 --block-size 64",
         ),
         ("vllm", "gpt-oss-120b", "a100", "--attention-backend TRITON_ATTN --dtype bfloat16 --block-size 16"),
