@@ -149,6 +149,27 @@ def test_other_attention_is_left_alone(calls: Counter[str]) -> None:
     assert not calls
 
 
+def test_a_manager_takes_requests_while_it_runs(calls: Counter[str]) -> None:
+    """As ``transformers serve`` has it."""
+    model, prompts = models.built(models.llama), requests()[:3]
+    expected = alone(model, prompts)
+    calls.clear()
+    model.set_attn_implementation("attn_select")
+    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching())
+    manager.start()
+    found = []
+    for prompt in prompts:
+        name = manager.add_request(prompt, max_new_tokens=NEW)
+        while (result := manager.get_result(request_id=name, timeout=60)) is not None and not result.is_finished():
+            pass
+        assert result is not None
+        found.append(list(result.generated_tokens))
+    manager.stop(block=True)
+    assert found == expected
+    assert calls["paged"] == calls["kernel"] > 0
+
+
 def test_generate_after_continuous_batching(calls: Counter[str]) -> None:
     model, prompts = models.built(models.llama), requests()[:2]
     first = tokens(model, "attn_select", prompts)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -80,6 +82,15 @@ def test_importing_registers_and_a_second_time_changes_nothing() -> None:
     assert attn_select_transformers.register()
     assert transformers.AttentionInterface._global_mapping["attn_select"] is known
     assert "attn_select" in transformers.AttentionMaskInterface._global_mapping
+
+
+def test_the_command_line_of_transformers_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[bool] = []
+    command_line = ModuleType("transformers.cli.transformers")
+    command_line.main = lambda: known.append("attn_select" in transformers.AttentionInterface())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, command_line.__name__, command_line)
+    runpy.run_module("attn_select_transformers", run_name="__main__")
+    assert known == [True]
 
 
 @pytest.mark.parametrize(
