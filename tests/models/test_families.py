@@ -50,6 +50,49 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
             ],
         ),
         (
+            {"model_type": "llama4_text", "num_hidden_layers": 8, "attention_chunk_size": 128},
+            [
+                ("chunked_attention", 6, heads(40, 8, 128, attention_chunk_size=128)),
+                ("full_attention", 2, heads(40, 8, 128, attention_chunk_size=None)),
+            ],
+        ),
+        (
+            {"model_type": "glm5_next", "text_config": {"num_hidden_layers": 8}},
+            [("sparse_mla", 2, {"qk_rope_head_dim": 0, "head_size": 512, "sparse_top_k": 2048})],
+        ),
+        (
+            {
+                "model_type": "kimi_k3",
+                "text_config": {
+                    "model_type": "kimi_linear",
+                    "num_hidden_layers": 9,
+                    "linear_attn_config": {"full_attn_layers": [4, 8, 9]},
+                },
+            },
+            [("mla", 3, {"num_heads": 32, "head_size": 576})],
+        ),
+        (
+            {
+                "model_type": "minimax_m3_vl",
+                "text_config": {
+                    "num_hidden_layers": 4,
+                    "sparse_attention_config": {"sparse_attention_freq": [0, 0, 1, 1]},
+                },
+            },
+            [("full_attention", 2, heads(64, 4, 128))],
+        ),
+        (
+            {"model_type": "hy_v4", "num_hidden_layers": 2},
+            [("sparse_mla", 2, {"sinks": True, "sparse_top_k": 2048, "head_size": 576})],
+        ),
+        (
+            {"model_type": "muse_spark_text", "num_hidden_layers": 6},
+            [
+                ("sliding_attention", 4, heads(128, 16, 64, sliding_window=2048)),
+                ("full_attention", 2, heads(128, 16, 64, sliding_window=None)),
+            ],
+        ),
+        (
             {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "attn_config": {"alibi": True}},
             [("full_attention", 32, heads(32, 32, 128, alibi=True))],
         ),

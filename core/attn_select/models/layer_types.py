@@ -103,6 +103,16 @@ def _every(fields: Fields, period: int, field: str = "", rest: str = SLIDING) ->
     return [rest if period and (i + 1) % period else FULL for i in range(_count(fields))]
 
 
+def _every_kind(fields: Fields, period: int, kind: str, rest: str) -> list[str]:
+    return [rest if (i + 1) % period else kind for i in range(_count(fields))]
+
+
+def _every_from_end(fields: Fields, period: int) -> list[str]:
+    """The last layer is full, and every ``period``-th before it (MuseSparkTextConfig)."""
+    count = _count(fields)
+    return [SLIDING if (count - 1 - i) % period else FULL for i in range(count)]
+
+
 def _every_and_last(fields: Fields, period: int, rest: str) -> list[str]:
     kinds = _every(fields, period, rest=rest)
     if rest == SLIDING or FULL not in kinds:  # Gemma4TextConfig; OlmoHybridConfig
@@ -169,6 +179,18 @@ def _mimo(fields: Fields) -> list[str]:
 
 def _minimax(fields: Fields) -> list[str]:
     return _flags(fields, FULL, LINEAR) or [LINEAR if i % 2 else FULL for i in range(_count(fields))]
+
+
+def _minimax_m3(fields: Fields) -> list[str]:
+    """Sparse layers where ``sparse_attention_config.sparse_attention_freq`` has a 1 (MiniMaxM3VLTextConfig)."""
+    sparse = fields.get("sparse_attention_config")
+    listed = sparse.get("sparse_attention_freq") if isinstance(sparse, dict) else None
+    if listed is None:
+        return [FULL] * _count(fields)
+    if not isinstance(listed, list) or len(listed) != _count(fields) or set(listed) - {0, 1}:
+        name = "sparse_attention_config.sparse_attention_freq"
+        raise fields.wrong(name, listed, f"0 or 1 for each of {_count(fields)} layers")
+    return ["minimax_m3_sparse" if entry else FULL for entry in listed]
 
 
 def _nemotron_h(fields: Fields) -> list[str]:
@@ -266,6 +288,8 @@ _RULES: dict[str, Callable[..., list[str]]] = {
     "uniform": _uniform,
     "all": _all,
     "every": _every,
+    "every_kind": _every_kind,
+    "every_from_end": _every_from_end,
     "every_and_last": _every_and_last,
     "first": _first,
     "window_from": _window_from,
@@ -275,6 +299,7 @@ _RULES: dict[str, Callable[..., list[str]]] = {
     "indices": _indices,
     "mimo": _mimo,
     "minimax": _minimax,
+    "minimax_m3": _minimax_m3,
     "nemotron_h": _nemotron_h,
     "block_types": _block_types,
     "zamba": _zamba,

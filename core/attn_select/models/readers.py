@@ -74,11 +74,20 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
 
 
 def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[str], total: int) -> None:
+    other = Counter({kind: count for kind, count in left_out.items() if kind in types.NOT_ATTENTION})
+    lacking = left_out - other
     named = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+    if not reading.layers and lacking:
+        raise ModelError(f"{fields.where}: no backend has a kernel for its attention layers ({named})")
     if not reading.layers:
         raise ModelError(f"{fields.where}: no attention layer that an attention config can describe ({named})")
-    if left_out:
-        reading.notes.append(f"{left_out.total()} of {total} layers are left out, not being plain attention: {named}")
+    if other:
+        named = ", ".join(f"{count} {kind}" for kind, count in other.items())
+        reading.notes.append(f"{other.total()} of {total} layers are left out, not being plain attention: {named}")
+    if lacking:
+        named = ", ".join(f"{count} {kind}" for kind, count in lacking.items())
+        text = f"{lacking.total()} of {total} layers are left out, since no backend has a kernel for them: {named}"
+        reading.notes.append(text)
 
 
 def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
@@ -120,6 +129,8 @@ def _mla(fields: Fields, heads: int | None) -> tuple[int, int, int, int] | None:
     if fields.raw.get("use_mla") is False or not fields.integer("kv_lora_rank", 0):
         return None
     dims = [fields.size(name) for name in MLA_DIMS]
+    if dims[2] is None:  # GLM-5 Next: 0 says that keys have no rotary part
+        dims[2] = fields.integer("qk_rope_head_dim", 0, 8192)
     if dims[3] is None and fields.family.model_type == "minicpm3":  # MiniCPM3Config
         hidden = fields.integer("hidden_size")
         dims[3] = hidden // heads if hidden and heads and 0 < hidden // heads <= 8192 else None

@@ -41,8 +41,11 @@ CAPABILITIES = Capabilities(
         ("bfloat16", "fp8_ds_mla", "fp8_e4m3"),
         f"{_DECODE} (656 bytes a token); {_PREFILL}; {VLLM_SPARSE} (fp8: alias)",
     ),
-    # 512 in bfloat16: no rope part. In FP8 it is the format of another model, and `objections` refuses it.
-    head_sizes=Fact(HeadSizes(values=(576, 512)), f"{_DECODE} (576); {_PREFILL} (HEAD_DIM_576, HEAD_DIM_512)"),
+    # 512 in bfloat16 on SM90: no rope part. In FP8 it is the format of another model, and `objections` refuses it.
+    head_sizes=Fact(
+        HeadSizes(values=(576, 512)),
+        f"{_DECODE} (576); {_PREFILL} (HEAD_DIM_576, HEAD_DIM_512); {VLLM_SPARSE} (512 on SM90 alone)",
+    ),
     block_sizes=Fact((1,), f"{_PREFILL} (the cache is one flat run of tokens); FP8: {VLLM_SPARSE} (64-token pages)"),
     sinks=Fact(True, f"{_BOTH} (attn_sink)"),
     # Nothing is masked but by the indices.
@@ -81,8 +84,9 @@ def objections(build: FlashMLABuild, config: AttentionConfig, device: Device) ->
         found.append(Objection("block-size", 64, f"block size {size}", size))
     if config.kv_lora_rank != 512:
         found.append(Objection("kv-lora-rank", "512", f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank))
-    if _reads_fp8(config) and config.head_size != 576:
-        found.append(Objection("head-size", "576 with FP8", f"head size {config.head_size}", config.head_size))
+    if config.head_size != 576 and (_reads_fp8(config) or device.compute_capability != (9, 0)):
+        where = "with FP8" if _reads_fp8(config) else f"on compute capability {device.capability_text}"
+        found.append(Objection("head-size", f"576 {where}", f"head size {config.head_size}", config.head_size))
     if heads > MOST_HEADS:
         what = f"{heads} query heads" + f", {config.num_heads} from each of {ranks} ranks" * (ranks > 1)
         found.append(Objection("num-heads", f"at most {MOST_HEADS}", what, heads))
