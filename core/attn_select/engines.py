@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from attn_select.variables import ANY_VERSION
 
 Warn = Callable[[str], None]
+MOVED = (ImportError, AttributeError, TypeError, LookupError)
+"""What calls of an engine raise where an interface has moved."""
 
 
 def _warn(message: str) -> None:

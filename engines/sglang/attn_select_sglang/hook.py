@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_platform
 from attn_select import __version__, select_model
 from attn_select.detection import detect_device
 from attn_select.device import Device
-from attn_select.engines import Adapter
+from attn_select.engines import MOVED, Adapter
 from attn_select.errors import ConfigError, ModelError
 from attn_select.models import LayerKind
 from attn_select.render import layer_lines, plain, warning_lines
@@ -40,7 +40,7 @@ def around(adapter: Adapter) -> Callable[[Callable[[Any], dict[str, str]], Any],
         try:
             explicit = {name: value for name in _FIELDS if (value := getattr(view, name)) is not None}
             chosen = _explicit(explicit) if explicit else _chosen(view)
-        except (ImportError, AttributeError, TypeError) as error:
+        except MOVED as error:
             adapter.interface_moved(error)
             chosen = {}
         return chosen or original(view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 
-from attn_select.engines import Adapter
+from attn_select.engines import MOVED, Adapter
 
 RELEASES = ("0.5.23",)
 """The releases of SGLang that this adapter was run with; README.md says what ran where."""
@@ -35,5 +35,5 @@ def register() -> None:
 
         pkgutil.resolve_name(TARGET)
         HookRegistry.register(TARGET, around(adapter), HookType.AROUND)
-    except (ImportError, AttributeError, TypeError) as error:
+    except MOVED as error:
         adapter.interface_moved(error)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_select.engines import Adapter
+from attn_select.engines import MOVED, Adapter
 from attn_select_transformers import captured, continuous, dense, paged
 from attn_select_transformers.continuous import DENSE, PAGED
 from attn_select_transformers.own_attention import leave_to_transformers
@@ -43,7 +43,7 @@ def _register() -> bool:
     if adapter.takes_part():
         try:
             _PAGED_CACHES.append(continuous.install())
-        except (ImportError, AttributeError) as error:
+        except MOVED as error:
             adapter.interface_moved(error)
     if not _PAGED_CACHES:
         leave_to_transformers()

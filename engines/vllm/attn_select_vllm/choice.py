@@ -14,6 +14,7 @@ from attn_select_vllm.names import PREFILL_NAMES, EngineBackend, engine_backends
 
 Refusals = list[str]
 """Why vLLM does not take a backend; empty where it does."""
+UNKNOWN = "this release of vLLM does not have it"
 
 
 @dataclass(frozen=True, slots=True)

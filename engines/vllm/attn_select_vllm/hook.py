@@ -13,13 +13,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_select import select
-from attn_select.engines import Adapter
+from attn_select.engines import MOVED, Adapter
 from attn_select.errors import ConfigError, ModelError, RuntimeMissingError
 from attn_select.registry import load_plugins
 from attn_select.selection import Selection
 from attn_select.variables import WORKLOAD
 from attn_select_vllm import log_block
-from attn_select_vllm.choice import Choice, Refusals, choose
+from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
 from attn_select_vllm.kernels.limits import limits
 from attn_select_vllm.layers import kind_of, layer_config
 from attn_select_vllm.mla_prefill import choose_prefill
@@ -56,7 +56,7 @@ def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., st
             return _explicit(selected_backend, attn_selector_config, by_vllm)
         try:
             path = _chosen(cls, attn_selector_config, num_heads)
-        except (ImportError, AttributeError, TypeError) as error:
+        except MOVED as error:
             adapter.interface_moved(error)
             return by_vllm()
         return path or by_vllm()
@@ -98,7 +98,7 @@ def judge(selection: Selection, platform: Any, asked: Any, vllm_config: Any) -> 
         if engine.own and (found := limits(asked, vllm_config)):
             return found
         if engine.name not in AttentionBackendEnum.__members__:
-            return ["this release of vLLM does not have it"]
+            return [UNKNOWN]
         try:
             made = AttentionBackendEnum[engine.name].get_class()
             if not engine.own:

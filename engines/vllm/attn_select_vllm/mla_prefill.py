@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
 
 from attn_select.selection import Selection
-from attn_select_vllm.choice import Refusals, prefill_order
+from attn_select_vllm.choice import UNKNOWN, Refusals, prefill_order
 
 
 def choose_prefill(selection: Selection, platform: Any, vllm_config: Any) -> tuple[str | None, dict[str, Refusals]]:
@@ -25,6 +25,9 @@ def choose_prefill(selection: Selection, platform: Any, vllm_config: Any) -> tup
     dtype = vllm_config.model_config.dtype
     asked = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=MLADimensions(**dims))
     for name in prefill_order(selection):
+        if name not in MLAPrefillBackendEnum.__members__:
+            refused[name] = [UNKNOWN]
+            continue
         try:
             backend = MLAPrefillBackendEnum[name].get_class()
             reasons = list(backend.validate_configuration(platform.get_device_capability(), asked))

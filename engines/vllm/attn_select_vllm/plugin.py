@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 
-from attn_select.engines import Adapter
+from attn_select.engines import MOVED, Adapter
 from attn_select_vllm.releases import RELEASES
 
 
@@ -30,5 +30,5 @@ def register() -> None:
         from attn_select_vllm import hook
 
         hook.install(replace(adapter, warn=warn))  # layers are chosen for in the engine's workers
-    except (ImportError, AttributeError, TypeError) as error:
+    except MOVED as error:
         adapter.interface_moved(error)

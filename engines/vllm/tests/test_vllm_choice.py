@@ -256,12 +256,16 @@ def test_an_unlisted_release_runs_without_us(vllm: Any, monkeypatch: pytest.Monk
     assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
 
 
-def test_an_interface_that_moved_ends_in_vllms_choice(vllm: Any) -> None:
+@pytest.mark.parametrize("error", [AttributeError, TypeError, KeyError])
+def test_an_interface_that_moved_ends_in_vllms_choice(vllm: Any, error: type[Exception]) -> None:
     engine = vllm(engine_config(LLAMA))
     from attn_select_vllm.plugin import register
 
+    def moved(_: Any) -> int:
+        raise error("it has moved")
+
     register()
-    del engine.config.model_config.get_num_kv_heads
+    engine.config.model_config.get_num_kv_heads = moved
     assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     assert (
         "takes no part in vLLM 0.32.0, which chooses attention by itself: an interface has moved"
