@@ -51,7 +51,7 @@ test-browser: $(TEST_ENV)/.browser ## Test the page of `attn-select report` in a
 	$(TEST_ENV)/bin/python -m pytest tests/browser $(ARGS)
 
 test-engines: venv ## Test the adapters of engines in other releases of these, each in an environment of its own (ARGS as above)
-	$(TEST_ENV)/bin/python tests/engines/run.py -n $(WORKERS) $(ARGS)
+	$(TEST_ENV)/bin/python tests/engines/run.py $(ARGS)
 
 mutate: venv ## Plant 300 faults in core and list those that no test notices (ARGS="--seed 2"; an hour on two cores)
 	$(INTERPRET) $(TEST_ENV)/bin/python tests/mutation/mutate.py $(ARGS)

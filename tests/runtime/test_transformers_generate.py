@@ -27,68 +27,12 @@ from attn_select.runtime import (
 
 transformers = pytest.importorskip("transformers")
 
+import models_for_tests as models  # noqa: E402
+
 NEW_TOKENS = 64
 PROMPTS = (5, 37, 18, 70)
 MAX_TOKENS = 48
 """Of one step: the longer prompts take two or more."""
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}
-"""Weights large enough that attention matters: with the usual 0.02 a model repeats one token."""
-
-
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2))
-
-
-def mistral() -> Any:
-    """Every layer has a window shorter than the prompts."""
-    return transformers.MistralForCausalLM(
-        transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=24)
-    )
-
-
-def gemma2() -> Any:
-    """Window in every other layer, a soft cap, and a scale of its own."""
-    config = transformers.Gemma2Config(
-        **SMALL,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=24,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=4.0,
-    )
-    return transformers.Gemma2ForCausalLM(config)
-
-
-def deepseek_v3() -> Any:
-    config = transformers.DeepseekV3Config(
-        **SMALL,
-        num_key_value_heads=4,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=24,
-    )
-    return transformers.DeepseekV3ForCausalLM(config)
 
 
 class Engine:
@@ -188,12 +132,17 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [llama, *(pytest.param(make, marks=pytest.mark.slow(guard="llama")) for make in (mistral, gemma2, deepseek_v3))],
+    [
+        models.llama,
+        *(
+            pytest.param(make, marks=pytest.mark.slow(guard="llama"))
+            for make in (models.mistral, models.gemma2, models.deepseek_v3)
+        ),
+    ],
 )
 def test_tokens_are_those_of_eager_attention(make: Any) -> None:
-    torch.manual_seed(7)
-    model = make().eval()
-    prompts = [torch.randint(SMALL["vocab_size"], (length,)).tolist() for length in PROMPTS]
+    model = models.built(make)
+    prompts = [torch.randint(model.config.vocab_size, (length,)).tolist() for length in PROMPTS]
     with torch.inference_mode():
         model.set_attn_implementation("eager")
         wanted = [

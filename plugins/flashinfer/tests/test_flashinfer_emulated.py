@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import flashinfer_batches as layers
 import flashinfer_emulated as fi
 import torch
-from flashinfer_emulated import functions, trtllm, wrappers
+from flashinfer_emulated import functions, paged, ragged, trtllm
 
 from attn_select.testing.oracle import attention_reference, merge_reference
 
@@ -37,7 +37,7 @@ def close(found: Any, wanted: Any, rtol: float = 1e-2) -> None:
 def prefill(
     batch: Batch, backend: str = "fa2", wrapper: Any = None, run: dict[str, Any] | None = None, **plan: Any
 ) -> Any:
-    wrapper = wrapper or wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend)
+    wrapper = wrapper or paged.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend)
     plan = {"causal": True, "q_data_type": batch.query.dtype, "kv_data_type": batch.cache.dtype, **plan}
     plan.setdefault("o_data_type", batch.out.dtype)
     wrapper.plan(*batch.lists, *batch.shape, **plan)
@@ -81,7 +81,7 @@ def test_an_fp8_cache(backend: str) -> None:
     fp8 = backend == "fa3"
     batch = Batch([2, 5], [20, 33], dtype=E4M3 if fp8 else torch.bfloat16, kv_dtype=E4M3)
     args = (torch.full((4,), 0.5), torch.full((2,), 0.25), 2.0) if fp8 else ()
-    wrapper = wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="auto")
+    wrapper = paged.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="auto")
     wrapper.plan(
         *batch.lists,
         *batch.shape,
@@ -103,7 +103,7 @@ def test_prefill_with_sinks() -> None:
     def wrapper(backend: str, head_size: int) -> Any:
         made = [f"sinks_{backend}", bf16, bf16, bf16, torch.int32, head_size, head_size, ["sink"], ["float"]]
         made += [["sm_scale"], ["double"], "AttentionSink", fi.SINK_DECLARATIONS[backend]]
-        return wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend, jit_args=made)
+        return paged.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend, jit_args=made)
 
     for backend in ("fa2", "fa3"):
         planned = wrapper(backend, 64)
@@ -119,7 +119,7 @@ def test_prefill_with_sinks() -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_decode(layout: str) -> None:
     batch = Batch([1, 1, 1], [40, 1, 0], layout=layout, page=8)
-    wrapper = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), layout, use_tensor_cores=True)
+    wrapper = paged.BatchDecodeWithPagedKVCacheWrapper(workspace(), layout, use_tensor_cores=True)
     wrapper.plan(*batch.lists[1:], *batch.shape, window_left=5, logits_soft_cap=4.0, q_data_type=torch.bfloat16)
     out, lse = wrapper.run(batch.query, batch.cache, out=batch.out, return_lse=True, v_scale=0.5)
     wanted = batch.reference(0.125, 1.0, 0.5, sliding_window=6, logits_soft_cap=4.0)
@@ -133,7 +133,7 @@ def test_ragged_prefill_with_different_sizes() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, 4, size, generator=draw).bfloat16() for size in (192, 192, 128))
     for backend in ("fa2", "fa3"):
-        wrapper = wrappers.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend=backend)
+        wrapper = ragged.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend=backend)
         wrapper.plan(
             ints([0, 2, 6]), ints([0, 5, 9]), 4, 4, 192, 128, causal=True, sm_scale=0.1, q_data_type=torch.bfloat16
         )

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import flashinfer_batches as layers
 import flashinfer_emulated as fi
 import torch
-from flashinfer_emulated import functions, trtllm, wrappers
+from flashinfer_emulated import functions, paged, trtllm
 
 Batch, ints, workspace = layers.Batch, layers.ints, layers.workspace
 Misuse, E4M3, BF16 = fi.Misuse, torch.float8_e4m3fn, torch.bfloat16
@@ -25,7 +25,7 @@ def _alone() -> Any:
 
 
 def wrapper_for(batch: Any, backend: str = "fa2", **options: Any) -> Any:
-    return wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend, **options)
+    return paged.BatchPrefillWithPagedKVCacheWrapper(workspace(), batch.layout, backend=backend, **options)
 
 
 def plan(wrapper: Any, batch: Any, **options: Any) -> None:
@@ -46,7 +46,7 @@ def test_a_plan_from_the_gpus_lists_waits_for_it() -> None:
     plan(wrapper_for(batch), batch)
     name = "BatchPrefillWithPagedKVCacheWrapper.plan"
     assert fi.world.syncs == [f"{name}.qo_indptr", f"{name}.paged_kv_last_page_len"]
-    decode = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
+    decode = paged.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
     fi.on_device(batch.indptr)
     decode.plan(*batch.lists[1:], *batch.shape, q_data_type=BF16)
     assert "BatchDecodeWithPagedKVCacheWrapper.plan.paged_kv_indptr" in fi.world.syncs
@@ -87,7 +87,7 @@ def test_a_pinned_buffer_of_its_own_lets_plans_follow_each_other() -> None:
 
 def test_wrappers_that_share_a_schedule_are_run_before_the_next_is_planned() -> None:
     batch, ints8 = Batch([2], [20]), torch.empty(8 << 20, dtype=torch.uint8)
-    both = [wrapper_for(batch), wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)]
+    both = [wrapper_for(batch), paged.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)]
     for wrapper in both:
         wrapper.reset_workspace_buffer(workspace(), ints8)
     plan(both[0], batch)
@@ -103,7 +103,7 @@ def test_wrappers_that_share_a_schedule_are_run_before_the_next_is_planned() -> 
 def test_scratch_that_is_too_small(backend: str) -> None:
     batch = Batch([3, 2], [400, 700])
     plan(wrapper_for(batch, backend), batch)
-    wrapper = wrappers.BatchPrefillWithPagedKVCacheWrapper(workspace(1000), backend=backend)
+    wrapper = paged.BatchPrefillWithPagedKVCacheWrapper(workspace(1000), backend=backend)
     if backend == "fa2":
         with pytest.raises(RuntimeError, match="Increase the workspace buffer size"):
             plan(wrapper, batch)
@@ -138,7 +138,7 @@ def test_page_indices_are_not_copied() -> None:
 def captured(batch: Any, **options: Any) -> Any:
     requests, pages = len(batch.seq_lens), 20
     buffers = [torch.zeros(size, dtype=torch.int32) for size in (requests + 1, pages, requests)]
-    wrapper = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", True, True, *buffers)
+    wrapper = paged.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", True, True, *buffers)
     wrapper.plan(*batch.lists[1:], *batch.shape, q_data_type=BF16, **options)
     return wrapper
 
@@ -197,7 +197,7 @@ def test_head_sizes_without_a_kernel(size: int) -> None:
     batch = Batch([1], [3], size=size)
     with pytest.raises(RuntimeError, match="Unsupported head_dim"):
         plan(wrapper_for(batch), batch)
-    decode = wrappers.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
+    decode = paged.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
     with pytest.raises(RuntimeError, match="Unsupported head_dim"):
         decode.plan(*batch.lists[1:], *batch.shape, q_data_type=BF16)
     if size == 512:
@@ -329,7 +329,7 @@ def test_decode_counters_are_zero_and_nobodys_else(capability: tuple[int, int]) 
     batch, space = Batch([1, 1], [20, 3]), workspace()
     for _ in range(2):
         decode(batch, workspace_buffer=space)
-    eager = wrappers.BatchPrefillWithPagedKVCacheWrapper(space, backend="fa2")
+    eager = paged.BatchPrefillWithPagedKVCacheWrapper(space, backend="fa2")
     plan(eager, batch)
     eager.run(batch.query, batch.cache)
     with pytest.raises(Misuse, match="counters are not zero"):

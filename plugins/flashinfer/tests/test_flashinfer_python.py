@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import flashinfer_batches as layers
 import flashinfer_emulated as fi
 import torch
-from flashinfer_emulated import trtllm, wrappers
+from flashinfer_emulated import paged, trtllm
 
 flashinfer: Any = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -134,9 +134,9 @@ def test_sinks(backend: str) -> None:
         wrapper.plan(*batch.lists, *batch.shape, causal=True, q_data_type=BF16, sm_scale=0.9)
         return wrapper.run(batch.query, batch.cache, sinks, 0.2, return_lse=True)
 
-    wrappers._VARIANTS.clear()
+    paged._VARIANTS.clear()
     both(layers.Batch([3, 1], [30, 1]), run)
-    wrappers._VARIANTS.clear()
+    paged._VARIANTS.clear()
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import flashinfer_groups as groups
 import torch
-from flashinfer_emulated import wrappers
+from flashinfer_emulated import paged
 
 from attn_select.errors import KernelMismatchError
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
@@ -398,7 +398,7 @@ def test_rows_without_keys_in_every_release(nothing: float) -> None:
 
 
 def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> None:
-    class Bare(wrappers.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
+    class Bare(paged.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
         def reset_workspace_buffer(self, *args: Any) -> None:
             super().reset_workspace_buffer(*args)
             del self._pin_memory_int_workspace_buffer

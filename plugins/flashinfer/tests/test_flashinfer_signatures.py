@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import flashinfer_emulated as fi
 import make_signatures
-from flashinfer_emulated import trtllm, wrappers
+from flashinfer_emulated import mla06, trtllm, wrappers
 from make_signatures import FOLDER
 
 from attn_select.environment import installed_version, version_matches
@@ -157,7 +157,7 @@ def test_the_numbers_that_the_emulation_rests_on() -> None:
     assert f"page_size not in {list(trtllm.XQA_PAGES)}" in source("jit/xqa.py")
     scheduler = source("data/include/flashinfer/attention/scheduler.cuh")
     plan = scheduler.split("inline cudaError_t MLAPlan(")[1].split("\ninline ")[0]
-    for text in (f"max_total_num_works = {wrappers.MAX_WORKS};", "avg_packed_qo_len > 64", "cta_tile_q = 64;"):
+    for text in (f"max_total_num_works = {mla06.MAX_WORKS};", "avg_packed_qo_len > 64", "cta_tile_q = 64;"):
         assert text in plan, f"MLAPlan has no {text!r}"
     assert f"max_batch_size = {trtllm.MAX_BATCH};" in source("data/csrc/trtllm_fmha_kernel_launcher.cu")
 

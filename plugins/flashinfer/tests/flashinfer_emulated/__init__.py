@@ -1,7 +1,7 @@
 """FlashInfer without a GPU: the same signatures and rules, computed by the float64 oracle on the CPU.
 
 This module holds what the entries share: the emulated device, its hazards, the cache, the masks. Each entry is emulated
-once, in ``wrappers``, ``trtllm`` or ``functions``, and ``library()`` puts them into the plugin's dataclass.
+once, in the modules beside this one, and ``library()`` puts them into the plugin's dataclass.
 ``test_flashinfer_signatures`` compares their signatures with what is installed. The rules are those of
 flashinfer/{prefill,decode,cascade,xqa}.py and of csrc and include at tag v0.6.14; ``mla07`` has what 0.7 changed.
 Where a kernel would read out of bounds, wait forever or be silently wrong, these raise ``Misuse``; where the library
@@ -337,9 +337,9 @@ RELEASES = ("0.6.14", "0.7.2.post1")
 
 def entries(release: str = "0.6.14") -> dict[str, Any]:
     """Return every emulated entry of a release by its name."""
-    from flashinfer_emulated import functions, mla07, trtllm, wrappers
+    from flashinfer_emulated import functions, mla06, mla07, paged, ragged, trtllm
 
-    modules = (wrappers, trtllm, functions, *([mla07] if release == RELEASES[1] else []))
+    modules = (paged, ragged, mla07 if release == RELEASES[1] else mla06, trtllm, functions)
     return {name: entry for module in modules for name, entry in vars(module).items()}
 
 

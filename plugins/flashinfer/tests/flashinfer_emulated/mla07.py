@@ -1,7 +1,7 @@
 """``BatchMLAPagedAttentionWrapper`` since 0.7: it plans from metadata, and each plan has buffers of its own.
 
 Rules by source: flashinfer/mla/_batch_mla/_wrapper.py, _contracts.py, _planning.py and _backends/_fa_common.py of
-0.7.2.post1. The kernels are those of ``wrappers``.
+0.7.2.post1. The kernels are those of ``mla06``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashinfer_emulated as fi
-from flashinfer_emulated import need, wrappers
+from flashinfer_emulated import mla06, need
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class BatchMLAPagedAttentionWrapper:
     ) -> None:
         self._made = (float_workspace_buffer, use_cuda_graph, qo_indptr, kv_indptr, kv_indices, kv_len_arr, backend)
         self._use_cuda_graph, self._reserved = use_cuda_graph, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-        self._planned: wrappers.BatchMLAPagedAttentionWrapper | None = None
+        self._planned: mla06.BatchMLAPagedAttentionWrapper | None = None
         self._kernels()  # it is checked as the older one is
 
-    def _kernels(self) -> wrappers.BatchMLAPagedAttentionWrapper:
-        return wrappers.BatchMLAPagedAttentionWrapper(*self._made)
+    def _kernels(self) -> mla06.BatchMLAPagedAttentionWrapper:
+        return mla06.BatchMLAPagedAttentionWrapper(*self._made)
 
     def plan(
         self,
@@ -83,7 +83,7 @@ class BatchMLAPagedAttentionWrapper:
             self._check_tiles(lists[0], lists[3], num_heads)
         if self._use_cuda_graph:
             self._check_reserved(lists)
-        kernels = wrappers.BatchMLAPagedAttentionWrapper.__new__(wrappers.BatchMLAPagedAttentionWrapper)
+        kernels = mla06.BatchMLAPagedAttentionWrapper.__new__(mla06.BatchMLAPagedAttentionWrapper)
         self._fill(kernels)
         sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type)
         kernels.plan(*lists, *sizes, use_profiler)
@@ -91,7 +91,7 @@ class BatchMLAPagedAttentionWrapper:
         self._int_workspace_buffer = kernels._int_workspace_buffer
         self._pin_memory_int_workspace_buffer = kernels._pin_memory_int_workspace_buffer
 
-    def _fill(self, kernels: wrappers.BatchMLAPagedAttentionWrapper) -> None:
+    def _fill(self, kernels: mla06.BatchMLAPagedAttentionWrapper) -> None:
         """Give a plan its buffers. Of an earlier one a captured wrapper keeps the device's, whose address is baked."""
         calls = len(fi.world.calls)
         kernels.__init__(*self._made)  # type: ignore[misc]

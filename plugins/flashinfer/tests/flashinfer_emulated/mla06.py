@@ -1,0 +1,234 @@
+"""``BatchMLAPagedAttentionWrapper`` until 0.6 without a GPU. ``mla07`` has that of later releases.
+
+Rules by source: the Python of the wrapper (mla/_core.py), the bounds of the kernels in attention/mla.cuh and
+mla_hopper.cuh, all 0.6.14.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashinfer_emulated as fi
+from attn_select.testing import attention_reference
+from flashinfer_emulated import need
+from flashinfer_emulated.wrappers import SMS, send
+
+MAX_WORKS = 16384
+"""Entries of every list in the schedule; MLAPlan does not check."""
+DEEPSEEK, SMALL = (512, 64), (256, 64)
+
+
+@dataclass(frozen=True)
+class MLASchedule:
+    """What ``plan`` writes into the pinned buffer."""
+
+    q_indptr: tuple[int, ...]
+    kv_indptr: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    heads: int
+    causal: bool
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share a tile: the launch grid follows the mean length of packed queries."""
+        return 2 if self.q_indptr[-1] * self.heads // len(self.kv_lens) > 64 else 1
+
+    def works(self) -> int:
+        """Return a bound of the entries in each list: a tile each, and as many splits as there are clusters."""
+        tile = 64 * self.cluster
+        lens = [end - first for first, end in zip(self.q_indptr, self.q_indptr[1:], strict=False)]
+        return sum(-(-length * self.heads // tile) for length in lens) + SMS // self.cluster
+
+
+class BatchMLAPagedAttentionWrapper:
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        use_cuda_graph: Any = False,
+        qo_indptr: Any = None,
+        kv_indptr: Any = None,
+        kv_indices: Any = None,
+        kv_len_arr: Any = None,
+        backend: Any = "auto",
+    ) -> None:
+        fi.called("BatchMLAPagedAttentionWrapper.__init__", locals())
+        need(backend in ("fa2", "fa3"), f"backend {backend!r} is not emulated")
+        need(float_workspace_buffer.ndim == 1, "the workspace has one dimension")
+        self._float_workspace_buffer, self._backend = float_workspace_buffer, backend
+        self._int_workspace_buffer = torch.empty(1 << 20, dtype=torch.uint8)
+        self._pin_memory_int_workspace_buffer = torch.empty(1 << 20, dtype=torch.uint8)
+        self._use_cuda_graph = use_cuda_graph
+        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
+        self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
+        fi.on_device(float_workspace_buffer, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        kv_indices: Any,
+        kv_len_arr: Any,
+        num_heads: Any,
+        head_dim_ckv: Any,
+        head_dim_kpe: Any,
+        page_size: Any,
+        causal: Any,
+        sm_scale: Any,
+        q_data_type: Any,
+        kv_data_type: Any,
+        use_profiler: Any = False,
+    ) -> None:
+        name = "BatchMLAPagedAttentionWrapper.plan"
+        fi.called(name, locals())
+        need(fi.world.graph is None, "plan cannot be used in a CUDA graph")
+        self._check_module((head_dim_ckv, head_dim_kpe), q_data_type, kv_data_type)
+        batch = len(kv_len_arr)
+        for each, length, label in ((qo_indptr, batch + 1, "qo_indptr"), (kv_indptr, batch + 1, "kv_indptr")):
+            fi.check_list(each, length, label)
+        fi.check_list(kv_len_arr, batch, "kv_len_arr")
+        fi.check_list(kv_indices, len(kv_indices), "kv_indices")
+        queries = fi.check_indptr(fi.to_host(qo_indptr, f"{name}.qo_indptr"), "qo_indptr")
+        pages = fi.to_host(kv_indptr, f"{name}.kv_indptr").tolist()
+        lens = fi.to_host(kv_len_arr, f"{name}.kv_len_arr").tolist()
+        for request, length in enumerate(lens):
+            room = (len(kv_indices) - pages[request]) * page_size
+            need(length <= room, f"request {request}: {length} keys, room for {room} in kv_indices")
+        if self._use_cuda_graph:
+            copies = (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_len_arr", kv_len_arr))
+            for label, given in copies:
+                buffer = getattr(self, f"_{label}_buf")
+                need(buffer.shape == given.shape, f"{label}: {len(given)} entries for {len(buffer)}", RuntimeError)
+                fi.copy_late(buffer, given)
+            need(len(kv_indices) <= len(self._kv_indices_buf), "kv_indices is longer than its buffer", RuntimeError)
+            self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
+        else:
+            self._qo_indptr_buf, self._kv_indptr_buf = fi.to_device(qo_indptr), fi.to_device(kv_indptr)
+            self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, fi.to_device(kv_len_arr)
+        self._planned = MLASchedule(tuple(queries), tuple(pages), tuple(lens), num_heads, causal)
+        need(self._planned.works() <= MAX_WORKS, f"{self._planned.works()} works overflow lists of {MAX_WORKS}")
+        clusters = SMS // self._planned.cluster
+        wanted = 2 * clusters * 64 * self._planned.cluster * (2 * head_dim_ckv + 4)
+        size = self._float_workspace_buffer.numel() * self._float_workspace_buffer.element_size()
+        need(wanted <= size, f"Failed to allocate memory for mla_partial_o: {wanted} of {size} bytes", RuntimeError)
+        self._dtypes, self._dims = (q_data_type, kv_data_type), (head_dim_ckv, head_dim_kpe)
+        self._call = {"page_size": page_size, "scale": sm_scale}
+        pinned, device = self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
+        send(pinned, device, self._planned)
+
+    def _check_module(self, dims: tuple[int, int], q: torch.dtype, kv: torch.dtype) -> None:
+        need(kv in (*fi.HALVES, fi.E4M3), f"MLA kv_data_type {kv} is not supported.", ValueError)
+        if kv == fi.E4M3:
+            need(self._backend == "fa3", "FP8 kv_data_type for MLA is only supported with the fa3 backend", ValueError)
+            need(fi.world.capability[0] == 9, "FP8 kv_data_type for MLA requires an SM90 (Hopper) device", ValueError)
+            need(q == torch.bfloat16, "FP8 kv_data_type currently only supports q_data_type=torch.bfloat16", ValueError)
+            need(dims == DEEPSEEK, "FP8 kv_data_type currently only supports head_dim_ckv=512", ValueError)
+        else:
+            need(q == kv and q in fi.HALVES, f"query {q} and cache {kv}")
+        need(dims in (DEEPSEEK, SMALL), f"no kernel of {dims}")
+        need(self._backend == "fa2" or fi.world.capability[0] == 9, "fa3 is for compute capability 9.x", RuntimeError)
+        need(self._backend == "fa2" or dims == DEEPSEEK, f"fa3 gives wrong values with {dims}")
+
+    def run(
+        self,
+        q_nope: Any,
+        q_pe: Any,
+        ckv_cache: Any,
+        kpe_cache: Any,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: Any = False,
+        profiler_buffer: Any = None,
+        kv_len: Any = None,
+        page_table: Any = None,
+        return_lse_base_on_e: Any = False,
+        o_scale: Any = None,
+        *,
+        ckv_scale: Any = None,
+        kpe_scale: Any = None,
+    ) -> Any:
+        fi.called("BatchMLAPagedAttentionWrapper.run", locals())
+        need(o_scale is None, "o_scale is only supported with the cutlass backend for now.", ValueError)
+        need(fi.world.graph is None or self._use_cuda_graph, "a captured wrapper without use_cuda_graph")
+        schedule, (rank, rope) = self._planned, self._dims
+        tokens = schedule.q_indptr[-1]
+        for query, width in ((q_nope, rank), (q_pe, rope)):
+            need(query.dtype == self._dtypes[0], f"q dtype {query.dtype} does not match {self._dtypes[0]}", ValueError)
+            need(query.shape[1:] == (schedule.heads, width), f"query {tuple(query.shape)}")
+            need(len(query) >= tokens and query.stride(-1) == 1, f"{len(query)} queries of {tokens}: {query.stride()}")
+        for cache, width in ((ckv_cache, rank), (kpe_cache, rope)):
+            need(cache.dtype == self._dtypes[1], f"cache dtype {cache.dtype} does not match", ValueError)
+            need(cache.shape[1:] == (self._call["page_size"], width), f"cache {tuple(cache.shape)}")
+            need(cache.stride(-1) == 1, f"cache has strides {cache.stride()}")
+        fp8 = self._dtypes[1] == fi.E4M3
+        given = [ckv_scale, kpe_scale]
+        need(
+            (None not in given) if fp8 else given == [None, None], f"scales {given} with {self._dtypes[1]}", ValueError
+        )
+        for scale in given:
+            need(scale is None or 0 < float(scale) < float("inf"), f"scale {scale}", ValueError)
+        fi.check_mask(self._call["scale"])  # an FP8 cache's scale multiplies latents, not scores
+        shape = tuple(q_nope.shape)
+        out = torch.empty_like(q_nope) if out is None else out
+        fi.check_tensor(out, shape, q_nope.dtype, "out")
+        need(out.stride(-1) == 1, f"out has strides {out.stride()}")
+        if return_lse:
+            lse = torch.empty(shape[:2]) if lse is None else lse
+            fi.check_tensor(lse, shape[:2], torch.float32, "lse")
+            need(lse.is_contiguous(), f"lse has strides {lse.stride()}")
+        call = {
+            **self._call, "cluster": schedule.cluster, "causal": schedule.causal, "heads": schedule.heads,
+            "factors": (float(ckv_scale or 1.0), float(kpe_scale or 1.0)), "natural": return_lse_base_on_e,
+        }  # fmt: skip
+        parts = (fi.moment(q_nope), fi.moment(q_pe), ckv_cache, kpe_cache)
+        fi.launch(partial(self._attend, parts, fi.moment(self._kv_indices_buf), out, lse if return_lse else None, call))
+        return (out, lse) if return_lse else out
+
+    def _attend(self, parts: Any, indices: Tensor, out: Tensor, lse: Tensor | None, call: dict[str, Any]) -> None:
+        found = fi.world.memory.get(self._int_workspace_buffer.data_ptr())
+        need(found is not None, "no schedule has arrived")
+        assert found is not None
+        # The grid, the mask and the page size are the call's, everything else is read from the device.
+        need(found.cluster == call["cluster"], f"launched for clusters of {call['cluster']}, scheduled {found.cluster}")
+        need((found.causal, found.heads) == (call["causal"], call["heads"]), "launched for another plan")
+        need(not self._use_cuda_graph or self._kv_len_arr_buf.tolist() == list(found.kv_lens), "another batch's lists")
+        fi.scribble(self._float_workspace_buffer)
+        q_nope, q_pe, ckv, kpe = parts
+        for request, length in enumerate(found.kv_lens):
+            rows = slice(*found.q_indptr[request : request + 2])
+            first, size = found.kv_indptr[request], call["page_size"]
+            pages = indices[first : first - (-length // size)].tolist()
+            halves = (fi.gather(half, pages, length, "NHD").double() for half in (ckv, kpe))
+            latent, rope = (half * factor for half, factor in zip(halves, call["factors"], strict=True))
+            keys = torch.cat([latent, rope], dim=1)[:, None]
+            query = torch.cat([q_nope[rows], q_pe[rows]], dim=-1).double()
+            for row, seen in enumerate(_visible(found, request)):
+                mine = slice(rows.start + row, rows.start + row + 1)
+                part = {"scale": call["scale"], "causal": False}
+                values, its_lse = attention_reference(query[row : row + 1], keys[:seen], latent[:seen, None], **part)
+                out[mine] = values.to(out.dtype)
+                if lse is not None:
+                    lse[mine] = (its_lse if call["natural"] else its_lse * fi.LOG2E).float()
+
+
+def _visible(schedule: MLASchedule, request: int) -> list[int]:
+    """Return how many keys each query sees: under causality the loop over key tiles may end before a tile's last query.
+
+    The kernels bound it by ``kv_len - q_len + tile_end // heads`` keys, rounded up to a tile of 64, where the last
+    query of a tile sees one more unless the tile ends with it.
+    """
+    queries = schedule.q_indptr[request + 1] - schedule.q_indptr[request]
+    length, heads, tile = schedule.kv_lens[request], schedule.heads, 64 * schedule.cluster
+    if not schedule.causal:
+        return [length] * queries
+    seen = []
+    for query in range(queries):
+        own = max(0, length - queries + query + 1)
+        first = query * heads // tile * tile
+        loaded = max(0, length - queries + (first + tile) // heads)
+        seen.append(min(own, length, -(-loaded // 64) * 64) if loaded < length else min(own, length))
+    return seen

@@ -1,0 +1,432 @@
+"""FlashInfer's paged wrappers without a GPU: prefill and decode by fa2 and fa3, also with sinks.
+
+Rules by source: the Python of each wrapper (prefill.py, decode.py), launches in csrc/batch_prefill.cu (fa2) and
+batch_prefill_sm90.cu (fa3), all 0.6.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashinfer_emulated as fi
+from flashinfer_emulated import need
+from flashinfer_emulated.wrappers import Schedule, Wrapper, dtype_of, dtypes_of, fp8_scales
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: Any = "NHD",
+        use_cuda_graph: Any = False,
+        qo_indptr_buf: Any = None,
+        paged_kv_indptr_buf: Any = None,
+        paged_kv_indices_buf: Any = None,
+        paged_kv_last_page_len_buf: Any = None,
+        custom_mask_buf: Any = None,
+        mask_indptr_buf: Any = None,
+        backend: Any = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        fi.called("BatchPrefillWithPagedKVCacheWrapper.__init__", locals())
+        self._begin(float_workspace_buffer, kv_layout, backend, use_cuda_graph)
+        self._variant = None if jit_args is None else SinkVariant(jit_args, jit_kwargs or {}, backend)
+        if use_cuda_graph:
+            buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+            for buffer in buffers:
+                need(torch.is_tensor(buffer), "the buffers should be torch.Tensors in CUDA graph mode", ValueError)
+            fi.on_device(*buffers)
+            self._fixed_batch_size = len(qo_indptr_buf) - 1
+            need(len(paged_kv_indptr_buf) == self._fixed_batch_size + 1, "length of paged_kv_indptr_buf", ValueError)
+            need(
+                len(paged_kv_last_page_len_buf) == self._fixed_batch_size,
+                "length of paged_kv_last_page_len_buf",
+                ValueError,
+            )
+        self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
+        self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
+        self._max_total_num_rows: int | None = None
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        paged_kv_indptr: Any,
+        paged_kv_indices: Any,
+        paged_kv_last_page_len: Any,
+        num_qo_heads: Any,
+        num_kv_heads: Any,
+        head_dim_qk: Any,
+        page_size: Any,
+        head_dim_vo: Any = None,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
+        causal: Any = False,
+        pos_encoding_mode: Any = "NONE",
+        use_fp16_qk_reduction: Any = False,
+        sm_scale: Any = None,
+        window_left: Any = -1,
+        logits_soft_cap: Any = None,
+        rope_scale: Any = None,
+        rope_theta: Any = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: Any = True,
+        prefix_len_ptr: Any = None,
+        token_pos_in_items_ptr: Any = None,
+        token_pos_in_items_len: Any = 0,
+        max_item_len_ptr: Any = None,
+        seq_lens: Any = None,
+        seq_lens_q: Any = None,
+        block_tables: Any = None,
+        max_token_per_sequence: Any = None,
+        max_sequence_kv: Any = None,
+        fixed_split_size: Any = None,
+        disable_split_kv: Any = False,
+    ) -> None:
+        name = "BatchPrefillWithPagedKVCacheWrapper.plan"
+        fi.called(name, locals())
+        need(custom_mask is None and packed_custom_mask is None, "custom masks are not emulated")
+        need(
+            pos_encoding_mode == "NONE" and not use_fp16_qk_reduction, "positions and fp16 reductions are not emulated"
+        )
+        need(max_sequence_kv is None, "without the host's KV lengths plan fails in fa2 and fa3", UnboundLocalError)
+        self._dtypes = dtypes_of(q_data_type, kv_data_type, o_data_type)
+        self._soft_cap = logits_soft_cap or 0.0
+        batch = len(qo_indptr) - 1
+        need(batch > 0, "max() arg is an empty sequence", ValueError)
+        fi.check_list(qo_indptr, batch + 1, "qo_indptr")
+        fi.check_list(paged_kv_indptr, batch + 1, "paged_kv_indptr")
+        fi.check_list(paged_kv_last_page_len, batch, "paged_kv_last_page_len")
+        fi.check_list(paged_kv_indices, len(paged_kv_indices), "paged_kv_indices")
+        queries = fi.check_indptr(fi.to_host(qo_indptr, f"{name}.qo_indptr"), "qo_indptr")
+        pages = fi.check_indptr(fi.to_host(paged_kv_indptr, f"{name}.paged_kv_indptr"), "paged_kv_indptr")
+        last = fi.to_host(paged_kv_last_page_len, f"{name}.paged_kv_last_page_len").tolist()
+        need(
+            pages[-1] <= len(paged_kv_indices),
+            f"{len(paged_kv_indices)} page indices, paged_kv_indptr ends at {pages[-1]}",
+        )
+        lens = _kv_lens(pages, last, page_size)
+        if seq_lens is not None:
+            given = fi.to_host(seq_lens, f"{name}.seq_lens").flatten().tolist()
+            held = [length if end > first else 0 for length, first, end in zip(lens, pages, pages[1:], strict=False)]
+            need(given == held, f"seq_lens {given}, but pages and last page lengths give {held}")
+            lens = given
+        if self._use_cuda_graph:
+            most = self._max_total_num_rows = self._max_total_num_rows or queries[-1]
+            need(queries[-1] <= most, f"The total number of rows {queries[-1]} cannot exceed {most}", ValueError)
+            need(batch == self._fixed_batch_size, f"batch size {batch}, fixed {self._fixed_batch_size}", ValueError)
+            need(
+                len(paged_kv_indices) <= len(self._paged_kv_indices_buf),
+                "paged_kv_indices exceeds the allocated buffer size",
+                ValueError,
+            )
+            fi.copy_late(self._qo_indptr_buf, qo_indptr)
+            fi.copy_late(self._paged_kv_indptr_buf, paged_kv_indptr)
+            fi.copy_late(self._paged_kv_last_page_len_buf, paged_kv_last_page_len)
+            self._paged_kv_indices_buf[: len(paged_kv_indices)].copy_(paged_kv_indices)
+        else:
+            self._qo_indptr_buf, self._paged_kv_indptr_buf = fi.to_device(qo_indptr), fi.to_device(paged_kv_indptr)
+            self._paged_kv_indices_buf = paged_kv_indices
+            self._paged_kv_last_page_len_buf = fi.to_device(paged_kv_last_page_len)
+        self._choose(*self._dtypes[:2])
+        self._dims = (head_dim_qk, head_dim_vo or head_dim_qk)
+        if self._variant is not None:
+            self._variant.check(self._backend, self._dtypes, self._dims, window_left)
+        self._check_module(*self._dtypes, self._dims, self._soft_cap)
+        fa3_fp8 = self._backend == "fa3" and self._dtypes[0] in fi.FP8
+        need(not (fa3_fp8 and window_left >= 0), "FP8 fa3 with a window waits forever before 0.6.15")
+        self._sm_scale = sm_scale
+        lists = tuple(tuple(each) for each in (queries, pages, lens))
+        schedule = Schedule(*lists, num_qo_heads, num_kv_heads, page_size, causal, window_left)
+        most = self._max_total_num_rows or queries[-1]
+        self._send(schedule, most, self._dims[1], not disable_split_kv, fixed_split_size)
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: Any = False,
+        enable_pdl: Any = None,
+        window_left: Any = None,
+        sinks: Any = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: Any = None,
+    ) -> Any:
+        fi.called("BatchPrefillWithPagedKVCacheWrapper.run", locals())
+        need(
+            fi.world.graph is None or self._use_cuda_graph,
+            "a captured wrapper without use_cuda_graph: the next plan moves its lists",
+        )
+        schedule = self._schedule
+        k, v = fi.unpack(paged_kv_cache, self._kv_layout)
+        self._check_query(q, k.dtype)
+        rows = schedule.qo_indptr[-1]
+        need(q.shape[0] == rows, f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({rows})", ValueError)
+        need(window_left is None or window_left == schedule.window_left, "window_left", AssertionError)
+        need(sinks is None, "fa2 and fa3 ignore sinks here: they take them from a variant's arguments")
+        fi.check_cache(k, v, every_stride=self._backend == "fa2")
+        size, kv_heads = k.shape[1 if self._kv_layout == "NHD" else 2], k.shape[2 if self._kv_layout == "NHD" else 1]
+        need(size == schedule.page_size, f"pages of {size}, planned {schedule.page_size}")
+        need(kv_heads == schedule.kv_heads, f"{kv_heads} KV heads, planned {schedule.kv_heads}")
+        need(
+            q.shape[-1] == k.shape[-1] == self._dims[0],
+            f"head sizes {q.shape[-1]}, {k.shape[-1]}, planned {self._dims[0]}",
+        )
+        scale = self._scales(self._sm_scale, q.shape[-1], q_scale, k_scale)
+        out, lse = self._results(q, v.shape[-1], out, lse, return_lse)
+        if self._variant is not None:
+            call = self._variant.arguments(args, schedule.heads)
+        else:
+            call = {"scale": scale, **fp8_scales(q, args, schedule)}
+        lists = (
+            self._qo_indptr_buf,
+            self._paged_kv_indptr_buf,
+            fi.moment(self._paged_kv_indices_buf),
+            self._paged_kv_last_page_len_buf,
+        )
+        fi.launch(partial(self._attend, schedule, fi.moment(q), (k, v), lists, out, lse, v_scale, call))
+        return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        planned: Any,
+        q: Tensor,
+        halves: tuple[Tensor, Tensor],
+        lists: Sequence[Tensor],
+        out: Tensor,
+        lse: Tensor | None,
+        v_scale: Any,
+        call: dict[str, Any],
+    ) -> None:
+        schedule = self._scheduled(planned) if not self._use_cuda_graph else self._replayed(planned)
+        queries, pages, indices, last = (each.tolist() for each in lists)
+        need(queries == list(schedule.qo_indptr), "the lists on the device are not those of the plan")
+        need(pages == list(schedule.kv_indptr), "the lists on the device are not those of the plan")
+        lens = list(schedule.kv_lens)
+        if self._backend == "fa2":  # its kernels read the lists on the device, fa3's the plan's
+            lens = [
+                0 if first == end else (end - first - 1) * schedule.page_size + part
+                for first, end, part in zip(pages, pages[1:], last, strict=False)
+            ]
+        for request, length in enumerate(lens):
+            first, end = schedule.kv_indptr[request : request + 2]
+            need(
+                length <= (end - first) * schedule.page_size,
+                f"request {request}: {length} tokens in {end - first} pages",
+            )
+            need(
+                length > (end - first - 1) * schedule.page_size or end == first,
+                f"request {request}: last page length {last[request]}",
+            )
+        descale = call.get("v_scales", torch.ones(schedule.heads))
+        for request, length in enumerate(lens):
+            rows = slice(queries[request], queries[request + 1])
+            own = indices[pages[request] : pages[request + 1]]
+            unseen = schedule.causal and 0 < length < rows.stop - rows.start
+            need(
+                self._backend == "fa2" or not unseen,
+                f"request {request}: fa3 gives queries that see none of {length} keys the mean of what it masked",
+            )
+            k, v = (fi.gather(half, own, length, self._kv_layout) for half in halves)
+            part, part_lse = fi.attend(
+                q[rows].double() * call.get("q_scales", torch.ones(schedule.heads))[:, None],
+                k, v, call["scale"], causal=schedule.causal, window_left=schedule.window_left,
+                soft_cap=self._soft_cap, sinks=call.get("sinks"),
+            )  # fmt: skip
+            out[rows] = (part * descale.double()[:, None]).to(out.dtype)
+            if lse is not None:
+                lse[rows] = part_lse.float()
+        _finish_output(out, v_scale)
+
+    def _replayed(self, planned: Any) -> Any:
+        """Return what a captured kernel finds: later plans may change lengths and pages, nothing that was baked in."""
+        found = fi.world.memory.get(self._int_workspace_buffer.data_ptr())
+        need(found is not None, "plan has not run", AssertionError)
+        assert found is not None
+        fixed = ("heads", "kv_heads", "page_size", "causal", "window_left")
+        for name in fixed:
+            need(getattr(found, name) == getattr(planned, name), f"{name} is baked into the graph")
+        return self._scheduled(found)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: Any = "NHD",
+        use_cuda_graph: Any = False,
+        use_tensor_cores: Any = False,
+        paged_kv_indptr_buffer: Any = None,
+        paged_kv_indices_buffer: Any = None,
+        paged_kv_last_page_len_buffer: Any = None,
+        backend: Any = "auto",
+        jit_args: Any = None,
+    ) -> None:
+        fi.called("BatchDecodeWithPagedKVCacheWrapper.__init__", locals())
+        need(jit_args is None, "variants are emulated for prefill")
+        need(use_tensor_cores, "decode without tensor cores is not emulated")
+        self._begin(float_workspace_buffer, kv_layout, backend, use_cuda_graph)
+        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        arange: dict[str, Any] = {}
+        if use_cuda_graph:
+            for buffer in buffers:
+                need(torch.is_tensor(buffer), "the buffers should be torch.Tensors in cudagraph mode", ValueError)
+            batch = len(paged_kv_last_page_len_buffer)
+            need(
+                len(paged_kv_indptr_buffer) == batch + 1,
+                "The size of paged_kv_indptr_buffer should be batch_size + 1",
+                ValueError,
+            )
+            arange["qo_indptr_buf"] = torch.arange(batch + 1, dtype=torch.int32)
+        names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend, **arange,
+            **dict(zip(names, buffers, strict=True)),
+        )  # fmt: skip
+        fi.world.calls.pop()
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
+        super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def plan(
+        self,
+        indptr: Any,
+        indices: Any,
+        last_page_len: Any,
+        num_qo_heads: Any,
+        num_kv_heads: Any,
+        head_dim: Any,
+        page_size: Any,
+        pos_encoding_mode: Any = "NONE",
+        window_left: Any = -1,
+        logits_soft_cap: Any = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: Any = None,
+        rope_scale: Any = None,
+        rope_theta: Any = None,
+        non_blocking: Any = True,
+        block_tables: Any = None,
+        seq_lens: Any = None,
+        fixed_split_size: Any = None,
+        disable_split_kv: Any = False,
+        q_len_per_req: Any = 1,
+    ) -> None:
+        name = "BatchDecodeWithPagedKVCacheWrapper.plan"
+        fi.called(name, locals())
+        need(q_len_per_req == 1, "fa2 decodes one token per request, whatever q_len_per_req says")
+        given = kv_data_type or data_type or q_data_type
+        if self._prefill._backend == "auto" and not {dtype_of(q_data_type), dtype_of(given)} & set(fi.FP8):
+            self._prefill._backend = "fa2"
+        seen, inner = len(fi.world.syncs), self._prefill
+        inner._pin_memory_int_workspace_buffer = self._pin_memory_int_workspace_buffer
+        inner._int_workspace_buffer = self._int_workspace_buffer
+        inner.plan(
+            torch.arange(len(last_page_len) + 1, dtype=torch.int32), indptr, indices, last_page_len, num_qo_heads,
+            num_kv_heads, head_dim, page_size, causal=False, pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type, kv_data_type=given,
+            o_data_type=o_data_type, sm_scale=sm_scale, seq_lens=seq_lens, fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+        )  # fmt: skip
+        fi.world.calls.pop()
+        fi.world.syncs[seen:] = [each.replace("BatchPrefill", "BatchDecode") for each in fi.world.syncs[seen:]]
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: Any = False,
+        enable_pdl: Any = None,
+        window_left: Any = None,
+        sinks: Any = None,
+        q_len_per_req: Any = None,
+        skip_softmax_threshold_scale_factor: Any = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        fi.called("BatchDecodeWithPagedKVCacheWrapper.run", locals())
+        batch = len(self._prefill._paged_kv_last_page_len_buf)
+        need(len(q) == batch, f"{len(q)} queries for {batch} requests: fa2 decodes one token per request")
+        result = self._prefill.run(
+            q, paged_kv_cache, *args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+            return_lse=return_lse, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf,
+        )  # fmt: skip
+        fi.world.calls.pop()
+        return result
+
+
+class SinkVariant:
+    """The kernel variant with attention sinks, as ``jit_args`` of the prefill wrapper ask for it."""
+
+    def __init__(self, jit_args: Sequence[Any], jit_kwargs: dict[str, Any], backend: str) -> None:
+        names = ("uri", "q", "kv", "o", "index", "head_dim_qk", "head_dim_vo", "tensors", "tensor_dtypes", "scalars",
+                 "scalar_dtypes", "variant", "declaration")  # fmt: skip
+        self.made = dict(zip(names, jit_args, strict=True))
+        self.window = jit_kwargs.get("use_sliding_window", False)
+        need(backend in ("fa2", "fa3"), f"a variant is compiled for {backend!r}", AssertionError)
+        wanted = (["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", fi.SINK_DECLARATIONS[backend])
+        kept = ("tensors", "tensor_dtypes", "scalars", "scalar_dtypes", "variant", "declaration")
+        need(tuple(self.made[name] for name in kept) == wanted, "the variant does not compile as asked for")
+        need(self.made["index"] == torch.int32, "index lists are int32")
+        key = (*jit_args[1:7], self.window, backend)
+        known = _VARIANTS.setdefault(self.made["uri"], key)
+        need(known == key, f"module {self.made['uri']} was compiled for {known}, not {key}")
+
+    def check(self, backend: str, dtypes: tuple[Any, ...], dims: tuple[int, int], window_left: int) -> None:
+        made = self.made
+        need((made["q"], made["kv"], made["o"]) == dtypes, f"the variant was compiled for other dtypes than {dtypes}")
+        need(
+            (made["head_dim_qk"], made["head_dim_vo"]) == dims, f"the variant was compiled for other sizes than {dims}"
+        )
+        need(self.window == (window_left >= 0), "the variant was compiled with another sort of window")
+
+    def arguments(self, args: Sequence[Any], heads: int) -> dict[str, Any]:
+        """Read what ``run`` was given behind the cache: the sinks and the softmax scale."""
+        need(len(args) == 2, f"the variant takes sink and sm_scale, not {len(args)} arguments", TypeError)
+        sinks, scale = args
+        need(sinks.dtype == torch.float32 and sinks.is_contiguous(), f"sinks are {sinks.dtype}: read as float32")
+        need(tuple(sinks.shape) == (heads,), f"sinks {tuple(sinks.shape)}")
+        need(isinstance(scale, float), "sm_scale is a number", TypeError)
+        return {"sinks": sinks, "scale": scale}
+
+
+_VARIANTS: dict[str, tuple[Any, ...]] = {}
+"""Compiled modules by name: a name stands for the first thing it was compiled for."""
+
+
+def _kv_lens(pages: list[int], last: list[int], page_size: int) -> list[int]:
+    """``get_seq_lens``: a request without pages has its last page length as length, which fa3 believes."""
+    lens = []
+    for request, part in enumerate(last):
+        count = pages[request + 1] - pages[request]
+        fits = (1 if count else 0) <= part <= page_size
+        need(fits, f"request {request}: last page length {part} with {count} pages of {page_size}")
+        lens.append(max(count - 1, 0) * page_size + part)
+    return lens
+
+
+def _finish_output(out: Tensor, v_scale: Any) -> None:
+    """``out *= v_scale`` behind the kernel."""
+    if v_scale is not None and not (isinstance(v_scale, float) and v_scale == 1.0):
+        out.mul_(v_scale)
