@@ -52,6 +52,7 @@ class LayerTuning:
         reused: batches whose times were kept from before.
         measured: when the last of its times was measured, ISO 8601.
         libraries: versions by distribution, by backend.
+        kernels: name of the phase's kernel, by backend.
         wrong: backends whose results differ from the oracle's, with what was seen; they take no part.
     """
 
@@ -62,6 +63,7 @@ class LayerTuning:
     reused: int = 0
     measured: str = ""
     libraries: dict[str, dict[str, str]] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     done: bool = False
 
@@ -136,6 +138,8 @@ class Tuner:
         candidates.sort(key=lambda candidate: ranks.get(candidate.name) or len(ranks) + 1)
         tuning = Tuning(config, phase, self.bench.device, domain, [candidate.name for candidate in candidates])
         added = LayerTuning(kind, tuning, candidates, weighted)
+        plans = {each.backend: each.phases[phase].plan for each in ranked.candidates if phase in each.phases}
+        added.kernels = {name: (plan and plan.kernel_name) or "unnamed" for name, plan in plans.items()}
         added.libraries = {name: self.bench.libraries(name, config) for name in tuning.backends}
         self._read(added)
         self.layers.append(added)
@@ -157,7 +161,12 @@ class Tuner:
             return
         for row in read_measurements([MeasurementFile("user", self.file)], self.bench.gpu).measurements:
             one = row.measurement
-            if one.source == MEASURED and one.config == fields and one.libraries == layer.libraries.get(one.backend):
+            if (
+                one.source == MEASURED
+                and one.config == fields
+                and one.libraries == layer.libraries.get(one.backend)
+                and one.kernel.get(layer.tuning.phase) == layer.kernels.get(one.backend)
+            ):
                 batch = parse_batch_shape(one.batch)
                 if layer.tuning.domain.holds(batch) or batch in layer.tuning.held_out:
                     layer.tuning.add(batch, {one.backend: one.time_us})

@@ -20,18 +20,35 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from collect_times import phase_kind
 from drawn_batches import draw
-from timed_layers import LAYERS, TINY, Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
+from timed_layers import (
+    LAYERS,
+    MOST_SECONDS,
+    PAIR,
+    SLOW,
+    TINY,
+    Point,
+    add_options,
+    append,
+    environment_of,
+    layers_of,
+    line,
+    raw,
+    rows,
+)
 
 from attn_select import AttentionConfig, select
 from attn_select.config import Phase
 from attn_select.device import CPU, Device, lookup
 from attn_select.environment import canonical_distribution
 from attn_select.selector import environment_for
-from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select_cli.benching import Bench, Candidate, TimedBatch
 
 SEED = 20261207
 """Of the workloads that are to be measured next. Those of ``data/held_out_nvidia-h200.jsonl.xz`` were drawn with
@@ -56,8 +73,6 @@ def workloads(layers: Mapping[str, AttentionConfig], tiny: bool, seed: int) -> l
 
 def measure(arguments: argparse.Namespace) -> Path:
     """Measure every workload; return the file of results."""
-    from attn_select_cli.benching import Bench
-
     began, layers = time.monotonic(), layers_of(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "held_out.jsonl"
@@ -71,12 +86,30 @@ def measure(arguments: argparse.Namespace) -> Path:
         if spent > arguments.seconds:
             print(f"{number} of {len(todo)} workloads in {spent:.0f} s; {len(todo) - number} are left")
             break
-        found = measured(bench, layers[point.layer], point.batch)
+        found = timed(bench, layers[point.layer], point.batch)
         append(path, raw(bench, point, layers[point.layer], found))
         print(f"{spent:5.0f} s  {point.kind:11s} {line(point, found)}", flush=True)
         if not found.complete:
             break
     return path
+
+
+def timed(bench: Bench, config: AttentionConfig, batch: BatchShape) -> TimedBatch:
+    """Measure all backends but the slow ones; MLA's prefills and decodes of one batch also by two of them."""
+    candidates = [each for each in bench.candidates(config, batch) if not bench.on_gpu or each.name not in SLOW]
+    if config.mla and phase_kind(config, batch) == "mixed":
+        ranked = select(config, bench.device, environment=bench.environment).candidates
+        able = {
+            phase: [each.backend for each in ranked if each.phases[phase].verdict != "rejected"]
+            for phase in config.phases
+        }
+        for first, second in product(able["prefill"], able["decode"]):
+            if first != second and not {first, second} & {*SLOW}:
+                asked: dict[Phase, str] = {"prefill": first, "decode": second}
+                both = select(config, bench.device, backend=asked, environment=bench.environment)
+                if both.selected == asked:
+                    candidates.append(Candidate(f"{first}{PAIR}{second}", both))
+    return bench.measure(config, batch, candidates, MOST_SECONDS)
 
 
 def halves(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
@@ -96,14 +129,18 @@ def device_of(row: Mapping[str, Any]) -> Device:
 
 
 def chosen(row: Mapping[str, Any], pins: Mapping[str, str], rules: str | None, with_workload: bool) -> str | None:
-    """Return the backend that ``select`` takes for the row's batch."""
+    """Return the backend that ``select`` takes for the row's batch; two for a mixed batch of MLA, if it takes two."""
     config, batch = AttentionConfig(**row["config"]), parse_batch_shape(row["batch"])
     device = device_of(row)
     decode = config.has_cache and batch.is_decode(1 + config.num_speculative_tokens)
     phase: Phase = "decode" if decode else "prefill"
     environment = environment_for(device, pins)
     workload = row["batch"] if with_workload else None
-    return select(config, device, rules, environment=environment, workload=workload).selected[phase]
+    selected = select(config, device, rules, environment=environment, workload=workload).selected
+    names = dict.fromkeys(selected[each] for each in config.phases)
+    if config.mla and phase_kind(config, batch) == "mixed" and len(names) > 1 and None not in names:
+        return PAIR.join(map(str, names))
+    return selected[phase]
 
 
 def regrets(found: Sequence[Mapping[str, Any]], rules: str | None) -> list[dict[str, Any]]:

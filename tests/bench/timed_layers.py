@@ -6,7 +6,7 @@ import argparse
 import json
 import lzma
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ TINY = {
     "speculative": AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, num_speculative_tokens=3),
 }
 """What a CPU is tried with."""
+
+
+PAIR = " + "
+"""Between the names of two backends that share a batch: the one of its prefills, and the one of its decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ def measured(
 
 def raw(bench: Bench, point: Point, config: AttentionConfig, found: TimedBatch) -> dict[str, Any]:
     """Return everything about one point as data: the samples of every round, and what failed."""
-    libraries = {name: each for m in bench.measurements(config, found) for name, each in m.libraries.items()}
+    alone = replace(found, timed=[timed for timed in found.timed if PAIR not in timed.backend])
+    libraries = {name: each for m in bench.measurements(config, alone) for name, each in m.libraries.items()}
     return {
         "layer": point.layer,
         "batch": str(point.batch),

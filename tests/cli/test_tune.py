@@ -76,8 +76,10 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measure(self: Any, config: Any, batch: BatchShape, candidates: Any, *_: Any) -> benching.TimedBatch:
         batches.append(str(batch))
-        names = [each.name for each in candidates]
-        timed = [benching.Timed(name, {"decode": "any"}, 16, [known_time(name, batch)], "eager") for name in names]
+        timed = []
+        for each in candidates:
+            kernel = {phase: plan.kernel_name for phase, plan in each.selection.plans.items()}
+            timed.append(benching.Timed(each.name, kernel, 16, [known_time(each.name, batch)], "eager"))
         return benching.TimedBatch(batch, None, timed)
 
     monkeypatch.setattr(benching.Bench, "measure", measure)

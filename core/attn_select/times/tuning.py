@@ -11,6 +11,7 @@ from itertools import product
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.features import coordinates
 from attn_select.times.layer import timed_layer
 from attn_select.times.model import LEAST_POINTS, TimeModel, fit
 from attn_select.times.points import farthest_first
@@ -25,6 +26,8 @@ LEAST_UNEVEN = 3
 """Uneven batches that have to be known before others are predicted."""
 DOUBTFUL = math.log(1.3)
 """A time that is this much above what the others predict, as a logarithm, is measured again."""
+NEAR = 1.0
+"""A batch within this distance of a known one, in doublings, is not far from all."""
 HELD_OUT = 8
 """Batches that judge the rules and that no model has seen."""
 _AHEAD = math.log1p(TIE)
@@ -173,8 +176,17 @@ class Tuning:
         return tuple(found)
 
     def due(self) -> BatchShape | None:
-        """Return a batch that is measured in any case: one that lies far from the others, or is held out."""
-        return next((batch for batch in (*self._first, *self.held_out) if batch not in self.samples), None)
+        """Return a batch that is measured in any case: one that lies far from the others, or is held out.
+
+        One near a batch that was known before is not.
+        """
+        first = [batch for batch in self._first if batch not in self.samples]
+        known = [coordinates(batch.groups, 0.0) for batch in self.fitted if batch not in self._first] if first else []
+        for batch in first:
+            place = coordinates(batch.groups, 0.0)
+            if all(math.dist(place, other) > NEAR for other in known):
+                return batch
+        return next((batch for batch in self.held_out if batch not in self.samples), None)
 
     def add(self, batch: BatchShape, times: Mapping[str, float]) -> None:
         """Add what was measured of a batch. Of two times of one backend the shorter one counts: what disturbs a
@@ -186,7 +198,7 @@ class Tuning:
     def doubtful(self) -> BatchShape | None:
         """Return a batch with a time far above what the other batches predict, to be measured again; each one once."""
         fitted = self.fitted
-        if len(fitted) <= FIRST and any(batch not in self.samples for batch in self._first):
+        if len(fitted) <= FIRST and self.due() is not None:
             return None
         for batch in [each for each in fitted if each not in self._checked]:
             self._checked.add(batch)
