@@ -11,7 +11,7 @@ from attn_select.config import MLA_DIMS, PHASES
 from attn_select.device import CPU, find_gpu
 from attn_select.errors import UnknownNameError, show
 from attn_select.features import FEATURES
-from attn_select.rules.conditions import Condition, compile_when, is_number, limits
+from attn_select.rules.conditions import UNSET, Condition, compile_when, is_number, limits
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import unknown_libraries
@@ -103,7 +103,7 @@ _FOLLOWS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"v_head_size": ">0"}, {"mla": False}),
     ({"mla": True}, {"attn_type": "decoder", "num_kv_heads": 1}),
     ({"per_head_quant_scales": True}, {"kv_cache_dtype": ["fp8*", "nvfp4"]}),
-    ({"attn_type": ["encoder", "encoder_only"]}, {f.field: f.off for f in FEATURES if f.not_in_encoders}),
+    ({"attn_type": ["encoder", "encoder_only"]}, {f.field: UNSET if f.off is None else f.off for f in FEATURES if f.not_in_encoders}),
 )
 
 
