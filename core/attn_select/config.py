@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from attn_select import dtypes
 from attn_select.errors import ConfigError, UnknownNameError, show
@@ -33,7 +36,8 @@ DType = Annotated[dtypes.DTypeName, BeforeValidator(_canonical)]
 KVCacheDType = Annotated[dtypes.KVCacheDTypeName, BeforeValidator(_canonical)]
 
 
-class AttentionConfig(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
     """One attention layer, per rank. Immutable and hashable.
 
     Heads are those of one tensor-parallel rank; sizes are in elements, ``sliding_window`` and
@@ -43,12 +47,11 @@ class AttentionConfig(BaseModel):
     too. Types are strict: a head count is an int, and ``"32"``, ``32.0`` and ``True`` are refused.
 
     Raises:
-        ConfigError: a value is out of range or two fields contradict each other; it names them. (``model_validate``
-            raises pydantic's ``ValidationError`` with the same text.)
+        ConfigError: a value is out of range or two fields contradict each other; it names them.
     """
 
-    # No use_attribute_docstrings: pydantic would read and parse this file at every start.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_fields: ClassVar[Mapping[str, FieldInfo]]
+    """Name of every field that can be given → its type, limits and default, as pydantic has them."""
 
     num_heads: Positive
     """Query heads per rank."""
@@ -102,46 +105,66 @@ class AttentionConfig(BaseModel):
     cuda_graph: CudaGraphLevel = "NEVER"
     """The least CUDA-graph level that the engine needs; NEVER asks for none."""
 
+    mla: bool = field(init=False, repr=False, compare=False)
+    """Whether this is multi-head latent attention."""
+    sparse: bool = field(init=False, repr=False, compare=False)
+    """Whether this is sparse MLA."""
+    has_cache: bool = field(init=False, repr=False, compare=False)
+    """Whether keys and values are kept in a paged cache (not so for encoders)."""
+    phases: tuple[Phase, ...] = field(init=False, repr=False, compare=False)
+    """The phases that this layer runs: encoders have no decode."""
+    cache_dtype: str = field(init=False, repr=False, compare=False)
+    """``kv_cache_dtype`` with ``auto`` resolved to ``dtype``."""
+    value_head_size: int = field(init=False, repr=False, compare=False)
+    """Width of one value head: ``v_head_size`` or ``head_size``."""
+
     if not TYPE_CHECKING:
 
         def __init__(self, **data: Any) -> None:
             try:
-                super().__init__(**_filled_in(data))
+                values = _Checked(**_filled_in(data)).__dict__
             except ValidationError as error:
-                raise _config_error(error, list(type(self).model_fields)) from None
+                raise _config_error(error, list(self.model_fields)) from None
+            put = partial(object.__setattr__, self)
+            for name, value in values.items():
+                put(name, value)
+            put("mla", self.kv_lora_rank is not None)
+            put("sparse", self.sparse_top_k is not None)
+            put("has_cache", self.attn_type in ("decoder", "encoder_decoder"))
+            put("phases", PHASES if self.has_cache else ("prefill",))
+            put("cache_dtype", self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
+            put("value_head_size", self.v_head_size or self.head_size)
             if found := list(_contradictions(self)):
                 named = dict.fromkeys(field for fields, _ in found for field in fields)
                 raise ConfigError("; ".join(text for _, text in found), fields=named)
 
-    @property
-    def mla(self) -> bool:
-        """Whether this is multi-head latent attention."""
-        return self.kv_lora_rank is not None
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> AttentionConfig:
+        """Return a copy with other values for some fields; they are checked as at the start."""
+        return AttentionConfig(**{**self.model_dump(), **(update or {})})
 
-    @property
-    def sparse(self) -> bool:
-        """Whether this is sparse MLA."""
-        return self.sparse_top_k is not None
+    def model_dump(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
+        """Return the fields that were given or filled in, as plain data."""
+        values = {name: getattr(self, name) for name in self.model_fields}
+        if not exclude_defaults:
+            return values
+        return {name: value for name, value in values.items() if value != self.model_fields[name].default}
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether keys and values are kept in a paged cache (not so for encoders)."""
-        return self.attn_type in ("decoder", "encoder_decoder")
 
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases that this layer runs: encoders have no decode."""
-        return PHASES if self.has_cache else ("prefill",)
+def _checked() -> type[BaseModel]:
+    """Return the pydantic model of the fields that ``AttentionConfig`` is made of."""
+    hints = get_type_hints(AttentionConfig, include_extras=True)
+    given: dict[str, Any] = {
+        each.name: (hints[each.name], ... if each.default is MISSING else each.default)
+        for each in fields(AttentionConfig)
+        if each.init
+    }
+    return create_model("AttentionConfig", __config__=ConfigDict(extra="forbid", strict=True), **given)
 
-    @property
-    def cache_dtype(self) -> str:
-        """``kv_cache_dtype`` with ``auto`` resolved to ``dtype``."""
-        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
-    @property
-    def value_head_size(self) -> int:
-        """Width of one value head: ``v_head_size`` or ``head_size``."""
-        return self.v_head_size or self.head_size
+# An instance of a pydantic model looks each field up in several places, because its class has a __getattr__: the slots
+# of a dataclass are read several times as fast, and a decision reads them some two hundred times.
+_Checked = _checked()
+AttentionConfig.model_fields = _Checked.model_fields
 
 
 def _filled_in(data: dict[str, Any]) -> dict[str, Any]:
@@ -209,10 +232,10 @@ def _chunk_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...],
     if c.attn_type == "encoder_decoder":
         text = f"attn_type = {c.attn_type!r} {where}: chunks are of a decoder's own tokens (accepted: 'decoder')"
         yield ("attention_chunk_size", "attn_type"), text
-    for field, off in (("sliding_window", None), ("mm_prefix", False), ("non_causal", False)):
-        if (value := getattr(c, field)) != off:
-            text = f"{field} = {value} {where}: a query sees the tokens of its chunk up to itself (accepted: {off})"
-            yield ("attention_chunk_size", field), text
+    for name, off in (("sliding_window", None), ("mm_prefix", False), ("non_causal", False)):
+        if (value := getattr(c, name)) != off:
+            text = f"{name} = {value} {where}: a query sees the tokens of its chunk up to itself (accepted: {off})"
+            yield ("attention_chunk_size", name), text
 
 
 def _encoder_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -40,14 +40,14 @@ def timed_layer(config: AttentionConfig) -> TimedLayer:
     Left out are the block size and the wish for CUDA graphs. ``kv_cache_dtype`` equal to ``dtype`` is ``auto``, a
     ``v_head_size`` equal to ``head_size`` is None, and every soft cap is 1.0: its value moves no kernel's time.
     """
-    changes: dict[str, Any] = {name: AttentionConfig.model_fields[name].default for name in _WITHOUT_TIME}
+    fields = {n: value for n, value in config.model_dump(exclude_defaults=True).items() if n not in _WITHOUT_TIME}
     if config.kv_cache_dtype == config.dtype:
-        changes["kv_cache_dtype"] = "auto"
+        fields.pop("kv_cache_dtype", None)
     if config.v_head_size == config.head_size:
-        changes["v_head_size"] = None
+        fields.pop("v_head_size", None)
     if config.logits_soft_cap is not None:
-        changes["logits_soft_cap"] = 1.0
-    return TimedLayer(tuple(config.model_copy(update=changes).model_dump(exclude_defaults=True).items()))
+        fields["logits_soft_cap"] = 1.0
+    return TimedLayer(tuple(fields.items()))
 
 
 def layer_from_dict(fields: Mapping[str, Any]) -> TimedLayer:
