@@ -103,7 +103,10 @@ _FOLLOWS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"v_head_size": ">0"}, {"mla": False}),
     ({"mla": True}, {"attn_type": "decoder", "num_kv_heads": 1}),
     ({"per_head_quant_scales": True}, {"kv_cache_dtype": ["fp8*", "nvfp4"]}),
-    ({"attn_type": ["encoder", "encoder_only"]}, {f.field: UNSET if f.off is None else f.off for f in FEATURES if f.not_in_encoders}),
+    (
+        {"attn_type": ["encoder", "encoder_only"]},
+        {f.field: UNSET if f.off is None else f.off for f in FEATURES if f.not_in_encoders},
+    ),
 )
 
 
