@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ class Part:
         requests, query_len, packed, keys, columns, table_stride: as ``graphs.Shape`` has them.
         tensors: lengths, tables and offsets, by the graph's names.
         keyless: bool ``(end - start,)``, rows of requests without keys; None where there is none.
+        graphs: those that layers have run it by.
     """
 
     start: int
@@ -50,6 +53,7 @@ class Part:
     table_stride: int
     tensors: dict[int, Tensor]
     keyless: Tensor | None
+    graphs: dict[Hashable, Graph] = field(default_factory=dict)
 
 
 class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
@@ -187,6 +191,24 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+class Cached(NamedTuple):
+    """A cache as cuDNN has it, ``(num_blocks, num_kv_heads, block_size, head_size)`` with strides.
+
+    Attributes:
+        keys, values: views.
+        shape: of both, and the strides of each.
+    """
+
+    keys: Tensor
+    values: Tensor
+    shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _cached(views: tuple[Tensor, Tensor]) -> Cached:
+    keys, values = (half.transpose(1, 2) for half in views)
+    return Cached(keys, values, (tuple(keys.shape), keys.stride(), values.stride()))
+
+
 class CudnnImpl(AttentionImpl[list[Part]]):
     """Runs one layer."""
 
@@ -202,10 +224,7 @@ class CudnnImpl(AttentionImpl[list[Part]]):
         config, layout = context.config, context.kv_layout or ""
         self._graphs = graphs_of(context.device)
         self._dtype, self._heads, self._window = PLAIN_DTYPES[config.dtype], config.num_heads, config.sliding_window
-        # As cuDNN has them, (num_blocks, num_kv_heads, block_size, head_size).
-        self._views = CacheView(
-            lambda kv_cache: tuple(half.transpose(1, 2) for half in key_value_unchecked(kv_cache, layout, config))
-        )
+        self._views = CacheView(lambda kv_cache: _cached(key_value_unchecked(kv_cache, layout, config)))
 
     def forward(
         self,
@@ -222,17 +241,15 @@ class CudnnImpl(AttentionImpl[list[Part]]):
     ) -> Tensor:
         """As ``AttentionImpl.forward``."""
         assert kv_cache is not None
-        keys, values = self._views(kv_cache)
+        cached = self._views(kv_cache)
         self._graphs.on_this_stream()
         for part in attn_metadata:
             rows = slice(part.start, part.end)
             lse = None if output_lse is None else output_lse[rows]
-            self._run(part, query[rows].contiguous(), keys, values, output[rows], lse)
+            self._run(part, query[rows].contiguous(), cached, output[rows], lse)
         return output
 
-    def _run(
-        self, part: Part, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, output_lse: Tensor | None
-    ) -> None:
+    def _run(self, part: Part, query: Tensor, cached: Cached, output: Tensor, output_lse: Tensor | None) -> None:
         out = output if output.is_contiguous() else torch.empty_like(query)
         lse = output_lse
         if output_lse is not None and not output_lse.is_contiguous():
@@ -240,13 +257,16 @@ class CudnnImpl(AttentionImpl[list[Part]]):
         tensors = {
             **part.tensors,
             graphs.QUERY: query,
-            graphs.KEYS: keys,
-            graphs.VALUES: values,
+            graphs.KEYS: cached.keys,
+            graphs.VALUES: cached.values,
             graphs.OUTPUT: out,
         }
         if lse is not None:
             tensors[graphs.LSE] = lse
-        graph = self._graph(part, keys, values, lse is not None)
+        key = (lse is None, self.scale, cached.shape)
+        graph = part.graphs.get(key)
+        if graph is None:
+            graph = part.graphs[key] = self._graph(part, cached, lse is not None)
         graph.run(tensors, torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=query.device))
         if part.keyless is not None:
             out.masked_fill_(part.keyless.view(-1, 1, 1), 0.0)
@@ -259,7 +279,8 @@ class CudnnImpl(AttentionImpl[list[Part]]):
         if lse is not output_lse:
             output_lse.copy_(lse)
 
-    def _graph(self, part: Part, keys: Tensor, values: Tensor, lse: bool) -> Graph:
+    def _graph(self, part: Part, cached: Cached, lse: bool) -> Graph:
+        cache, key_strides, value_strides = cached.shape
         return self._graphs.graph(
             Shape(
                 requests=part.requests,
@@ -269,9 +290,9 @@ class CudnnImpl(AttentionImpl[list[Part]]):
                 columns=part.columns,
                 table_stride=part.table_stride,
                 heads=self._heads,
-                cache=tuple(keys.shape),
-                key_strides=keys.stride(),
-                value_strides=values.stride(),
+                cache=cache,
+                key_strides=key_strides,
+                value_strides=value_strides,
                 dtype=self._dtype,
                 scale=self.scale,
                 window=self._window,

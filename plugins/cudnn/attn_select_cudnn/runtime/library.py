@@ -60,6 +60,10 @@ class Graphs:
             self._handle = self._cudnn.create_handle()
         self._built: dict[Shape, Graph] = {}
 
+    def __deepcopy__(self, memo: object) -> Graphs:
+        """Return the same graphs: a copied layer runs on this device too."""
+        return self
+
     def graph(self, shape: Shape) -> Graph:
         """Return the graph of a shape, building it if it is new. That takes the host tens of milliseconds and more.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ pytest.importorskip("torch")
 import cudnn_emulated
 import torch
 
-from attn_select.runtime import BatchError, Capacity, attention_group
+from attn_select.runtime import Attention, BatchError, Capacity, attention_group
 from attn_select.testing import gqa_layer, selection_of
 from attn_select.testing.running import check_result, common_of, problem_for, run_problem
 
@@ -83,6 +84,12 @@ def test_a_graph_is_not_built_in_a_capture(emulate: Emulate, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(BatchError, match=r"cuDNN's graph for 2 requests of 1 tokens is not built yet.*captured"):
         run(group, [(1, 40), (1, 7)])
+
+
+def test_a_copied_layer_runs_the_same_graphs(emulate: Emulate) -> None:
+    emulate()
+    impl = Attention(group_of()).impls["decode"]
+    assert copy.deepcopy(impl)._graphs is impl._graphs
 
 
 def test_graphs_run_on_the_current_stream(emulate: Emulate) -> None:
