@@ -115,6 +115,8 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
             table = table[:, : -(-keys // size)]
         else:
             table = self._without_stale(common, table, -(-keys // size))
+            if not packed:
+                table = self._kept(table)
         make = self._packed if packed else self._uniform
         requests, query_len, tensors = make(common, table)
         stride = tensors[graphs.KEY_TABLE].stride(0)
@@ -128,7 +130,7 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
             columns=-(-keys // size),
             table_stride=stride,
             tensors=tensors,
-            keyless=self._blank(common),
+            keyless=self._blank(common, packed),
         )
 
     def _without_stale(self, common: CommonAttentionMetadata, table: Tensor, columns: int) -> Tensor:
@@ -141,18 +143,22 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
         table = pad(table, (0, columns - width)) if width < columns else table[:, :columns]
         used = torch.div(common.seq_lens + (size - 1), size, rounding_mode="floor")
         order = torch.arange(columns, dtype=torch.int32, device=table.device)
-        found = torch.where(order < used[:, None], table, table[:, :1])
-        if not self.context.cuda_graphs:
-            return found
+        return torch.where(order < used[:, None], table, table[:, :1])
+
+    def _kept(self, table: Tensor) -> Tensor:
+        """Return a table of equal queries of several tokens at an address that stays, where steps are captured."""
+        context, size = self.context, self.context.block_size or 1
+        if not context.cuda_graphs or len(table) > context.max_num_seqs:  # a captured step has no more
+            return table
         if self._tables is None:
-            most = -(-max(LEAST_KEYS, _power_of_two(self.context.max_model_len)) // size)
-            self._tables = found.new_zeros(self.context.max_num_seqs, most)
-        return self._tables[: len(found), :columns].copy_(found)
+            most = -(-max(LEAST_KEYS, _power_of_two(context.max_model_len)) // size)
+            self._tables = table.new_zeros(context.max_num_seqs, most)
+        return self._tables[: len(table), : table.shape[1]].copy_(table)
 
     def _uniform(self, common: CommonAttentionMetadata, table: Tensor) -> tuple[int, int, dict[int, Tensor]]:
         requests, query_len = common.num_reqs, common.max_query_len
         if query_len not in self._query_lens:
-            most, device = self.context.max_num_seqs, self.context.device
+            most, device = self.context.max_num_batched_tokens, self.context.device
             self._query_lens[query_len] = torch.full((most,), query_len, dtype=torch.int32, device=device)
         lens = self._query_lens[query_len][:requests]
         return requests, query_len, _named(lens, common.seq_lens, table)
@@ -171,9 +177,9 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
         tensors[graphs.QUERY_OFFSETS] = offsets * config.head_size
         return requests, max(LEAST_QUERY, _power_of_two(common.max_query_len)), tensors
 
-    def _blank(self, common: CommonAttentionMetadata) -> Tensor | None:
-        """Return the rows of requests without keys. A captured step always gets them, at one address."""
-        captured = self.context.cuda_graphs
+    def _blank(self, common: CommonAttentionMetadata, packed: bool) -> Tensor | None:
+        """Return the rows of requests without keys. A step that may be captured always gets them, at one address."""
+        captured = self.context.cuda_graphs and not packed
         if not captured and int(common.seq_lens_cpu.min()) > 0:
             return None
         tokens, lens = common.num_actual_tokens, common.query_start_loc.diff()

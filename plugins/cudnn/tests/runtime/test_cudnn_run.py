@@ -19,14 +19,16 @@ import torch
 from attn_select.runtime import Attention, BatchError, Capacity, attention_group
 from attn_select.testing import gqa_layer, selection_of
 from attn_select.testing.running import check_result, common_of, problem_for, run_problem
+from attn_select_cudnn.runtime import graphs
 
 Emulate = Callable[..., Any]
 Requests = Sequence[tuple[int, int]]
 
 
-def group_of(**fields: Any) -> Any:
+def group_of(*, cuda_graphs: bool = False, **fields: Any) -> Any:
     layer = gqa_layer(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 32, **fields})
-    return attention_group(selection_of(CUDNN_ATTN, layer, "h100"), "cpu", Capacity(16, 512, 512))
+    selection = selection_of(CUDNN_ATTN, layer, "h100")
+    return attention_group(selection, "cpu", Capacity(16, 512, 512), cuda_graphs=cuda_graphs)
 
 
 def run(group: Any, requests: Requests) -> None:
@@ -57,6 +59,24 @@ def test_drafts_are_not_packed_where_all_have_as_many(emulate: Emulate) -> None:
     assert parts_of(group, [(4, 40), (2, 9), (1, 5)]) == [(4, 16, True, 256)]
     run(group, [(4, 40), (4, 9)])
     run(group, [(4, 40), (2, 9), (1, 5)])
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_that_are_not_captured_beside_captured_ones(emulate: Emulate, drafts: int) -> None:
+    """Masks and tables of decodes stay at one address there; a prefill in the same step has its own."""
+    emulate()
+    group = group_of(cuda_graphs=True, num_speculative_tokens=drafts)
+    query = 1 + drafts
+    run(group, [(query, 0), (query, 40), (query, 9), (30, 0), (30, 40), (20, 20)])
+    kept = []
+    for seq_len in (40, 50):
+        common = common_of(problem_for(group, [(query, seq_len), (query, 0)], seed=1))
+        part = group.build(common).parts[0].metadata[0]
+        kept.append([part.keyless.data_ptr(), part.tensors[graphs.QUERY_LENS].data_ptr()])
+        assert part.keyless.tolist() == [False] * query + [True] * query
+        if drafts:
+            kept[-1].append(part.tensors[graphs.KEY_TABLE].data_ptr())
+    assert kept[0] == kept[1]
 
 
 def test_a_graph_is_built_once_for_all_steps_of_a_shape(emulate: Emulate) -> None:
