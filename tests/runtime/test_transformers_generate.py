@@ -35,6 +35,9 @@ MAX_TOKENS = 48
 """Of one step: the longer prompts take two or more."""
 
 
+LONGER = (models.mistral, models.gemma2, models.llama4, models.gemma4, models.deepseek_v3)
+
+
 class Engine:
     """Serves a transformers model: one attention group per kind of layer, one block table for all."""
 
@@ -48,6 +51,8 @@ class Engine:
         self.groups: dict[AttentionConfig, AttentionGroup] = {}
         self.layers: list[Any] = []
         self.caches: list[Tensor] = []
+        self.source: list[int] = []
+        """Of each layer the one whose cache it reads: its own, or with shared keys the last one of its kind."""
         self.metadata: dict[AttentionGroup, Any] = {}
         for module in (layer.self_attn for layer in model.model.layers):
             config = self.config_of(module, block_size)
@@ -63,6 +68,10 @@ class Engine:
                 self.layers.append(Attention(group, scale=module.scaling))
             cache = group.allocate_kv_cache(self.pool.num_blocks)
             self.caches.append(cache.fill_(float("nan")))
+            self.source.append(module.layer_idx)
+            if getattr(module, "is_kv_shared_layer", False):
+                kinds = module.config.layer_types[: -module.config.num_kv_shared_layers]
+                self.source[-1] = max(i for i, kind in enumerate(kinds) if kind == module.layer_type)
 
     @staticmethod
     def config_of(module: Any, block_size: int) -> AttentionConfig:
@@ -72,21 +81,25 @@ class Engine:
             names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             return AttentionConfig(**shared, **{name: getattr(config, name) for name in names})
         window = getattr(config, "sliding_window", None)
+        types = getattr(config, "layer_types", None)
+        chunked = types is not None and types[module.layer_idx] == "chunked_attention"
         return AttentionConfig(
             **shared,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=config.num_attention_heads // module.num_key_value_groups,
             head_size=module.head_dim,
             sliding_window=module.sliding_window if hasattr(module, "sliding_window") else window,
+            attention_chunk_size=config.attention_chunk_size if chunked else None,
             logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
         )
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Run one layer on ``(1, heads, tokens, size)`` tensors; return ``(1, tokens, heads, size)``."""
-        layer, cache = self.layers[module.layer_idx], self.caches[module.layer_idx]
+        layer, source = self.layers[module.layer_idx], self.source[module.layer_idx]
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if isinstance(layer, MLAAttention):
             key, value = key[:, 0], value[:, 0]
-        output: Tensor = layer(query, key, value, cache, self.metadata[layer.group])
+        new = (key, value) if source == module.layer_idx else (None, None)
+        output: Tensor = layer(query, *new, self.caches[source], self.metadata[layer.group])
         return output[None]
 
     def step(self, tokens: list[list[int]], seq_lens: list[int], requests: list[int]) -> list[int]:
@@ -132,13 +145,7 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        models.llama,
-        *(
-            pytest.param(make, marks=pytest.mark.slow(guard="llama"))
-            for make in (models.mistral, models.gemma2, models.deepseek_v3)
-        ),
-    ],
+    [models.llama, *(pytest.param(make, marks=pytest.mark.slow(guard="llama")) for make in LONGER)],
 )
 def test_tokens_are_those_of_eager_attention(make: Any) -> None:
     model = models.built(make)

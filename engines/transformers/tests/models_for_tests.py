@@ -71,6 +71,29 @@ def gemma3() -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def llama4() -> Any:
+    """Three layers inside chunks, and one without rope that sees all."""
+    config = transformers.Llama4TextConfig(
+        **{**GQA, "num_hidden_layers": 4}, intermediate_size_mlp=96, head_dim=16, moe_layers=[], attention_chunk_size=32
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+def gemma4() -> Any:
+    """Head size 512 in the full layers; the last two layers read the caches of the two before them."""
+    config = transformers.Gemma4TextConfig(
+        **{**GQA, "num_hidden_layers": 4},
+        vocab_size_per_layer_input=SMALL["vocab_size"],
+        hidden_size_per_layer_input=8,
+        head_dim=16,
+        global_head_dim=512,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+    )
+    return transformers.Gemma4ForCausalLM(config)
+
+
 def gpt_oss() -> Any:
     """Sinks, and windows in every other layer."""
     config = transformers.GptOssConfig(
