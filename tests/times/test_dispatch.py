@@ -62,6 +62,24 @@ def test_decodes_go_to_the_fastest() -> None:
     assert choice(*numbers("q4k")) == choice(*numbers("q512_16q1s1k")) == ("SHORT", "SHORT")
 
 
+def test_prepared_steps_are_not_worked_out_again() -> None:
+    asked: list[BatchShape] = []
+
+    def time_us(batch: BatchShape) -> float:
+        asked.append(batch)
+        return 50 + keys(batch) / 2000
+
+    choice, fresh = (choice_of(decode={"SHORT": SHORT, "LONG": Known(time_us)}) for _ in range(2))
+    choice.prepare(70, 8192)
+    count = len(asked)
+    steps = [numbers(text) for text in ("64q1s8k", "3q1s100", "70q1s64", "q1s2k_9q1s1k", "2q1s8k_40q1s2k")]
+    found = [choice(*step) for step in steps]
+    assert len(asked) == count
+    assert found == [fresh(*step) for step in steps]
+    choice(*numbers("71q1s8k_q1s60k"))
+    assert len(asked) > count + len(steps)  # beyond what was prepared
+
+
 def test_one_backend_that_serves_both_phases_takes_the_batch_whole() -> None:
     choice = choice_of(prefill=BOTH, decode=BOTH)
     assert choice(*numbers("64q1s8k")) == ("LONG", "LONG")

@@ -175,6 +175,7 @@ class AttentionGroup:
         self._captured: dict[tuple[int, int, int], Way] = {}
         if self.dispatch is not None:
             self._check_thresholds(self.dispatch)
+            self.dispatch.choice.prepare(self.capacity.max_num_seqs, self.capacity.max_model_len)
         self._tables: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: object) -> AttentionGroup:

@@ -17,6 +17,7 @@ from attn_select.times.model import TimeModel
 from attn_select.times.workload import WeightedShape
 
 _MOST_KNOWN = 1 << 16
+_LEAST_PREPARED = 64
 _UNEVEN = 1.2
 """A longest sequence of more than this many times the mean has a group of its own."""
 
@@ -75,6 +76,20 @@ class StepChoice:
             )
             found = self._others_known.get(key)
         return found or self._work_out(max_query_len <= self.longest_decode, *key)
+
+    def prepare(self, most_requests: int, most_tokens: int) -> None:
+        """Work out beforehand what decodes are known by: any number of requests up to ``most_requests``, of a mean
+        length from ``_LEAST_PREPARED`` to ``most_tokens``, the longest no more than about five times the mean.
+
+        Other steps are worked out when they are first seen.
+        """
+        if not self._decode:
+            return
+        means = range(round(4 * log2(_LEAST_PREPARED)), round(4 * log2(most_tokens)) + 1)
+        for requests in dict.fromkeys([round(16 * log2(count)) for count in range(1, most_requests + 1)]):
+            for mean in means:
+                for skew in range(3):
+                    self._work_out(True, requests, self.longest_decode, mean, skew)
 
     def captured(
         self, num_requests: int, query_len: int, shapes: Iterable[WeightedShape], able: Collection[str]
