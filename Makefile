@@ -30,7 +30,7 @@ PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-lo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo site test test-all test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,7 +47,11 @@ test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k 
 test-all: check ## Lint, type-check and run every test: all conformance configurations, installations from wheels
 	$(PYTEST) $(ARGS)
 
-test-browser: $(TEST_ENV)/.browser ## Test the page of `attn-select report` in a headless Chromium
+site: venv ## Build the documentation's site into build/site
+	@$(TEST_ENV)/bin/python -m pip install -q --group site
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(TEST_ENV)/bin/python -m mkdocs build --quiet
+
+test-browser: $(TEST_ENV)/.browser site ## Test the report and the site in a headless Chromium
 	$(TEST_ENV)/bin/python -m pytest tests/browser $(ARGS)
 
 test-engines: venv ## Test the adapters of engines in other releases of these, each in an environment of its own (ARGS as above)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ import pytest
 pytest.importorskip("playwright", reason="`make test-browser` installs it")
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 MODELS = ("llama-3-8b", "gpt-oss-20b", "deepseek-v3", "bert-base")
 GPUS = ("a100", "h200", "b200")
 WIDTHS = (400, 1024, 1600)
@@ -33,43 +31,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert CHROMIUM, "no chromium: `apt-get install chromium`, or name it in CHROMIUM"
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield started
-        started.close()
-
-
-class Visit:
-    """A page that was opened, with everything that it said or asked for."""
-
-    def __init__(self, browser: Browser, path: Path, width: int = 1024, colours: Any = "light") -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colours)
-        self.page: Page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(path.as_uri())
-
-    def close(self) -> None:
-        self.context.close()
-
-
 @pytest.fixture
-def visit(browser: Browser, report: Path) -> Iterator[Visit]:
-    opened = Visit(browser, report)
+def visit(open_page: Any, report: Path) -> Iterator[Any]:
+    opened = open_page(report)
     yield opened
     assert opened.complaints == []
     assert opened.requests == [opened.requests[0]]
     opened.close()
 
 
-def test_every_cell_opens(visit: Visit) -> None:
+def test_every_cell_opens(visit: Any) -> None:
     buttons = visit.page.locator("[data-cell]")
     assert buttons.count() == len(GPUS) * (len(MODELS) + 1)  # gpt-oss has two kinds of layers
     for index in range(buttons.count()):
@@ -87,7 +58,7 @@ def test_every_cell_opens(visit: Visit) -> None:
         assert visit.page.locator("dialog[open]").count() == 0
 
 
-def test_the_keyboard_alone(visit: Visit) -> None:
+def test_the_keyboard_alone(visit: Any) -> None:
     visit.page.locator("#filter-backend").focus()
     for _ in range(2):  # the scrolled region, then the first cell
         visit.page.keyboard.press("Tab")
@@ -99,7 +70,7 @@ def test_the_keyboard_alone(visit: Visit) -> None:
     assert visit.page.evaluate("document.activeElement.dataset.title") == focused
 
 
-def test_filters(visit: Visit) -> None:
+def test_filters(visit: Any) -> None:
     page = visit.page
     page.fill("#filter-model", "gpt")
     assert page.locator("[data-cell]:visible").count() == 2 * len(GPUS)
@@ -114,8 +85,8 @@ def test_filters(visit: Visit) -> None:
     assert page.locator("[data-cell]:visible").count() == 0
 
 
-def test_a_link_opens_a_cell(browser: Browser, report: Path) -> None:
-    first = Visit(browser, report)
+def test_a_link_opens_a_cell(open_page: Any, report: Path) -> None:
+    first = open_page(report)
     first.page.locator("[data-title='deepseek-v3 on b200']").click()
     first.page.locator("dialog[open] .candidates").first.wait_for()
     address = first.page.url
@@ -127,8 +98,8 @@ def test_a_link_opens_a_cell(browser: Browser, report: Path) -> None:
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_fits_and_is_accessible(browser: Browser, report: Path, width: int, colours: str, tmp_path: Path) -> None:
-    visit = Visit(browser, report, width, colours)
+def test_it_fits_and_is_accessible(open_page: Any, report: Path, width: int, colours: str, tmp_path: Path) -> None:
+    visit = open_page(report, width, colours)
     page = visit.page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
     folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
@@ -149,7 +120,7 @@ def serious(page: Page) -> list[str]:
     return [json.dumps(each)[:500] for each in found if each["impact"] in ("serious", "critical")]
 
 
-def test_it_prints(visit: Visit, tmp_path: Path) -> None:
+def test_it_prints(visit: Any, tmp_path: Path) -> None:
     visit.page.emulate_media(media="print")
     assert not visit.page.locator(".filters").is_visible()
     assert visit.page.locator(".matrix").is_visible()
@@ -158,12 +129,12 @@ def test_it_prints(visit: Visit, tmp_path: Path) -> None:
     assert (tmp_path / "report.pdf").stat().st_size > 10_000
 
 
-def test_a_matrix_from_a_file(browser: Browser, tmp_path: Path) -> None:
+def test_a_matrix_from_a_file(open_page: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "attn_select"]
     matrix = subprocess.run([*command, "matrix", "--model", "llama-3-8b", "--json"], capture_output=True, cwd=tmp_path)
     (tmp_path / "matrix.json").write_bytes(matrix.stdout)
     subprocess.run([*command, "report", "--matrix", "matrix.json", "-o", "m.html"], check=True, cwd=tmp_path)
-    visit = Visit(browser, tmp_path / "m.html")
+    visit = open_page(tmp_path / "m.html")
     visit.page.locator("[data-cell]").first.click()
     text = visit.page.locator("dialog[open]").inner_text()
     assert "attn-select explain --model llama-3-8b" in text

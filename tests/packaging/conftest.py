@@ -16,7 +16,6 @@ import pytest
 from attn_select.distributions import known_backends
 
 ROOT = Path(__file__).resolve().parents[2]
-collect_ignore = ["example_plugin"]  # its tests run where it is installed (test_third_party.py)
 SAFELY: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 """Python 3.11.4 brought filters, and later releases want one."""
 BUILD = """

@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-EXAMPLE = Path(__file__).parent / "example_plugin"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "acme_attention"
 RULE = """
 version = 1
 [[rules]]

@@ -42,7 +42,7 @@ from attn_select.testing.toolkit import selection_for
 
 pytestmark = pytest.mark.long
 
-EXAMPLE = Path(__file__).parents[1] / "packaging" / "example_plugin"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "acme_attention"
 HEADS = ((1, 1), (4, 2), (8, 1))
 YES: Fact[bool] = Fact(True, "this test")
 ACCEPTED, REJECTED = 23, 17

@@ -223,7 +223,7 @@ def test_emulated_modules_stand_in_until_the_block_ends() -> None:
 @pytest.fixture
 def acme(monkeypatch: pytest.MonkeyPatch, root: Any) -> Iterator[BackendSpec]:
     """The documented example plugin."""
-    monkeypatch.syspath_prepend(str(root / "tests" / "packaging" / "example_plugin"))
+    monkeypatch.syspath_prepend(str(root / "examples" / "acme_attention"))
     yield importlib.import_module("acme_attention").ACME_ATTN
     for name in ("acme_attention", "acme_runtime"):
         sys.modules.pop(name, None)

@@ -214,7 +214,8 @@ def prepare_batch(
         new_lens: keys of each request that this step writes, its last ones; None: as many as it has queries. In
             cross-attention the encoder's whole length in the step that brings it, and 0 afterwards.
         device: where the tensors go; None: the block table's device, without a table the CPU.
-        causal, mm_prefix_ranges: see ``CommonAttentionMetadata``.
+        causal: see ``CommonAttentionMetadata``.
+        mm_prefix_ranges: see ``CommonAttentionMetadata``.
 
     Raises:
         BatchError: there is no request, the counts differ, a request has more new keys than its sequence is long, its

@@ -33,7 +33,8 @@ class MLAAttention(nn.Module):
         kv_b_proj: ``(num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank)``, the checkpoint's weight that
             decompresses a latent (``kv_b_proj.weight``); head by head the rows of ``W_UK``, then of ``W_UV``.
         scale: factor on ``q . k``; None: ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
-        alibi_slopes, sinks: ``(num_heads,)``; required with ``config.alibi`` and ``config.sinks``, refused without.
+        alibi_slopes: ``(num_heads,)``; required with ``config.alibi``, refused without.
+        sinks: ``(num_heads,)``; required with ``config.sinks``, refused without.
         scales: scales of an FP8 cache or of FP8 queries, ``k`` for the latent; None: all are 1.
         layer_name: unique among the layers that exist; empty: a new name is made.
 

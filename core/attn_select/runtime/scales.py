@@ -37,7 +37,9 @@ class Scales:
         """Return scales on ``device``. Reads tensors back to the host: call it when a model is loaded, not per step.
 
         Args:
-            q, k, v: positive and finite, one number, or for k and v with ``num_kv_heads`` one per KV head.
+            q: positive and finite, one number.
+            k: the same, or with ``num_kv_heads`` one per KV head.
+            v: the same.
             num_kv_heads: with ``per_head_quant_scales`` the number of heads; 0: one scale per tensor.
 
         Raises:
