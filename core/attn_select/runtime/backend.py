@@ -241,6 +241,11 @@ class MLAAttentionImpl:
     decompressed keys and values (prefill). A backend implements the paths of the phases that it serves.
     """
 
+    takes_query_parts: bool = False
+    """Whether ``forward_mqa`` also takes the query as a pair, ``(T, num_heads, kv_lora_rank)`` and ``(T, num_heads,
+    qk_rope_head_dim)`` of any strides but in the last dimension, so that an engine that has them apart need not join
+    them."""
+
     def __init__(
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
     ) -> None:
@@ -290,7 +295,8 @@ class MLAAttentionImpl:
         saves a copy, and callers go on with what is returned.
 
         Args:
-            query: ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)`` in the compute dtype.
+            query: ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)`` in the compute dtype; with ``takes_query_parts``
+                also a pair.
             kv_cache: one layer's cache.
             attn_metadata: what ``build`` built for these requests.
             output: ``(T, num_heads, kv_lora_rank)`` in the compute dtype.

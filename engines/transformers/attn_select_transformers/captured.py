@@ -120,6 +120,8 @@ def capture(runner: Any, forward: Callable[..., Any], stream: Any, *arguments: A
         except (AttnSelectError, RuntimeError) as error:
             logger.warning("attn-select: continuous batching runs without CUDA graphs: %s", error)
             runner.use_cuda_graph_decode = False
+            for generator in torch.cuda.default_generators:  # a capture that failed leaves them waiting for its end
+                generator.graphsafe_set_state(generator.clone_state())
             return
     finally:
         graphs.recording = False

@@ -9,8 +9,8 @@
 
 Every arm is an engine in a process of its own, all of them at once on the GPU, so that rounds alternate: in each round
 every arm in turn decodes the same batch. Weights are random (norms are 1) and prompts are token ids. Their keys and
-values are kept by prefix caching, so that a round is a short prefill and then decodes alone; the time of a round with
-one token is taken off. Printed are the log blocks of attn-select, per arm the decode tokens per second (median and
+values but the last token's are kept by prefix caching, so that a round is decodes alone; the time of a round with one
+token is taken off. Printed are the log blocks of attn-select, per arm the decode tokens per second (median and
 range), the ratio to the first arm per round, and the share of attention in the kernels' time.
 
 Outputs are compared with the first arm's on the same tokens: of the prompts' prefill, of one decoded token of all
@@ -105,7 +105,7 @@ OTHERS = {"mla": "TRITON_MLA", "gpt-oss": "TRITON_ATTN", "llama": "TRITON_ATTN"}
 ATTENTION = re.compile(r"attn|attention|flash|mla|decode|combine|split|xqa|paged", re.IGNORECASE)
 """Kernels whose names contain this are counted as attention's."""
 BLOCK = 64
-"""A multiple of every arm's block size: a prompt of one token more is a decode where the rest is cached."""
+"""A multiple of every arm's block size: a prompt of one token more is a decode where all but that token is cached."""
 FEW = 5
 """Requests of a batch that a graph of the whole batch's size pads."""
 FIRST_LAYER = ".layers.0."
@@ -233,7 +233,7 @@ def worker(job: dict[str, Any]) -> None:
         **options,
     )
     generator = torch.Generator().manual_seed(0)
-    shape = (job["batch"], job["context"])
+    shape = (job["batch"], job["context"] // BLOCK * BLOCK + 1)
     prompts = torch.randint(3, 31999, shape, generator=generator).tolist()
 
     def decode(tokens: int, prompts: Any = prompts) -> float:
@@ -249,7 +249,7 @@ def worker(job: dict[str, Any]) -> None:
     llm.collective_rpc(keep_logits)
     few = [row[: -4 * BLOCK - 2 : -1] for row in prompts[:FEW]]
     prefill, kept = decode(1), {"prefill": taken(0)}
-    decode(1, [row[: job["context"] // BLOCK * BLOCK + 1] for row in prompts])
+    decode(1)
     kept["decode"] = taken(job["batch"])
     decode(1, few)
     kept["short prefill"] = taken(0)
@@ -411,7 +411,7 @@ def compare(model: str, arms: list[Arm], options: argparse.Namespace) -> None:
             rate = arm.ask("round")["rate"]
             if number:  # the first warms up
                 rates[arm.name].append(rate)
-    print(f"\n{model}: {options.batch} requests of {options.context} tokens, {options.tokens} decoded each")
+    print(f"\n{model}: {options.batch} requests of about {options.context} tokens, {options.tokens} decoded each")
     report_rates(rates)
     for arm in arms:
         seen = arm.ask("share")
@@ -423,8 +423,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=sorted(MODELS), metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--batch", type=int, default=64, help="requests (default: 64)")
-    parser.add_argument("--context", type=int, default=6000, help="tokens of a prompt (default: 6000)")
-    parser.add_argument("--tokens", type=int, default=64, help="decoded per request and round (default: 64)")
+    parser.add_argument("--context", type=int, default=6000, help="about so many tokens of a prompt (default: 6000)")
+    parser.add_argument("--tokens", type=int, default=256, help="decoded per request and round (default: 256)")
     parser.add_argument("--repeats", type=int, default=8, help="rounds (default: 8)")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--rules", type=Path, help="attn-select's rules instead of a preference")

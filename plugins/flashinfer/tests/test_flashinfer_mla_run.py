@@ -123,6 +123,16 @@ def test_query_and_cache_are_views(emulate: Emulate, release: str) -> None:
         assert call["kpe_cache"].data_ptr() == cache[..., RANK:].data_ptr()
         assert call["out"] is output
         assert call["return_lse"] == (release != "0.6.14")  # what a plan of 0.7 declares, each call must do
+    assert impl.takes_query_parts
+    latent, rope = (
+        torch.randn(4, 3, RANK).bfloat16().transpose(0, 1),
+        torch.randn(3, 4, 2 * ROPE).bfloat16()[..., ROPE:],
+    )
+    wanted, cache = torch.empty_like(output), torch.randn_like(problem.step.kv_cache)
+    impl.forward_mqa(None, torch.cat((latent, rope), -1)[:2], cache, metadata, wanted)
+    impl.forward_mqa(None, (latent, rope), cache, metadata, output)  # padded, as in a graph
+    assert torch.equal(output, wanted)
+    assert world.named(RUN)[-1]["q_nope"].data_ptr() == latent.data_ptr()
 
 
 def test_fp8_cache(emulate: Emulate) -> None:

@@ -98,14 +98,14 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: OwnMLAMetadata, layer: Any
     ) -> tuple[Tensor, None]:
         """Attend over latents with the absorbed query, given whole or as its latent and its rope part."""
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        own, latent = self.attn_select, q[0] if isinstance(q, tuple) else q
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) and not own.impl.takes_query_parts else q
         if kv_c_and_k_pe_cache.dtype != self.storage_dtype:
             kv_c_and_k_pe_cache = kv_c_and_k_pe_cache.view(self.storage_dtype)
-        own = self.attn_select
         own.scales_of(layer)
-        output = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
-        part = attn_metadata.attn_select[own.part]
-        return own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, part, output), None
+        output = latent.new_empty(*latent.shape[:-1], self.kv_lora_rank)
+        metadata = attn_metadata.attn_select[own.part]
+        return own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, metadata, output), None
 
 
 class OwnMLABackend(MLACommonBackend):

@@ -24,10 +24,17 @@ from attn_select_flashinfer.runtime.plans import ScaledPlan, SharedScale
 NATIVE = ("fa2", "fa3")
 
 
-def first_rows(tokens: int, query: Tensor, output: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+Query = Tensor | tuple[Tensor, Tensor]
+
+
+def first_rows(tokens: int, query: Query, output: Tensor, lse: Tensor | None) -> tuple[Any, Tensor, Tensor | None]:
     """Return the first ``tokens`` rows of each; padding lies behind them, and without any nothing is cut."""
-    if query.shape[0] != tokens or output.shape[0] != tokens:
-        query, output = query[:tokens], output[:tokens]
+    if output.shape[0] != tokens:
+        output = output[:tokens]
+    if isinstance(query, tuple):
+        query = query[0][:tokens], query[1][:tokens]
+    elif query.shape[0] != tokens:
+        query = query[:tokens]
     if lse is not None and lse.shape[0] != tokens:
         lse = lse[:tokens]
     return query, output, lse
@@ -86,14 +93,14 @@ class FlashInferMLAImpl(MLAAttentionImpl):
         if "decode" in context.plans:
             kernel = context.plans["decode"].kernel
             assert isinstance(kernel, MLAKernel)
-            native = kernel.name in NATIVE
+            self.takes_query_parts = native = kernel.name in NATIVE
             self._layer = NativeLayer(context, scale) if native else TrtllmLayer(context, kernel, scale, sinks)
         self._sinks = None if sinks is None else sinks.float().contiguous()
 
     def forward_mqa(
         self,
         layer: AttentionLayer,
-        query: Tensor,
+        query: Query,
         kv_cache: Tensor,
         attn_metadata: ScaledPlan | TrtllmCall,
         output: Tensor,

@@ -245,17 +245,18 @@ class NativeLayer:
     def run(
         self,
         layer: AttentionLayer,
-        query: Tensor,
+        query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         call: ScaledPlan,
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:
-        """Attend; ``query (T, H, R + Pr)`` and ``output (T, H, R)`` have exactly the call's tokens."""
+        """Attend; ``query (T, H, R + Pr)``, or its two parts, and ``output (T, H, R)`` have the call's tokens."""
         run = call.ready_for(self._scale).run
+        parts = query if isinstance(query, tuple) else query.split_with_sizes(self._sizes, dim=-1)
         if self._power != 1.0:
-            query = query / self._power
-        parts, latents = query.split_with_sizes(self._sizes, dim=-1), self._parts(kv_cache)
+            parts = tuple(part / self._power for part in parts)
+        latents = self._parts(kv_cache)
         options: dict[str, Any] = {"out": output}
         if self._fp8:
             options["ckv_scale"] = options["kpe_scale"] = layer.scales.k_float
