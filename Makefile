@@ -28,6 +28,8 @@ WORKERS ?= auto
 PYTEST = $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --ignore tests/browser
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start hundreds of interpreters: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo site test test-all test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
