@@ -270,6 +270,28 @@ def test_captured_are_decodes(choose: Choose, make_batch: MakeBatch) -> None:
     assert [(part.phase, part.rows, part.chunks) for part in metadata.parts] == [("decode", slice(0, 2), ())]
 
 
+@pytest.mark.parametrize(
+    ("backend", "fields", "longest"),
+    [
+        ({}, {}, 1),
+        ({}, {"num_speculative_tokens": 3}, 4),
+        ({"threshold": 2}, {"num_speculative_tokens": 3}, 2),
+        ({"sparse": True, "threshold": 1}, {"sparse_top_k": 8}, None),
+    ],
+)
+def test_prefills_are_not_captured(
+    backend: dict[str, Any], fields: dict[str, Any], longest: int | None, choose: Choose, make_batch: MakeBatch
+) -> None:
+    made = toy(**backend)
+    group = MLAAttentionGroup(choose(AttentionConfig(**MLA, **fields), made))
+    group.build_for_cudagraph_capture(make_batch([(longest or 9, 9)] * 2))
+    assert [kind for kind, _ in made.built] == ["capture"]
+    if longest is not None:
+        with pytest.raises(BatchError, match=f"queries of {longest + 1} tokens: .* decodes alone .* up to {longest} tok"):
+            group.build_for_cudagraph_capture(make_batch([(longest + 1, 9)] * 2))
+        assert [kind for kind, _ in made.built] == ["capture"]
+
+
 def test_batch_invariant_layers_project_request_by_request(choose: Choose, make_batch: MakeBatch) -> None:
     batch = make_batch([(1, 5), (1, 3), (3, 9), (4, 30)])
     spans = []

@@ -25,6 +25,20 @@ def test_rows_list_the_slots_of_each_request_in_token_order() -> None:
     assert set(pool.extend("c", 5).tolist()) <= set(range(10)) - set(other.tolist())
 
 
+def test_a_freed_row_holds_nothing_of_its_last_request() -> None:
+    pool = ReqToTokenPool(2, 8, TokenToKVPool(20))
+    pool.extend("a", 1)
+    kept = pool.extend("b", 7).tolist()
+    pool.extend("a", 8)
+    row = pool.row("a")
+    pool.free("a")
+    assert not pool.req_to_token[row].any()
+    slots = pool.extend("c", 2).tolist()
+    assert pool.row("c") == row
+    assert pool.req_to_token[row].tolist() == [*slots, 0, 0, 0, 0, 0, 0]
+    assert pool.req_to_token[pool.row("b")].tolist() == [*kept, 0]
+
+
 def test_exhaustion_and_misuse_name_the_request_and_change_nothing() -> None:
     slots = TokenToKVPool(6)
     pool = ReqToTokenPool(2, 5, slots)

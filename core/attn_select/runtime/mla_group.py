@@ -141,8 +141,18 @@ class MLAAttentionGroup(AttentionGroup):
         return self._mla_metadata(common, *parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
-        """As ``AttentionGroup.build_for_cudagraph_capture``; only decodes are captured."""
+        """As ``AttentionGroup.build_for_cudagraph_capture``; only decodes are captured.
+
+        Raises:
+            BatchError: queries are longer than a decode's, so that replayed steps would be prefills.
+        """
         self.check_batch(common_attn_metadata)
+        longest, threshold = common_attn_metadata.max_query_len, self.reorder_batch_threshold
+        if threshold is not None and longest > threshold and not self._latent_alone():
+            raise BatchError(
+                f"queries of {longest} tokens: of MLA layers decodes alone are captured, here of up to {threshold} tokens",
+                hint="a decode has 1 + num_speculative_tokens tokens at most",
+            )
         served = self._server(self._way_to_capture(common_attn_metadata), "decode")
         common = self._in_kernel_blocks(served.context, common_attn_metadata)
         decode = served.builder.build_for_cudagraph_capture(common)

@@ -34,7 +34,7 @@ class ReqToTokenPool:
         device: where the map lives.
 
     Attributes:
-        req_to_token: int32 ``(max_requests, max_context_len)``; entries behind a request's length are stale.
+        req_to_token: int32 ``(max_requests, max_context_len)``; 0 behind a request's tokens and in rows that are free.
 
     Raises:
         ValueError: a size is not positive.
@@ -95,12 +95,15 @@ class ReqToTokenPool:
         return slots
 
     def free(self, request: RequestId) -> None:
-        """Let go of a request's row and slots.
+        """Let go of a request's row and slots. The row is zeroed, so that no later request finds slots of this one there.
+
+        No device synchronisation.
 
         Raises:
             PoolError: the request is not running (a double free).
         """
         row = self.row(request)
+        self.req_to_token[row, : len(self.slots.blocks(request))] = 0
         self.slots.free(request)
         del self._rows[request]
         self._free_rows.append(row)
