@@ -111,3 +111,16 @@ def test_freed_blocks_are_handed_out_first_and_in_their_order() -> None:
     pool.allocate("b", 16)
     assert pool.free("a") == blocks
     assert pool.allocate("c", 64)[:3] == blocks
+
+
+def test_the_null_block_is_no_requests() -> None:
+    pool = BlockPool(4, 16, null_block=True)
+    assert pool.num_free_blocks == 3
+    for _ in range(2):
+        assert sorted(pool.allocate("a", 33)) == [1, 2, 3]
+        with pytest.raises(OutOfBlocksError, match="0 of 4 are free"):
+            pool.allocate("b", 1)
+        assert sorted(pool.free("a")) == [1, 2, 3]
+    assert pool.reference_count(0) == 0
+    with pytest.raises(ValueError, match="num_blocks = 1 with null_block = True: accepted are integers from 2"):
+        BlockPool(1, 16, null_block=True)

@@ -40,18 +40,22 @@ class BlockPool:
     Args:
         num_blocks: blocks in the pool, ids ``0 .. num_blocks - 1``.
         block_size: tokens per block.
+        null_block: whether block 0 is no request's, as in vLLM. Some kernels read slot 0 where a sparse layer's indices
+            name none (-1) and weigh it with 0, which does not hide a NaN: the plan's notes say which.
 
     Raises:
-        ValueError: either is not positive.
+        ValueError: one of the first two is not positive, or there is no block beside the null block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, null_block: bool = False) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks = {num_blocks} and block_size = {block_size} must both be at least 1")
+        if null_block and num_blocks < 2:
+            raise ValueError(f"num_blocks = {num_blocks} with null_block = True: accepted are integers from 2")
         self.num_blocks = num_blocks
         self.block_size = block_size
         # A stack: the block freed last is handed out first, while its lines may still be in cache.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(num_blocks - 1, 0 if null_block else -1, -1))
         self._references = [0] * num_blocks
         self._blocks: dict[RequestId, list[int]] = {}
 

@@ -149,4 +149,6 @@ def test_workspace() -> None:
 
 def test_nan_in_slots_that_nobody_chose() -> None:
     assert plan_of("sm100").nan_tail_safe
-    assert not plan_of("sm120", **ON_12).nan_tail_safe
+    on_12 = plan_of("sm120", **ON_12)
+    assert not on_12.nan_tail_safe
+    assert any("null_block=True" in note for note in on_12.notes)

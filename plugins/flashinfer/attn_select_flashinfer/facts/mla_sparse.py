@@ -105,7 +105,11 @@ _PAGES_10, _PAGES_12 = (64, 32), (64,)
 _CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
 _CACHE_ON_12 = ("fp8_ds_mla", "fp8_e4m3")
 _ALIAS = "fp8_e4m3 is stored as fp8_ds_mla, the one FP8 format of sparse MLA here"
-_NOTES_12 = ("both phases share the workspace", "one row of top-k token slots per query token")
+_NOTES_12 = (
+    "both phases share the workspace",
+    "one row of top-k token slots per query token",
+    "slot 0 is read for indices of -1, so block 0 must be no request's: BlockPool(..., null_block=True)",
+)
 _NOTES_10 = (
     "both phases share the workspace, which is zeroed before its first use",
     "one row of top-k token slots per query token, valid ones moved to its front",
