@@ -287,7 +287,7 @@ def test_prefills_are_not_captured(
     group.build_for_cudagraph_capture(make_batch([(longest or 9, 9)] * 2))
     assert [kind for kind, _ in made.built] == ["capture"]
     if longest is not None:
-        with pytest.raises(BatchError, match=f"queries of {longest + 1} tokens: .* here of up to {longest} tokens"):
+        with pytest.raises(BatchError, match=f"queries of {longest + 1} tokens: .* here up to {longest} tokens"):
             group.build_for_cudagraph_capture(make_batch([(longest + 1, 9)] * 2))
         assert [kind for kind, _ in made.built] == ["capture"]
 

@@ -150,7 +150,7 @@ class MLAAttentionGroup(AttentionGroup):
         longest, threshold = common_attn_metadata.max_query_len, self.reorder_batch_threshold
         if threshold is not None and longest > threshold and not self._latent_alone():
             raise BatchError(
-                f"queries of {longest} tokens: of MLA layers decodes alone are captured, here of up to {threshold} tokens",
+                f"queries of {longest} tokens: MLA layers are captured in decode alone, here up to {threshold} tokens",
                 hint="a decode has 1 + num_speculative_tokens tokens at most",
             )
         served = self._server(self._way_to_capture(common_attn_metadata), "decode")

@@ -95,7 +95,7 @@ class ReqToTokenPool:
         return slots
 
     def free(self, request: RequestId) -> None:
-        """Let go of a request's row and slots. The row is zeroed, so that no later request finds slots of this one there.
+        """Let go of a request's row and slots. The row is zeroed: no later request finds slots of this one there.
 
         No device synchronisation.
 
