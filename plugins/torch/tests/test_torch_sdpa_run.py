@@ -26,7 +26,7 @@ from attn_select_torch.runtime import sdpa_builder as sdpa_build
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import attend, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
-from attn_select_torch.runtime.request_tiles import Limits
+from attn_select_torch.runtime.request_tiles import Limits, rounded
 from attn_select_torch.runtime.sdpa import SDPAImpl
 from attn_select_torch.runtime.sdpa_builder import SDPABuilder, SDPAMetadata
 
@@ -269,9 +269,14 @@ def test_batches_of_equal_queries(name: str, rows: int, monkeypatch: pytest.Monk
     """They are grouped without a look at each request; the groups are right, whole batches and parts of them."""
     config = AttentionConfig(**(SMALL | VARIANTS[name]))
     requests = [(rows, seq_len) for seq_len in (30, 31, 3, 30, 33, 4)]
+    for several in (requests, requests[:1]):
+        rig = Rig(random_problem(14, config, FLASHINFER_NHD, requests=several), Limits(64, 10**6))
+        rig.builder._rounds = True  # as on a GPU
+        metadata = rig.check_all()
+        assert all(piece.keys % 16 == 0 for piece in metadata.pieces)
     problem = random_problem(14, config, FLASHINFER_NHD, requests=requests)
     with monkeypatch.context() as patch:
-        patch.setattr(sdpa_build, "equal_queries", lambda *_: None)
+        patch.setattr(sdpa_build, "equal_queries", lambda *_, alone: None)
         one_by_one = [len(Rig(problem, Limits(64, keys)).check_all().pieces) for keys in (70, 200, 10**6)]
     monkeypatch.setattr(sdpa_build, "requests_of", None)
     pieces = [len(Rig(problem, Limits(64, keys)).check_all().pieces) for keys in (70, 200, 10**6)]
@@ -383,14 +388,14 @@ def test_whole_prompts_by_cudnn(asked: dict[str, Any], layout: str, monkeypatch:
     rig = Rig(problem)
     rig.builder._prompts_by_cudnn = True
     metadata = rig.check_all()
-    assert [(prompt.request, prompt.padded) for prompt in metadata.prompts] == [(1, 18), (3, 16), (6, 40)]
+    assert [(prompt.request, prompt.padded) for prompt in metadata.prompts] == [(1, 32), (3, 16), (6, 48)]
     assert not metadata.pieces
 
 
 def test_prompts_are_padded_to_few_lengths_and_little() -> None:
-    lengths = {tokens: cudnn_prompts.rounded(tokens) for tokens in range(512, 8193)}
-    assert all(tokens <= padded <= 1.125 * tokens for tokens, padded in lengths.items())
-    assert len(set(lengths.values())) == 1 + 4 * cudnn_prompts.STEPS
+    lengths = {tokens: rounded(tokens) for tokens in range(1, 8193)}
+    assert all(tokens <= padded <= max(tokens + 15, 1.125 * tokens) for tokens, padded in lengths.items())
+    assert len({lengths[tokens] for tokens in range(512, 8193)}) == 1 + 4 * 8
     assert lengths[2048] == 2048
 
 

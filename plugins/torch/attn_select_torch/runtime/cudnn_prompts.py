@@ -15,14 +15,13 @@ from torch.nn.functional import pad
 
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_torch.runtime.gather import CacheGather
+from attn_select_torch.runtime.request_tiles import rounded
 
 LEAST_TOKENS = 512
 """Shorter prompts share a call of ``varlen_attn``, whose kernel takes 31 us for 512 tokens, cuDNN's 16 (H200, 32 query
 and 8 KV heads of 128), less than the host takes for a call."""
 ATTEND = torch.ops.aten._scaled_dot_product_cudnn_attention
 """What ``scaled_dot_product_attention`` runs where it chooses cuDNN; called directly for its log-sum-exp."""
-STEPS = 8
-"""Lengths between one power of two and the next."""
 
 
 @dataclass(slots=True)
@@ -41,12 +40,6 @@ class Prompt:
     end: int
     padded: int
     rows: Tensor
-
-
-def rounded(tokens: int) -> int:
-    """Return the length that a prompt is padded to: at most an eighth more."""
-    step = (1 << (tokens - 1).bit_length()) // (2 * STEPS)
-    return -(-tokens // step) * step
 
 
 def prompts(common: CommonAttentionMetadata, gather: CacheGather) -> list[Prompt]:

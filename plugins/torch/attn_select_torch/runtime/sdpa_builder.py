@@ -20,7 +20,16 @@ from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import Range, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
-from attn_select_torch.runtime.request_tiles import Group, Limits, Request, Tile, equal_queries, grouped, requests_of
+from attn_select_torch.runtime.request_tiles import (
+    Group,
+    Limits,
+    Request,
+    Tile,
+    equal_queries,
+    grouped,
+    requests_of,
+    rounded,
+)
 
 MASK_ELEMENTS = 2**25
 """Most elements of the mask that a step's tiles share."""
@@ -105,6 +114,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         self.dtype = compute_dtype(config, device)
         self.varlen = varlen.available(functions(context))
         self._joins_decodes = functions(context).get("decode") == "scaled_dot_product_attention"
+        self._rounds = device.type == "cuda"
         self._prompts_by_cudnn = functions(context).get("prefill") == "cuDNN and varlen_attn"
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
@@ -145,7 +155,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         band = self._band(causal)
         groups: Iterable[Request | Group] | None = None
         if not config.mm_prefix:
-            groups = equal_queries(common, window, self.limits)
+            groups = equal_queries(common, window, self.limits, alone=self._rounds)
         if groups is None:
             requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
             groups = grouped(requests, self.limits)
@@ -217,7 +227,8 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         assert self.gather is not None
         assert common.block_table_tensor is not None
         device, size = self.context.device, self.gather.block_size
-        batch, rows, keys = len(group.index), group.rows, group.keys
+        batch, rows = len(group.index), group.rows
+        keys = rounded(group.keys) if self._rounds else group.keys
         table, seq_lens = common.block_table_tensor, common.seq_lens
         if batch < common.num_reqs:
             numbers = torch.frombuffer(array("i", (*group.index, *group.seq_lens)), dtype=torch.int32)
@@ -226,7 +237,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         positions = (seq_lens - keys)[:, None] + torch.arange(keys, dtype=torch.int32, device=device)
         padding = None
         # Fewer keys than others have only requests that see their first one: windows cut all to one length.
-        if group.padded:
+        if group.padded or keys > group.keys:
             padding = torch.zeros(batch, 1, 1, keys, dtype=self.dtype, device=device)
             padding.masked_fill_((positions < 0)[:, None, None], -torch.inf)
             positions.clamp_(min=0)  # what is masked must be finite too
