@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="per measurement")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose names hold this")
     parser.add_argument("--kv-heads", type=int, default=8, help="of 32 query heads")
     arguments = parser.parse_args()
     if arguments.threads:
@@ -153,6 +154,8 @@ def main() -> None:
     print(f"{'':32}{'build':>10}{'ours':>12}{'by request':>12}{'padded':>12}{'ours/best':>11}")
     for dtype in arguments.dtypes:
         for name, (requests, window) in batches.items():
+            if arguments.only not in name:
+                continue
             config = AttentionConfig(
                 num_heads=32,
                 num_kv_heads=arguments.kv_heads,

@@ -284,6 +284,13 @@ def test_batches_of_equal_queries(name: str, rows: int, monkeypatch: pytest.Monk
     assert pieces[0] > pieces[-1] or config.sliding_window is not None
 
 
+def test_few_keys_are_one_group_whatever_their_padding() -> None:
+    requests = [(1, seq_len) for seq_len in (5, 60, 9, 33)]
+    problem = random_problem(21, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=requests)
+    for few, pieces in ((0, 2), (239, 2), (240, 1)):
+        assert len(Rig(problem, Limits(64, 10**6, few)).check_all().pieces) == pieces
+
+
 def emulated_varlen(
     query: torch.Tensor,
     key: torch.Tensor,

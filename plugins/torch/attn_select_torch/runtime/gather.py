@@ -68,7 +68,7 @@ class CacheGather:
             blocks: block ids ``(N,)``.
             offsets: places within the blocks ``(N,)``.
         """
-        first = blocks.long() * self._rows_per_block + offsets
+        first = torch.add(offsets.long(), blocks, alpha=self._rows_per_block)
         if not self.by_head:
             return first
         heads = torch.arange(self.config.num_kv_heads, device=first.device) * self.block_size

@@ -82,10 +82,12 @@ class Limits:
     Attributes:
         tile_rows: tokens of one tile where rows see different keys.
         group_keys: keys that several requests may take together, padding included; 0: each request by itself.
+        few_keys: keys, padding included, that they may take however much of it is padding.
     """
 
     tile_rows: int
     group_keys: int
+    few_keys: int = 0
 
 
 def requests_of(
@@ -174,11 +176,11 @@ def equal_queries(
     if 2 * most > limits.group_keys:
         return None
     whole, starts = range(number), range(0, rows * number, rows)
-    if _fit(number, most, sum(keys), limits.group_keys):
+    if _fit(number, most, sum(keys), limits):
         return [Group(rows, whole, starts, seq_lens, most, min(keys) < most)]
     order = sorted(whole, key=keys.__getitem__)
     groups = []
-    for first, last in _by_length([keys[index] for index in order], limits.group_keys):
+    for first, last in _by_length([keys[index] for index in order], limits):
         index, longest = sorted(order[first:last]), keys[order[last - 1]]
         lens = [seq_lens[request] for request in index]
         padded = keys[order[first]] < longest
@@ -197,7 +199,7 @@ def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | G
             yield request
     for rows, found in alike.items():
         found.sort(key=lambda request: request.keys)
-        for first, last in _by_length([request.keys for request in found], limits.group_keys):
+        for first, last in _by_length([request.keys for request in found], limits):
             part = sorted(found[first:last], key=lambda request: request.index)
             if len(part) == 1:
                 yield part[0]
@@ -207,17 +209,17 @@ def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | G
             yield Group(rows, index, [request.first_token for request in part], lens, most, fewest < most)
 
 
-def _fit(requests: int, most: int, total: int, group_keys: int) -> bool:
+def _fit(requests: int, most: int, total: int, limits: Limits) -> bool:
     """Whether requests with up to ``most`` and in all ``total`` keys make a group: up to a third of it is padding."""
-    return requests * most <= min(group_keys, 1.5 * total)
+    return requests * most <= min(limits.group_keys, max(limits.few_keys, 1.5 * total))
 
 
-def _by_length(keys: Sequence[int], group_keys: int) -> Iterator[Range]:
+def _by_length(keys: Sequence[int], limits: Limits) -> Iterator[Range]:
     """Yield ``(first, last)`` requests of groups; ``keys`` ascend."""
     first, held = 0, 0
-    if not _fit(len(keys), keys[-1], sum(keys), group_keys):
+    if not _fit(len(keys), keys[-1], sum(keys), limits):
         for last, count in enumerate(keys):
-            if last > first and not _fit(last - first + 1, count, held + count, group_keys):
+            if last > first and not _fit(last - first + 1, count, held + count, limits):
                 yield first, last
                 first, held = last, 0
             held += count
