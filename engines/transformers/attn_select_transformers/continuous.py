@@ -89,7 +89,7 @@ def _switch(original: Callable[..., Any], manager: Any, model: Any, *arguments: 
 
 
 def _resolve(original: Callable[..., Any], config: Any, cb_config: Any, *arguments: Any, **options: Any) -> Any:
-    """Let decodes by block tables be captured; other steps bring lengths that no graph can hold."""
+    """Let decodes by block tables be captured on request; other steps bring lengths that no graph can hold."""
     if config._attn_implementation == PAGED:
         cb_config = deepcopy(cb_config)
         wanted = cb_config.use_cuda_graph
@@ -98,7 +98,7 @@ def _resolve(original: Callable[..., Any], config: Any, cb_config: Any, *argumen
         if mixed or (decodes and not able):
             which = "steps with prompts run" if able else "continuous batching runs"
             logger.warning("attn-select: %s without CUDA graphs: use_cuda_graph = %s", which, wanted)
-        cb_config.use_cuda_graph = (False, able and decodes is not False)
+        cb_config.use_cuda_graph = (False, bool(decodes) and able)
     return original(config, cb_config, *arguments, **options)
 
 

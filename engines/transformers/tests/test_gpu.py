@@ -17,6 +17,8 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from attn_select_transformers import captured, paged  # noqa: E402
 
 DEVICE = "cuda"
+GRAPHS = (False, True)
+"""Of decodes by block tables."""
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -91,7 +93,7 @@ def test_layers_of_continuous_batching(make: Any, calls: Counter[str], monkeypat
 
     monkeypatch.setattr(paged, "attend", checked)
     monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", remember)
-    tokens(on_gpu(make), "attn_select", requests(), use_cuda_graph=False)
+    tokens(on_gpu(make), "attn_select", requests())
     assert calls["kernel"]
     assert 0 < worst[0] < 2e-2
 
@@ -129,12 +131,12 @@ def test_replayed_decodes(dtype: Any, asynchronous: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(captured, "recorded", Checked)
     model = models.built(llama).to(DEVICE, dtype)
     options = {"max_blocks_per_request": 8, "use_async_batching": asynchronous}
-    found = tokens(model, "attn_select", requests(), **options)
+    found = tokens(model, "attn_select", requests(), **options, use_cuda_graph=GRAPHS)
     assert seen["tokens"] > 100
     assert seen["equal"] >= 0.98 * seen["tokens"], "near ties may go either way: bounds that change splits are captured"
     if dtype == torch.float32:
         assert seen["equal"] == seen["tokens"]
-        assert found == tokens(model, "attn_select", requests(), **options, use_cuda_graph=False)
+        assert found == tokens(model, "attn_select", requests(), **options)
 
 
 def test_a_capture_that_fails_leaves_graphs_out(
@@ -149,8 +151,8 @@ def test_a_capture_that_fails_leaves_graphs_out(
         return output
 
     model, options = on_gpu(llama), {"max_blocks_per_request": 8, "use_async_batching": False}
-    expected = tokens(model, "attn_select", requests()[:4], **options, use_cuda_graph=False)
+    expected = tokens(model, "attn_select", requests()[:4], **options)
     monkeypatch.setattr(paged, "attend", reading)
-    assert tokens(model, "attn_select", requests()[:4], **options) == expected
+    assert tokens(model, "attn_select", requests()[:4], **options, use_cuda_graph=GRAPHS) == expected
     assert "runs without CUDA graphs" in caplog.text
     assert torch.rand(3, device=DEVICE).isfinite().all()
