@@ -100,6 +100,7 @@ def test_layouts(layout: str, device: torch.device, terms_of: Callable[[Problem]
     "shape",
     [
         {"num_heads": 7, "num_kv_heads": 1, "head_size": 40},
+        {"num_heads": 4, "num_kv_heads": 2, "head_size": 512},
         {"num_heads": 71, "num_kv_heads": 1, "head_size": 32},
         {"num_heads": 2, "num_kv_heads": 2, "head_size": 48, "v_head_size": 32},
     ],

@@ -38,7 +38,7 @@ KV_CACHE_DTYPES: Fact[tuple[str, ...]] = Fact(
     ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
     f"{COMPILED}: fp8e5 from 7.5 on, fp8e4nv from 8.9 on; {OWN}: casts to the query's dtype as it loads",
 )
-PREFILL_HEAD_SIZES = HeadSizes(multiple_of=8, minimum=32, maximum=256)
+PREFILL_HEAD_SIZES = HeadSizes(multiple_of=8, minimum=32, maximum=512)
 """Of QK and of V, each by itself: own prefill and decode kernels; rows are padded to a power of two under a mask."""
 
 ANY_STRIDE = f"{OWN}: reads the cache by strides, one page-table entry per tile of 16 tokens or more"

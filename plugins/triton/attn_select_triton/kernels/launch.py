@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -109,26 +110,32 @@ def prefill_launch(
     """Return the launch of a prefill.
 
     Args:
-        width: the larger of QK's and V's head size; twice that where a cache of float32 makes tiles twice as large.
+        width: the larger of QK's and V's head size; twice that where float32 makes tiles twice as large.
         dtype: of the query.
         described: K and V come through tensor descriptors (TMA).
         paged: over a block table, whose lookup takes stages of the pipeline too.
         keys: the longest request's.
     """
     if dtype == torch.float32:
-        return Launch(32, 16, 8, 2)
+        return Launch(32, 16, 8, 2) if width <= 512 else Launch(8 if capability < (8, 0) else 16, 16, 8, 1)
     if described:
         if capability >= (12, 0):  # 99 KiB of shared memory
+            if width > 256:
+                return Launch(32, 16, 4, 1)
             return Launch(64, 32 if width <= 128 else 16, 4, 3 if paged else 2)
+        if width > 256:
+            return Launch(64, 32, 8, 2)
         if width > 128:
             return Launch(128, 64, 8, 3 if paged else 2)
         if paged:
             return Launch(64, 64, 4, 5)
         return Launch(64, 64, 4, 3) if keys > 1024 or width < 128 else Launch(64, 32, 4, 2)
     if capability < (8, 0):
-        return Launch(32, 32 if width <= 128 else 16, 8, 1)
+        return Launch(32 if width <= 256 else 16, 32 if width <= 128 else 16, 8, 1)
+    if width > 256:
+        return Launch(64, 16, 8, 2) if width <= 512 else Launch(32, 16, 8, 1)
     if width > 128:
-        return Launch(64, 32 if width <= 256 else 16, 4, 2)
+        return Launch(64, 32, 4, 2)
     return Launch(128, 128, 8, 2) if capability in ((9, 0), (10, 0), (10, 3)) else Launch(128, 64, 8, 2)
 
 
@@ -139,15 +146,18 @@ def decode_launch(
 
     Args:
         rows: query rows per KV head, heads of a group x tokens.
-        width, dtype: as ``prefill_launch`` has them.
+        width: the larger of QK's and V's head size.
+        dtype: of the query.
         cache: the cache's dtype.
         programs: unsplit programs per SM.
     """
     block_m = min(TILE_ROWS, power_of_two(rows))
     if dtype == torch.float32:
-        return Launch(16, 32, 8, 2)
+        return Launch(16, 32, 8, 2) if width <= 256 else Launch(8 if capability < (8, 0) else 16, 16, 8, 1)
     if capability < (8, 0):
-        return Launch(min(block_m, 32), 32 if width <= 128 else 16, 8, 1)
+        return Launch(min(block_m, 32) if width <= 256 else 16, 32 if width <= 128 else 16, 8, 1)
+    if width > 256:
+        return Launch(min(block_m, 32), 32 if capability[0] in (9, 10) else 16, 4, 2 if cache.itemsize < 4 else 1)
     if cache == torch.float32:  # tiles of twice the bytes
         return Launch(min(block_m, 32), 32, 4, 2)
     if cache in FP8 and block_m > 32:
@@ -250,3 +260,10 @@ def describe(tensor: Tensor, block_n: int, columns: int) -> Described:
     return Described(
         TensorDescriptor(tensor, shape, [token, 1], [block_n, columns]), page_rows, head_rows, head_columns
     )
+
+
+def over(descriptor: Any, rows: int, tensor: Tensor) -> Any:
+    """Return a descriptor like this one over another tensor of the same strides and alignment; nothing is checked."""
+    made = object.__new__(type(descriptor))
+    made.__dict__.update(descriptor.__dict__, base=tensor, shape=[rows, descriptor.shape[1]])
+    return made

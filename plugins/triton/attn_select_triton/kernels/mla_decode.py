@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select_triton.facts.triton_mla import gluon_lacks
-from attn_select_triton.kernels.launch import SLICED, power_of_two
+from attn_select_triton.kernels.launch import SLICED, over, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
@@ -351,13 +351,6 @@ def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: 
     return hopper.TensorDescriptor(tensor, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
-def _over(descriptor: Any, rows: int, tensor: Tensor) -> Any:
-    """Return a descriptor like this one over another tensor of the same strides and alignment; nothing is checked."""
-    made = object.__new__(type(descriptor))
-    made.__dict__.update(descriptor.__dict__, base=tensor, shape=[rows, descriptor.shape[1]])
-    return made
-
-
 class _Prepared:
     """What the dtypes, sizes, strides and alignments of a call decide.
 
@@ -497,9 +490,9 @@ def mla_decode(
     if prepared is None:
         prepared = _prepared[key] = _Prepared(query, kv_cache, output, launch, flags)
     page_rows = prepared.page_rows
-    queries = [_over(part, tokens * heads, query) for part in prepared.query_parts]
+    queries = [over(part, tokens * heads, query) for part in prepared.query_parts]
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
-    keys: list[Any] = [_over(part, cache_rows, kv_cache) for part in prepared.cache_parts]
+    keys: list[Any] = [over(part, cache_rows, kv_cache) for part in prepared.cache_parts]
     scales: tuple[float, ...] = (scale * kv_scale * LOG2E.value, kv_scale)
     if prepared.fp8:
         queries, scales = [query], (scales[0] * q_scale, kv_scale, q_scale)

@@ -244,7 +244,7 @@ def prefill_attention(
     kv_heads, value_size = value.shape[-2:]
     group, requests, paged = heads // kv_heads, len(seq_lens), block_table is not None
     capability, cache_dtype = capability_of(query.device), value.dtype
-    width = max(head_size, value_size) * (2 if cache_dtype.itemsize == 4 else 1)
+    width = max(head_size, value_size) * (2 if 4 in (query.itemsize, cache_dtype.itemsize) else 1)
     block_d, rest = two_powers(head_size)
     chosen = launch or prefill_launch(capability, width, query.dtype, True, paged, max_seq_len)
     described = (

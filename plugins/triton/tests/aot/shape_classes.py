@@ -349,6 +349,7 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield attention(split_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=64)
     yield attention(*both, dtype=usual, head_size=80)
     yield attention(split_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=256)
+    yield attention(split_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=512)
     yield attention(*both, dtype=other)
     yield attention(write, *both, dtype="float32", head_size=256)
     yield attention(write, split_decode, whole_decode, gathered_prefill, paged_prefill, dtype=usual, kv_cache_dtype=fp8)
