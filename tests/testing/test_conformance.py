@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_select import gate
 from attn_select.config import AttentionConfig, Phase
-from attn_select.device import CPU
+from attn_select.device import CPU, Device
 from attn_select.environment import Environment
 from attn_select.errors import RuntimeMissingError
+from attn_select.features import FEATURES
 from attn_select.gate import check
 from attn_select.layouts import FP8_DS_MLA, LAYOUTS, MLA, cache_shape
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
@@ -512,6 +514,20 @@ def test_configurations_come_from_the_seed_and_can_be_pasted(right: Variant) -> 
         *("head_size", "v_head_size", "kv_lora_rank", "dtype", "kv_cache_dtype", "block_size", "attn_type", "alibi"),
         *("logits_soft_cap", "mm_prefix", "non_causal", "output_quantization", "decode_context_parallel_size"),
     }
+
+
+def test_what_is_drawn_from_inside_is_refused_by_no_capability(right: Variant) -> None:
+    """Some features exclude each other: chunks, windows and ALiBi are not measured across ranks."""
+    facts = {feature.fact: Fact(True, "a test") for feature in FEATURES if feature.fact not in NOT_YES_OR_NO}
+    able = {phase: replace(served, **facts) for phase, served in right.spec.capabilities.items()}
+    for index in range(0, 1000, 5):
+        case = draw_case(replace(right.spec, capabilities=able), 3, index, HEADS)
+        compared = gate.CapabilityGate(able[case.phase], Device("h100", (9, 0)), ())
+        found = {reason.code for reason in compared.reasons(gate.Demands(case.config))}
+        assert found <= {"compute-capability"}, config_text(case.config)
+
+
+NOT_YES_OR_NO = ("output_quantizations", "speculative_tokens")
 
 
 @dataclass

@@ -35,7 +35,8 @@ _MLA_DIMS = (
 """In the order of ``config.MLA_DIMS``: DeepSeek-V3's first."""
 _MLA = dict(zip(MLA_DIMS, _MLA_DIMS[0], strict=True))
 _RARE = ("decode_context_parallel_size",)
-"""Features that exclude others: no kernel measures the distances of windows and ALiBi across ranks."""
+_DISTANCES = ("sliding_window", "attention_chunk_size", "alibi")
+"""Features that exclude others: no kernel measures the distances of windows, chunks and ALiBi across ranks."""
 _CODES = {"kv_lora_rank": "head-size", **{feature.field: feature.code for feature in FEATURES}}
 """Reason codes that are not the field's own name."""
 _MOST_TRIES = 1000
@@ -164,7 +165,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
         if accepted and rng.random() < likely and not (encoder and feature.not_in_encoders):
             fields[feature.field] = rng.choice(accepted)
     if fields.get("decode_context_parallel_size"):
-        fields = {name: value for name, value in fields.items() if name not in ("sliding_window", "alibi")}
+        fields = {name: value for name, value in fields.items() if name not in _DISTANCES}
     if not is_quantized(fields.get("kv_cache_dtype", "auto")):
         fields.pop("per_head_quant_scales", None)
     return fields

@@ -65,7 +65,7 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of dense decoding; ``factors`` undo the quantisation of query and cache."""
     batch, query_len, heads, width = q.shape
-    assert width in ((576,) if factors else (576, 512))
+    assert width == 576
     assert head_dim_v == 512
     _check(q, "q", (E4M3,) if factors else SIXTEEN_BITS, batch, query_len, heads, width)
     _check(k_cache, "k_cache", (q.dtype,), None, 64, 1, width)

@@ -36,10 +36,8 @@ DECODE = Capabilities(
     compute_capabilities=Fact(SM90, f"{_DENSE} (is_sm90a); {VLLM_FP8} (major 9, minor 0); {RAN}"),
     dtypes=Fact(("bfloat16", "float16"), _DENSE),
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), f"{_DENSE}; {VLLM_FP8}; {RAN}"),
-    # 512: no rope part. `objections` refuses it with FP8.
-    head_sizes=Fact(
-        HeadSizes(values=(576, 512)), f"{_DENSE} (576 or 512, V 512); {VLLM_FP8} (576, V 512); {RAN} (576)"
-    ),
+    # Upstream takes 512 as well, without a rope part; in vLLM 0.26.0 a call with it ended the process on an H200.
+    head_sizes=Fact(HeadSizes(values=(576,)), f"{_DENSE} (576 or 512, V 512); {VLLM_FP8} (576, V 512); {RAN}"),
     block_sizes=Fact((64,), f"{_DENSE} (page_block_size 64); {VLLM_FP8} (64); {RAN}"),
     sliding_window=Fact(False, _DENSE),
     logits_soft_cap=Fact(False, _DENSE),
@@ -72,8 +70,6 @@ def objections(build: FlashMLABuild, config: AttentionConfig) -> list[Objection]
     found: list[Objection] = []
     if config.kv_lora_rank != 512:
         found.append(Objection("kv-lora-rank", "512", f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank))
-    if config.kv_cache_dtype == "fp8_e4m3" and config.head_size != 576:
-        found.append(Objection("head-size", "576 with FP8", f"head size {config.head_size}", config.head_size))
     if config.kv_cache_dtype == "fp8_e4m3" and not build.dense_fp8.value:
         accepts, remedy = "16-bit KV only in dense decode", "--kv-cache-dtype auto"
         found.append(Objection("kv-cache-dtype", accepts, "KV-cache dtype fp8_e4m3", "fp8_e4m3", remedy))

@@ -125,8 +125,8 @@ class Adapter(ABC):
         """Attend over a 16-bit cache.
 
         Args:
-            query: ``(B, q_len, H, 576 or 512)``.
-            kv_cache: ``(blocks, 64, 1, 576 or 512)`` in the query's dtype.
+            query: ``(B, q_len, H, 576)``.
+            kv_cache: ``(blocks, 64, 1, 576)`` in the query's dtype.
             batch: with a schedule of ``new_schedule``.
             out: ``(B, 1, q_len * H, 512)``, contiguous: the output's own shape is documented, but this one is checked.
 
