@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 import flashinfer_emulated as fi
+import flashinfer_groups as groups
 import make_signatures
 from flashinfer_emulated import mla06, trtllm, wrappers
 from make_signatures import FOLDER
@@ -24,6 +26,7 @@ from attn_select.errors import KernelMismatchError
 from attn_select.providers import KernelBuild
 from attn_select.runtime.providers import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
+from attn_select_flashinfer.plugin import attn_select_register_backends
 from attn_select_flashinfer.runtime import library, plans
 
 MLA = "BatchMLAPagedAttentionWrapper"
@@ -176,3 +179,59 @@ def test_an_entry_that_takes_other_arguments_is_refused_by_name(monkeypatch: pyt
     assert info.value.hint == "pip install --upgrade flashinfer-python"
     with pytest.raises(KernelMismatchError, match=r"flashinfer\.merge_state_in_place does not exist"):
         library._entry(installed, "merge_state_in_place", {})
+
+
+def break_one(broken: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a release in the place of the installed one whose entry ``broken`` takes other arguments."""
+    places: dict[str, ModuleType] = {}
+
+    def changed(q: Any) -> None: ...
+
+    def imported(self: InstalledBuild, module: str) -> ModuleType:
+        if module not in places:
+            places[module] = ModuleType(module)
+            for name, entry in fi.entries(release).items():
+                setattr(places[module], name, changed if name == broken else entry)
+            places[module].attention_sink_decl = fi.SINK_DECLARATIONS  # type: ignore[attr-defined]
+        return places[module]
+
+    monkeypatch.setattr(InstalledBuild, "imported", imported)
+    library.flashinfer.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _as_installed() -> Iterator[None]:
+    yield
+    library.flashinfer.cache_clear()
+
+
+@pytest.mark.parametrize("release", fi.RELEASES)
+@pytest.mark.parametrize("broken", [name for name in library.PARAMETERS if name != "FP4Tensor"])
+def test_one_changed_entry_refuses_itself_alone(broken: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_one(broken, release, monkeypatch)
+    for spec in attn_select_register_backends():
+        spec.load()
+    entries = library.flashinfer()
+    entries.check(*(name for name in library.PARAMETERS if name != broken))
+    with pytest.raises(KernelMismatchError, match=rf"\.{broken}\b"):
+        entries.check(broken)
+
+
+@pytest.mark.parametrize(
+    ("broken", "options"),
+    [
+        ("BatchPrefillWithPagedKVCacheWrapper", {"use_trtllm": False}),
+        ("BatchDecodeWithPagedKVCacheWrapper", {"use_trtllm": False}),
+        ("merge_state_in_place", {"use_trtllm": False}),
+        ("trtllm_batch_decode_with_kv_cache", {"use_trtllm": "auto"}),
+    ],
+)
+def test_a_group_is_refused_when_it_is_made(
+    broken: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_one(broken, fi.RELEASES[0], monkeypatch)
+    fields = {"kv_cache_dtype": "fp8_e4m3", "block_size": 16}
+    with pytest.raises(KernelMismatchError, match=rf"\.{broken}\b"):
+        groups.made("h100", options=options, **fields)
+    if broken == "trtllm_batch_decode_with_kv_cache":
+        groups.made("h100", options={"use_trtllm": False}, **fields)

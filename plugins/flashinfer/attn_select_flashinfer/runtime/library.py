@@ -1,13 +1,13 @@
-"""The one place that imports FlashInfer: its entries by name, checked once against what this plugin passes.
+"""The one place that imports FlashInfer: its entries by name, each checked once against what this plugin passes.
 
-Everything else calls ``library.flashinfer()``. A test replaces that function by one that returns the same dataclass
-with emulated entries.
+Everything else calls ``library.flashinfer()``. A test replaces that function by one that returns the same class with
+emulated entries.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -93,30 +93,40 @@ MODULES = {
 """Where an entry is imported from, ``flashinfer`` unless it stands here."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlashInfer:
-    """FlashInfer's classes and functions that the runtimes call.
+SINKS = "attention_sink_decl"
+"""FlashInfer's CUDA source of the variant with attention sinks, by kernel (``fa2``, ``fa3``)."""
 
-    Attributes:
-        version: of flashinfer-python.
-        attention_sink_decl: CUDA source of the variant with attention sinks, by kernel (``fa2``, ``fa3``).
-        MLAPlanMetadata: None before 0.7.
+
+class FlashInfer:
+    """FlashInfer's classes and functions that the runtimes call, as attributes by their names in ``PARAMETERS``.
+
+    Each is imported and compared with what this plugin passes when it is first asked for, so a release that changed one
+    still serves the kernels behind the others. ``MLAPlanMetadata`` is None before 0.7, ``attention_sink_decl`` a dict
+    of CUDA sources.
+
+    Args:
+        version: of flashinfer-python, empty where it has no metadata.
+        find: returns an entry by its name, or raises ``KernelMismatchError``.
     """
 
-    version: str
-    BatchPrefillWithPagedKVCacheWrapper: Any
-    BatchDecodeWithPagedKVCacheWrapper: Any
-    merge_state_in_place: Any
-    FP4Tensor: Any
-    BatchPrefillWithRaggedKVCacheWrapper: Any
-    BatchMLAPagedAttentionWrapper: Any
-    trtllm_batch_context_with_kv_cache: Any
-    trtllm_batch_decode_with_kv_cache: Any
-    trtllm_batch_decode_with_kv_cache_mla: Any
-    trtllm_ragged_attention_deepseek: Any
-    fmha_varlen: Any
-    attention_sink_decl: dict[str, str]
-    MLAPlanMetadata: Any | None = None
+    def __init__(self, version: str, find: Callable[[str], Any]) -> None:
+        self.version, self._find = version, find
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        entry = self._find(name)
+        setattr(self, name, entry)
+        return entry
+
+    def check(self, *names: str) -> None:
+        """Import and compare entries that will be called later.
+
+        Raises:
+            KernelMismatchError: one is missing or takes no such parameters.
+        """
+        for name in names:
+            getattr(self, name)
 
 
 class _Installed(InstalledBuild):
@@ -127,22 +137,29 @@ class _Installed(InstalledBuild):
 
 @cache
 def flashinfer() -> FlashInfer:
-    """Import FlashInfer and return its entries.
+    """Import FlashInfer and return its entries, which are compared one by one.
 
     Raises:
-        KernelMismatchError: it is not installed or cannot be imported, its version is not one that this plugin was
-            written for, or an entry is missing or takes no such parameters. It is an ``ImportError`` as well.
+        KernelMismatchError: it is not installed or cannot be imported, or its version is not one that this plugin was
+            written for. It is an ``ImportError`` as well.
     """
     installed = _Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
-    parameters = PARAMETERS
-    if hasattr(installed.imported(MODULES[METADATA]), METADATA):
-        parameters = {**PARAMETERS, **WITH_METADATA}
-    found = {name: _entry(installed, name, methods) for name, methods in parameters.items()}
-    declarations = installed.imported("flashinfer.attention._core")
-    if not hasattr(declarations, "attention_sink_decl"):
-        raise installed.mismatch("flashinfer.attention._core.attention_sink_decl does not exist")
     version = Environment().version(FLASHINFER_PYTHON.distribution)
-    return FlashInfer(version=version or "", attention_sink_decl=declarations.attention_sink_decl, **found)
+    return FlashInfer(version or "", lambda name: _found(installed, name))
+
+
+def _found(installed: InstalledBuild, name: str) -> Any:
+    """Return what ``FlashInfer`` has under a name."""
+    if name == SINKS:
+        declarations = installed.imported("flashinfer.attention._core")
+        if not hasattr(declarations, SINKS):
+            raise installed.mismatch(f"flashinfer.attention._core.{SINKS} does not exist")
+        return getattr(declarations, SINKS)
+    with_metadata = hasattr(installed.imported(MODULES[METADATA]), METADATA)
+    if name == METADATA and not with_metadata:
+        return None
+    parameters = {**PARAMETERS, **WITH_METADATA} if with_metadata else PARAMETERS
+    return _entry(installed, name, parameters[name])
 
 
 def _entry(installed: InstalledBuild, name: str, methods: dict[str, str]) -> Any:
@@ -153,6 +170,8 @@ def _entry(installed: InstalledBuild, name: str, methods: dict[str, str]) -> Any
         raise installed.mismatch(f"{module.__name__}.{name} does not exist")
     for method, keywords in methods.items():
         label = f"{module.__name__}.{name}"
+        if method and not hasattr(entry, method):
+            raise installed.mismatch(f"{label}.{method} does not exist")
         if method:
             bound = inspect.ismethod(getattr(entry, method))  # a class method: its first parameter is not shown
             installed.check(getattr(entry, method), f"{label}.{method}", [] if bound else ["self"], keywords.split())

@@ -8,6 +8,7 @@ that is not causal runs natively instead. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -27,6 +28,7 @@ from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, pr
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.facts.mha import FlashInferOptions, native_scratch
 from attn_select_flashinfer.facts.mha_kernels import NativeKernel, TrtllmKernel
+from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mha_calls import LayerTerms, Part, TRTLLMDecode, TRTLLMPrefill
 from attn_select_flashinfer.runtime.mha_native import NativeBuilder
 from attn_select_flashinfer.runtime.native_wrappers import PhaseKernel, hnd_or_nhd
@@ -92,6 +94,16 @@ class DraftMasks:
         return self._made[key][:num_reqs]
 
 
+def entries_of(native: Mapping[str, PhaseKernel], trtllm: Mapping[str, TrtllmKernel]) -> list[str]:
+    """Return the names of FlashInfer's entries that these kernels are called by, per phase."""
+    names = [f"trtllm_batch_{'decode' if phase == 'decode' else 'context'}_with_kv_cache" for phase in trtllm]
+    if native:
+        names += ["BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"]
+    if any(kernel.single_token for kernel in native.values()):
+        names.append("BatchDecodeWithPagedKVCacheWrapper")
+    return names
+
+
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     """Builds the metadata of one kind of layers.
 
@@ -121,6 +133,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 assert isinstance(plan.kernel, NativeKernel)
                 self._kernels[phase] = PhaseKernel.of(plan.kernel, context, decode=phase == "decode")
                 native = max(native, plan.workspace_bytes)
+        library.flashinfer().check(*entries_of(self._kernels, self._trtllm))
         self._instead: PhaseKernel | None = None
         self.native = NativeBuilder(context, native - INT_WORKSPACE) if native else None
         self.workspace: Tensor | None = None

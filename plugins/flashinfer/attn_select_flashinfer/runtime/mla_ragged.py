@@ -55,6 +55,7 @@ class PlannedRagged:
     """Plans the calls of a kind of layers and runs them by fa2 or fa3."""
 
     def __init__(self, context: BackendContext, kernel: str, scale: SharedScale) -> None:
+        library.flashinfer().check("BatchPrefillWithRaggedKVCacheWrapper")
         self._context, self._kernel, self._scale = context, kernel, scale
         self._ring, on = PinnedRing(context.device), context.device
         size = context.plans["prefill"].workspace_bytes - INT_WORKSPACE

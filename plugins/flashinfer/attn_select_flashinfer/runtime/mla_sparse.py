@@ -46,7 +46,7 @@ class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        library.flashinfer()
+        library.flashinfer().check("trtllm_batch_decode_with_kv_cache_mla")
         size = max(plan.workspace_bytes for plan in context.plans.values())
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)
 

@@ -344,12 +344,11 @@ def entries(release: str = "0.6.14") -> dict[str, Any]:
 
 
 def library(release: str = "0.6.14", **others: Any) -> Any:
-    """Return the plugin's dataclass with the entries of a release; ``others`` replace or add entries."""
-    from attn_select_flashinfer.runtime.library import METADATA, FlashInfer
+    """Return the plugin's class with the entries of a release; ``others`` replace or add entries."""
+    from attn_select_flashinfer.runtime.library import METADATA, SINKS, FlashInfer
 
-    made = {METADATA: None, **entries(release)}
-    known = {"version": release, "attention_sink_decl": SINK_DECLARATIONS, **made, **others}
-    return FlashInfer(**{name: known[name] for name in FlashInfer.__dataclass_fields__})
+    known = {SINKS: SINK_DECLARATIONS, METADATA: None, **entries(release), **others}
+    return FlashInfer(release, known.__getitem__)
 
 
 SINK_DECLARATIONS = {"fa2": "struct AttentionSink {};  // fa2", "fa3": "struct AttentionSink {};  // fa3"}
