@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from typing import Any, Literal
 
 from attn_select.providers import KernelBuild, Pin, device_text, pin_provider
@@ -233,14 +234,41 @@ FA4_WIDE: Fact[dict[str, tuple[tuple[int, int], ...]]] = Fact(
 """Pairs of Q and V head sizes above 128 that FA4 takes off 9.0, by distribution."""
 
 
-def fa4_accepts(build: FlashAttnBuild, head_size: int, v_head_size: int, major: int) -> str | None:
+def fa4_accepts(build: FlashAttnBuild, head_size: int, v_head_size: int, major: int, paged: bool) -> str | None:
     """Return which head sizes FA4 takes instead on devices of a major compute capability, None where these fit."""
+    if paged and (head_size % 16 or v_head_size % 16):
+        # Only pages of exactly one tile of keys may have other widths (flash_fwd_sm90.py, flash_fwd_sm100.py).
+        return "multiples of 16 with a paged cache"
     if major == 9:
-        return None if max(head_size, v_head_size) <= 256 else "up to 256"
+        if max(head_size, v_head_size) > 256:
+            return "up to 256"
+        return None if not paged or _gathers(head_size, v_head_size) else _GATHERED.value
     wide = FA4_WIDE.value[build.distribution]
     if max(head_size, v_head_size) <= 128 or (head_size, v_head_size) in wide:
         return None
     return " and ".join(["up to 128", *(f"{qk} with V head size {v}" for qk, v in wide)])
+
+
+_GATHERED = Fact(
+    "16, 32, 48, 64, 112, 128, 192 and 256 with a paged cache",
+    "flash-attn-4 4.0.0b36 flash_attn/cute/paged_kv.py load_KV (128 threads gather rows in waves, and the last one is "
+    "not cut at the end of a tile) and interface.py _tile_size_fwd_sm90 (tiles of keys by head size and mask); ran on "
+    "H200, 2026-11-22: 224 reads outside memory; 80, 96, 112, 128, 192 with 128 and 128 with 64 are right under "
+    "causality",
+)
+
+
+def _gathers(head_size: int, v_head_size: int) -> bool:
+    """Return whether FA4's tiles of keys on 9.0 hold whole waves of rows, under every mask."""
+    rows = 1024 // gcd(head_size, v_head_size, 64)
+    tiles: tuple[int, ...] = (64, 80)
+    if head_size <= 64 or 96 < head_size <= 128:
+        tiles = (128,)
+    elif head_size <= 96:
+        tiles = (128, 144)
+    elif head_size <= 192:
+        tiles = (96, 128 if v_head_size <= 128 else 112)
+    return all(tile % rows == 0 for tile in tiles)
 
 
 @cache

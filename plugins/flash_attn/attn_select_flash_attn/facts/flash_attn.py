@@ -186,10 +186,7 @@ def _of_fa4(build: FlashAttnBuild, config: AttentionConfig, capability: tuple[in
         found.append(Objection("paged-kv", "none on compute capability 12.x", "a paged KV cache", True))
     if config.batch_invariant and major != 9:
         found.append(Objection("batch-invariant", "on compute capability 9.0 only", "batch invariance", True))
-    accepts = fa4_accepts(build, heads, width, major)
-    if config.has_cache and (heads % 16 or width % 16):
-        # Only pages of exactly one tile of keys may have other widths (flash_fwd_sm90.py, flash_fwd_sm100.py).
-        accepts = "multiples of 16 with a paged cache"
+    accepts = fa4_accepts(build, heads, width, major, config.has_cache)
     if accepts is not None:
         found.append(Objection("head-size", accepts, f"head size {heads}", heads))
     if width > heads and config.has_cache:

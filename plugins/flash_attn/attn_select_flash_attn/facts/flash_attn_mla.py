@@ -136,7 +136,7 @@ def prefill_objections(
     accepts = "multiples of 8 up to 256" if qk > 256 or qk % 8 else None
     if build.version == 4:
         major = 9 if capability is None else capability[0]
-        accepts = accepts or fa4_accepts(build, qk, v if _fa4_takes(qk, v) else qk, major)
+        accepts = accepts or fa4_accepts(build, qk, v if _fa4_takes(qk, v) else qk, major, False)
         if config.batch_invariant and major != 9:
             found.append(Objection("batch-invariant", "on compute capability 9.0 only", "batch invariance", True))
     if accepts is not None:
