@@ -165,12 +165,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
         if accepted and rng.random() < likely and not (encoder and feature.not_in_encoders):
             fields[feature.field] = rng.choice(accepted)
     if fields.get("decode_context_parallel_size"):
-<<<<<<< HEAD
         fields = {name: value for name, value in fields.items() if name not in _DISTANCES}
-=======
-        by_distance = ("sliding_window", "alibi", "attention_chunk_size")
-        fields = {name: value for name, value in fields.items() if name not in by_distance}
->>>>>>> cb05be8 (FlashInfer: each entry is checked by itself, when a kernel needs it)
     if not is_quantized(fields.get("kv_cache_dtype", "auto")):
         fields.pop("per_head_quant_scales", None)
     return fields
