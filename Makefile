@@ -65,7 +65,7 @@ mutate: venv ## Plant 300 faults in core and list those that no test notices (AR
 check: venv ## Lint and type-check
 	$(TEST_ENV)/bin/ruff check
 	$(TEST_ENV)/bin/ruff format --check
-	$(TEST_ENV)/bin/mypy
+	$(TEST_ENV)/bin/mypy --num-workers auto
 
 venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all projects, editable
 
