@@ -45,7 +45,7 @@ class Graphs:
     """The captured decodes of one of the engine's caches.
 
     Attributes:
-        recording: whether the model runs to be captured, so that ``metadata`` is what its layers take.
+        recording: whether the model runs to be captured, so that its layers take what ``fixed`` returns.
     """
 
     def __init__(self, most_requests: int) -> None:
