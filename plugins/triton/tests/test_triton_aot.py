@@ -45,7 +45,7 @@ OTHERS = (
     "concat_and_cache_mla_kernel", "gather_cache_mla_kernel", "paged_attention_v2_reduce_kernel",
     "gather_classic_kernel", "quantize_fp8_kernel", "flatten_block_table_kernel",
 )  # fmt: skip
-HOPPER = ("mla_decode_hopper_kernel", "prefill_hopper_kernel")
+HOPPER = ("mla_decode_hopper_kernel", "mla_decode_hopper_fp8_kernel", "prefill_hopper_kernel")
 """Written for compute capability 9.0, launched there only."""
 Report = list[dict[str, Any]]
 

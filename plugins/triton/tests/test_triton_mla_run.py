@@ -30,8 +30,9 @@ from attn_select.runtime import BatchError, Capacity, MLAAttention, VarlenMetada
 from attn_select.testing import attention_reference, merge_reference, relative_error, selection_of  # noqa: E402
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel  # noqa: E402
 from attn_select_triton.facts.triton_mla import TRITON_MLA, gluon_lacks  # noqa: E402
+from attn_select_triton.kernels.mla_decode import mla_num_splits  # noqa: E402
 from attn_select_triton.runtime import triton_mla  # noqa: E402
-from attn_select_triton.runtime.schedule import fixed_split  # noqa: E402
+from attn_select_triton.runtime.schedule import fixed_split, latent_splits  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,39 @@ def test_keys_are_split_within_what_was_reserved() -> None:
         splits = arguments["num_splits"]
         assert splits == 1 or requests * 16 * splits * 33 <= room.numel()
         assert (splits > 1) == (longest > 1000 and (requests < 64 or ON_GPU))
+
+
+def test_unequal_requests_are_cut_into_fair_splits() -> None:
+    """Four requests of 16384 tokens among sixteen of 512, two row tiles each, on 132 multiprocessors."""
+    lens = torch.tensor([16384] * 4 + [512] * 16, dtype=torch.int32)
+    splits, tokens = latent_splits(lens, 16384, 2, 13, 132)
+    assert splits == 12
+    programs = 2 * sum(-(-int(length) // tokens) for length in lens)
+    assert programs <= 132
+    assert splits * tokens >= 16384
+
+
+def test_captured_steps_keep_their_splits_and_write_the_size_of_one() -> None:
+    group = group_of(layer_config(num_heads=16), Capacity(4, 64, 1 << 16), cuda_graphs=True)
+    builder, _ = parts_of(group)
+    seen = []
+    for longest in (1 << 16, 700):
+        common = batch(group, [1, 1], [1, 1])[0]
+        common.max_seq_len, common.seq_lens_cpu = longest, torch.full_like(common.seq_lens_cpu, longest)
+        arguments = builder.build(0, common).arguments
+        tokens = arguments["split_tokens"]
+        seen.append((arguments["num_splits"], tokens.data_ptr()))
+        assert int(tokens) * arguments["num_splits"] >= longest
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("requests", "longest"), [(64, 4096), (1, 32768), (20, 2000)])
+def test_equal_requests_have_the_splits_that_suit_all(requests: int, longest: int) -> None:
+    lens = torch.full((requests,), longest, dtype=torch.int32)
+    splits, tokens = latent_splits(lens, longest, 2, 1000, 132)
+    assert splits == mla_num_splits(2 * requests, longest, 132)
+    assert tokens % 64 == 0
+    assert -(-longest // tokens) == splits
 
 
 def test_splits_of_batch_invariant_layers_are_fixed_and_reserved_for_the_longest() -> None:

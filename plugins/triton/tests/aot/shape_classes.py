@@ -360,6 +360,9 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
 
     if target == 90:
         yield attention(hopper_prefill, plain_hopper_prefill, dtype=usual)
+        yield attention(hopper_prefill, dtype=usual, head_size=256, logits_soft_cap=30.0)
+        yield attention(hopper_prefill, dtype=usual, head_size=64, sliding_window=100, sinks=True)
+        yield attention(plain_hopper_prefill, dtype=usual, num_kv_heads=32, head_size=192, v_head_size=128)
     yield classic(write, version_1, version_2, classic_prefill, dtype=usual, alibi=True)
     yield classic(version_1, dtype=usual, block_size=8, num_heads=64, num_kv_heads=2)
     yield classic(version_2, dtype=usual, block_size=32, head_size=256)
