@@ -25,7 +25,7 @@ from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Arguments, Shape, Step, adapter_for
 from attn_select_flash_attn.runtime.lse import by_token, row_positions
 from attn_select_flash_attn.runtime.requests_without_keys import KeylessRequests
-from attn_select_flash_attn.runtime.schedule import Scheduler, window_of
+from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, Scheduler, is_uneven, window_of
 
 _NOTHING: Arguments = {}
 E4M3 = torch.float8_e4m3fn
@@ -86,7 +86,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config = context.config
-        shape = Shape(
+        self._shape = shape = Shape(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
@@ -95,6 +95,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             softcap=config.logits_soft_cap or 0.0,
             page_size=context.block_size,
         )
+        on_gpu = context.device.type == "cuda"
+        self._sms = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
         kernel = _kernel(context)
         adapter = adapter_for(kernel)
         self._scheduler = Scheduler(context, adapter, shape, splits_keys=kernel.splits_keys)
@@ -138,14 +140,16 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def _step(self, common: CommonAttentionMetadata) -> Step:
         causal = self._causal and common.causal
         paged = self.context.kv_layout is not None
+        window = window_of(self.context.config, causal)
+        mixed = paged and common.num_actual_tokens < common.num_reqs * common.max_query_len
         return Step(
             query_start_loc=common.query_start_loc,
             num_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             max_key_len=common.max_seq_len if paged else common.max_query_len,
             causal=causal,
-            window=window_of(self.context.config, causal),
-            num_splits=0,
+            window=window,
+            num_splits=MAX_SPLITS if mixed and is_uneven(common, self._shape, window, self._sms) else 0,
             seq_lens=common.seq_lens if paged else None,
             block_table=common.block_table_tensor if paged else None,
             key_start_loc=None if paged else common.query_start_loc,

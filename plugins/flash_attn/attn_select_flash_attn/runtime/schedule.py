@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_select.config import AttentionConfig
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.kv_cache import kernel_block_table
+from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, KvCacheAdapter, Shape, Step
 
 MAX_SPLITS = 32
@@ -17,6 +18,14 @@ MAX_SPLITS = 32
 flash_attn_max_num_splits_for_cuda_graph)."""
 SPLIT_BYTES = 256 << 20
 """Most bytes of the partial sums of a captured step. Where they allow one split only, the step's tokens fill a GPU."""
+UNEVEN = 2.5
+"""A mixed batch is uneven where one query tile reads so many times a multiprocessor's share of the batch. On an H200 a
+chunk of 137 tokens beside 3 decodes of 51604 (5.5 times) took 238 us unsplit and 165 us split, 3 chunks of 634 beside 4
+decodes of 97123 (3.9 times) 1159 and 424 us; 2 chunks of 1352 beside 3 decodes of 9660 (1.7 times) 137 and 156 us."""
+LEAST_KEYS = 8192
+"""Fewer keys take less than 0.1 ms on one multiprocessor, and merging their parts costs too."""
+_TILE = 128
+"""Queries times heads of one KV head that FA3 takes at a time."""
 MOST_SPLIT_REQUESTS = 992
 """FA3 splits keys in batches of up to so many requests (hopper/flash_prepare_scheduler.cu,
 PREPARE_VARLEN_MAX_BATCHES_1CTA)."""
@@ -28,6 +37,28 @@ def window_of(config: AttentionConfig, causal: bool) -> tuple[int, int]:
         return -1, -1
     left = config.sliding_window - 1
     return left, 0 if causal else left
+
+
+def is_uneven(common: CommonAttentionMetadata, shape: Shape, window: tuple[int, int], sms: int) -> bool:
+    """Whether one request of a step would keep a multiprocessor busy long after all others are done.
+
+    FA3 cuts keys into parts by itself only where the longest request's queries, as if it were alone, leave
+    multiprocessors over (hopper/heuristics.h, ``num_splits_heuristic``): beside a prefill it reads a decode's keys on
+    one of them.
+
+    Args:
+        common: the step, a mixed one.
+        shape: of Q, K and V.
+        window: keys seen to the left and right, -1 for all.
+        sms: multiprocessors.
+    """
+    queries = common.query_lens_cpu
+    keys = common.seq_lens_cpu - (queries - 1) / 2  # that the mean query sees
+    if window[0] >= 0:
+        keys = keys.clamp(max=window[0] + 1)
+    tiles = (queries * (shape.num_heads // shape.num_kv_heads) / _TILE).ceil()
+    share = float((tiles * keys).sum()) * shape.num_kv_heads / sms
+    return float(keys.max()) > max(LEAST_KEYS, UNEVEN * share)
 
 
 class Scheduler:
@@ -88,9 +119,9 @@ class Scheduler:
     def _num_splits(self, step: Step) -> int:
         if self._invariant or not self._splits_keys or (self._fa3 and step.num_reqs > MOST_SPLIT_REQUESTS):
             return 1
-        if not (self._graphs and self._fa3):
+        if not self._fa3 or not (self._graphs or step.num_splits):
             return 0
-        # This follows from the padded size alone, so it is the same at capture and replay.
+        # With graphs this follows from the padded size alone, so it is the same at capture and replay.
         return max(1, min(MAX_SPLITS, SPLIT_BYTES // (self._split_bytes * max(1, step.num_tokens))))
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 
 from attn_select.runtime import Attention, Capacity
 from attn_select.testing.running import random_batch
-from attn_select_flash_attn.runtime.adapters import Step
-from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, SPLIT_BYTES
+from attn_select_flash_attn.runtime.adapters import Shape, Step
+from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, SPLIT_BYTES, is_uneven
 
 Emulate = Callable[[str], list[dict[str, Any]]]
 FA3 = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]
@@ -44,6 +45,39 @@ def test_one_schedule_serves_all_layers(provider: str, emulate: Emulate) -> None
     assert scheduled["batch_size"] == 3
     assert scheduled["page_size"] == 16
     assert scheduled["has_softcap"] is False
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "uneven"),
+    [
+        ([1, 30], [20000, 30], True),  # one decode reads far more than the rest of the batch
+        ([1, 30], [8000, 30], False),  # so few keys are not worth a merge
+        ([1] * 200 + [30], [20000] * 200 + [30], False),  # all multiprocessors have decodes
+        ([1, 3000], [20000, 50000], False),  # the prefill takes longer
+    ],
+)
+def test_keys_of_a_long_decode_beside_a_prefill_are_split(
+    query_lens: list[int], seq_lens: list[int], uneven: bool
+) -> None:
+    queries, keys = torch.tensor(query_lens, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
+    common = SimpleNamespace(query_lens_cpu=queries, seq_lens_cpu=keys)
+    shape = Shape(4, 2, 64, 64, torch.bfloat16, 0.0, 16)
+    assert is_uneven(common, shape, (-1, -1), 132) is uneven  # type: ignore[arg-type]
+    assert not is_uneven(common, shape, (1023, 0), 132)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("provider", SCHEDULED)
+@pytest.mark.parametrize(("longest", "splits"), [(40, 0), (9000, MAX_SPLITS)])
+def test_splits_of_a_mixed_step(
+    provider: str, longest: int, splits: int, emulate: Emulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = emulate(provider)
+    group = layers.made(provider, block_size=16, group_capacity=Capacity(4, 64, 16384))
+    for served in group.backends:
+        monkeypatch.setattr(served.builder, "_sms", 132)
+    common, cache = random_batch(group, [1, 30], [longest, 31])
+    Attention(group)(torch.randn(31, 4, 64).bfloat16(), None, None, cache, group.build(common))
+    assert layers.calls_of(calls)[0]["num_splits"] == splits
 
 
 @pytest.mark.parametrize("provider", SCHEDULED)
