@@ -116,9 +116,10 @@ def select_model(
     """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
 
     Kinds without a cache, and MLA beside other attention, are decided by themselves. Where the kinds' best backends
-    want different layouts or block sizes, the combination with the least sum of ranks wins; where none fits all, each
-    keeps its own and a warning says so. A block size that a config names is the pool's: a kind that cannot run with it
-    has no backend, and its candidates say why. Arguments and errors are those of ``select``.
+    want different layouts or block sizes, the combination with the least time wins where times of all are known, else
+    that with the least sum of ranks; where none fits all, each keeps its own and a warning says so. A block size that a
+    config names is the pool's: a kind that cannot run with it has no backend, and its candidates say why. Arguments and
+    errors are those of ``select``.
 
     Raises:
         ConfigError: two configs of one pool name different block sizes.

@@ -11,6 +11,9 @@ from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
 from attn_select.selection import Selection
 
+TIE = 0.02
+"""Times that differ by less than this share are alike."""
+
 
 class Decide(Protocol):
     """How one layer is decided; with ``kv_layout`` only plans that read it count."""
@@ -22,7 +25,9 @@ def agree_on_pool(configs: Iterable[AttentionConfig], decide: Decide) -> tuple[S
     """Decide for layer kinds, and again where kinds of one pool want different layouts or block sizes.
 
     Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of
-    layout and block size with the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a tie.
+    layout and block size with the least time wins, of one layer of each kind, where times of all are known. Among those
+    within 2 % of it, or among all, the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a
+    tie.
     A block size that a config names is never replaced: it is the only one tried.
 
     Raises:
@@ -49,14 +54,13 @@ def _agree(selections: list[Selection], members: list[int], decide: Decide) -> N
         )
     wishes = [s.block_size for s in wanted if s.block_size is not None]
     sizes = named or dict.fromkeys((*wishes, math.lcm(*wishes)))
-    best: tuple[int, list[Selection]] | None = None
-    for layout in layouts:
-        for size in sizes:
-            trial = [decide(s.config.model_copy(update={"block_size": size}), layout) for s in wanted]
-            if all(s.ok for s in trial):
-                cost = sum(map(_rank_sum, trial))
-                if best is None or cost < best[0]:
-                    best = cost, trial
+    trials = [
+        [decide(s.config.model_copy(update={"block_size": size}), layout) for s in wanted]
+        for layout in layouts
+        for size in sizes
+    ]
+    trials = [trial for trial in trials if all(s.ok for s in trial)]
+    best = min(_fastest(trials), key=lambda trial: sum(map(_rank_sum, trial)), default=None)
     if best is None and named:
         (size,) = named
         alone = [decide(s.config.model_copy(update={"block_size": size})) for s in wanted]
@@ -71,7 +75,7 @@ def _agree(selections: list[Selection], members: list[int], decide: Decide) -> N
         for i in members:
             selections[i] = replace(selections[i], warnings=(*selections[i].warnings, text))
         return
-    for i, selection in zip(members, best[1], strict=True):
+    for i, selection in zip(members, best, strict=True):
         before = selections[i]
         if (before.kv_layout, before.block_size, before.selected) != (
             selection.kv_layout,
@@ -84,6 +88,21 @@ def _agree(selections: list[Selection], members: list[int], decide: Decide) -> N
             )
             selection = replace(selection, warnings=(*selection.warnings, text))
         selections[i] = selection
+
+
+def _fastest(trials: list[list[Selection]]) -> list[list[Selection]]:
+    """Return the trials with the least time of one layer of each kind, ties within ``TIE`` included; all of them where
+    times do not compare: of one kind they have to come from one source in every trial."""
+    times: list[float] = []
+    series: set[tuple[object, ...]] = set()
+    for trial in trials:
+        used = [s.evidence for s in trial if s.evidence is not None]
+        known = [each.time_us for each in used if each.time_us is not None]
+        series.add(tuple(each.series for each in used))
+        if len(known) < len(trial) or len(series) > 1:
+            return trials
+        times.append(math.fsum(known))
+    return [trial for trial, time_us in zip(trials, times, strict=True) if time_us <= min(times) * (1 + TIE)]
 
 
 def _rank_sum(selection: Selection) -> int:

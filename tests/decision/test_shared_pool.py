@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from attn_select.decide import Choice
 from attn_select.errors import ConfigError
 from attn_select.shared_pool import agree_on_pool
 from attn_select.spec import BackendPlan, HeadSizes
+from attn_select.times.choice import EvidenceUsed
 
 FULL = AttentionConfig(num_heads=8, head_size=64)
 WINDOW = AttentionConfig(num_heads=8, head_size=64, sliding_window=128)
@@ -140,3 +142,34 @@ def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:
     full, alone = decide(make_decider(specs, RULES), FULL, encoder)
     assert [s.kv_layout for s in (full, alone)] == ["FLASHINFER_NHD", None]
     assert alone.config is encoder  # not asked again with the pool's block size
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({"FLASHINFER_NHD": (100.0, 90.0), "FLASHINFER_HND": (95.0, 60.0)}, ("B", "B")),
+        ({"FLASHINFER_NHD": (100.0, 60.0), "FLASHINFER_HND": (95.0, 90.0)}, ("A", "C")),
+        ({"FLASHINFER_NHD": (100.0, 60.0), "FLASHINFER_HND": (98.0, 60.0)}, ("A", "C")),  # a tie: by ranks
+        ({"FLASHINFER_NHD": (100.0, None), "FLASHINFER_HND": (95.0, 60.0)}, ("A", "C")),  # not all are known
+        ({"FLASHINFER_NHD": (100.0, 90.0), "FLASHINFER_HND": (95.0, 60.0, "table")}, ("A", "C")),  # of another source
+    ],
+)
+def test_a_pool_takes_the_combination_of_the_least_time(
+    times: dict[str, tuple[Any, ...]], chosen: tuple[str, str], make_spec: Any, make_decider: Any
+) -> None:
+    specs = [
+        make_spec("A", layouts=["FLASHINFER_NHD"]),
+        make_spec("B", layouts=["FLASHINFER_HND"], sliding_window=True),
+        make_spec("C", layouts=["FLASHINFER_NHD"], sliding_window=True),
+    ]
+    decided = deciding(make_decider(specs, RULES), Choice())
+
+    def timed(config: AttentionConfig, kv_layout: str | None = None) -> Any:
+        selection = decided(config, kv_layout)
+        full, window, *kind = times[selection.kv_layout]
+        time_us = full if config.sliding_window is None else window
+        series = (*(kind or ["packaged"]), "measured", "graph")
+        return replace(selection, evidence=EvidenceUsed(None, (), {}, time_us, {}, series))
+
+    found = agree_on_pool([FULL, WINDOW], timed)
+    assert tuple(selection.selected["decode"] for selection in found) == chosen

@@ -73,6 +73,7 @@ class EvidenceUsed:
             where not all of it is known from one series.
         rivals: per phase in which times could decide, the chosen candidate and those that compare with it, best first
             by rules.
+        series: where ``time_us`` comes from.
     """
 
     digest: str | None
@@ -80,6 +81,7 @@ class EvidenceUsed:
     phases: Mapping[Phase, PhaseEvidence]
     time_us: float | None
     rivals: Mapping[Phase, tuple[Rival, ...]]
+    series: Series | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
@@ -167,7 +169,9 @@ def choose_by_times(
         for phase, used in phases.items()
         if used.by_times
     }
-    used = EvidenceUsed(digest_of(every), files, phases, _total(winners), compared)
+    total = _total(winners)
+    series = None if total is None else winners[0].series
+    used = EvidenceUsed(digest_of(every), files, phases, total, compared, series)
     return ByTimes(rankings, final, used, shown)
 
 
