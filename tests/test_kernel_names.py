@@ -43,8 +43,8 @@ NAMES = {
     "FLASHINFER_MLA_SPARSE": {"sparse", "trtllm-gen"},
     "FLASHMLA": {"dense", "dense-fp8"},
     "FLASHMLA_SPARSE": {"sparse-decode", "sparse-prefill"},
-    "FLASH_ATTN": {"fa2", "fa2-varlen", "fa3", "fa3-varlen"},
-    "FLASH_ATTN_MLA": {"fa2-varlen", "fa3", "fa3-varlen"},
+    "FLASH_ATTN": {"fa2", "fa2-varlen", "fa3", "fa3-varlen", "fa4", "fa4-varlen"},
+    "FLASH_ATTN_MLA": {"fa2-varlen", "fa3", "fa3-varlen", "fa4-varlen"},
     "FLASH_ATTN_MLA_SPARSE": {"fa3"},
     "FLEX_ATTENTION": {"flex-cpp", "flex-triton"},
     "PAGED_ATTENTION": {"paged-attention", "triton-prefill"},
@@ -62,9 +62,11 @@ NAMES = {
     "TRITON_MLA": {
         "gluon-mla-decode",
         "gluon-mla-decode-fixed-splits",
+        "gluon-mla-decode-fp8",
         "triton-mla-decode",
         "triton-mla-decode-fixed-splits",
         "triton-prefill",
+        "triton-prefill-warp-specialised",
     },
 }
 """Of the default options. Names are added; a name is changed only together with the kernel that it stands for."""

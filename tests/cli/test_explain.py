@@ -16,11 +16,14 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "explain.schema.json")
 # Model, GPU, more options → backend per layer kind (prefill, decode), in the order of the model's kinds.
 DECISIONS = [
     ("deepseek-v3", "h100", ["--kv-cache-dtype", "fp8"], [("FLASH_ATTN_MLA", "FLASHMLA")]),
-    ("deepseek-v3", "h100", [], [("FLASH_ATTN_MLA", "FLASH_ATTN_MLA")]),
+    ("deepseek-v3", "h100", [], [("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
     ("deepseek-v3", "b200", [], [("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
     ("deepseek-v3", "rtx5090", [], [("FLASH_ATTN_MLA", "TRITON_MLA")]),
     ("deepseek-v3", "cpu", [], [("TORCH_MLA", "TORCH_MLA")]),
     ("deepseek-v3.2", "h100", ["--kv-cache-dtype", "fp8"], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
+    ("deepseek-v3.2", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
+    ("glm-5.3-flash", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
+    ("gemma-4", "h100", [], [("FLASH_ATTN", "TRITON_ATTN"), ("FLASHINFER", "FLASHINFER")]),
     ("deepseek-v3.2", "b200", ["--kv-cache-dtype", "fp8"], [("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE")]),
     ("deepseek-v3.2", "b200", [], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
     ("llama-3-8b", "b200", [], [("FLASHINFER", "FLASHINFER")]),

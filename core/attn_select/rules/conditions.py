@@ -42,6 +42,7 @@ FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "co
 _LIMITS = {
     "head_size": (1, 8192),
     "v_head_size": (1, 8192),
+    "qk_rope_head_dim": (0, 2**31 - 1),
     "num_speculative_tokens": (0, MOST_SPECULATIVE_TOKENS),
     "kv_tokens": (1, 2**62),
     "pairs": (1, 2**62),
