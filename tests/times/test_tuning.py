@@ -11,7 +11,7 @@ import pytest
 
 from attn_select.config import AttentionConfig
 from attn_select.device import lookup
-from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
 from attn_select.times.regions import Region, find_regions, next_batch, order_in
 from attn_select.times.tuning import HELD_OUT, TIE, Domain, Tuning
 
@@ -196,3 +196,20 @@ def test_a_domain_leaves_out_what_no_request_has_or_what_does_not_fit() -> None:
     assert not small.holds(parse_batch_shape("q128_q256"))
     encoder = Domain((1, 4), (128, 1024), None)
     assert all(batch.groups[0].query_len == batch.groups[0].seq_len for batch in encoder.cells(1))
+
+
+def test_what_lies_near_known_batches_is_not_measured_first() -> None:
+    fresh = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    first = fresh.due()
+    assert first is not None
+    tuning = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    (group,) = first.groups
+    near = BatchShape((RequestGroup(group.count, 1, group.seq_len * 5 // 4 if group.seq_len < 40000 else 40000),))
+    assert near != first
+    tuning.add(near, {name: kernel(near) for name, kernel in KERNELS.items()})
+    asked = []
+    while (batch := tuning.due()) is not None:
+        asked.append(batch)
+        tuning.add(batch, {name: kernel(batch) for name, kernel in KERNELS.items()})
+    assert first not in asked
+    assert set(tuning.held_out) <= set(asked)
