@@ -12,7 +12,7 @@ from attn_select.environment import Environment
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import BackendSpec, Fact
 from attn_select.spec_check import problems_of
-from attn_select.testing import check_sources, gqa_layer
+from attn_select.testing import check_sources, gqa_layer, mla_layer, toolkit
 from attn_select_flashinfer.facts import libraries, mha_kernels, mla_kernels
 from attn_select_flashinfer.plugin import attn_select_register_backends
 
@@ -254,3 +254,20 @@ def test_notes() -> None:
 )
 def test_nan_in_unused_tails(gpu: str, phase: str, fields: dict[str, Any], safe: bool) -> None:
     assert plan_of(gpu, phase, **fields).nan_tail_safe is safe
+
+
+@pytest.mark.parametrize(("device", "marked"), [("sm80", True), ("sm89", True), ("sm90", False), ("sm100", False)])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_sinks_are_unverified_where_no_gpu_ran_them(device: str, marked: bool, phase: Any) -> None:
+    config = gqa_layer(sinks=True, head_size=64)
+    plan = toolkit.plan_of(FLASHINFER, config, device, phase)
+    assert any("attention sinks" in mark for mark in plan.unverified) is marked
+    assert not toolkit.plan_of(FLASHINFER, gqa_layer(head_size=64), device, phase).unverified
+
+
+@pytest.mark.parametrize(("device", "marked"), [("sm80", False), ("sm90", False), ("sm100", True), ("sm120", True)])
+def test_fa2_decode_of_mla_is_unverified_on_blackwell(device: str, marked: bool) -> None:
+    mla = SPECS["FLASHINFER_MLA"]
+    plan = toolkit.plan_of(mla, mla_layer(num_heads=16, block_size=16), device, options={"decode_kernel": "fa2"})
+    assert any("never executed" in mark for mark in plan.unverified) is marked
+    assert not toolkit.plan_of(mla, mla_layer(num_heads=16), "sm100").unverified

@@ -400,3 +400,15 @@ def test_registration_imports_no_kernel_library() -> None:
         "print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_what_older_devices_never_ran_is_unverified(spec: BackendSpec) -> None:
+    for capability in GPUS:
+        marks = [
+            len(toolkit.plan_of(spec, layer_of(spec, **asked), capability, "decode").unverified)
+            for asked in ({"dtype": "float16"}, {}, {"kv_cache_dtype": "fp8_e5m2"})
+        ]
+        turing, old = capability < (8, 0), capability < (8, 9)
+        assert marks == [0, turing, turing + old], capability
+    assert not toolkit.plan_of(TRITON_MLA, mla_layer(kv_cache_dtype="fp8_e5m2"), (8, 0), "prefill").unverified

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -126,6 +127,7 @@ _XQA_NOTES: tuple[str, ...] = (
 _GEN_NOTES = {"prefill": (_GEN_PREFILL, _SHARED), "decode": (_SHARED,)}
 _NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases share the rest"
 _DRAFTS = "queries of more than one token go through the prefill wrapper"
+_SINKS_UNPROVEN = "the kernel with attention sinks was executed on compute capability 9.0, never on 8.x"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
 
 _UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
@@ -157,7 +159,8 @@ def plan(
         if config.batch_invariant:
             notes = (*notes, _NO_SPLIT)
     dtype, scratch = "fp8_e4m3" if kernel.fp8_query else config.dtype, native_scratch(config, options)
-    return _native_plan(kernel, phase, because, why, dtype, config.block_size, scratch, notes, capability[0] == 10)
+    made = _native_plan(kernel, phase, because, why, dtype, config.block_size, scratch, notes, capability[0] == 10)
+    return replace(made, unverified=(_SINKS_UNPROVEN,)) if config.sinks and capability[0] == 8 else made
 
 
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:

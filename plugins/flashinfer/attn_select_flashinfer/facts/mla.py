@@ -166,6 +166,7 @@ def _prefill_plan(config: AttentionConfig, kernel: PrefillFacts, because: str) -
 
 
 _NOT_BLACKWELLS = "fa2 was not made for Blackwell and is slow there with MLA layers"
+_FA2_UNPROVEN = "fa2 decode of MLA layers was never executed on compute capability 10.x or newer"
 _SLOW_FP8 = (
     "with an FP8 cache fa3 takes 2.3 times as long as with bfloat16 (H100, 64 requests of 4096 tokens, 128 heads)"
 )
@@ -208,6 +209,7 @@ def _decode_plan(
         nan_tail_safe=kernel.nan_tail_safe.value,
         block_table_width_multiple=128 // min(sizes) if kernel.aligned_tables.value else 1,
         notes=notes,
+        unverified=(_FA2_UNPROVEN,) if blackwell and kernel is FA2 else (),
     )
 
 

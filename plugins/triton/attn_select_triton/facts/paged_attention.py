@@ -25,6 +25,7 @@ from attn_select_triton.facts.triton_support import (
     TMA_FROM,
     TURING_AND_UP,
     device_reasons,
+    marked,
     notes,
     power_of_two,
 )
@@ -131,8 +132,9 @@ def plan(
     if phase == "prefill":
         assert isinstance(options, PagedAttentionOptions)
         copied = options.gather_workspace_mib << 20 if _in_boxes(config, device) else 0
-        return _prefill_plan(copied, config.dtype, said)
-    return _decode_plan(config.num_heads, partial_bytes(config), config.dtype, said)
+        return marked(_prefill_plan(copied, config.dtype, said), config, device.compute_capability)
+    decode = _decode_plan(config.num_heads, partial_bytes(config), config.dtype, said)
+    return marked(decode, config, device.compute_capability)
 
 
 @lru_cache(maxsize=64)

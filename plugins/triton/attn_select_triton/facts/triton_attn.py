@@ -28,6 +28,7 @@ from attn_select_triton.facts.triton_support import (
     TMA_FROM,
     TURING_AND_UP,
     device_reasons,
+    marked,
     notes,
     power_of_two,
     split_workspace,
@@ -180,7 +181,7 @@ def plan(
         return reasons
     said = notes(config, device)
     if not cached:
-        return BackendPlan(
+        encoder = BackendPlan(
             kernel=planned_prefill(),
             path="prefill",
             because=_NO_CACHE,
@@ -191,6 +192,7 @@ def plan(
             cuda_graph="ALWAYS",
             notes=said,
         )
+        return marked(encoder, config, device.compute_capability)
     if width is not None and width != config.head_size:
         said = (*said, _PADDED_V)
     if config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"):
@@ -200,7 +202,8 @@ def plan(
     if not config.batch_invariant:
         workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
     prefill = prefill_way(config, device, environment, options) if phase == "prefill" else None
-    return _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
+    made = _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
+    return marked(made, config, device.compute_capability)
 
 
 @lru_cache(maxsize=4096)

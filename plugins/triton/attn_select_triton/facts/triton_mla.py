@@ -23,6 +23,7 @@ from attn_select_triton.facts.triton_support import (
     PREFILL_HEAD_SIZES,
     TURING_AND_UP,
     device_reasons,
+    marked,
     notes,
     split_workspace,
 )
@@ -144,6 +145,12 @@ def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the plan, or what the kernels and Triton cannot do for these dimensions on this device."""
+    return marked(_plan(config, device, environment, phase), config, device.compute_capability)
+
+
+def _plan(
+    config: AttentionConfig, device: Device, environment: Environment, phase: Phase
+) -> BackendPlan | list[Reason]:
     decode = phase == "decode"
     reasons = device_reasons(config, device, environment, decode) + _dim_reasons(config, phase)
     if reasons:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from attn_select.compilers import compiler_reason
 from attn_select.config import AttentionConfig
 from attn_select.device import Device
 from attn_select.environment import Environment
-from attn_select.spec import ComputeCapabilities, Fact, HeadSizes, Library, Reason
+from attn_select.spec import BackendPlan, ComputeCapabilities, Fact, HeadSizes, Library, Reason
 
 COMPILED = "compiled ahead of time, triton 3.6.0"
 """``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""
@@ -103,6 +104,22 @@ def notes(config: AttentionConfig, device: Device) -> tuple[str, ...]:
     if capability is None or capability >= (8, 0):
         return ()
     return (_NO_MMA, _EMULATED_BF16) if config.dtype == "bfloat16" else (_NO_MMA,)
+
+
+_BF16_BELOW_8_0 = "bfloat16 below compute capability 8.0 was compiled and never executed"
+_E5M2_BELOW_8_9 = "an fp8_e5m2 cache below compute capability 8.9 was compiled and never executed"
+
+
+def marked(
+    plan: BackendPlan | list[Reason], config: AttentionConfig, capability: tuple[int, int] | None
+) -> BackendPlan | list[Reason]:
+    """Return a plan with a mark for what was compiled for older devices and ran on none."""
+    if isinstance(plan, list) or capability is None or capability >= E4M3_FROM:
+        return plan
+    marks = [_BF16_BELOW_8_0] if config.dtype == "bfloat16" and capability < (8, 0) else []
+    if plan.kv_layouts and config.cache_dtype == "fp8_e5m2":
+        marks.append(_E5M2_BELOW_8_9)
+    return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
 
 
 def power_of_two(size: int) -> int:
