@@ -38,17 +38,18 @@ if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla_sparse.py 0.33.0"
+_RAN = "ran on H200, FA3 of vLLM 0.26.0, 2026-11-22"
 _ONE_QUERY = "every token is a request of one query, whose keys are a page table"
 
 CAPABILITIES = Capabilities(
     mla=True,
     sparse=True,
-    compute_capabilities=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (q_v: arch 90)"),
+    compute_capabilities=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (q_v: arch 90); {_RAN}"),
     dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
     kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
     # q is the rope part (at most 64, zeros where there is none), v the latent (256 to 512): `decode_objections`.
     head_sizes=Fact(
-        HeadSizes(multiple_of=8, minimum=256, maximum=576), f"{UPSTREAM_FA3}; {_VLLM_BACKEND} (rope 64, 0)"
+        HeadSizes(multiple_of=8, minimum=256, maximum=576), f"{UPSTREAM_FA3}; {_VLLM_BACKEND} (rope 64, 0); {_RAN}"
     ),
     block_sizes=Fact((1,), f"{UPSTREAM_FA3} (pages of one token: the cache is one flat run of tokens)"),
     sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),

@@ -44,7 +44,8 @@ CAPABILITIES = Capabilities(
     # 512 in bfloat16 on SM90: no rope part. In FP8 it is the format of another model, and `objections` refuses it.
     head_sizes=Fact(
         HeadSizes(values=(576, 512)),
-        f"{_DECODE} (576); {_PREFILL} (HEAD_DIM_576, HEAD_DIM_512); {VLLM_SPARSE} (512 on SM90 alone)",
+        f"{_DECODE} (576); {_PREFILL} (HEAD_DIM_576, HEAD_DIM_512); {VLLM_SPARSE} (512 on SM90 alone); "
+        "512 ran on H200, FlashMLA of vLLM 0.26.0, 2026-11-22",
     ),
     block_sizes=Fact((1,), f"{_PREFILL} (the cache is one flat run of tokens); FP8: {VLLM_SPARSE} (64-token pages)"),
     sinks=Fact(True, f"{_BOTH} (attn_sink)"),
