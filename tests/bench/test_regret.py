@@ -11,9 +11,8 @@ from held_out import SEED, geomean, regrets, rows, workloads
 from timed_layers import LAYERS
 
 MEASURED = Path(__file__).parent / "data" / "held_out_nvidia-h200.jsonl.xz"
-MOST_REGRET = {"rules": 1.072, "workload": 1.052}
-"""Geometric means that were reached. A change that makes one worse has to say why: ``rules`` was 1.061 with TRITON_MLA
-first for 16 heads, which lost where lengths differ, over the batches collected since."""
+MOST_REGRET = {"rules": 1.053, "workload": 1.019}
+"""Geometric means that were reached. A change that makes one worse has to say why."""
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +23,12 @@ def judged() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("choice", MOST_REGRET)
 def test_the_regret_on_held_out_workloads_does_not_grow(judged: list[dict[str, Any]], choice: str) -> None:
     found = [row[choice][1] for row in judged if row[choice][1] is not None]
-    assert len(found) >= 86
+    assert len(found) >= 45
     assert geomean(found) <= MOST_REGRET[choice]
 
 
-def test_no_held_out_workload_was_measured_before() -> None:
+def test_no_held_out_workload_was_collected() -> None:
     drawn = {point.key for point in workloads(LAYERS, False, SEED)}
     assert len(drawn) == 90
     assert not drawn & {point.key for point in points(LAYERS, False)}
-    assert not drawn & {(row["layer"], row["batch"]) for row in rows(MEASURED)}
+    assert {(row["layer"], row["batch"]) for row in rows(MEASURED)} <= drawn
