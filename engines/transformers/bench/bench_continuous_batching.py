@@ -72,7 +72,6 @@ def run(made: Any, route: str, prompts: list[list[int]], options: argparse.Names
         "auto_switch_to_flash": False,
         "max_requests_per_batch": len(prompts),
         "use_async_batching": options.use_async or None,
-        "use_cuda_graph": (False, True) if options.use_graphs else None,
     }
     batching = ContinuousBatchingConfig(**{name: value for name, value in given.items() if name in known})
     generation = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -99,7 +98,6 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128, help="tokens generated per request")
     parser.add_argument("--max-batch-tokens", type=int, default=4096, help="of one step")
     parser.add_argument("--use-async", action="store_true", help="prepare a step while the one before it runs")
-    parser.add_argument("--use-graphs", action="store_true", help="capture decodes, on attn-select's kernels too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     made = model(options)

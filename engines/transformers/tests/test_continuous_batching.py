@@ -13,13 +13,12 @@ transformers = pytest.importorskip("transformers")
 import models_for_tests as models  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching import cache as engine_cache  # noqa: E402
-from transformers.generation.continuous_batching import continuous_api, model_runner  # noqa: E402
+from transformers.generation.continuous_batching import continuous_api  # noqa: E402
 
-from attn_select_transformers import captured, explain_model, paged  # noqa: E402
+from attn_select_transformers import explain_model, paged  # noqa: E402
 
 REQUESTS = 32
 NEW = 16
-KNOWN: dict[tuple[str | int, ...], list[int]] = {}
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
@@ -56,20 +55,16 @@ def tokens(model: Any, implementation: str, prompts: list[list[int]], **options:
 
 
 def alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """What eager attention gives to each request by itself, worked out once per kind of model and request."""
+    """What eager attention gives to each request by itself."""
     model.set_attn_implementation("eager")
     found = []
     for prompt in prompts:
-        key = (type(model).__name__, *prompt)
-        if key in KNOWN:
-            found.append(KNOWN[key])
-            continue
         ids = torch.tensor([prompt])
         with torch.no_grad():
             whole = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
             )
-        found.append(KNOWN.setdefault(key, whole[0, len(prompt) :].tolist()))
+        found.append(whole[0, len(prompt) :].tolist())
     return found
 
 
@@ -95,13 +90,13 @@ def test_full_layers_read_the_engines_pages_in_place(
 ) -> None:
     """By slots, and by block tables where every request decodes; the cache is gathered in neither."""
     seen: Counter[str] = Counter()
-    original = paged.common_of
+    original = paged._common
 
     def spy(*arguments: Any) -> Any:
         seen["table" if arguments[-1].get("block_table") is not None else "slots"] += 1
         return original(*arguments)
 
-    monkeypatch.setattr(paged, "common_of", spy)
+    monkeypatch.setattr(paged, "_common", spy)
     monkeypatch.setattr(paged, "attend_runs", lambda *_: pytest.fail("keys were gathered"))
     model, prompts = models.built(models.llama), requests()
     expected = alone(model, prompts)
@@ -185,62 +180,3 @@ def test_cuda_graphs_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> 
     model = models.built(models.llama)
     tokens(model, "attn_select", requests()[:2], use_cuda_graph=True)
     assert "runs without CUDA graphs" in caplog.text
-
-
-class Replayed:
-    """Stands for a CUDA graph on a CPU: runs the function again, with the batches of fixed addresses."""
-
-    replays = 0
-
-    def __init__(self, function: Any, graphs: Any) -> None:
-        self.function, self.graphs = function, graphs
-
-    def replay(self) -> None:
-        Replayed.replays += 1
-        self.graphs.recording = True
-        self.function()
-        self.graphs.recording = False
-
-
-def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine capture decodes on a CPU."""
-    made: list[Any] = []
-    plain = model_runner.ModelRunner.__init__
-
-    class Graphs(captured.Graphs):
-        def __init__(self, most_requests: int) -> None:
-            super().__init__(most_requests)
-            made.append(self)
-
-    def capturing(self: Any, *arguments: Any, **options: Any) -> None:
-        plain(self, *arguments, **options)
-        self.use_cuda_graph_decode = self.pad_inputs = True
-
-    monkeypatch.setattr(Replayed, "replays", 0)
-    monkeypatch.setattr(model_runner.ModelRunner, "__init__", capturing)
-    monkeypatch.setattr(captured, "Graphs", Graphs)
-    monkeypatch.setattr(
-        captured, "recorded", lambda forward, arguments, *_: Replayed(lambda: forward(*arguments), made[-1])
-    )
-
-
-def test_captured_decodes_read_each_steps_batch(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with_graphs(monkeypatch)
-    monkeypatch.setattr(captured, "check_level", lambda _: None)
-    model, prompts = models.built(models.llama), requests()
-    expected = alone(model, prompts)
-    calls.clear()
-    assert tokens(model, "attn_select", prompts, max_blocks_per_request=8) == expected
-    assert Replayed.replays > 3
-    assert calls["paged"] == calls["kernel"]
-
-
-def test_kernels_that_cannot_be_captured_run_without_graphs(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_graphs(monkeypatch)
-    model, prompts = models.built(models.llama), requests()[:4]
-    expected = alone(model, prompts)
-    assert tokens(model, "attn_select", prompts, max_blocks_per_request=8) == expected
-    assert not Replayed.replays
-    assert caplog.text.count("runs without CUDA graphs: CUDA graphs of uniform batches") == 1

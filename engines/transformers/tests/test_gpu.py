@@ -14,11 +14,9 @@ import models_for_tests as models  # noqa: E402
 from test_continuous_batching import requests, tokens  # noqa: E402
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs  # noqa: E402
 
-from attn_select_transformers import captured, paged  # noqa: E402
+from attn_select_transformers import paged  # noqa: E402
 
 DEVICE = "cuda"
-GRAPHS = (False, True)
-"""Of decodes by block tables."""
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -96,63 +94,3 @@ def test_layers_of_continuous_batching(make: Any, calls: Counter[str], monkeypat
     tokens(on_gpu(make), "attn_select", requests())
     assert calls["kernel"]
     assert 0 < worst[0] < 2e-2
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replayed_decodes(dtype: Any, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph's replay computes what the same step computes when its kernels are launched."""
-    original, seen = captured.recorded, Counter[str]()
-
-    class Checked:
-        def __init__(self, forward: Any, arguments: Any, *rest: Any) -> None:
-            self.graph = original(forward, arguments, *rest)
-            self.forward, self.arguments = forward, arguments
-            self.graphs = made[-1]
-
-        def replay(self) -> None:
-            self.graph.replay()
-            rows = len(paged.lens_of(self.arguments[1]["cache"]).queries)
-            output = self.arguments[-1][0, :rows]
-            replayed = output.clone()
-            self.graphs.recording = True
-            self.forward(*self.arguments)
-            self.graphs.recording = False
-            seen["tokens"] += rows
-            seen["equal"] += int((output == replayed).sum())
-
-    class Graphs(captured.Graphs):
-        def __init__(self, most_requests: int) -> None:
-            super().__init__(most_requests)
-            made.append(self)
-
-    made: list[Any] = []
-    monkeypatch.setattr(captured, "Graphs", Graphs)
-    monkeypatch.setattr(captured, "recorded", Checked)
-    model = models.built(llama).to(DEVICE, dtype)
-    options = {"max_blocks_per_request": 8, "use_async_batching": asynchronous}
-    found = tokens(model, "attn_select", requests(), **options, use_cuda_graph=GRAPHS)
-    assert seen["tokens"] > 100
-    assert seen["equal"] >= 0.98 * seen["tokens"], "near ties may go either way: bounds that change splits are captured"
-    if dtype == torch.float32:
-        assert seen["equal"] == seen["tokens"]
-        assert found == tokens(model, "attn_select", requests(), **options)
-
-
-def test_a_capture_that_fails_leaves_graphs_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a model that reads from the device. Random numbers are drawn as before."""
-    attend = paged.attend
-
-    def reading(*arguments: Any) -> Any:
-        output = attend(*arguments)
-        output.sum().item()
-        return output
-
-    model, options = on_gpu(llama), {"max_blocks_per_request": 8, "use_async_batching": False}
-    expected = tokens(model, "attn_select", requests()[:4], **options)
-    monkeypatch.setattr(paged, "attend", reading)
-    assert tokens(model, "attn_select", requests()[:4], **options, use_cuda_graph=GRAPHS) == expected
-    assert "runs without CUDA graphs" in caplog.text
-    assert torch.rand(3, device=DEVICE).isfinite().all()
