@@ -112,16 +112,16 @@ def hand_back(empty, buffer):
 
 
 @gluon.jit
-def clear_behind(values, first, seq_len, PARTS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
+def clear_behind(v_smem, buffer, first, seq_len, PARTS: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr):
     """Clear the values of keys at ``seq_len`` and behind: their memory may hold NaN, and 0 times NaN is NaN.
 
     Both groups do so, each before its own product, and store the same numbers.
     """
     rows = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
-    parts = values._reinterpret(values.dtype, [PARTS, KEYS, PART], values.type.layout)
     for part in gl.static_range(PARTS):
-        loaded = parts.index(part).load(T)
-        parts.index(part).store(gl.where((rows < seq_len)[:, None], loaded, gl.zeros_like(loaded)))
+        values = v_smem.index(buffer * PARTS + part)
+        loaded = values.load(T)
+        values.store(gl.where((rows < seq_len)[:, None], loaded, gl.zeros_like(loaded)))
     fence_async_shared()
     gl.thread_barrier()
 
@@ -134,13 +134,15 @@ def soft_cap(scores, cap_log2):
 
 @gluon.jit
 def attend_tile(
-    tile, accumulator, row_max, row_sum, limits, position, scores_like, q_smem, smem, barriers,
+    tile, loaded, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem, barriers,
     MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
     """Attend from one group's rows to one tile.
 
     Args:
+        loaded: tiles that were loaded before this one.
+        accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
         limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
         scores_like: scale * log2(e), the soft cap times log2(e), and the window.
         FLAGS: whether there is a window, and a soft cap.
@@ -154,10 +156,9 @@ def attend_tile(
     STAGES: gl.constexpr = SHAPE[3]
     k_smem, v_smem = smem
     k_ready, k_empty, v_ready, v_empty = barriers
-    seq_len, start = position
     score_scale, cap_log2, window = scores_like
-    buffer = (tile - start) % STAGES
-    phase = (tile - start) // STAGES & 1
+    buffer = loaded % STAGES
+    phase = loaded // STAGES & 1
     mbarrier.wait(k_ready.index(buffer), phase)
     scores = gl.zeros([ROWS, KEYS], gl.float32, S)
     for part in gl.static_range(PARTS):
@@ -183,15 +184,24 @@ def attend_tile(
     rescale = gl.exp2(row_max - base)
     row_sum = row_sum * rescale + gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(k_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
-    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+    factor = gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+    scaled = ()
+    for part in gl.static_range(V_PARTS):
+        scaled = scaled + (accumulators[part] * factor,)
     mbarrier.wait(v_ready.index(buffer), phase)
-    values = v_smem.index(buffer)
-    if MASKED:
-        clear_behind(values, tile * KEYS, seq_len, V_PARTS, KEYS, T)
-    accumulator = warpgroup_mma(p, values, accumulator, is_async=True)
-    accumulator = warpgroup_mma_wait(0, [accumulator])
+    if MASKED:  # noqa: SIM102  one is compiled in
+        if (tile + 1) * KEYS > seq_len:
+            clear_behind(v_smem, buffer, tile * KEYS, seq_len, V_PARTS, KEYS, T)
+    products = ()
+    for part in gl.static_range(V_PARTS):
+        v = v_smem.index(buffer * V_PARTS + part)
+        products = products + (warpgroup_mma(p, v, scaled[part], is_async=True),)
+    if V_PARTS == 1:  # noqa: SIM108  one is compiled in
+        accumulators = (warpgroup_mma_wait(0, products),)
+    else:
+        accumulators = warpgroup_mma_wait(0, products)
     hand_back(v_empty, buffer)
-    return accumulator, new_max, row_sum
+    return accumulators, new_max, row_sum
 
 
 @gluon.jit
@@ -203,7 +213,7 @@ def attend_rows(
 ):  # fmt: skip
     """Attend from one group's 64 rows to all tiles, and write their output."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_PARTS * PART, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     FLAGS: gl.constexpr = (WINDOW, SOFT_CAP)
     SHAPE: gl.constexpr = (PARTS, V_PARTS, KEYS, STAGES)
@@ -232,35 +242,37 @@ def attend_rows(
     if SINKS:
         row_max = gl.load(sinks_ptr + kv_head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
         row_sum = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
-    accumulator = gl.zeros([ROWS, V_PARTS * PART], gl.float32, ACC)
-    place = (seq_len, start)
+    accumulators = ()
+    for _ in gl.static_range(V_PARTS):
+        accumulators = accumulators + (gl.zeros([ROWS, PART], gl.float32, ACC),)
     scores_like = (score_scale, cap_log2, window)
     middle = start
     if WINDOW:
         middle = gl.minimum(full_start, tiles)
         for tile in range(start, middle):
-            accumulator, row_max, row_sum = attend_tile(
-                tile, accumulator, row_max, row_sum, limits, place, scores_like, q_smem, smem, barriers,
-                True, FLAGS, SHAPE, S, ACC, T,
+            accumulators, row_max, row_sum = attend_tile(
+                tile, tile - start, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
+                barriers, True, FLAGS, SHAPE, S, ACC, T,
             )  # fmt: skip
     for tile in range(middle, full):
-        accumulator, row_max, row_sum = attend_tile(
-            tile, accumulator, row_max, row_sum, limits, place, scores_like, q_smem, smem, barriers,
-            False, FLAGS, SHAPE, S, ACC, T,
+        accumulators, row_max, row_sum = attend_tile(
+            tile, tile - start, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
+            barriers, False, FLAGS, SHAPE, S, ACC, T,
         )  # fmt: skip
     for tile in range(gl.maximum(middle, full), tiles):
-        accumulator, row_max, row_sum = attend_tile(
-            tile, accumulator, row_max, row_sum, limits, place, scores_like, q_smem, smem, barriers,
-            True, FLAGS, SHAPE, S, ACC, T,
+        accumulators, row_max, row_sum = attend_tile(
+            tile, tile - start, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
+            barriers, True, FLAGS, SHAPE, S, ACC, T,
         )  # fmt: skip
 
     norm = gl.convert_layout(gl.where(row_sum > 0, v_scale / row_sum, 0.0), gl.SliceLayout(1, ACC))[:, None]
     out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     out_places = (query_start + out_flat // GROUP).to(gl.int64) * stride_ot
     out_places += (kv_head * GROUP + out_flat % GROUP) * stride_oh
-    columns = gl.arange(0, V_PARTS * PART, layout=gl.SliceLayout(0, ACC))
-    target = out_ptr + out_places[:, None] + columns[None, :]
-    gl.store(target, (accumulator * norm).to(out_ptr.dtype.element_ty), mask=(out_flat < rows)[:, None])
+    target = out_ptr + out_places[:, None] + gl.arange(0, PART, layout=gl.SliceLayout(0, ACC))[None, :]
+    for part in gl.static_range(V_PARTS):
+        result = (accumulators[part] * norm).to(out_ptr.dtype.element_ty)
+        gl.store(target + part * PART, result, mask=(out_flat < rows)[:, None])
     if LSE:
         lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         lse_row = (query_start + flat // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + flat % GROUP
@@ -355,7 +367,7 @@ def prefill_hopper_kernel(
     q_first = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
     q_second = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
     k_smem = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES * PARTS, KEYS, PART], LAYOUT)
-    v_smem = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES, KEYS, DV], LAYOUT)
+    v_smem = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES * V_PARTS, KEYS, PART], LAYOUT)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
