@@ -31,7 +31,7 @@ def ragged_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_b200(emulate: Emulate, *, version: str = "0.6.14", **fields: Any) -> tuple[Any, Any]:
     """Return the emulated device and a group of decodes."""
-    world = emulate((10, 0), version=version)
+    world = emulate((10, 0), release=version)
     options = {name: fields.pop(name) for name in ("cuda_graphs", "capacity", "device_scales") if name in fields}
     return world, layers.group_for("b200", layers.mla_config(**fields), phases=["decode"], **options)
 
