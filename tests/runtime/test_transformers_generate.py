@@ -168,9 +168,10 @@ def test_tokens_are_those_of_eager_attention(make: Any) -> None:
         ) -> tuple[Tensor, None]:
             return engine.attend(module, query, key, value), None
 
-        transformers.AttentionInterface.register("attn_select", attention)
-        transformers.AttentionMaskInterface.register("attn_select", lambda *_, **__: None)
-        model.set_attn_implementation("attn_select")
+        # A name of this test's own: the adapter has registered "attn_select" in this process, and keeps it.
+        transformers.AttentionInterface.register("engine_of_this_test", attention)
+        transformers.AttentionMaskInterface.register("engine_of_this_test", lambda *_, **__: None)
+        model.set_attn_implementation("engine_of_this_test")
         got = engine.generate(prompts)
     assert got == wanted
     assert all(len(set(text[-NEW_TOKENS:])) > 10 for text in got)
