@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import flashinfer_emulated as fi
 import flashinfer_mla_groups as layers
 import torch
-from flashinfer_emulated import trtllm
+from flashinfer_emulated import trtllm_mla
 
 from attn_select.runtime import BatchError, Capacity, Scales
 from attn_select.testing.oracle import attention_reference
@@ -26,7 +26,7 @@ MIB = 1 << 20
 @pytest.fixture
 def ragged_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of 0.6.18."""
-    monkeypatch.setattr(trtllm, "ragged_is_right", True)
+    monkeypatch.setattr(trtllm_mla, "ragged_is_right", True)
 
 
 def on_b200(emulate: Emulate, *, version: str = "0.6.14", **fields: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 import flashinfer_emulated as fi
 import flashinfer_groups as groups
 import make_signatures
-from flashinfer_emulated import mla06, trtllm, wrappers
+from flashinfer_emulated import mla06, trtllm, trtllm_mla, wrappers
 from make_signatures import FOLDER
 
 from attn_select.environment import installed_version, version_matches
@@ -162,7 +162,7 @@ def test_the_numbers_that_the_emulation_rests_on() -> None:
     plan = scheduler.split("inline cudaError_t MLAPlan(")[1].split("\ninline ")[0]
     for text in (f"max_total_num_works = {mla06.MAX_WORKS};", "avg_packed_qo_len > 64", "cta_tile_q = 64;"):
         assert text in plan, f"MLAPlan has no {text!r}"
-    assert f"max_batch_size = {trtllm.MAX_BATCH};" in source("data/csrc/trtllm_fmha_kernel_launcher.cu")
+    assert f"max_batch_size = {trtllm_mla.MAX_BATCH};" in source("data/csrc/trtllm_fmha_kernel_launcher.cu")
 
 
 def test_an_entry_that_takes_other_arguments_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""FlashInfer's TRT-LLM entries without a GPU: XQA and trtllm-gen decode, trtllm-gen prefill, paged and ragged, MLA.
+"""FlashInfer's TRT-LLM entries without a GPU: XQA and trtllm-gen decode, trtllm-gen prefill, paged and ragged.
 
-Rules by source: decode.py, prefill.py, xqa.py, mla/_core.py and mla/_sparse_mla_sm120.py, csrc/xqa/xqa_wrapper.cu,
-mha.cu and mla_sm120.cu, csrc/trtllm_fmha_kernel_launcher.cu, csrc/fmhaReduction.cu, jit/xqa.py, all 0.6.14. Tensors
-reach the kernels as bare pointers: what is not checked there and would be read wrongly is checked here.
+Rules by source: decode.py, prefill.py, xqa.py, csrc/xqa/xqa_wrapper.cu and mha.cu, csrc/trtllm_fmha_kernel_launcher.cu,
+jit/xqa.py, all 0.6.14. Tensors reach the kernels as bare pointers: what is not checked there and would be read wrongly
+is checked here. ``trtllm_mla`` has MLA's entry.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import flashinfer_emulated as fi
-from attn_select.testing import attention_reference, unpack_fp8_ds_mla
 from flashinfer_emulated import functions as fp4
 from flashinfer_emulated import need
 
@@ -25,11 +24,6 @@ GEN_PAGES = (16, 32, 64)
 XQA_GROUP = 32
 GUARD = 1 << 20
 """Bytes behind trtllm-gen's softmax statistics."""
-DEEPSEEK, SMALL = (512, 64), (256, 64)
-HEAD_TILES = (8, 16, 32, 64, 128)
-MAX_BATCH = 8192
-ragged_is_right = False
-"""Whether trtllm-gen's reduction takes each request's query length (since 0.6.18) instead of the longest."""
 GEN_RAGGED = ((192, 128), (128, 128), (256, 256))
 
 
@@ -427,13 +421,18 @@ def _check_gen(
         k.storage_offset() * k.element_size() % 16 == 0 and k.stride(2) * k.element_size() % 16 == 0,
         "TMA wants 16 bytes",
     )
-    if sinks is not None:
-        need(sinks.dtype == torch.float32, "attention_sinks must be a float tensor", RuntimeError)
-        need(tuple(sinks.shape) == (heads,) and sinks.is_contiguous(), f"sinks {tuple(sinks.shape)}")
+    check_gen_sinks(sinks, heads)
     for scale in scales:
         tensor = torch.is_tensor(scale)
         need(not tensor or (scale.dtype == torch.float32 and scale.numel() == 1), "scales are float32", AssertionError)
     _check_tables(table, lens, requests)
+
+
+def check_gen_sinks(sinks: Any, heads: int) -> None:
+    need(not isinstance(sinks, (list, tuple)), "attention_sinks is one tensor to the launcher", TypeError)
+    if sinks is not None:
+        need(sinks.dtype == torch.float32, "attention_sinks must be a float tensor", RuntimeError)
+        need(tuple(sinks.shape) == (heads,) and sinks.is_contiguous(), f"sinks {tuple(sinks.shape)} of {heads} heads")
 
 
 def _check_tables(table: Tensor, lens: Tensor, requests: int) -> None:
@@ -462,246 +461,3 @@ def _unpacked(words: Tensor, drafts: int) -> Tensor:
 def _stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     return numbers.clamp(-limit, limit).to(dtype)
-
-
-def trtllm_batch_decode_with_kv_cache_mla(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    qk_nope_head_dim: Any,
-    kv_lora_rank: Any,
-    qk_rope_head_dim: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_seq_len: Any,
-    sparse_mla_top_k: Any = 0,
-    out: Any = None,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
-    sinks: Any = None,
-    skip_softmax_threshold_scale_factor: Any = None,
-    enable_pdl: Any = None,
-    backend: Any = "auto",
-    is_var_seq: Any = True,
-    uses_shared_paged_kv_idx: Any = True,
-    lse: Any = None,
-    return_lse: Any = False,
-    cute_dsl_impl: Any = "auto",
-    kv_scale_format: Any = "auto",
-    cum_seq_lens_q: Any = None,
-    max_q_len: Any = None,
-) -> Any:
-    fi.called("trtllm_batch_decode_with_kv_cache_mla", locals())
-    need(skip_softmax_threshold_scale_factor is None and uses_shared_paged_kv_idx, "not emulated")
-    need(max_q_len is None or cum_seq_lens_q is not None, "max_q_len goes with cum_seq_lens_q", ValueError)
-    for scale in (bmm1_scale, bmm2_scale):
-        tensor = torch.is_tensor(scale)
-        need(not tensor or scale.dtype == torch.float32, "scale tensors must have dtype torch.float32", TypeError)
-        need(not tensor or backend == "trtllm-gen", f"{backend} takes scales as floats", ValueError)
-    dims = (kv_lora_rank, qk_rope_head_dim)
-    call = {"scales": (bmm1_scale, bmm2_scale), "sinks": sinks, "rank": kv_lora_rank, "most": max_seq_len}
-    if backend == "sparse":
-        need(cum_seq_lens_q is None and kv_scale_format in ("auto", "pow2_fp32"), "not emulated")
-        _check_sparse_12(query, kv_cache, block_tables, seq_lens, sparse_mla_top_k, dims, bmm2_scale, sinks)
-        found = _out_and_lse(query, out, lse, return_lse)
-        fi.launch(partial(_sparse_12, fi.moment(query), kv_cache, block_tables, *found, call))
-        return found if return_lse else found[0]
-    need(query.dtype == kv_cache.dtype, f"query {query.dtype}, cache {kv_cache.dtype}", ValueError)
-    need(query.dtype in (torch.bfloat16, fi.E4M3), f"no kernel of {query.dtype}", ValueError)
-    need(kv_cache.ndim == 3 and kv_cache.is_contiguous(), f"kv_cache {tuple(kv_cache.shape)}")
-    need(query.shape[-1] == kv_cache.shape[-1] == sum(dims), f"Expected head dim {sum(dims)}", ValueError)
-    need(query.stride(-1) == 1, f"query has strides {query.stride()}")
-    if backend == "xqa":
-        need(sinks is None, "XQA MLA does not support sinks", ValueError)
-        need(cum_seq_lens_q is None and query.size(1) == 1, "XQA MLA only supports q_len_per_request == 1", ValueError)
-        need(not return_lse and lse is None, "XQA MLA does not support return_lse/lse output", NotImplementedError)
-        return _xqa_mla(query, kv_cache, workspace_buffer, block_tables, seq_lens, out, dims, call)
-    need(backend == "trtllm-gen", f"Backend {backend} not supported", ValueError)
-    need(fi.world.capability in ((10, 0), (10, 3)), "trtllm-gen is for compute capability 10.0 and 10.3", RuntimeError)
-    need(dims in (DEEPSEEK, SMALL), f"Unsupported MLA dimensions {dims}", ValueError)
-    need(
-        kv_cache.shape[1] in (32, 64),
-        f"trtllm-gen requires block_size in (32, 64), got {kv_cache.shape[1]}",
-        ValueError,
-    )
-    need(query.shape[-2] in HEAD_TILES, f"The numHeadsQ/numHeadsKv is not supported: {query.shape[-2]}", RuntimeError)
-    _check_sinks(sinks, query.shape[-2])
-    if cum_seq_lens_q is not None:
-        need(not return_lse and lse is None, "no lse with cum_seq_lens_q", NotImplementedError)
-        need(
-            query.ndim == 3 and 0 < max_q_len <= len(query),
-            f"query {tuple(query.shape)}, longest {max_q_len}",
-            ValueError,
-        )
-        fi.check_list(cum_seq_lens_q, len(seq_lens) + 1, "cum_seq_lens_q")
-        call |= {"bounds": cum_seq_lens_q, "longest": max_q_len}
-    else:
-        need(query.ndim == 4, f"Expected query.ndim == 4, got {query.ndim}", ValueError)
-        call |= {"bounds": torch.arange(len(query) + 1) * query.shape[1], "longest": query.shape[1]}
-    _check_mla_table(
-        block_tables, seq_lens, len(call["bounds"]) - 1, kv_cache.shape[1], sparse_mla_top_k, query.shape[1]
-    )
-    out, lse = _out_and_lse(query, out, lse, return_lse, kv_lora_rank)
-    run = partial(_gen_mla, fi.moment(query), kv_cache, workspace_buffer, (block_tables, seq_lens), out, lse, call)
-    fi.launch(partial(run, sparse_mla_top_k))
-    return (out, lse) if return_lse else out
-
-
-def _check_sinks(sinks: Any, heads: int) -> None:
-    need(not isinstance(sinks, (list, tuple)), "attention_sinks is one tensor to the launcher", TypeError)
-    if sinks is not None:
-        need(sinks.dtype == torch.float32, "attention_sinks must be a float tensor", RuntimeError)
-        need(tuple(sinks.shape) == (heads,) and sinks.is_contiguous(), f"sinks {tuple(sinks.shape)} of {heads} heads")
-
-
-def _check_mla_table(table: Tensor, lens: Tensor, batch: int, page: int, top_k: int, query_len: int) -> None:
-    need(batch <= MAX_BATCH, f"{batch} requests: there are counters for {MAX_BATCH}")
-    fi.check_list(lens, batch, "seq_lens")
-    need(table.dtype == torch.int32, f"block_tables is {table.dtype}: read as int32")
-    need(
-        table.is_contiguous(), f"block_tables has strides {table.stride()}: its rows are read as {table.shape[-1]} wide"
-    )
-    if top_k:
-        need(
-            tuple(table.shape) == (batch, query_len, top_k), f"Expected page_table.shape, got {table.shape}", ValueError
-        )
-        return
-    need(table.ndim == 2 and len(table) == batch, f"block_tables {tuple(table.shape)} of {batch} requests", ValueError)
-    need(
-        table.shape[1] % (128 // page) == 0,
-        f"Expected block_num % (128 / block_size) == 0: {table.shape[1]}",
-        ValueError,
-    )
-
-
-def _out_and_lse(query: Tensor, out: Any, lse: Any, return_lse: bool, rank: int = 512) -> tuple[Tensor, Tensor | None]:
-    shape = (*query.shape[:-1], rank)
-    out = torch.empty(shape, dtype=torch.bfloat16) if out is None else out
-    fi.check_tensor(out, shape, torch.bfloat16, "out")
-    need(out.is_contiguous(), f"out has strides {out.stride()}")
-    if not return_lse:
-        return out, None
-    flat = (shape[0] * shape[1], shape[2])
-    lse = torch.empty(flat) if lse is None else lse
-    need(tuple(lse.shape) in (flat, shape[:3]), f"lse must have shape {flat} or {shape[:3]}", ValueError)
-    need(lse.dtype == torch.float32, f"lse is {lse.dtype}", ValueError)
-    return out, lse.view(flat)
-
-
-def _gen_mla(
-    q: Tensor, cache: Tensor, workspace: Tensor, lists: Any, out: Tensor, lse: Any, call: dict[str, Any], top_k: int
-) -> None:
-    table, lens = lists
-    bounds, longest = call["bounds"].tolist(), call["longest"]
-    heads, batch = q.shape[-2], len(bounds) - 1
-    size = workspace.numel() * workspace.element_size()
-    statistics = 0 if lse is None else 8 * heads * batch * -(-longest // 256) * 256 + GUARD
-    need(fi.SEMAPHORES + statistics < size, f"workspace of {size} bytes for {statistics} of statistics", RuntimeError)
-    fi.check_semaphores(workspace)
-    fi.scribble(workspace, fi.SEMAPHORES)
-    scale, factor = (float(each) for each in call["scales"])
-    flat, flat_out, page = q.reshape(-1, *q.shape[-2:]), out.view(-1, *out.shape[-2:]), cache.shape[1]
-    for request in range(batch):
-        rows, length = slice(*bounds[request : request + 2]), int(lens[request])
-        count = rows.stop - rows.start
-        need(0 < count <= longest, f"request {request}: {count} queries, at most {longest}")
-        need(ragged_is_right or count == longest, "before 0.6.18 the reduction takes the longest query for all")
-        need(length <= call["most"], f"request {request}: {length} keys, max_seq_len {call['most']}")
-        if length == 0:  # a sum of no weights is divided by
-            flat_out[rows] = torch.nan
-            if lse is not None:
-                lse[rows] = torch.nan
-            continue
-        if top_k:
-            chosen = _slots(cache, table[request, 0])
-            keys, behind = chosen[:length], float((0.0 * chosen[length:].double()).sum())
-        else:
-            need(length <= table.shape[1] * page, f"request {request}: {length} keys, {table.shape[1]} pages")
-            pages = table[request, : -(-length // page)].tolist()
-            keys, behind = fi.gather(cache, pages, length, "NHD"), fi.nan_behind(cache, pages, length, "NHD")
-        keys = keys.double()[:, None]
-        # Every query is a CTA of its own, which sees as many keys as stand before it.
-        found, its_lse = attention_reference(
-            flat[rows].double(), keys, keys[..., : call["rank"]], scale=scale, causal=True, sinks=call["sinks"]
-        )
-        flat_out[rows] = (found * factor + behind).bfloat16()
-        if lse is not None:
-            lse[rows] = (its_lse * fi.LOG2E).float()
-
-
-def _slots(cache: Tensor, slots: Tensor) -> Tensor:
-    """Return the tokens of physical slots."""
-    flat = (cache.view(torch.uint8) if cache.dtype == fi.E4M3 else cache).flatten(0, 1)
-    need(bool((slots >= 0).all()) and bool((slots < len(flat)).all()), f"slots {slots.tolist()}: out of bounds")
-    chosen = flat[slots.long()]
-    return chosen.view(cache.dtype) if cache.dtype == fi.E4M3 else chosen
-
-
-def _xqa_mla(
-    query: Tensor, cache: Tensor, workspace: Tensor, table: Tensor, lens: Tensor, out: Any, dims: Any, call: Any
-) -> Tensor:
-    need(fi.world.capability[0] == 12, "XQA MLA requires SM120a or SM121a", ValueError)
-    need(dims == DEEPSEEK and cache.shape[1] in (16, 32, 64, 128), f"XQA MLA of {dims}, pages of {cache.shape[1]}")
-    batch, _, heads, _ = query.shape
-    need(heads == 128, f"XQA MLA only supports 128 query heads, got {heads}", ValueError)
-    _check_mla_table(table, lens, batch, cache.shape[1], 0, 1)
-    need(query.is_contiguous(), f"query has strides {query.stride()}")
-    out = torch.empty(batch, heads, 512, dtype=torch.bfloat16) if out is None else out
-    fi.check_tensor(out, (batch, heads, 512), torch.bfloat16, "out")
-    need(out.is_contiguous(), f"out has strides {out.stride()}")
-
-    query = fi.moment(query)
-
-    def attend() -> None:
-        fi.check_semaphores(workspace)
-        fi.scribble(workspace, fi.SEMAPHORES)
-        q_scale, kv_scale = (float(each) for each in call["scales"])
-        for request, length in enumerate(lens.tolist()):
-            need(length > 0, f"request {request} has no keys: no CTA of it ends")
-            pages = table[request, : -(-length // cache.shape[1])].tolist()
-            keys = fi.gather(cache, pages, length, "NHD").double()
-            # The cache's scale is a factor of the scores as well as of the output (mla_sm120.cu, qkScaleLog2e).
-            found, _ = attention_reference(
-                query[request].double(), keys[:, None], keys[:, None, :512], scale=q_scale * kv_scale
-            )
-            out[request] = (found[0] * kv_scale + fi.nan_behind(cache, pages, length, "NHD")).bfloat16()
-
-    fi.launch(attend)
-    return out
-
-
-def _check_sparse_12(
-    query: Any, cache: Any, indices: Any, lens: Any, top_k: int, dims: Any, factor: Any, sinks: Any
-) -> None:
-    need(fi.world.capability[0] == 12, "SM120 sparse MLA requires SM120a or SM121a", ValueError)
-    need(query.ndim == 4 and query.dtype == torch.bfloat16, f"query {query.dtype} {tuple(query.shape)}", ValueError)
-    need(dims == DEEPSEEK and query.shape[-1] == 576, f"dims {dims}", ValueError)
-    need(float(factor) == 1.0, "SM120 sparse MLA v32/GLM does not support bmm2_scale", ValueError)
-    need(
-        cache.dtype == torch.uint8 and cache.shape[1:] == (64, 656),
-        f"cache {cache.dtype} {tuple(cache.shape)}",
-        ValueError,
-    )
-    shape = (*query.shape[:2], top_k)
-    need(tuple(indices.shape) == shape and indices.dtype == torch.int32, f"indices {tuple(indices.shape)}", ValueError)
-    need(indices.is_contiguous(), f"indices have strides {indices.stride()}")
-    need(lens is None, "lengths of rows are not emulated")
-    need(query.shape[2] in HEAD_TILES, f"no kernel of {query.shape[2]} heads", RuntimeError)
-    _check_sinks(sinks, query.shape[2])
-
-
-def _sparse_12(
-    q: Tensor, cache: Tensor, indices: Tensor, out: Tensor, lse: Tensor | None, call: dict[str, Any]
-) -> None:
-    need(int(indices.min()) >= -1, "an index below -1 is read as an address")
-    tokens = unpack_fp8_ds_mla(cache.reshape(-1, 656))
-    flat, flat_out = q.reshape(-1, *q.shape[-2:]), out.view(-1, *out.shape[-2:])
-    for token, chosen in enumerate(indices.reshape(len(flat), -1)):
-        keys = tokens[chosen[chosen >= 0].long()].double()[:, None]
-        found, its_lse = attention_reference(
-            flat[token : token + 1].double(), keys, keys[..., :512], scale=float(call["scales"][0]), causal=False,
-            sinks=call["sinks"],
-        )  # fmt: skip
-        flat_out[token] = found[0].bfloat16()
-        if lse is not None:
-            lse[token] = (its_lse[0] * fi.LOG2E).float()
