@@ -231,7 +231,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 length > (end - first - 1) * schedule.page_size or end == first,
                 f"request {request}: last page length {last[request]}",
             )
-        descale = call.get("v_scales", torch.ones(schedule.heads))
         for request, length in enumerate(lens):
             rows = slice(queries[request], queries[request + 1])
             own = indices[pages[request] : pages[request + 1]]
@@ -241,14 +240,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 f"request {request}: fa3 gives queries that see none of {length} keys the mean of what it masked",
             )
             k, v = (fi.gather(half, own, length, self._kv_layout) for half in halves)
-            part, part_lse = fi.attend(
-                q[rows].double() * call.get("q_scales", torch.ones(schedule.heads))[:, None],
-                k, v, call["scale"], causal=schedule.causal, window_left=schedule.window_left,
-                soft_cap=self._soft_cap, sinks=call.get("sinks"),
-            )  # fmt: skip
-            out[rows] = (part * descale.double()[:, None]).to(out.dtype)
-            if lse is not None:
-                lse[rows] = part_lse.float()
+            self._attend_request(schedule, q, (k, v), rows, out, lse, call)
         _finish_output(out, v_scale)
 
     def _replayed(self, planned: Any) -> Any:

@@ -130,13 +130,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         schedule = self._scheduled(planned)
         need(self._qo_indptr_buf.tolist() == list(schedule.qo_indptr), "qo_indptr on the device is not the plan's")
         need(self._kv_indptr_buf.tolist() == list(schedule.kv_indptr), "kv_indptr on the device is not the plan's")
-        ones = torch.ones(schedule.heads)
         for request in range(len(schedule.kv_lens)):
             rows, part = (slice(*each[request : request + 2]) for each in (schedule.qo_indptr, schedule.kv_indptr))
-            found, found_lse = fi.attend(
-                q[rows].double() * call.get("q_scales", ones)[:, None], halves[0][part], halves[1][part], call["scale"],
-                causal=schedule.causal, window_left=schedule.window_left, soft_cap=self._soft_cap,
-            )  # fmt: skip
-            out[rows] = (found * call.get("v_scales", ones).double()[:, None]).to(out.dtype)
-            if lse is not None:
-                lse[rows] = found_lse.float()
+            self._attend_request(schedule, q, (halves[0][part], halves[1][part]), rows, out, lse, call)

@@ -52,6 +52,7 @@ class Wrapper:
 
     _backend: str
     _use_cuda_graph: bool
+    _soft_cap: float
 
     def _begin(self, workspace: Tensor, kv_layout: str, backend: str, use_cuda_graph: bool) -> None:
         need(kv_layout in ("NHD", "HND"), f"Invalid kv_layout {kv_layout}", KeyError)
@@ -160,6 +161,30 @@ class Wrapper:
         assert isinstance(found, Schedule)
         fi.scribble(self._float_workspace_buffer)
         return found
+
+    def _attend_request(
+        self,
+        schedule: Schedule,
+        q: Tensor,
+        keys: tuple[Tensor, Tensor],
+        rows: slice,
+        out: Tensor,
+        lse: Tensor | None,
+        call: dict[str, Any],
+    ) -> None:
+        """Write one request's ``rows`` of ``out`` and ``lse``: its queries see its ``keys``, which are K and V.
+
+        ``call`` has the softmax ``scale`` and may have ``sinks`` and the factors of each head, ``q_scales`` (Q and K)
+        and ``v_scales``.
+        """
+        ones = torch.ones(schedule.heads)
+        found, found_lse = fi.attend(
+            q[rows].double() * call.get("q_scales", ones)[:, None], *keys, call["scale"], causal=schedule.causal,
+            window_left=schedule.window_left, soft_cap=self._soft_cap, sinks=call.get("sinks"),
+        )  # fmt: skip
+        out[rows] = (found * call.get("v_scales", ones).double()[:, None]).to(out.dtype)
+        if lse is not None:
+            lse[rows] = found_lse.float()
 
 
 @dataclass(frozen=True)
