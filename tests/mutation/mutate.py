@@ -35,8 +35,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 STATE = ROOT / "build" / "mutate"
 SOURCES = "core/attn_select"
-NO_GUARDS = ("docs", "packaging")
-"""Folders of tests that install wheels or run the documents' commands."""
+NO_GUARDS = ("browser", "docs", "packaging")
+"""Folders of tests that drive a browser, run the documents' commands or install wheels."""
 GUARDS_ALONE = ("tests/test_detection.py", "tests/test_devices.py", "tests/test_kernel_names.py")
 EXPECTED = 0.95
 RECORDING_SECONDS = 1200
