@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
 from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.dispatch import Dispatch, Plans, check_dispatch, make_dispatch
+from attn_select.runtime.dispatch import Dispatch, check_dispatch, make_dispatch
+from attn_select.runtime.kernel_blocks import KernelTables, kernel_block_sizes, shared_block_sizes, width_multiple
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
@@ -163,9 +163,11 @@ class AttentionGroup:
         specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
         self.dispatch: Dispatch | None = None
         if dispatch is not None:
-            self.dispatch = make_dispatch(selection, plans, lambda more: self._shared_block_sizes(more) is not None)
+            self.dispatch = make_dispatch(
+                selection, plans, lambda more: shared_block_sizes(more, self.block_size, self.kv_layout) is not None
+            )
             plans, specs = self.dispatch.plans, self.dispatch.specs
-        sizes = self._kernel_block_sizes(plans)
+        sizes = kernel_block_sizes(plans, self.block_size, self.kv_layout)
         self.kernel_block_size = max(sizes.values(), default=None)
         self._by_name = {name: self._serve(specs[name], own, sizes.get(name)) for name, own in plans.items()}
         self.backends = tuple(self._by_name.values())
@@ -176,7 +178,7 @@ class AttentionGroup:
         if self.dispatch is not None:
             self._check_thresholds(self.dispatch)
             self.dispatch.choice.prepare(self.capacity.max_num_seqs, self.capacity.max_model_len)
-        self._tables: dict[int, Tensor] = {}
+        self._tables = KernelTables(self.block_size, self.capacity.max_num_seqs, self.capacity.max_model_len)
 
     def __deepcopy__(self, memo: object) -> AttentionGroup:
         """Return the group itself: copies of a layer belong to the same group and take the same metadata."""
@@ -190,43 +192,6 @@ class AttentionGroup:
             if name is not None and (phases is None or phase in phases):
                 plans.setdefault(name, {})[phase] = selection.plans[phase]
         return plans
-
-    def _kernel_block_sizes(self, plans: Plans) -> dict[str, int]:
-        """Return the kernel block size per backend that reads the cache; one for all where the layout ties them."""
-        sizes = self._shared_block_sizes(plans)
-        if sizes is None:
-            able = self._able_block_sizes(plans)
-            raise ConfigError(
-                f"block_size = {self.block_size}: kernels of {' and '.join(able)} share no block size in "
-                f"{self.kv_layout} ({able})",
-                fields=["block_size"],
-            )
-        return sizes
-
-    def _able_block_sizes(self, plans: Plans) -> dict[str, list[int]]:
-        """Return per backend that reads the cache the kernel block sizes that divide the allocator's."""
-        size = self.block_size
-        able: dict[str, list[int]] = {}
-        if size is None:
-            return able
-        for name, own in plans.items():
-            if readers := [plan.kernel_block_sizes for plan in own.values() if plan.kv_layouts]:
-                able[name] = [k for k in readers[0] if size % k == 0 and all(k in other for other in readers)]
-        return able
-
-    def _shared_block_sizes(self, plans: Plans) -> dict[str, int] | None:
-        """Return the kernel block size per backend that reads the cache; None where they cannot share it."""
-        size, able = self.block_size, self._able_block_sizes(plans)
-        # The allocator's own size where the kernel runs it, else the plan's first choice.
-        wanted = {name: size if size in sizes else sizes[0] for name, sizes in able.items() if sizes}
-        if len(wanted) == len(able):
-            if self.kv_layout in caches.SPLIT_IN_PLACE or len(set(wanted.values())) < 2:
-                return wanted
-            # K and V of one block lie next to each other: a block of another size is another place in memory.
-            common = [size for size in next(iter(able.values())) if all(size in sizes for sizes in able.values())]
-            if common:
-                return dict.fromkeys(wanted, common[0])
-        return None
 
     def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
         backend: type[AttentionBackend] = spec.load()
@@ -248,7 +213,7 @@ class AttentionGroup:
             max_model_len=longest,
             cuda_graphs=self.cuda_graphs,
         )
-        chunks = None if chunk is None else VirtualBatches(chunk, context, _width_multiple(context))
+        chunks = None if chunk is None else VirtualBatches(chunk, context, width_multiple(context))
         return Served(spec, backend, context, backend.builder_cls(context), chunks)
 
     def _check_thresholds(self, dispatch: Dispatch) -> None:
@@ -564,41 +529,8 @@ class AttentionGroup:
         self, served: Served, common: CommonAttentionMetadata, num_decodes: int | None
     ) -> CommonAttentionMetadata:
         """Return the batch as the kernel wants it: its blocks, the width of its tables, a request for each chunk."""
-        common = self._in_kernel_blocks(served.context, common)
+        common = self._tables.in_kernel_blocks(served.context, common)
         return common if served.chunks is None else served.chunks.cut(common, num_decodes)
-
-    def _in_kernel_blocks(self, context: BackendContext, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return the batch with tables in the kernel's blocks and of the width that it wants."""
-        table = common.block_table_tensor
-        if table is None or context.block_size is None or self.block_size is None:
-            return common
-        ratio = self.block_size // context.block_size
-        multiple = _width_multiple(context)
-        # A captured kernel reads one address: there a table that happens to be wide enough is copied as well.
-        if ratio == 1 and (multiple == 1 or (table.shape[1] % multiple == 0 and not self.cuda_graphs)):
-            return common
-        out = self._persistent_table(context, table.shape[1], ratio, multiple) if self.cuda_graphs else None
-        table = caches.kernel_block_table(table, ratio, multiple, out)
-        return replace(common, block_table_tensor=table, block_size=context.block_size)
-
-    def _persistent_table(self, context: BackendContext, columns: int, ratio: int, multiple: int) -> Tensor:
-        """Return a buffer for kernel block tables that stays where it is."""
-        assert self.block_size is not None
-        most = -(-self.capacity.max_model_len // self.block_size)
-        if columns > most:
-            raise BatchError(
-                f"block_table_tensor of {columns} columns: max_model_len = {self.capacity.max_model_len} reserved "
-                f"{most}"
-            )
-        if id(context) not in self._tables:
-            shape = (self.capacity.max_num_seqs, -(-most * ratio // multiple) * multiple)
-            self._tables[id(context)] = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        return self._tables[id(context)]
-
-
-def _width_multiple(context: BackendContext) -> int:
-    """Return the number of columns of which a backend's block tables have a multiple."""
-    return math.lcm(*(plan.block_table_width_multiple for plan in context.plans.values()))
 
 
 def _device(selection: Selection, device: torch.device | str | None) -> torch.device:

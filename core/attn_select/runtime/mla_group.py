@@ -154,7 +154,7 @@ class MLAAttentionGroup(AttentionGroup):
                 hint="a decode has 1 + num_speculative_tokens tokens at most",
             )
         served = self._server(self._way_to_capture(common_attn_metadata), "decode")
-        common = self._in_kernel_blocks(served.context, common_attn_metadata)
+        common = self._tables.in_kernel_blocks(served.context, common_attn_metadata)
         decode = served.builder.build_for_cudagraph_capture(common)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
@@ -169,7 +169,7 @@ class MLAAttentionGroup(AttentionGroup):
         self, way: Way, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
     ) -> MLAPart:
         served = self._server(way, phase)
-        metadata = served.builder.build(0, self._in_kernel_blocks(served.context, common), fast_build)
+        metadata = served.builder.build(0, self._tables.in_kernel_blocks(served.context, common), fast_build)
         rows = slice(first_token, first_token + common.num_actual_tokens)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         return MLAPart(phase, served.spec.name, rows, spans, metadata)
