@@ -24,7 +24,6 @@ from attn_select.runtime import (
     CommonAttentionMetadata,
     MLAAttention,
     MLAAttentionGroup,
-    MLAAttentionImpl,
     VarlenMetadata,
     attention_group,
 )
@@ -64,11 +63,8 @@ def toy(name: str = "TOY", *, phases: Sequence[str] = ("prefill", "decode"), **c
             built.append(("prefill", varlen))
             return len(built)
 
-    class Impl(MLAAttentionImpl):
-        pass
-
     class Backend(AttentionBackend):
-        impl_cls = Impl
+        impl_cls = TORCH_MLA.load().impl_cls
         builder_cls = Builder
 
     facts = TORCH_MLA.capabilities["decode" if sparse else "prefill"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_select import AttentionConfig, select
 from attn_select.config import Phase
-from attn_select.errors import ConfigError
+from attn_select.errors import ConfigError, PluginError
 from attn_select.layouts import FP8_DS_MLA, MLA
 from attn_select.runtime import (
     AttentionBackend,
@@ -378,6 +378,18 @@ def test_a_weight_of_the_wrong_shape() -> None:
     group = MLAAttentionGroup(select(AttentionConfig(**SMALL), device="cpu", backend="TORCH_MLA"))
     with pytest.raises(ConfigError, match=r"kv_b_proj of shape \(32, 160\): accepted is \(160, 32\)"):
         MLAAttention(group, torch.zeros(32, 160))
+
+
+@pytest.mark.parametrize(("phase", "path"), [("prefill", "forward_mha"), ("decode", "forward_mqa")])
+def test_an_impl_without_the_path_of_a_phase(phase: Phase, path: str) -> None:
+    group = MLAAttentionGroup(select(AttentionConfig(**SMALL), device="cpu", backend="TORCH_MLA"), phases=[phase])
+
+    class Pathless(MLAAttentionImpl):
+        pass
+
+    group.backends[0].backend = type("Backend", (AttentionBackend,), {"impl_cls": Pathless})
+    with pytest.raises(PluginError, match=f"Pathless has no {path}, but its backend's spec serves {phase}"):
+        MLAAttention(group, torch.zeros(160, 32))
 
 
 class SparseMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):

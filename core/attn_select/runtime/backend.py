@@ -30,6 +30,7 @@ from torch import Tensor
 
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.dtypes import BITS
+from attn_select.errors import PluginError
 from attn_select.runtime import ops
 from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
@@ -239,6 +240,9 @@ class MLAAttentionImpl:
 
     ``forward_mqa`` works on the latent cache with absorbed weights (decode, and all of sparse MLA), ``forward_mha`` on
     decompressed keys and values (prefill). A backend implements the paths of the phases that it serves.
+
+    Raises:
+        PluginError: a phase that the backend serves here has no path.
     """
 
     takes_query_parts: bool = False
@@ -249,6 +253,10 @@ class MLAAttentionImpl:
     def __init__(
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
     ) -> None:
+        for phase in context.plans:
+            path = "forward_mqa" if phase == "decode" or context.config.sparse else "forward_mha"
+            if getattr(type(self), path) is getattr(MLAAttentionImpl, path):
+                raise PluginError(f"{type(self).__name__} has no {path}, but its backend's spec serves {phase}")
         self.context = context
         self.scale = scale
         self.alibi_slopes = alibi_slopes
@@ -303,7 +311,7 @@ class MLAAttentionImpl:
             output_lse: float32 ``(T, num_heads)``, filled where given.
             topk_indices: int32 ``(T, sparse_top_k)``, with sparse MLA: physical slots, -1 behind a token's last one.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no forward_mqa, so its spec must not serve this phase")
+        raise NotImplementedError
 
     def forward_mha(
         self,
@@ -325,7 +333,7 @@ class MLAAttentionImpl:
             output: ``(T, num_heads, v_head_dim)``.
             output_lse: float32 ``(T, num_heads)``, filled where given.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no forward_mha, so its spec must not serve prefill")
+        raise NotImplementedError
 
 
 class AttentionBackend:
