@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from attn_select_cli.layer_options import decision_options, gpu_option, model_option, workload_options
+from attn_select_cli.layer_options import decision_options, workload_options
+from attn_select_cli.pairs import models_and_gpus, pair_options
 
 EPILOG = """\b
 Examples:
@@ -21,40 +22,21 @@ A cell names the backend, or prefill / decode where they differ; `none` where no
 
 Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 """
-DEFAULT_MODELS = ("llama-3-8b", "qwen3-32b", "gemma-3-27b", "gpt-oss-120b", "deepseek-v3", "deepseek-v3.2", "bert-base")
-DEFAULT_GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 
 
 @click.command("matrix", epilog=EPILOG, short_help="The chosen backends of several models on several GPUs.")
-@model_option(f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].", several=True)
-@gpu_option(f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].", several=True)
-@click.option("--all-models", is_flag=True, help="Every preset.")
-@click.option("--all-gpus", is_flag=True, help="Every known GPU.")
+@pair_options
 @decision_options
 @workload_options
 @click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
-def command(
-    model: tuple[str, ...],
-    gpu: tuple[str, ...],
-    all_models: bool,
-    all_gpus: bool,
-    form: str,
-    as_json: bool,
-    **options: Any,
-) -> int:
+def command(form: str, as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
-    from attn_select.device import known_gpus
-    from attn_select.models import presets
     from attn_select_cli.explanation import build_explanations
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table, markdown_table
 
-    described = options["num_heads"] is not None and not model and not all_models
-    names: tuple[str | None, ...] = tuple(presets()) if all_models else model or DEFAULT_MODELS
-    if described:
-        names = (None,)  # flags alone describe one layer
-    gpus = tuple(known_gpus()) if all_gpus else gpu or DEFAULT_GPUS
+    names, gpus = models_and_gpus(options)
     explained = zip(product(names, gpus), build_explanations(options, names, gpus), strict=True)
     cells: list[dict[str, Any]] = [
         {

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attn_select_cli.layer_options import decision_options, gpu_option, model_option, workload_options
+from attn_select_cli.layer_options import decision_options, workload_options
 from attn_select_cli.libraries import require_libraries
-from attn_select_cli.matrix import DEFAULT_GPUS, DEFAULT_MODELS
+from attn_select_cli.pairs import models_and_gpus, pair_options
 
 if TYPE_CHECKING:
     from attn_select.config import Phase
@@ -36,10 +36,7 @@ Exit code: 0 written, 2 wrong input.
 
 
 @click.command("report", epilog=EPILOG, short_help="One HTML page: decisions as a matrix, times as charts.")
-@model_option(f"A model (repeatable) [default: {', '.join(DEFAULT_MODELS)}].", several=True)
-@gpu_option(f"A device (repeatable) [default: {', '.join(DEFAULT_GPUS)}].", several=True)
-@click.option("--all-models", is_flag=True, help="Every preset.")
-@click.option("--all-gpus", is_flag=True, help="Every known GPU.")
+@pair_options
 @decision_options
 @workload_options
 @click.option("--matrix", type=click.Path(path_type=Path), metavar="FILE", help="Show this matrix; decide nothing.")
@@ -53,23 +50,13 @@ Exit code: 0 written, 2 wrong input.
     help="Where to write.",
 )
 @click.option("--force", is_flag=True, help="Replace a file that is no report.")
-def command(
-    model: tuple[str, ...],
-    gpu: tuple[str, ...],
-    all_models: bool,
-    all_gpus: bool,
-    matrix: Path | None,
-    output: Path,
-    force: bool,
-    **options: Any,
-) -> int:
+def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and measured times."""
-    from attn_select.device import known_gpus
-    from attn_select.models import presets
-
     require_libraries("a report", "jinja2", "matplotlib")
     _check_output(output, force)
-    named = bool(model or gpu or all_models or all_gpus or options["num_heads"] is not None)
+    asked = ("model", "gpu", "all_models", "all_gpus")
+    named = any(options[name] for name in asked) or options["num_heads"] is not None
+    models, gpus = models_and_gpus(options)
     if matrix is not None:
         if named or options["measurements"]:
             raise click.UsageError("--matrix shows what its file holds: give it no --model, --gpu or --measurements")
@@ -77,10 +64,7 @@ def command(
     elif options["measurements"] and not named:
         page = _page_of_measurements(options)
     else:
-        models: tuple[str | None, ...] = tuple(presets()) if all_models else model or DEFAULT_MODELS
-        if options["num_heads"] is not None and not model and not all_models:
-            models = (None,)  # flags alone describe one layer
-        page = _page_of_models(options, models, tuple(known_gpus()) if all_gpus else gpu or DEFAULT_GPUS)
+        page = _page_of_models(options, models, gpus)
     text = page.html()
     output.write_text(text, encoding="utf-8")
     charts = sum(len(group.charts) for group in page.timed) + len(page.regret)

@@ -269,10 +269,10 @@ class Proposal:
         """Return what changes for every model on every GPU, and which those are in words."""
         from attn_select_cli.diff import compare
         from attn_select_cli.explanation import build_explanations
-        from attn_select_cli.matrix import DEFAULT_MODELS
+        from attn_select_cli.pairs import MODELS
 
         options = self.options if self.options is not None else options_in("", "--for")[0]
-        models = self.models or DEFAULT_MODELS
+        models = self.models or MODELS
         gpus = self.gpus or self._gpus(before, after)
         sides = [build_explanations(options, models, gpus, rules) for rules in (before, after)]
         changes = []
@@ -285,14 +285,14 @@ class Proposal:
     def _gpus(self, before: RuleSet, after: RuleSet) -> list[str]:
         """Return GPUs that rules of only one side may apply to, those of ``matrix`` first."""
         from attn_select.device import CPU, known_gpus
-        from attn_select_cli.matrix import DEFAULT_GPUS
+        from attn_select_cli.pairs import GPUS
 
         sides = [{_identity(rule): rule for rule in rules.rules} for rules in (before, after)]
         changed = [rule for one, other in (sides, sides[::-1]) for key, rule in one.items() if key not in other]
         known = {**known_gpus(), CPU.name: CPU}
-        order = dict.fromkeys((*DEFAULT_GPUS, *known))
+        order = dict.fromkeys((*GPUS, *known))
         names = [name for name in order if any(_may_apply(rule, known[name]) for rule in changed)]
-        return names[:_MOST_GPUS] or list(DEFAULT_GPUS)
+        return names[:_MOST_GPUS] or list(GPUS)
 
     def _warnings(self, before: RuleSet, after: RuleSet) -> list[str]:
         """Return what ``rules check`` says of the file as it is to be and did not say before."""

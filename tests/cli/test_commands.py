@@ -270,6 +270,14 @@ def test_diff_shows_how_a_backend_runs_otherwise_and_the_size_of_the_model(run: 
     assert found[None, "bytes_per_token"] == (4096, 2048)
 
 
+@pytest.mark.parametrize("command", ["matrix", "report"])
+@pytest.mark.parametrize(("every", "one"), [("--all-models", ("--model", "bert-base")), ("--all-gpus", ("-g", "h100"))])
+def test_all_and_one_by_name(run: Any, command: str, every: str, one: tuple[str, str]) -> None:
+    wrong = run(command, every, *one)
+    assert wrong.code == 2
+    assert f"{every} takes every one: leave out --{every[6:-1]} {one[1]}" in wrong.err
+
+
 def test_matrix_of_one_layer_given_by_flags(run: Any) -> None:
     result = run("matrix", "--num-heads", "32", "--head-size", "128", "--gpu", "h100", "--json")
     assert result.code == 0
