@@ -1,4 +1,4 @@
-"""Collects the measurements that the package brings: about 70 batches of each of ten layers, the most telling first.
+"""Collects the measurements that the package brings: about 75 batches of each of ten layers, the most telling first.
 
     python tests/bench/collect_times.py --out $OUT --with vllm==0.26.0
     python tests/bench/collect_times.py --out $OUT --done before/rounds.jsonl     # goes on where that stopped
@@ -45,10 +45,9 @@ TINY = (("2q1s40", "q32", "q16_2q1s30"), ("2q4s40",), ())
 DRAWN = {"decode": 10, "uneven": 4, "prefill": 6, "mixed": 4}
 """How many batches of each kind are drawn for a layer, after those above. Their requests are seldom a power of two:
 only there do kernels show what a nearly empty last wave costs. The held-out workloads are other draws."""
-DRAWN_AGAIN = {"decode": 8, "uneven": 6, "mixed": 4, "prefill": 4}
-"""The same again, after the models of the batches so far had been looked at: decodes and mixed batches, where they
-miss most, come first."""
-TINY_DRAWN = {"mixed": 1}
+DRAWN_AGAIN = {"spread": 7, "decode": 8, "mixed spread": 3, "prefill": 4, "uneven": 3, "mixed": 2}
+"""More, after the models of the batches so far had been looked at: with decodes of many lengths, as a service has."""
+TINY_DRAWN, TINY_AGAIN = {"mixed": 1}, {"spread": 1, "mixed spread": 1}
 COMPILING = ("2q1s64", "q64", "q64_2q1s64", "2q4s64")
 """Small batches that run every kernel of a layer once."""
 COMPILE_SECONDS = 240
@@ -74,7 +73,7 @@ def points(layers: Mapping[str, AttentionConfig], tiny: bool) -> list[Point]:
             ]
     for seed, counts in (
         ("collected", TINY_DRAWN if tiny else DRAWN),
-        ("collected again", {} if tiny else DRAWN_AGAIN),
+        ("collected again", TINY_AGAIN if tiny else DRAWN_AGAIN),
     ):
         batches = {name: drawn(f"{seed} {name}", config, counts, tiny) for name, config in layers.items() if counts}
         for index in range(sum(counts.values())):
