@@ -49,6 +49,7 @@ NAMES = {
     "FLEX_ATTENTION": {"flex-cpp", "flex-triton"},
     "PAGED_ATTENTION": {"paged-attention", "triton-prefill"},
     "TORCH_MLA": {"torch-latent", "torch-multi-head"},
+    "TORCH_MLA_SPARSE": {"torch-sparse-latent"},
     "TORCH_SDPA": {"torch-cudnn", "torch-matmul", "torch-sdpa", "torch-varlen"},
     "TRITON_ATTN": {
         "triton-decode",

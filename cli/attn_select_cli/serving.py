@@ -18,14 +18,25 @@ from torch import Tensor
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.errors import ConfigError
-from attn_select.runtime import Attention, BlockPool, BlockTable, Capacity, MLAAttention, Scales, attention_group
+from attn_select.layouts import FP8_DS_MLA
+from attn_select.runtime import (
+    Attention,
+    BlockPool,
+    BlockTable,
+    Capacity,
+    MLAAttention,
+    Scales,
+    SparseIndexer,
+    attention_group,
+)
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.mla_group import MLAAttentionGroup
 from attn_select.selection import Selection
 from attn_select.testing.comparison import ErrorBound, RelativeError, error_bound, relative_error
 from attn_select.testing.oracle import attention_options, attention_reference
-from attn_select.testing.oracle_mla import mla_reference
-from attn_select.testing.oracle_quant import decode, encode, quantize_query
+from attn_select.testing.oracle_indexer import index_scores_reference, topk_reference, wrong_choice
+from attn_select.testing.oracle_mla import absorb_query, mla_absorbed_reference, mla_reference, project_output
+from attn_select.testing.oracle_quant import decode, encode, pack_fp8_ds_mla, quantize_query, unpack_fp8_ds_mla
 from attn_select.testing.problems import FP8_SCALE, alibi_slopes, softmax_scale
 
 Batch = list[tuple[int, int, int]]
@@ -139,8 +150,6 @@ class Served:
 
 def unserved(config: AttentionConfig) -> str | None:
     """Return why the workload has no inputs for a layer; None where it has."""
-    if config.sparse:
-        return "sparse MLA needs an indexer's choice of tokens"
     return "cross-attention needs an encoder's tokens" if config.attn_type == "encoder_decoder" else None
 
 
@@ -152,12 +161,12 @@ def serve(selection: Selection, workload: Workload, progress: Callable[[int], No
         progress: called with the number of tokens checked after each step.
 
     Raises:
-        ConfigError: the layer is cross-attention or sparse MLA, which this workload has no inputs for.
+        ConfigError: the layer is cross-attention, which this workload has no inputs for.
         NoBackendError, RuntimeMissingError: from loading the selection.
     """
     config = selection.config
     if (reason := unserved(config)) is not None:
-        raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["sparse_top_k", "attn_type"])
+        raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["attn_type"])
     layer = _Layer(selection, workload)
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     for checked in (True, False):
@@ -222,7 +231,12 @@ class _Layer:
             self.layer = Attention(self.group, scale=self.scale, **options)
             kv = config.num_kv_heads
             shapes = [(config.num_heads, config.head_size), (kv, config.head_size), (kv, config.value_head_size)]
-        # Per request: query, key, value, or with MLA query, latent, rope part.
+        self.indexer: SparseIndexer | None = None
+        if config.sparse and isinstance(self.group, MLAAttentionGroup):
+            self.indexer = SparseIndexer(self.group)
+            heads, size = self.indexer.num_heads, self.indexer.head_dim
+            shapes += [(heads, size), (size,), (heads,)]
+        # Per request: query, key, value, or with MLA query, latent, rope part; for an indexer query, key, weights.
         self.inputs = [[self._normal(draw, length, *shape) for shape in shapes] for length in self.lengths]
         self.restart()
 
@@ -236,6 +250,7 @@ class _Layer:
         self.pool = BlockPool(needed + 1, size)
         self.table = BlockTable(len(self.lengths), -(-max(self.lengths) // size), size, self.group.device)
         self.kv_cache = self.group.allocate_kv_cache(needed + 1) if self.config.has_cache else None
+        self.index_cache = None if self.indexer is None else self.indexer.allocate_cache(needed + 1)
 
     def step(self, batch: Batch) -> tuple[Tensor, int]:
         """Run one batch; return the output and how many of its tokens went the decode path of MLA."""
@@ -248,7 +263,12 @@ class _Layer:
         common = prepare_batch(query_lens, seq_lens, table, device=self.group.device)
         metadata = self.group.build(common)
         tensors = [torch.cat(parts) for parts in zip(*(self._slices(part) for part in batch), strict=True)]
-        output: Tensor = self.layer(*tensors, self.kv_cache, metadata)
+        extras = {}
+        if self.indexer is not None and self.index_cache is not None:
+            *tensors, query, key, weights = tensors
+            self.chosen = self.indexer(query, key, weights.float(), self.index_cache, metadata)
+            extras["topk_indices"] = self.chosen
+        output: Tensor = self.layer(*tensors, self.kv_cache, metadata, **extras)
         if output.is_cuda:
             torch.cuda.synchronize()
         return output, getattr(metadata, "num_decode_tokens", 0)
@@ -261,7 +281,12 @@ class _Layer:
         """Return the batch's outputs in float64, ``(T, H, Dv)``."""
         outputs: list[Tensor] = []
         for request, start, tokens in batch:
-            query, key, value = (tensor[: start + tokens] for tensor in self.inputs[request])
+            query, key, value, *index = (tensor[: start + tokens] for tensor in self.inputs[request])
+            if index:
+                first = sum(map(len, outputs))
+                chosen = self._chosen(request, start, index, self.chosen[first : first + tokens])
+                outputs.append(self._sparse(query[start:], key, value, chosen))
+                continue
             query = self._quantized(query[start:], "decode" if tokens == 1 else "prefill")
             if self.config.mla:
                 is_decode = sum(map(len, outputs)) < num_decode_tokens
@@ -271,6 +296,52 @@ class _Layer:
             options = attention_options(self.config, self.slopes, self.sinks)
             outputs.append(attention_reference(query, k, v, scale=self.scale, **options)[0])
         return torch.cat(outputs)
+
+    def _chosen(self, request: int, start: int, index: list[Tensor], slots: Tensor) -> list[Tensor]:
+        """Return the positions that each token attends to: the layer's choice, the reference's where that is wrong.
+
+        Args:
+            index: the indexer's query, key and weights of all tokens so far.
+            slots: int32 ``(T, top_k)``, the layer's choice for the last T of them.
+        """
+        query, key, weights = index
+        assert self.indexer is not None
+        scores = index_scores_reference(query[start:], weights[start:], key, fp8=True)
+        size, top_k = self.table.block_size, self.indexer.top_k
+        blocks = torch.tensor(self.pool.blocks(request), device=slots.device)
+        block_of = torch.full((int(blocks.max()) + 1,), -len(key), device=slots.device)
+        block_of[blocks] = torch.arange(len(blocks), device=slots.device)
+        found = []
+        for token, own in enumerate(slots):
+            own = own[own >= 0].long()
+            positions = block_of[(own // size).clamp_max(len(block_of) - 1)] * size + own % size
+            num_keys = start + token + 1
+            if wrong_choice(positions, scores[token], num_keys, top_k) is not None:
+                positions = topk_reference(scores[token], num_keys, top_k)
+            found.append(positions)
+        return found
+
+    def _sparse(self, query: Tensor, latent: Tensor, rope: Tensor, chosen: list[Tensor]) -> Tensor:
+        """Attend from each token to the positions that were chosen for it, all as the cache holds them."""
+        if self.group.kv_layout == FP8_DS_MLA:
+            stored = unpack_fp8_ds_mla(pack_fp8_ds_mla(latent, rope))
+        else:
+            stored = self._stored(torch.cat([latent, rope], dim=-1)[:, None], self.scales.k)[:, 0]
+        by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
+        absorbed = absorb_query(query[..., : self.nope], query[..., self.nope :], by_head[..., : self.nope])
+        options = attention_options(self.config, self.slopes, self.sinks)
+        options["causal"] = False
+        rows = [
+            mla_absorbed_reference(
+                absorbed[token : token + 1],
+                stored[positions, : self.rank],
+                stored[positions, self.rank :],
+                scale=self.scale,
+                **options,
+            )[0]
+            for token, positions in enumerate(chosen)
+        ]
+        return project_output(torch.cat(rows), by_head[..., self.nope :])
 
     def _quantized(self, query: Tensor, phase: Phase) -> Tensor:
         dtype = self.plans[phase].query_dtype if phase in self.plans else self.config.dtype

@@ -91,7 +91,7 @@ def test_diff_against_a_golden_file(run: Any, tmp_path: Path) -> None:
 def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None:
     listed = run("backends", "--json").json
     names = [b["name"] for b in listed["backends"]]
-    assert len(names) == 16
+    assert len(names) == 17
     overview = run("backends").out
     assert all(name in overview for name in names)
     for name in names:
@@ -199,7 +199,10 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr("attn_select.environment.has_module", lambda name: False)
     result = run("doctor", "--no-import")
     assert result.code == 1
-    assert "no backend can run on this machine: TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA: pip install torch" in result.out
+    assert (
+        "no backend can run on this machine: TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE: pip install torch"
+        in result.out
+    )
 
 
 def test_doctor_lists_the_variables_that_attn_select_reads(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,12 @@ def test_json_counts_the_tokens_and_the_cache(run: Any) -> None:
 @CPU_ONLY
 @pytest.mark.parametrize(
     ("model", "backends"),
-    [("llama-3-8b", {"TORCH_SDPA"}), ("deepseek-v3", {"TORCH_MLA"}), ("gemma-3-27b", {"TORCH_SDPA"})],
+    [
+        ("llama-3-8b", {"TORCH_SDPA"}),
+        ("deepseek-v3", {"TORCH_MLA"}),
+        ("deepseek-v3.2", {"TORCH_MLA_SPARSE"}),
+        ("gemma-3-27b", {"TORCH_SDPA"}),
+    ],
 )
 def test_models(run: Any, model: str, backends: set[str]) -> None:
     data = run("run", "--model", model, *SHORT, "--json").json

@@ -33,6 +33,7 @@ from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolErro
 from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.custom_op import forward_context
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.indexer import SparseIndexer
 from attn_select.runtime.kv_cache import CacheView, key_value_views, num_blocks_for
 from attn_select.runtime.metadata import (
     BatchError,
@@ -77,6 +78,7 @@ __all__ = [
     "PoolError",
     "ReqToTokenPool",
     "Scales",
+    "SparseIndexer",
     "TokenToKVPool",
     "VarlenMetadata",
     "attention_group",

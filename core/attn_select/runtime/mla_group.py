@@ -28,6 +28,7 @@ from attn_select.runtime.metadata import (
 )
 from attn_select.runtime.mla_context import ContextChunk, Spans, context_chunks, context_parts, shifted, spans_of
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select.selection import Selection
 
 WORKSPACE_TOKENS = 8192
@@ -68,6 +69,7 @@ class MLAMetadata:
         num_decode_tokens: the first of them, which are decodes; with sparse MLA by one backend all.
         slot_mapping: int64 slots of the step's latents.
         parts: decodes, then prefills, where there are any.
+        indexed_rows: which keys each token may choose from; made by the first ``SparseIndexer`` that is called.
     """
 
     group: MLAAttentionGroup
@@ -76,6 +78,7 @@ class MLAMetadata:
     num_decode_tokens: int
     slot_mapping: Tensor
     parts: tuple[MLAPart, ...]
+    indexed_rows: IndexedRows | None = None
 
 
 class MLAAttentionGroup(AttentionGroup):

@@ -2,8 +2,9 @@
 
 Each has an implementation in torch, and a plugin may bring a faster one for its devices: an entry point in group
 ``attn_select.ops``, named like the operation, that loads a function ``(device: torch.device) -> callable or None``. The
-callable has the torch implementation's signature (``attn_select.runtime.torch_ops``); None says that it does not serve
-that device. It is asked once per operation and device; one that fails to load is left out with a warning.
+callable has the torch implementation's signature (``attn_select.runtime.torch_ops``, ``torch_indexer``); None says that
+it does not serve that device. It is asked once per operation and device; one that fails to load is left out with a
+warning.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from attn_select.runtime import torch_ops
+from attn_select.runtime import torch_indexer, torch_ops
 
 ENTRY_POINT_GROUP = "attn_select.ops"
 _chosen: dict[tuple[str, torch.device], tuple[Callable[..., Any], str]] = {}
@@ -43,7 +44,8 @@ def _look_up(name: str, device: torch.device) -> tuple[Callable[..., Any], str]:
             continue
         if found is not None:
             return found, entry.value
-    return getattr(torch_ops, name), "torch"
+    home = torch_indexer if hasattr(torch_indexer, name) else torch_ops
+    return getattr(home, name), "torch"
 
 
 def clear_cache() -> None:
@@ -52,7 +54,7 @@ def clear_cache() -> None:
 
 
 class SharedOperation:
-    """One operation; call it as ``attn_select.runtime.torch_ops`` documents it, without keywords.
+    """One operation; call it as its torch form documents it, without keywords.
 
     Args:
         name: of the function there.
@@ -72,3 +74,5 @@ gather_cache_mla = SharedOperation("gather_cache_mla", 0)
 flatten_block_table = SharedOperation("flatten_block_table", 0)
 merge_attn_states = SharedOperation("merge_attn_states", 0)
 quantize_fp8 = SharedOperation("quantize_fp8", 0)
+indexer_k_quant_and_cache = SharedOperation("indexer_k_quant_and_cache", 1)
+indexer_topk = SharedOperation("indexer_topk", 2)

@@ -29,7 +29,7 @@ def _stored(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return quantize_fp8(numbers, per_head, dtype).view(torch.uint8)
 
 
-def _scatter(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+def scatter_rows(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
     """Write ``rows (T, …)`` into ``view (num_blocks, block_size, …)`` at their slots, leaving out slot -1."""
     if len(slot_mapping):
         made = _kept if view.device.type == "cpu" else _repeated
@@ -84,13 +84,13 @@ def reshape_and_cache(
     stored_value = _stored(value, scales.v, kv_cache.dtype)
     if layout == PAGED_ATTENTION:
         k, v = paged_attention_views(kv_cache, config)
-        _scatter(
+        scatter_rows(
             _bytes(k).permute(0, 3, 1, 2, 4), stored_key.view(*key.shape[:-1], k.shape[2], k.shape[4]), slot_mapping
         )
-        _scatter(_bytes(v).permute(0, 3, 1, 2), stored_value, slot_mapping)
+        scatter_rows(_bytes(v).permute(0, 3, 1, 2), stored_value, slot_mapping)
         return
     for view, stored in zip(key_value_views(kv_cache, layout, config), (stored_key, stored_value), strict=True):
-        _scatter(_bytes(view), stored, slot_mapping)
+        scatter_rows(_bytes(view), stored, slot_mapping)
 
 
 def concat_and_cache_mla(
@@ -109,10 +109,10 @@ def concat_and_cache_mla(
         slot_mapping: int64 ``(T,)``; tokens with slot -1 are skipped.
     """
     if layout == FP8_DS_MLA:
-        _scatter(kv_cache, _packed(kv_c_normed, k_pe), slot_mapping)
+        scatter_rows(kv_cache, _packed(kv_c_normed, k_pe), slot_mapping)
         return
     latent = torch.cat([kv_c_normed, k_pe], dim=-1)
-    _scatter(_bytes(kv_cache), _stored(latent, scales.k, kv_cache.dtype), slot_mapping)
+    scatter_rows(_bytes(kv_cache), _stored(latent, scales.k, kv_cache.dtype), slot_mapping)
 
 
 def _packed(latent: Tensor, rope: Tensor) -> Tensor:
@@ -123,6 +123,16 @@ def _packed(latent: Tensor, rope: Tensor) -> Tensor:
     codes = quantize_fp8(tiles, scales.unsqueeze(-1), torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
     rope = rope.to(torch.bfloat16).contiguous()
     return torch.cat([codes, scales.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
+
+
+def unpacked_ds_mla(packed: Tensor) -> Tensor:
+    """Return float32 ``(N, 576)``, latent and rope part, of uint8 ``(N, 656)`` tokens of layout ``FP8_DS_MLA``."""
+    tiles = DS_MLA_LATENT // DS_MLA_TILE
+    rope_bytes = packed.shape[1] - DS_MLA_LATENT - 4 * tiles
+    codes, scales, rope = packed.split_with_sizes([DS_MLA_LATENT, 4 * tiles, rope_bytes], dim=1)
+    latent = codes.view(torch.float8_e4m3fn).float().view(-1, tiles, DS_MLA_TILE)
+    latent = latent * scales.contiguous().view(torch.float32).unsqueeze(2)
+    return torch.cat([latent.flatten(1), rope.contiguous().view(torch.bfloat16).float()], dim=1)
 
 
 def gather_cache_mla(

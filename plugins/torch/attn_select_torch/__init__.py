@@ -1,1 +1,1 @@
-"""Attention in plain PyTorch for attn-select: ``TORCH_SDPA``, ``FLEX_ATTENTION`` and ``TORCH_MLA``."""
+"""Attention in plain PyTorch for attn-select: dense layers, MLA and sparse MLA."""

@@ -1,4 +1,4 @@
-"""The entry point: registers the three backends, imports no torch."""
+"""The entry point: registers the backends, imports no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from attn_select.hookspecs import hookimpl
 from attn_select.spec import BackendSpec
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
 from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
 
 @hookimpl
 def attn_select_register_backends() -> list[BackendSpec]:
-    """Return the specs of ``TORCH_SDPA``, ``FLEX_ATTENTION`` and ``TORCH_MLA``."""
-    return [TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA]
+    """Return the specs of ``TORCH_SDPA``, ``FLEX_ATTENTION``, ``TORCH_MLA`` and ``TORCH_MLA_SPARSE``."""
+    return [TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE]

@@ -16,9 +16,10 @@ from attn_select.layouts import LAYOUTS
 from attn_select.spec import BackendPlan, Reason
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
 from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
-SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA)
+SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE)
 ASSUMED = Environment(assume_installed=True)
 GPUS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -126,3 +127,13 @@ def test_torch_mla_takes_every_dense_mla_layer(config: AttentionConfig, capabili
         if measures_distance_across_ranks(config):
             expected.add("decode-context-parallel-distance")
         assert codes(check(TORCH_MLA, config, device, ASSUMED, TORCH_MLA.options(), phase)) == expected
+
+
+@given(config=configs(mla=True), capability=st.sampled_from([None, *GPUS]))
+def test_the_sparse_backend_takes_sparse_mla_alone(config: AttentionConfig, capability: tuple[int, int] | None) -> None:
+    device = device_of(capability)
+    for phase in config.phases:
+        found = codes(check(TORCH_MLA_SPARSE, config, device, ASSUMED, TORCH_MLA_SPARSE.options(), phase))
+        assert ("sparse-only" in found) is not config.sparse
+        if config.kv_cache_dtype == "fp8_ds_mla" and (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
+            assert "head-size" in found

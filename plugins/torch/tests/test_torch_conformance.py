@@ -7,6 +7,7 @@ import pytest
 from attn_select.testing import BackendConformance
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
 from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
 
@@ -17,6 +18,11 @@ class TestTorchSdpa(BackendConformance):
 
 class TestTorchMla(BackendConformance):
     spec = TORCH_MLA
+    device = "cpu"
+
+
+class TestTorchMlaSparse(BackendConformance):
+    spec = TORCH_MLA_SPARSE
     device = "cpu"
 
 
@@ -37,6 +43,11 @@ class TestTorchSdpaOnGpu(OnGpu, TestTorchSdpa):
 
 @pytest.mark.gpu
 class TestTorchMlaOnGpu(OnGpu, TestTorchMla):
+    pass
+
+
+@pytest.mark.gpu
+class TestTorchMlaSparseOnGpu(OnGpu, TestTorchMlaSparse):
     pass
 
 

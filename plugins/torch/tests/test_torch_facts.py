@@ -17,10 +17,11 @@ from attn_select.layouts import FLASH_ATTN_NHD, MLA, PAGED_ATTENTION
 from attn_select.spec import BackendPlan, BackendSpec, Fact
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TRITON
 from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 from attn_select_torch.plugin import attn_select_register_backends
 
-SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA)
+SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE)
 ASSUMED = Environment(assume_installed=True)
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 DEEPSEEK: dict[str, Any] = {
@@ -272,8 +273,8 @@ def test_load_brings_the_backend_of_that_name(spec: BackendSpec) -> None:
     assert spec.load().impl_cls.__name__.endswith("Impl")
 
 
-def test_registers_three_backends() -> None:
-    assert [spec.name for spec in attn_select_register_backends()] == ["TORCH_SDPA", "FLEX_ATTENTION", "TORCH_MLA"]
+def test_registers_all_backends() -> None:
+    assert tuple(attn_select_register_backends()) == SPECS
 
 
 def test_registration_imports_no_torch() -> None:

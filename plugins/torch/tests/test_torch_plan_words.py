@@ -13,6 +13,7 @@ from attn_select.testing import plan_of
 from attn_select.testing.toolkit import MLA_FIELDS
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, FlexKernel
 from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA, SdpaKernel
 
 GQA: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
@@ -26,6 +27,7 @@ LATENT: dict[str, Any] = {**MLA_FIELDS, "num_heads": 4, "dtype": "float32"}
         (TORCH_SDPA, {**GQA, "logits_soft_cap": 30.0}),
         (TORCH_SDPA, {**GQA, "attn_type": "encoder"}),
         (TORCH_MLA, LATENT),
+        (TORCH_MLA_SPARSE, {**LATENT, "sparse_top_k": 64}),
     ],
     ids=lambda value: getattr(value, "name", "") or "-".join(map(str, value.values())),
 )

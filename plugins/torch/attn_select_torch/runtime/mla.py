@@ -53,7 +53,7 @@ class TorchMLAImpl(MLAAttentionImpl):
         by_slot = kv_cache.flatten(0, 1)
         for gather in attn_metadata:
             requests, query_len, num_keys = gather.shape
-            latents = _latents(by_slot, gather.slots, layer.scales.k, query.dtype)
+            latents = latents_at(by_slot, gather.slots, layer.scales.k, query.dtype)
             latents = latents.view(requests, 1, num_keys, by_slot.shape[1])
             rows = query.index_select(0, gather.tokens).view(requests, query_len, *query.shape[1:])
             if self._fused and output_lse is None and num_keys:
@@ -165,7 +165,7 @@ class TorchMLAImpl(MLAAttentionImpl):
         }
 
 
-def _latents(by_slot: Tensor, slots: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def latents_at(by_slot: Tensor, slots: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the latents ``(N, R + Pr)`` at ``slots`` in the compute dtype."""
     if by_slot.element_size() > 1:
         return by_slot.index_select(0, slots).to(dtype)
