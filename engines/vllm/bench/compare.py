@@ -1,9 +1,9 @@
 """Decode throughput and outputs of the real vLLM engine with attn-select's choice and with vLLM's own, on one GPU.
 
-    python compare.py mla --other TRITON_MLA         # MLA, 16 heads; by attn-select's rules, and by TRITON_MLA
+    python compare.py mla --other TRITON_MLA         # MLA, 16 heads
     python compare.py gpt-oss                        # sinks in all layers, a window of 128 in every other one
     python compare.py llama --batches 64x6000,8x32000
-    python compare.py mla --prefer FLASHMLA,TRITON_MLA  # told to prefer others, an arm each; empty: none
+    python compare.py mla --prefer ,TRITON_MLA       # by attn-select's own rules, and told to prefer another
     python compare.py mla --rules my.toml            # other rules; --workload 64q1s6k lets measurements decide instead
     python compare.py mla gpt-oss llama              # engines start together while their caches fit --memory
 
@@ -11,10 +11,10 @@ Every arm is an engine in a process of its own, so that arms alternate: in each 
 batch for ``--steps`` steps of its engine. Contexts grow by a token a step, in all arms alike, and nothing is prefilled
 between rounds. Weights are random (norms are 1) and prompts are token ids.
 
-Printed are the log blocks of attn-select and, per batch and arm, the milliseconds of a step and of its kernels (medians
-over the rounds), the decode tokens per second and the ratio of these to the first arm's: the median over the rounds,
-each a pair measured one after the other, with a 95 % interval that assumes no distribution, and the range. Then the
-share of attention in the kernels' time.
+Printed are the log blocks of attn-select and, per batch and arm, the milliseconds of a step (median over the rounds)
+and of its kernels (in a profile after them, each kernel by itself), the decode tokens per second and the ratio of these
+to the first arm's: the median over the rounds, each a pair measured one after the other, with a 95 % interval that
+assumes no distribution, and the range. Then the share of attention in the kernels' time.
 
 Outputs are compared with the first arm's on the same tokens: of the prompts' prefill, of one decoded token of all
 requests, and of one of five requests in a graph of the whole batch. The first layer's attention has equal inputs in all
@@ -53,11 +53,11 @@ COMMON: dict[str, Any] = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {  # so many layers that a step takes the GPU longer than the host
     "llama": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -65,20 +65,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         "hidden_size": 2880,
         "intermediate_size": 2880,
-        "num_hidden_layers": 16,
+        "num_hidden_layers": 36,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 64,
         "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "hidden_size": 2048,
         "intermediate_size": 5632,
-        "num_hidden_layers": 20,
-        "first_k_dense_replace": 20,
+        "num_hidden_layers": 40,
+        "first_k_dense_replace": 40,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "kv_lora_rank": 512,
@@ -100,13 +100,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 CLASSES = {"LlamaForCausalLM": "llama", "DeepseekV2ForCausalLM": "deepseek_v2"}
-ARMS = {"mla": ",TRITON_MLA", "gpt-oss": ",TRITON_ATTN", "llama": ""}
-"""attn-select's arms: the backends that it is told to prefer in a model, separated by commas. Empty: its own rules."""
 BATCHES = {"mla": "64x6000,128x2000,256x1000", "gpt-oss": "64x6000,128x2000", "llama": "64x6000"}
 """Requests and tokens of each, of the batches that are decoded one after another; outputs are those of the first."""
-CACHE_GIB = {"llama": 14, "gpt-oss": 14, "mla": 10}
+CACHE_GIB = {"llama": 28, "gpt-oss": 30, "mla": 20}
 """Size of an arm's KV cache: what the default batches take."""
-BESIDE_GIB = 6
+BESIDE_GIB = 8
 """What an arm takes beside its cache, at most: weights, activations, workspaces, CUDA's own."""
 WARM_STEPS = 2
 """Steps of a round that are not timed: the first waits for the host alone."""
@@ -453,7 +451,7 @@ def attn_select_arms(model: str, options: argparse.Namespace, folder: Path) -> d
     if options.rules:
         return {"attn-select": found | {"ATTN_SELECT_RULES": str(options.rules)}}
     arms = {}
-    for backend in (ARMS[model] if options.prefer is None else options.prefer).split(","):
+    for backend in options.prefer.split(","):
         variables = dict(found)
         if backend:
             rules = folder / f"{backend}.toml"
@@ -612,11 +610,16 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=16, help="timed steps of an arm in a round (default: 16)")
     parser.add_argument("--rounds", type=int, default=24, help="default: 24")
-    parser.add_argument("--memory", type=int, default=128, help="GiB that engines may take at a time (default: 128)")
+    parser.add_argument("--memory", type=int, default=132, help="GiB that engines may take at a time (default: 132)")
     parser.add_argument("--cache-gib", type=int, help=f"size of an arm's KV cache (default: {CACHE_GIB})")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--rules", type=Path, help="attn-select's rules instead of a preference")
-    parser.add_argument("--prefer", metavar="NAME,…", help="attn-select's backends to prefer, an arm each; empty: none")
+    parser.add_argument(
+        "--prefer",
+        default="",
+        metavar="NAME,…",
+        help="attn-select's backends to prefer, an arm each; empty: its own rules (default)",
+    )
     parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
     parser.add_argument(
         "--other",
