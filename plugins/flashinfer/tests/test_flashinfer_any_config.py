@@ -44,7 +44,8 @@ def test_plan_answers_every_config(
     for phase, plan in found.items():
         if isinstance(plan, BackendPlan):
             assert where is not None
-            assert where >= (8, 0)
+            assert where >= ((7, 5) if name == "FLASHINFER" else (8, 0))
+            assert plan.unverified or where >= (8, 0)
             assert plan.workspace_bytes > 0
             hash(plan.kernel)
             if config.block_size is not None:

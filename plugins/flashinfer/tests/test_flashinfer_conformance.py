@@ -58,6 +58,16 @@ class TestAmpere(Emulated):
     capability = (8, 0)
 
 
+class TestTuring(Emulated):
+    """Half precision alone, with a release that was repaired for it."""
+
+    seed = 5
+    num_configs = 60
+    gate_device = "t4"
+    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.7.2.post1"})
+    capability = (7, 5)
+
+
 class TestBlackwell(Emulated):
     """trtllm-gen in both phases where it runs."""
 

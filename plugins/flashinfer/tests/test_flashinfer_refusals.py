@@ -27,12 +27,27 @@ reasons_of = GATE.reasons_of
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("device", [CPU, Device("t4", (7, 5)), Device("v100", (7, 0))], ids=lambda d: d.name)
-def test_devices_below_ampere(device: Device, phase: str) -> None:
+@pytest.mark.parametrize("device", [CPU, Device("v100", (7, 0))], ids=lambda d: d.name)
+def test_devices_below_turing(device: Device, phase: str) -> None:
     reasons = reasons_of(device, phase, alibi=True)
     assert set(reasons) == {"compute-capability", "alibi"}
     assert reasons["compute-capability"].observed == device.capability_text
-    assert reasons["compute-capability"].supported == "8.0 to 12.1"
+    assert reasons["compute-capability"].supported == "7.5 to 12.1"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_turing_is_unproven(phase: str) -> None:
+    """float16 and head sizes that fit its shared memory, from the release that was repaired for it."""
+    turing = Device("t4", (7, 5))
+    for cache in ("auto", "fp8_e4m3", "fp8_e5m2"):
+        plan = plan_of(turing, phase, dtype="float16", kv_cache_dtype=cache)
+        assert plan.path == "native fa2"
+        assert any("7.5" in mark for mark in plan.unverified)
+    assert set(reasons_of(turing, phase)) == {"dtype"}
+    assert set(reasons_of(turing, phase, dtype="float16", head_size=512)) == {"head-size"}
+    old = reasons_of(turing, phase, version="0.6.15", dtype="float16")
+    assert set(old) == {"library-version"}
+    assert old["library-version"].supported == "0.6.16"
 
 
 @pytest.mark.parametrize("phase", PHASES)

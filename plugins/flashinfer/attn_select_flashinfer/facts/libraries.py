@@ -53,6 +53,11 @@ HEAD_512_FP8_BELOW_SM100: Fact[Release] = Fact(
 FP8_WINDOW_FA3: Fact[Release] = Fact(
     (0, 6, 15), "flashinfer-ai/flashinfer #3682: before, FP8 fa3 prefill with a window hangs (#3578)"
 )
+TURING: Fact[Release] = Fact(
+    (0, 6, 16),
+    "flashinfer-ai/flashinfer #3620: before, prefill asks for more shared memory than 7.5 has; vllm-project/vllm "
+    "#55380 (0.6.16 on RTX 2080 Ti, 16-bit and FP8 caches, float16) and #47549",
+)
 XQA_DRAFT_WINDOW: Fact[Release] = Fact(
     (0, 6, 16), f"flashinfer-ai/flashinfer #4137: one window per draft token; {RAN}: relative error 0.85 without"
 )

@@ -32,6 +32,7 @@ from attn_select_flashinfer.facts.libraries import (
     ONE_CACHE_DTYPE,
     PREFILL,
     RAN,
+    TURING,
     VLLM,
     pages,
     wrong_device,
@@ -45,6 +46,7 @@ from attn_select_flashinfer.facts.mha_kernels import (
     NativeKernel,
     PrefillKernel,
     UseTrtllm,
+    against_turing,
     choose_native,
     decide,
     fp8_query,
@@ -55,8 +57,8 @@ from attn_select_flashinfer.facts.mha_kernels import (
 
 CAPABILITIES = Capabilities(
     compute_capabilities=Fact(
-        ComputeCapabilities((((8, 0), (12, 1)),)),
-        f"{VLLM} supports_compute_capability; 7.5 is left out: prefill fails there (flashinfer-ai/flashinfer #3620)",
+        ComputeCapabilities((((7, 5), (12, 1)),)),
+        f"{VLLM} supports_compute_capability (8.0 and up, for want of the repair that 7.5 needs); {TURING.source}",
     ),
     dtypes=Fact(("bfloat16", "float16"), f"{JIT_ATTENTION}; {RAN}"),
     kv_cache_dtypes=Fact(
@@ -128,6 +130,7 @@ _GEN_NOTES = {"prefill": (_GEN_PREFILL, _SHARED), "decode": (_SHARED,)}
 _NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases share the rest"
 _DRAFTS = "queries of more than one token go through the prefill wrapper"
 _SINKS_UNPROVEN = "the kernel with attention sinks was executed on compute capability 9.0, never on 8.x"
+_TURING_UNPROVEN = "FlashInfer was never executed on compute capability 7.5 by this project"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
 
 _UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
@@ -139,8 +142,11 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Plan one phase: native or TRT-LLM, which kernel, and why; or every reason why neither runs."""
     capability = device.compute_capability
-    if capability is None or capability < (8, 0):
+    if capability is None or capability < (7, 5):
         return wrong_device(CAPABILITIES, device)
+    turing = capability < (8, 0)
+    if turing and (reasons := against_turing(config, environment)):
+        return reasons
     name = kernel_for(capability, phase)
     case = Case(config, phase, capability, name, options.use_trtllm, options.prefill_kernel, environment)
     use_trtllm, because, refusals = decide(case)
@@ -160,6 +166,8 @@ def plan(
             notes = (*notes, _NO_SPLIT)
     dtype, scratch = "fp8_e4m3" if kernel.fp8_query else config.dtype, native_scratch(config, options)
     made = _native_plan(kernel, phase, because, why, dtype, config.block_size, scratch, notes, capability[0] == 10)
+    if turing:
+        return replace(made, unverified=(_TURING_UNPROVEN,))
     return replace(made, unverified=(_SINKS_UNPROVEN,)) if config.sinks and capability[0] == 8 else made
 
 

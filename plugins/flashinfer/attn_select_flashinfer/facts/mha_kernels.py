@@ -33,6 +33,7 @@ from attn_select_flashinfer.facts.libraries import (
     PREFILL,
     RAN,
     TRTLLM_GEN_CAPABILITIES,
+    TURING,
     VLLM,
     VLLM_UTILS,
     XQA_DRAFT_MASK_FP8,
@@ -491,6 +492,28 @@ def _against_fa3(case: Case) -> str | None:
     elif cache == "fp8_e5m2":
         return "fa3 reads no fp8_e5m2 cache"
     return None
+
+
+def against_turing(config: AttentionConfig, environment: Environment) -> list[Reason]:
+    """Return what keeps a layer off compute capability 7.5, where fa2 is all there is.
+
+    Sources: bfloat16 MMA needs 8.0 (flashinfer include/flashinfer/mma.cuh v0.7.2.post1); head sizes above 256 do not
+    fit the shared memory (vllm-project/vllm #55380).
+    """
+    reasons: list[Reason] = []
+    if config.dtype != "float16":
+        message = f"dtype {config.dtype} on compute capability 7.5 (supported: float16)"
+        reasons.append(Reason("dtype", message, config.dtype, ["float16"], "--dtype float16"))
+    if config.head_size > 256:
+        message = f"head size {config.head_size} on compute capability 7.5 (supported: 64, 128, 256)"
+        reasons.append(Reason("head-size", message, config.head_size, "64, 128, 256"))
+    if release(environment) < TURING.value:
+        least = ".".join(map(str, TURING.value))
+        message = f"compute capability 7.5 needs flashinfer-python {least}"
+        reasons.append(
+            Reason("library-version", message, environment.version("flashinfer-python"), least, upgrade(TURING))
+        )
+    return reasons
 
 
 def _objections(case: Case) -> list[Reason]:
