@@ -25,10 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from held_out import device_of, halves
+from collect_times import phase_kind
+from held_out import candidates, device_of, halves
 from timed_layers import (
     MOST_SECONDS,
-    SLOW,
+    PAIR,
     Point,
     add_options,
     append,
@@ -45,7 +46,7 @@ from attn_select.config import Phase
 from attn_select.environment import canonical_distribution
 from attn_select.selector import environment_for
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
-from attn_select.times.dispatch import Names, StepChoice
+from attn_select.times.dispatch import Names, StepChoice, by_phase, lead_of
 from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.model import TimeModel, fit
@@ -109,10 +110,18 @@ def steps_of(layers: Mapping[str, AttentionConfig], count: int, tiny: bool) -> l
     return sorted(found, key=lambda point: len(point.batch.groups) % 7)  # all kinds early, if time runs out
 
 
-def numbers(batch: BatchShape) -> tuple[int, int, int, int, int]:
-    """Return what a group knows of a batch."""
-    num_keys = sum(group.count * group.seq_len for group in batch.groups)
-    return batch.num_requests, batch.num_tokens, batch.max_query_len, num_keys, batch.max_seq_len
+def lens_of(batch: BatchShape) -> tuple[list[int], list[int]]:
+    """Return the query lengths and the key lengths of a batch, its decodes first."""
+    each = [group for group in reversed(batch.groups) for _ in range(group.count)]
+    return [group.query_len for group in each], [group.seq_len for group in each]
+
+
+def asked(choice: StepChoice, batch: BatchShape) -> Names:
+    """Return what a group is told for a batch."""
+    whole = batch.num_requests, batch.num_tokens, batch.max_query_len, batch.num_kv_tokens, batch.max_seq_len
+    if batch.max_query_len <= choice.longest_decode:
+        return choice(None, whole)
+    return choice(*by_phase(whole, lead_of(*lens_of(batch)), choice.longest_decode))
 
 
 def measure(arguments: argparse.Namespace) -> Path:
@@ -139,7 +148,6 @@ def measure(arguments: argparse.Namespace) -> Path:
             break
         if point.key in done:
             continue
-        candidates = [each for each in bench.candidates(config, point.batch) if tiny or each.name not in SLOW]
         selection = select(
             config,
             bench.device,
@@ -147,8 +155,8 @@ def measure(arguments: argparse.Namespace) -> Path:
             workload=WORKLOAD,
             measurements=tuple(map(str, evidence)),
         )
-        candidates.append(Candidate(DISPATCH, selection, dispatch="measured"))
-        found = bench.measure(config, point.batch, candidates, MOST_SECONDS)
+        tried = [*candidates(bench, config, point.batch), Candidate(DISPATCH, selection, dispatch="measured")]
+        found = bench.measure(config, point.batch, tried, MOST_SECONDS)
         print(f"{spent:5.0f} s  {point.batch.num_requests} requests, {line(point, found)[-200:]}", flush=True)
         dispatched = [timed for timed in found.timed if timed.backend == DISPATCH]
         found.timed = [timed for timed in found.timed if timed.backend != DISPATCH]
@@ -184,10 +192,12 @@ def predicted(row: Mapping[str, Any], points: Points, pins: Mapping[str, str]) -
         for phase, curve in (("prefill", model.prefill), ("decode", model.decode)):
             if curve is not None:
                 models[phase][name] = model  # type: ignore[index]
-    return StepChoice(config, chosen, models, apart=config.mla)(*numbers(batch))
+    return asked(StepChoice(config, chosen, models, apart=config.mla), batch)
 
 
-def judge(row: Mapping[str, Any], points: Mapping[frozenset[tuple[str, Any]], Points]) -> dict[str, float] | None:
+def judge(
+    row: Mapping[str, Any], points: Mapping[frozenset[tuple[str, Any]], Points], again: bool = False
+) -> dict[str, float] | None:
     """Return per backend, for dispatch and for the best one the time of a step; None where one cannot be said."""
     config, batch = AttentionConfig(**row["config"]), parse_batch_shape(row["batch"])
     found = halves(row)
@@ -196,19 +206,21 @@ def judge(row: Mapping[str, Any], points: Mapping[frozenset[tuple[str, Any]], Po
         return None
     best = min(found, key=lambda name: found[name][0])
     times = {name: second for name, (_, second) in found.items()} | {"best of each step": found[best][1]}
-    if dispatched is not None:
+    if dispatched is not None and not again:
         return times | {DISPATCH: dispatched[1]}
     pins = {canonical_distribution(name): version for name, version in row["libraries"].items()}
     of_layer = points.get(frozenset(timed_layer(config).to_dict().items()), {})
     prefill, decode = predicted(row, of_layer, pins)
-    name = decode if config.has_cache and batch.is_decode(1 + config.num_speculative_tokens) else prefill
-    mixed = name == prefill and config.has_cache and batch.groups[-1].query_len <= 1 + config.num_speculative_tokens
-    if name not in times or (mixed and prefill != decode):
-        return None  # two backends share the batch, or none could be predicted: nobody has measured that
-    return times | {DISPATCH: times[name]}
+    kind = phase_kind(config, batch)
+    name = decode if kind == "decode" else prefill
+    if kind == "mixed" and prefill != decode:
+        name = f"{prefill}{PAIR}{decode}"
+    return times | {DISPATCH: times[name]} if name in times else None  # nobody has measured that
 
 
-def report(found: Sequence[Mapping[str, Any]], points: Mapping[frozenset[tuple[str, Any]], Points]) -> None:
+def report(
+    found: Sequence[Mapping[str, Any]], points: Mapping[frozenset[tuple[str, Any]], Points], again: bool = False
+) -> None:
     """Print total times per layer and phase: the best backend alone, dispatch, and the best one of each step."""
     print(
         f"{'layer':12s} {'phase':8s} {'steps':>5s} {'dispatch':>9s} {'alone':>7s} {'worst':>7s}  best alone, the others"
@@ -219,7 +231,7 @@ def report(found: Sequence[Mapping[str, Any]], points: Mapping[frozenset[tuple[s
     left_out = 0
     for row in found:
         config, batch = AttentionConfig(**row["config"]), parse_batch_shape(row["batch"])
-        times = judge(row, points)
+        times = judge(row, points, again)
         if times is None:
             left_out += 1
             continue
@@ -275,7 +287,7 @@ def host() -> None:
                     kernel={phase: plans[phase].kernel_name or ""},
                     config=timed_layer(CONFIG).to_dict(),
                     batch=text,
-                    time_us=(1 if favoured else 2) * (5 + numbers(batch)[3] / 1000),
+                    time_us=(1 if favoured else 2) * (5 + batch.num_kv_tokens / 1000),
                     method="graph",
                 )
                 append_measurements(path, [made])
@@ -321,6 +333,7 @@ def main() -> None:
     parser.add_argument(
         "--measurements", action="append", default=[], type=Path, metavar="FILE", help="times that dispatch goes by"
     )
+    parser.add_argument("--again", action="store_true", help="ask dispatch anew, whatever it took when --from was made")
     arguments = parser.parse_args()
     if arguments.host:
         host()
@@ -328,7 +341,7 @@ def main() -> None:
     files = [*arguments.given, *([measure(arguments)] if arguments.measure else [])]
     if not files:
         parser.error("one of --measure, --from FILE and --host is needed")
-    report([row for file in files for row in rows(file)], points_of(arguments.measurements))
+    report([row for file in files for row in rows(file)], points_of(arguments.measurements), arguments.again)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,12 @@ def measure(arguments: argparse.Namespace) -> Path:
 
 def timed(bench: Bench, config: AttentionConfig, batch: BatchShape) -> TimedBatch:
     """Measure all backends but the slow ones; MLA's prefills and decodes of one batch also by two of them."""
-    candidates = [each for each in bench.candidates(config, batch) if not bench.on_gpu or each.name not in SLOW]
+    return bench.measure(config, batch, candidates(bench, config, batch), MOST_SECONDS)
+
+
+def candidates(bench: Bench, config: AttentionConfig, batch: BatchShape) -> list[Candidate]:
+    """Return all backends but the slow ones, and for a mixed batch of MLA the pairs of them."""
+    found = [each for each in bench.candidates(config, batch) if not bench.on_gpu or each.name not in SLOW]
     if config.mla and phase_kind(config, batch) == "mixed":
         ranked = select(config, bench.device, environment=bench.environment).candidates
         able = {
@@ -108,8 +113,8 @@ def timed(bench: Bench, config: AttentionConfig, batch: BatchShape) -> TimedBatc
                 asked: dict[Phase, str] = {"prefill": first, "decode": second}
                 both = select(config, bench.device, backend=asked, environment=bench.environment)
                 if both.selected == asked:
-                    candidates.append(Candidate(f"{first}{PAIR}{second}", both))
-    return bench.measure(config, batch, candidates, MOST_SECONDS)
+                    found.append(Candidate(f"{first}{PAIR}{second}", both))
+    return found
 
 
 def halves(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

@@ -385,6 +385,22 @@ def mla_selection(phases: Sequence[Phase], workload: str, returns_lse: bool = Tr
     return decider.decide(MLA, Choice(), workload=parse_workload(workload), evidence=evidence)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_the_lengths_of_the_decodes_decide_beside_a_prefill(
+    make_toy: Any, decide: Decide, make_batch: Any, known: bool
+) -> None:
+    """A prompt's keys are none of the decodes'. Whoever gives no lengths with the batch has them read."""
+    decoders = [(make_toy(name, phases=("decode",)), times) for name, times in (("FEW", FEW), ("MANY", MANY))]
+    group = attention_group(
+        decide(CONFIG, (make_toy("BOTH"), lambda *_: 1e4), *decoders), capacity=CAPACITY, dispatch="measured"
+    )
+    for lengths, name in (([64] * 3, "FEW"), ([64] * 9 + [2000], "MANY"), ([64] * 10, "FEW")):
+        batch = make_batch([(1, length) for length in lengths] + [(64, 2000)])
+        assert batch.lead == (len(lengths), 1, max(lengths), (64,), (2000,))
+        found = group.build(batch if known else replace(batch, lead=None, num_keys=None))
+        assert ran(found) == [("decode", name), ("prefill", "BOTH")]
+
+
 def test_mla_decodes_take_turns_beside_prefills(make_batch: Any) -> None:
     selection = mla_selection(["decode"], WORKLOAD)
     group: Any = attention_group(selection, capacity=CAPACITY, dispatch="measured")

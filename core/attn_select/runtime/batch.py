@@ -18,6 +18,7 @@ from torch import Tensor
 from attn_select.errors import ConfigError
 from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges, prefix_sums
+from attn_select.times.dispatch import lead_of
 
 FEW_SLOTS = 32
 """Up to as many, slots are worked out one by one: fewer take less time than the tensor operations for all at once."""
@@ -258,6 +259,7 @@ def prepare_batch(
         here = host.to(target, non_blocking=True)
         header = here[: 4 * num_ints].view(torch.int32)
         bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
+    lead = None if single else lead_of(query_lens, seq_lens)
     return CommonAttentionMetadata(
         query_start_loc=bounds,
         query_start_loc_cpu=bounds_cpu,
@@ -266,13 +268,14 @@ def prepare_batch(
         num_reqs=num_reqs,
         num_actual_tokens=num_tokens,
         max_query_len=1 if single else max(query_lens),
-        max_seq_len=max(seq_lens),
+        max_seq_len=max(seq_lens) if lead is None else max((lead.longest, *lead.seq_lens)),
         block_table_tensor=table,
         slot_mapping=None if table is None else here[slots_at:].view(torch.int64),
         causal=causal,
         mm_prefix_ranges=mm_prefix_ranges,
         block_size=None if block_table is None else block_table.block_size,
         num_keys=sum(seq_lens),
+        lead=lead,
     )
 
 

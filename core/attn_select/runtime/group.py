@@ -23,7 +23,7 @@ from attn_select.runtime.scales import Scales
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
-from attn_select.times.dispatch import Names
+from attn_select.times.dispatch import Names, by_phase, lead_of
 
 
 @dataclass(slots=True)
@@ -177,7 +177,8 @@ class AttentionGroup:
         self._captured: dict[tuple[int, int, int], Way] = {}
         if self.dispatch is not None:
             self._check_thresholds(self.dispatch)
-            self.dispatch.choice.prepare(self.capacity.max_num_seqs, self.capacity.max_model_len)
+            most = self.capacity.max_num_seqs, self.capacity.max_num_batched_tokens, self.capacity.max_model_len
+            self.dispatch.choice.prepare(*most)
         self._tables = KernelTables(self.block_size, self.capacity.max_num_seqs, self.capacity.max_model_len)
 
     def __deepcopy__(self, memo: object) -> AttentionGroup:
@@ -241,7 +242,13 @@ class AttentionGroup:
         if self._captured and size in self._captured:
             return self._captured[size]
         num_keys = int(common.seq_lens_cpu.sum()) if common.num_keys is None else common.num_keys
-        names = self.dispatch.choice(*size, num_keys, common.max_seq_len)
+        choice = self.dispatch.choice
+        whole, choice = (*size, num_keys, common.max_seq_len), self.dispatch.choice
+        if common.max_query_len <= choice.longest_decode:
+            names = choice(None, whole)
+        else:
+            lead = common.lead or lead_of(common.query_lens_cpu.tolist(), common.seq_lens_cpu.tolist())
+            names = choice(*by_phase(whole, lead, choice.longest_decode))
         return self._ways.get(names) or self._dispatched(names)
 
     def _dispatched(self, names: Names) -> Way:

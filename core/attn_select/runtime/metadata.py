@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import AttnSelectError
+from attn_select.times.dispatch import Lead
 
 Ranges = Sequence[tuple[int, int]]
 """Inclusive ``(first, last)`` positions of one request's image tokens."""
@@ -55,6 +56,8 @@ class CommonAttentionMetadata:
         num_decodes: how many of the first requests are decodes, where their query lengths do not say it: what a prefill
             has in one chunk of ``attention_chunk_size`` may be as short as a decode. None: those with short queries.
         num_keys: the sum of ``seq_lens``, which ``prepare_batch`` fills in. None: whoever asks sums ``seq_lens_cpu``.
+        lead: the lengths on the host, the first equal queries together, which ``prepare_batch`` fills in where a query
+            is longer than one token. None: whoever asks reads the ``_cpu`` copies, which takes longer.
         dcp_local_seq_lens: int32 ``(B,)``, this rank's share of the keys under decode context parallelism; no backend
             reads it yet.
     """
@@ -75,6 +78,7 @@ class CommonAttentionMetadata:
     block_size: int | None = None
     num_keys: int | None = None
     num_decodes: int | None = None
+    lead: Lead | None = None
 
     @property
     def query_lens_cpu(self) -> Tensor:
@@ -114,6 +118,7 @@ class CommonAttentionMetadata:
             mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[first:last],
             num_keys=None,
+            lead=None,
             num_decodes=None if self.num_decodes is None else max(0, min(self.num_decodes, last) - first),
         )
 

@@ -88,6 +88,7 @@ class VirtualBatches:
             max_seq_len=longest,
             block_table_tensor=table,
             num_keys=None,
+            lead=None,
             num_decodes=None if num_decodes is None else int(counts[:num_decodes].sum()),
         )
 

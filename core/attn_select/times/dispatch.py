@@ -1,15 +1,16 @@
 """``StepChoice``: the backend that is predicted to run a step fastest, among those that read one cache.
 
-A step is known by five numbers that every batch carries: its requests, tokens, longest query, keys and longest
-sequence. They are rounded, and each set of rounded numbers is worked out once. So a choice depends on the step and on
-the times alone, never on the steps before it.
+A step is known by the totals of its decodes and of its prefills (``Requests``). They are rounded, and each set of
+rounded numbers is worked out once. So a choice depends on the step and on the times alone, never on the steps before
+it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import log2
+from typing import NamedTuple, TypeVar
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.times.batch_shape import BatchShape, RequestGroup
@@ -17,7 +18,9 @@ from attn_select.times.model import TimeModel
 from attn_select.times.workload import WeightedShape
 
 _MOST_KNOWN = 1 << 16
-_LEAST_PREPARED = 64
+_LEAST_PREPARED, _MOST_PREFILLS = 64, 4
+_LEAST_CONTEXT = 32
+"""Prefills with fewer cached tokens each count as having none."""
 _UNEVEN = 1.2
 """A longest sequence of more than this many times the mean has a group of its own."""
 
@@ -25,6 +28,66 @@ Names = tuple[str | None, str | None]
 """The backend of a step's prefills and that of its decodes; None where the group has none."""
 Models = Mapping[str, TimeModel]
 Groups = tuple[RequestGroup, ...]
+Key = tuple[int, int, int, int]
+K = TypeVar("K")
+V = TypeVar("V")
+Times = tuple[float, ...]
+"""Microseconds of each candidate, in the order of the models; infinite where a model predicts none."""
+
+
+Requests = tuple[int, int, int, int, int]
+"""A step's decodes, or its prefills: how many they are, their new tokens, the most of one of them, their keys, the most
+of one of them."""
+
+
+class Lead(NamedTuple):
+    """The lengths of a batch: its first requests, all with the same number of new tokens, and the others one by one.
+
+    Attributes:
+        num_requests: the first requests; 0 where requests with as many new tokens stand further behind.
+        query_len: new tokens of each.
+        longest: keys of the one that has most.
+        query_lens, seq_lens: new tokens and keys of each of the others.
+    """
+
+    num_requests: int
+    query_len: int
+    longest: int
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+
+def lead_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> Lead:
+    """Return the lengths of a batch of at least one request."""
+    query_len = query_lens[0]
+    count = query_lens.count(query_len)
+    if query_lens[:count].count(query_len) != count:
+        count = 0
+    longest = max(seq_lens[:count], default=0)
+    return Lead(count, query_len, longest, tuple(query_lens[count:]), tuple(seq_lens[count:]))
+
+
+def by_phase(whole: Requests, lead: Lead, longest_decode: int) -> tuple[Requests | None, Requests | None]:
+    """Return the prefills and the decodes of a step; None where it has none.
+
+    Args:
+        whole: all requests of the step.
+        lead: its lengths.
+        longest_decode: new tokens up to which a request is a decode.
+    """
+    _, query_len, longest, query_lens, seq_lens = lead
+    num_requests = tokens = query = keys = most = 0  # of the others that are of another phase than the first requests
+    decodes = query_len <= longest_decode
+    own_query = query_len
+    for new, seq_len in zip(query_lens, seq_lens, strict=True):
+        if (new <= longest_decode) is decodes:
+            own_query, longest = max(own_query, new), max(longest, seq_len)
+        else:
+            num_requests, tokens, keys = num_requests + 1, tokens + new, keys + seq_len
+            query, most = max(query, new), max(most, seq_len)
+    same = whole[0] - num_requests, whole[1] - tokens, own_query, whole[3] - keys, longest
+    other = (num_requests, tokens, query, keys, most) if num_requests else None
+    return (other, same) if decodes else (same, other)
 
 
 class StepChoice:
@@ -34,8 +97,9 @@ class StepChoice:
         config: the layers.
         chosen: the backend per phase that runs where times do not decide.
         models: per phase in which times decide, the model of each candidate; of equal times the first wins.
-        apart: whether prefills and decodes of one batch are always computed apart (MLA). Else a backend that serves
-            both phases may take the whole batch, and two share it only where that takes less.
+        apart: whether prefills and decodes of one batch are always computed apart (MLA), so that each takes its own
+            time. Else a backend that serves both phases may take the whole batch, where measured batches show how long
+            both take together, and two share it only where that takes less.
     """
 
     def __init__(
@@ -48,48 +112,44 @@ class StepChoice:
         self.longest_decode = 1 + config.num_speculative_tokens if config.has_cache else 0
         self._chosen: Names = chosen.get("prefill"), chosen.get("decode")
         self._prefill, self._decode = models.get("prefill", {}), models.get("decode", {})
-        self._whole = {} if apart else {name: each for name, each in self._prefill.items() if name in self._decode}
+        self._both = set() if apart else {name for name in self._prefill if name in self._decode}
         self._apart = apart or len(set(chosen.values())) > 1
-        self._decodes_known: dict[tuple[int, ...], Names] = {}
-        self._others_known: dict[tuple[int, ...], Names] = {}
+        self._decode_times: dict[Key, Times] = {}
+        self._prefill_times: dict[Key, Times] = {}
+        self._decodes_known: dict[Key, Names] = {}
+        self._prefills_known: dict[Key, Names] = {}
+        self._mixed_known: dict[tuple[Key, Key], Names] = {}
 
-    def __call__(
-        self, num_requests: int, num_tokens: int, max_query_len: int, num_keys: int, max_seq_len: int
-    ) -> Names:
-        """Return the backends of a step."""
-        key: tuple[int, ...]
-        if max_query_len <= self.longest_decode:
-            mean = num_keys / num_requests or 1.0
-            key = (
-                round(16 * log2(num_requests)),  # the finest, because requests' thread blocks come in waves
-                num_tokens // num_requests,
-                round(4 * log2(mean)),
-                round(log2(max(1.0, max_seq_len / mean))),
-            )
-            found = self._decodes_known.get(key)
-        else:
-            key = (
-                round(2 * log2(num_requests)),
-                round(2 * log2(num_tokens)),
-                round(2 * log2(max_query_len)),
-                round(2 * log2(num_keys or 1)),
-            )
-            found = self._others_known.get(key)
-        return found or self._work_out(max_query_len <= self.longest_decode, *key)
+    def __call__(self, prefills: Requests | None, decodes: Requests | None) -> Names:
+        """Return the backends of a step; it has prefills, decodes, or both."""
+        if prefills is None:
+            assert decodes is not None
+            key = _decode_key(decodes)
+            return self._decodes_known.get(key) or self._work_out_decodes(key)
+        if decodes is None:
+            key = _prefill_key(prefills)
+            return self._prefills_known.get(key) or self._work_out_prefills(key)
+        both = _prefill_key(prefills), _decode_key(decodes)
+        return self._mixed_known.get(both) or self._work_out_mixed(both)
 
-    def prepare(self, most_requests: int, most_tokens: int) -> None:
-        """Work out beforehand what decodes are known by: any number of requests up to ``most_requests``, of a mean
-        length from ``_LEAST_PREPARED`` to ``most_tokens``, the longest no more than about five times the mean.
+    def prepare(self, most_requests: int, most_new_tokens: int, most_tokens: int) -> None:
+        """Work out beforehand what most steps are known by; others are worked out when they are first seen.
 
-        Other steps are worked out when they are first seen.
+        Decodes: any number of requests up to ``most_requests``, of a mean length from ``_LEAST_PREPARED`` to
+        ``most_tokens``, the longest no more than about five times the mean. Prefills: up to ``_MOST_PREFILLS`` of up to
+        ``most_new_tokens`` in all, the longest no more than about three times the mean, any context.
         """
-        if not self._decode:
-            return
         means = range(round(4 * log2(_LEAST_PREPARED)), round(4 * log2(most_tokens)) + 1)
         for requests in dict.fromkeys([round(16 * log2(count)) for count in range(1, most_requests + 1)]):
-            for mean in means:
+            for mean in means if self._decode else ():
                 for skew in range(3):
-                    self._work_out(True, requests, self.longest_decode, mean, skew)
+                    self._work_out_decodes((requests, self.longest_decode, mean, skew))
+        contexts = [0, *range(round(log2(_LEAST_PREPARED)), round(log2(most_tokens)) + 1)]
+        for count in range(1, min(_MOST_PREFILLS, most_requests) + 1) if self._prefill else ():
+            for mean in range(round(2 * log2(self.longest_decode + 1)), round(2 * log2(most_new_tokens / count)) + 1):
+                for skew in range(min(3, count)):
+                    for context in contexts:
+                        self._work_out_prefills((round(2 * log2(count)), mean, skew, context))
 
     def captured(
         self, num_requests: int, query_len: int, shapes: Iterable[WeightedShape], able: Collection[str]
@@ -106,64 +166,113 @@ class StepChoice:
             batch = shape.batch
             num_keys = sum([group.count * group.seq_len for group in batch.groups]) / batch.num_requests
             decodes = _decodes(num_requests, query_len, round(num_keys * num_requests), batch.max_seq_len)
-            for name, time_us in _times(models, decodes).items():
+            for name, time_us in zip(models, _times(models, decodes), strict=True):
                 times[name] += shape.weight * time_us
         return self._with(min(times, key=times.__getitem__, default=None))
 
-    def _work_out(self, decodes: bool, *key: int) -> Names:
-        known = self._decodes_known if decodes else self._others_known
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
-        known[key] = found = (self._of_decodes if decodes else self._of_others)(*key)
-        return found
+    def _work_out_decodes(self, key: Key) -> Names:
+        return _kept(self._decodes_known, key, self._with(_fastest(self._decode, self._times_of_decodes(key))))
 
-    def _of_decodes(self, requests: int, query_len: int, mean: int, skew: int) -> Names:
+    def _work_out_prefills(self, key: Key) -> Names:
+        name = _fastest(self._prefill, self._times_of_prefills(key))
+        return _kept(self._prefills_known, key, self._with(name) if name in self._both else self._beside(name))
+
+    def _work_out_mixed(self, key: tuple[Key, Key]) -> Names:
+        prefill, decode = self._times_of_prefills(key[0]), self._times_of_decodes(key[1])
+        return _kept(self._mixed_known, key, self._mixed(prefill, decode))
+
+    def _times_of_decodes(self, key: Key) -> Times:
+        requests, query_len, mean, skew = key
         num_requests, seq_len = round(2 ** (requests / 16)), 2 ** (mean / 4)
-        groups = _decodes(num_requests, query_len, round(seq_len * num_requests), round(seq_len * 2**skew))
-        return self._with(_fastest(self._decode, groups))
-
-    def _of_others(self, requests: int, tokens: int, query: int, keys: int) -> Names:
-        num_requests, num_tokens, max_query_len, num_keys = (
-            round(2**each) for each in (requests / 2, tokens / 2, query / 2, keys / 2)
+        return self._decode_times.get(key) or _kept(
+            self._decode_times,
+            key,
+            _times(
+                self._decode,
+                _decodes(num_requests, query_len, round(seq_len * num_requests), round(seq_len * 2**skew)),
+            ),
         )
-        prefills, decodes = _prefills_and_decodes(num_requests, num_tokens, max_query_len, num_keys)
-        if decodes and self.longest_decode:  # encoders have no decodes
-            return self._mixed(prefills, decodes)
-        name = _fastest(self._prefill, prefills + decodes)
-        return self._with(name) if name is None or name in self._whole else (name, self._chosen[1])
+
+    def _times_of_prefills(self, key: Key) -> Times:
+        requests, mean, skew, context = key
+        num_requests, query_len = round(2 ** (requests / 2)), 2 ** (mean / 2)
+        return self._prefill_times.get(key) or _kept(
+            self._prefill_times,
+            key,
+            _times(
+                self._prefill,
+                _prefills(num_requests, query_len, round(query_len * 2**skew), 2**context if context else 0),
+            ),
+        )
 
     def _with(self, name: str | None) -> Names:
         """Return the backends of decodes by ``name``: alone where it serves prefills too, so that none is split off."""
-        if name is None or name in self._whole:
+        if name is None or name in self._both:
             return (name, name) if name else self._chosen
         return self._chosen[0], name
 
-    def _mixed(self, prefills: Groups, decodes: Groups) -> Names:
-        if self._whole:
-            times = _times(self._whole, prefills + decodes)
-            one = min(times, key=times.__getitem__)
-            of_prefills, of_decodes = _times(self._prefill, prefills), _times(self._whole, decodes)
-            first, second = min(of_prefills, key=of_prefills.__getitem__), min(of_decodes, key=of_decodes.__getitem__)
-            less = of_prefills[first] + of_decodes[second] < times[one]
-            return (first, second) if less and first != second else (one, one)
-        if not self._apart:
-            return self._chosen
-        return (
-            _fastest(self._prefill, prefills) or self._chosen[0],
-            _fastest(self._decode, decodes) or self._chosen[1],
-        )
+    def _beside(self, name: str | None) -> Names:
+        """Return the backends of prefills by ``name``."""
+        return name or self._chosen[0], self._chosen[1]
+
+    def _mixed(self, prefill: Times, decode: Times) -> Names:
+        if not self._both:
+            if not self._apart:
+                return self._chosen
+            return (
+                _fastest(self._prefill, prefill) or self._chosen[0],
+                _fastest(self._decode, decode) or self._chosen[1],
+            )
+        of_prefills = dict(zip(self._prefill, prefill, strict=True))
+        of_decodes = {name: time for name, time in zip(self._decode, decode, strict=True) if name in self._both}
+        whole = {
+            name: self._prefill[name].together(of_prefills[name], time)
+            for name, time in of_decodes.items()
+            if self._prefill[name].knows_mixed
+        }
+        if self._chosen[0] not in whole:
+            return self._chosen  # nothing compares with what is not known
+        one = min(whole, key=whole.__getitem__)
+        first, second = min(of_prefills, key=of_prefills.__getitem__), min(of_decodes, key=of_decodes.__getitem__)
+        less = of_prefills[first] + of_decodes[second] < whole[one]
+        return (first, second) if less and first != second else (one, one)
 
 
-def _times(models: Models, groups: Groups) -> dict[str, float]:
+def _decode_key(requests: Requests) -> Key:
+    count, tokens, _, keys, longest = requests
+    mean = keys / count or 1.0
+    # Requests are the finest, because their thread blocks come in waves.
+    return round(16 * log2(count)), tokens // count, round(4 * log2(mean)), round(log2(longest / mean or 1.0))
+
+
+def _prefill_key(requests: Requests) -> Key:
+    count, tokens, longest_query, keys, _ = requests
+    mean, context = tokens / count, (keys - tokens) / count
+    return (
+        round(2 * log2(count)),
+        round(2 * log2(mean)),
+        round(log2(longest_query / mean)),
+        round(log2(context)) if context >= _LEAST_CONTEXT else 0,
+    )
+
+
+def _kept(known: dict[K, V], key: K, found: V) -> V:
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[key] = found
+    return found
+
+
+def _times(models: Models, groups: Groups) -> Times:
     batch = BatchShape(groups)
-    found = {name: model.predict(batch) for name, model in models.items()}
-    return {name: math.inf if each is None else each.time_us for name, each in found.items()}
+    found = [model.predict(batch) for model in models.values()]
+    return tuple([math.inf if each is None else each.time_us for each in found])
 
 
-def _fastest(models: Models, groups: Groups) -> str | None:
-    """Return the first of the fastest; None where there is no candidate."""
-    times = _times(models, groups)
-    return min(times, key=times.__getitem__, default=None)
+def _fastest(models: Models, times: Times) -> str | None:
+    """Return the first of the fastest; None where no time is known."""
+    best = min(times, default=math.inf)
+    return None if best == math.inf else [*models][times.index(best)]
 
 
 def _decodes(num_requests: int, query_len: int, num_keys: int, max_seq_len: int) -> Groups:
@@ -176,14 +285,14 @@ def _decodes(num_requests: int, query_len: int, num_keys: int, max_seq_len: int)
     return RequestGroup(1, query_len, max_seq_len), RequestGroup(num_requests - 1, query_len, rest)
 
 
-def _prefills_and_decodes(
-    num_requests: int, num_tokens: int, max_query_len: int, num_keys: int
-) -> tuple[Groups, Groups]:
-    """Return prefills of the longest query and decodes of one token with these totals, all with the same context."""
-    prefills = min(num_requests, max(1, round((num_tokens - num_requests) / max(1, max_query_len - 1))))
-    context = max(0, num_keys - num_tokens) // num_requests
-    if prefills == num_requests:
-        query_len = max(1, round(num_tokens / num_requests))
-        return (RequestGroup(num_requests, query_len, query_len + context),), ()
-    decodes = RequestGroup(num_requests - prefills, 1, 1 + context)
-    return (RequestGroup(prefills, max_query_len, max_query_len + context),), (decodes,)
+def _prefills(num_requests: int, mean: float, longest_query: int, context: int) -> Groups:
+    """Return prefills of this mean, one of them with the longest query, each with the same context."""
+    query_len = max(1, round(mean))
+    if num_requests == 1 or longest_query <= _UNEVEN * query_len:
+        return (RequestGroup(num_requests, query_len, query_len + context),)
+    longest_query = min(longest_query, round(mean * num_requests) - num_requests + 1)
+    rest = max(1, round((mean * num_requests - longest_query) / (num_requests - 1)))
+    return (
+        RequestGroup(1, longest_query, longest_query + context),
+        RequestGroup(num_requests - 1, rest, rest + context),
+    )

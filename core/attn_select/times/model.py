@@ -111,6 +111,7 @@ class TimeModel:
         prefill: the curve of prefills; None: too few were measured.
         overlap: ``m`` of ``(prefill^m + decode^m)^(1/m)`` in batches with both: 1 adds the times.
         mixed_margin: the least margin of a batch with both.
+        knows_mixed: whether enough batches with both were measured to say how they overlap.
     """
 
     layer: TimedLayer
@@ -120,6 +121,7 @@ class TimeModel:
     prefill: Curve | None
     overlap: float = 1.0
     mixed_margin: float = 0.0
+    knows_mixed: bool = False
 
     def predict(self, batch: BatchShape) -> Prediction | None:
         """Return the time of one step over ``batch``; None where it has a phase without a curve."""
@@ -133,8 +135,11 @@ class TimeModel:
             return parts[0]
         total = sum(part.time_us for part in parts)
         margin = sum(part.time_us * part.margin for part in parts) / total
-        time_us = sum(part.time_us**self.overlap for part in parts) ** (1 / self.overlap)
-        return Prediction(time_us, max(margin, self.mixed_margin))
+        return Prediction(self.together(parts[0].time_us, parts[1].time_us), max(margin, self.mixed_margin))
+
+    def together(self, prefill_us: float, decode_us: float) -> float:
+        """Return the time of a batch whose prefills and decodes alone take these times, microseconds."""
+        return math.pow(math.pow(prefill_us, self.overlap) + math.pow(decode_us, self.overlap), 1 / self.overlap)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a file; ``from_dict`` makes an equal model of it."""
@@ -145,6 +150,7 @@ class TimeModel:
             "prefill": _curve_to_dict(self.prefill),
             "overlap": self.overlap,
             "mixed_margin": self.mixed_margin,
+            "knows_mixed": self.knows_mixed,
         }
 
     @classmethod
@@ -160,6 +166,7 @@ class TimeModel:
             prefill=_curve_from_dict(data["prefill"], phase_work(config, False, sm_count)),
             overlap=data["overlap"],
             mixed_margin=data["mixed_margin"],
+            knows_mixed=data["knows_mixed"],
         )
 
 
@@ -307,7 +314,7 @@ def _with_overlap(model: TimeModel, mixed: Sequence[tuple[BatchShape, float]]) -
     for overlap in _OVERLAPS:
         other = replace(model, overlap=overlap)
         errors = [abs(math.log(time_us / other.predict(batch).time_us)) for batch, time_us in mixed]  # type: ignore[union-attr]
-        tried.append((sum(errors), replace(other, mixed_margin=math.expm1(_at_95_percent(errors)))))
+        tried.append((sum(errors), replace(other, mixed_margin=math.expm1(_at_95_percent(errors)), knows_mixed=True)))
     return min(tried, key=lambda each: each[0])[1]
 
 
