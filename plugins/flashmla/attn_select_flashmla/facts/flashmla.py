@@ -36,7 +36,8 @@ DECODE = Capabilities(
     compute_capabilities=Fact(SM90, f"{_DENSE} (is_sm90a); {VLLM_FP8} (major 9, minor 0); {RAN}"),
     dtypes=Fact(("bfloat16", "float16"), _DENSE),
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), f"{_DENSE}; {VLLM_FP8}; {RAN}"),
-    # Upstream takes 512 as well, without a rope part; in vLLM 0.26.0 a call with it ended the process on an H200.
+    # Upstream takes 512 as well, without a rope part. With vLLM 0.26.0 the suite's process ended on an H200 while this
+    # width was drawn; that the width is the cause is inferred.
     head_sizes=Fact(HeadSizes(values=(576,)), f"{_DENSE} (576 or 512, V 512); {VLLM_FP8} (576, V 512); {RAN}"),
     block_sizes=Fact((64,), f"{_DENSE} (page_block_size 64); {VLLM_FP8} (64); {RAN}"),
     sliding_window=Fact(False, _DENSE),
