@@ -45,7 +45,7 @@ def test_it_serves_what_no_cache_would(
     assert "24 free at the end" in printed
     assert "as without a cache" in printed
     if seed == 0 and not torch.cuda.is_available():
-        shown = re.findall(r"```\n\$ python examples/serve\.py\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
+        shown = re.findall(r"```text\n\$ python examples/serve\.py\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
         rounded = re.compile(r"error is \S+,")  # differs between processors
         assert [rounded.sub("", printed)] == [rounded.sub("", output) for output in shown]
 

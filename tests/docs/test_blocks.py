@@ -1,0 +1,408 @@
+"""Every block of code in README.md and docs/*.md is run, read by what reads such a file, or listed with the reason.
+
+A test elsewhere holds some of them: ``CLAIMS`` names it. ``test_tutorials`` runs docs/tutorials.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+
+from attn_select import AttentionConfig, clear_cache, distributions, select
+from attn_select.config import PHASES
+from attn_select.device import CPU
+from attn_select.environment import Environment
+from attn_select.times.layer import timed_layer
+from attn_select.times.measurement import Measurement
+from attn_select.times.store import PACKAGED_FOLDER
+from attn_select.times.workload import parse_workload
+from attn_select_cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCE = re.compile(r"(?ms)^ *```(\w*)[^\n]*\n(.*?)^ *```$")
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+MODEL = "models--meta-llama--Llama-3.1-8B"
+COMMANDS = {"text": "$ ", "sh": ""}
+"""By language, what a line with a command begins with."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fence: where it begins, its language and what is in it."""
+
+    file: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def first(self) -> str:
+        return self.text.partition("\n")[0].partition("  #")[0]
+
+    @property
+    def commands(self) -> list[str]:
+        """What the block would have a shell run, a line each."""
+        prompt = COMMANDS[self.language]
+        return [line.removeprefix(prompt) for line in self.text.splitlines() if line.startswith(prompt) and line]
+
+
+def blocks() -> list[Block]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text("utf-8")
+        for match in FENCE.finditer(text):
+            found.append(Block(path.name, text.count("\n", 0, match.start()) + 1, *match.groups()))
+    return found
+
+
+BLOCKS = blocks()
+EXAMPLE = [file.read_text("utf-8") for file in (ROOT / "examples" / "acme_attention").iterdir() if file.is_file()]
+
+NOT_RUN = {
+    ("selection-speed.md", "Python 3.11.7, x86_64"): "times of one machine: `make bench-select` prints such a table",
+    ("testing.md", "survivor"): "`make mutate` takes an hour",
+}
+CLAIMS: dict[str, Callable[[Block], bool]] = {
+    "test_documents runs its commands": lambda b: b.language == "console",
+    "test_examples finds it in the program": lambda b: b.language == "python" and b.first.startswith("# examples/"),
+    "test_serve compares it": lambda b: b.first == "$ python examples/serve.py",
+    "test_third_party installs it": lambda b: b.text in EXAMPLE,
+    "test_third_party compares it": lambda b: (b.file, b.language) == ("plugins.md", "text"),
+    "test_a_shown_run": lambda b: b.language == "text" and b.first.startswith("$ attn-select run"),
+    "test_rules": lambda b: b.language == "toml" and "[[rules]]" in b.text and b.text not in EXAMPLE,
+    "test_a_workload": lambda b: b.language == "toml" and "[[shapes]]" in b.text,
+    "test_an_entry_point": lambda b: b.language == "toml" and b.first.startswith("[project.entry-points"),
+    "test_shell": lambda b: b.language == "sh",
+    "test_python": lambda b: b.language == "python" and (b.file, b.first) in PYTHON,
+    "not run": lambda b: any(b.file == file and b.text.startswith(start) for file, start in NOT_RUN),
+}
+
+
+def claimed(claim: str) -> list[Any]:
+    return [pytest.param(b, id=f"{b.file}:{b.line}") for b in BLOCKS if CLAIMS[claim](b)]
+
+
+# What the blocks of Python find already there.
+
+
+def nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {}
+
+
+def a_repository(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A cache of the Hugging Face Hub with the one model."""
+    snapshot = folder / MODEL / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (folder / MODEL / "refs").mkdir()
+    (folder / MODEL / "refs" / "main").write_text("0")
+    model = ROOT / "tests" / "models" / "data" / "configs" / "llama-3.1-8b-instruct" / "config.json"
+    (snapshot / "config.json").write_bytes(model.read_bytes())
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder))
+    return {}
+
+
+def a_batch(config: AttentionConfig, device: str = HERE) -> dict[str, Any]:
+    """A decode behind 20 cached tokens and a prompt of 5 tokens, in a cache of 4 blocks."""
+    from attn_select.runtime import BlockTable
+
+    table = BlockTable(2, 2, 16, device)
+    table.append_row(0, [1, 2])
+    table.append_row(1, [3])
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(6, *shape, dtype=torch.bfloat16, device=device)
+
+    return {
+        "select": select,
+        "config": config,
+        "num_blocks": 4,
+        "query_lens": [1, 5],
+        "seq_lens": [21, 5],
+        "block_table": table,
+        "drawn": drawn,
+        "query": drawn(4, 64),
+        "key": drawn(2, 64),
+        "value": drawn(2, 64),
+    }
+
+
+def a_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return a_batch(AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64))
+
+
+def a_compiled_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    from attn_select.runtime import Attention, attention_group, forward_context, prepare_batch
+
+    known = a_batch(AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64, block_size=16))
+    group = attention_group(select(known["config"]))
+    layer, cache = Attention(group), group.allocate_kv_cache(4)
+    return {
+        "forward_context": forward_context,
+        "group": group,
+        "common": prepare_batch([1, 5], [21, 5], known["block_table"]),
+        "tokens": known["query"],
+        "compiled_model": lambda query: layer(query, known["key"], known["value"], cache),
+    }
+
+
+def an_mla_group(folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, Any]:
+    from attn_select.runtime import MLAAttention, attention_group, prepare_batch
+
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    known = a_batch(AttentionConfig(num_heads=4, block_size=16, **dims, **fields))
+    group, drawn = attention_group(select(known["config"])), known["drawn"]
+    return {
+        **known,
+        "MLAAttention": MLAAttention,
+        "group": group,
+        "kv_b_proj": torch.zeros(4 * 256, 512, dtype=torch.bfloat16, device=group.device),
+        "query": drawn(4, 192),
+        "kv_c_normed": drawn(512),
+        "k_pe": drawn(64),
+        "kv_cache": group.allocate_kv_cache(4),
+        "metadata": group.build(prepare_batch([1, 5], [21, 5], known["block_table"])),
+    }
+
+
+def a_sparse_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    from attn_select.runtime import SparseIndexer
+
+    names = an_mla_group(folder, monkeypatch, sparse_top_k=8)
+    names["layer"] = names["MLAAttention"](names["group"], names["kv_b_proj"])
+    index = {"index_query": names["drawn"](64, 128), "index_key": names["drawn"](128)}
+    return {**names, **index, "weights": names["drawn"](64).float(), "SparseIndexer": SparseIndexer}
+
+
+def two_measured_backends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Times of two backends for the CPU, so that the choice between them has something to rest on."""
+    from attn_select.runtime import attention_group, prepare_batch
+
+    known = a_batch(AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64, block_size=16), "cpu")
+    config, lines = known["config"], []
+    for backend, slower in (("TORCH_SDPA", 1), ("FLEX_ATTENTION", 2)):
+        plans = select(config, "cpu", backend=backend).plans
+        for batch, phase in [
+            *((f"{n}q1s{s}", "decode") for n in (1, 4, 16, 64) for s in (256, 1024, 4096)),
+            *((f"{n}q{q}s{s}", "prefill") for n in (1, 4) for q in (128, 512) for s in (512, 2048)),
+        ]:
+            kernel = {each: plans[each].kernel_name for each in PHASES if each == phase}
+            found = Measurement(
+                gpu=CPU.full_name, compute_capability="cpu", backend=backend, kernel=kernel, method="eager", rounds=9,
+                config=timed_layer(config).to_dict(), block_size=16, batch=batch, date="2026-11-22",
+                time_us=slower * 100.0,
+            )  # fmt: skip
+            lines.append(found.to_line())
+    (folder / "cpu.jsonl").write_text("\n".join(lines))
+    monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", str(folder / "cpu.jsonl"))
+    clear_cache()
+    return {
+        **known,
+        "select": lambda config, workload: select(config, "cpu", workload=workload),
+        "attention_group": attention_group,
+        "common": prepare_batch([1, 5], [21, 5], known["block_table"]),
+    }
+
+
+def check_dispatch(names: dict[str, Any]) -> None:
+    assert {served.spec.name for served in names["group"].backends} == {"TORCH_SDPA", "FLEX_ATTENTION"}
+
+
+def check_layer(names: dict[str, Any]) -> None:
+    assert names["output"].isfinite().all()
+
+
+def check_builds(names: dict[str, Any]) -> None:
+    """The first build that serves the layer is taken; without it, the reasons say what each build accepts."""
+    config, sinks = (AttentionConfig(num_heads=4, head_size=64, sinks=each) for each in (False, True))
+    everything, options = Environment(assume_installed=True), names["AcmeOptions"]
+    plan = names["plan"]
+    assert plan(config, CPU, everything, options(), "decode").provider == "acme-red (acme_red.attention)"
+    assert plan(config, CPU, everything, options(provider="acme-blue"), "decode").provider == "acme-blue (acme_blue)"
+    (reason,) = plan(sinks, CPU, everything, options(provider="acme-blue"), "decode")
+    assert reason.code in ("sinks", "pinned-kernel")
+
+
+def facts_of_builds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The block of facts, and one of its libraries."""
+    (block,) = (b for b in BLOCKS if (b.file, b.first) == ("plugins.md", "# facts: no torch"))
+    names: dict[str, Any] = {}
+    exec(compile(block.text, block.file, "exec", dont_inherit=True), names)
+    (folder / "acme_blue.py").write_text("def attend(query, key, value, scale=1.0, out=None):\n    return query\n")
+    monkeypatch.syspath_prepend(folder)
+    return names
+
+
+def check_adapter(names: dict[str, Any]) -> None:
+    assert names["attend_of"](names["AcmeKernel"]("acme-blue"))(1, 2, 3) == 1
+
+
+def check_models(names: dict[str, Any]) -> None:
+    assert names["found"].configs[0].num_heads == 8
+    assert names["selections"][0].selected["decode"] == "FLASH_ATTN"
+
+
+def check_nothing(names: dict[str, Any]) -> None:
+    return None
+
+
+Prelude = Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]
+PYTHON: dict[tuple[str, str], tuple[Prelude, Callable[[dict[str, Any]], None]]] = {
+    ("README.md", "from attn_select import AttentionConfig, select"): (nothing, check_nothing),
+    ("README.md", "from attn_select import configs_from_model, select_model"): (a_repository, check_models),
+    ("README.md", "from attn_select.runtime import Attention, attention_group, prepare_batch"): (a_layer, check_layer),
+    ("plugins.md", "# facts: no torch"): (nothing, check_builds),
+    ("plugins.md", "# runtime"): (facts_of_builds, check_adapter),
+    ("runtime.md", "layer = MLAAttention(group, kv_b_proj)"): (an_mla_group, check_layer),
+    ("runtime.md", "indexer = SparseIndexer(group, num_heads=64, head_dim=128)"): (a_sparse_layer, check_layer),
+    ("runtime.md", 'selection = select(config, workload="chat")'): (two_measured_backends, check_dispatch),
+    ("runtime.md", "with forward_context({group: group.build(common)}):"): (a_compiled_model, check_nothing),
+}  # fmt: skip
+"""By document and first line, without its comment: what a block finds there, and what is checked behind it."""
+
+
+def test_every_block_is_held_by_one_test() -> None:
+    held = {f"{b.file}:{b.line} {b.first}": [name for name, claim in CLAIMS.items() if claim(b)] for b in BLOCKS}
+    assert len(held) > 40
+    assert {where: by for where, by in held.items() if len(by) != 1} == {}
+    assert sum(CLAIMS["not run"](b) for b in BLOCKS) == len(NOT_RUN)
+    assert sum(CLAIMS["test_python"](b) for b in BLOCKS) == len(PYTHON)
+
+
+@pytest.mark.parametrize("block", claimed("test_python"))
+def test_python(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prelude, check = PYTHON[block.file, block.first]
+    names = prelude(tmp_path, monkeypatch)
+    try:
+        exec(compile(block.text, f"{block.file}:{block.line}", "exec", dont_inherit=True), names)
+        for expression, shown in re.findall(r"(?m)^(\S[^#\n]*?)  # ([{\[].*)$", block.text):
+            assert eval(expression, names) == ast.literal_eval(shown), expression
+        check(names)
+    finally:
+        clear_cache()
+
+
+@pytest.mark.parametrize("block", claimed("test_rules"))
+def test_rules(block: Block, tmp_path: Path) -> None:
+    """Each is a file, or a part of one, in which ``rules check`` finds nothing wrong."""
+    version = "" if "version = " in block.text else "version = 1\n"
+    text = block.text.replace("ACME_ATTN", "FLASH_ATTN")  # the plugin that the page writes
+    (tmp_path / "rules.toml").write_text(version + text)
+    check_command("attn-select rules check rules.toml", tmp_path)
+
+
+@pytest.mark.parametrize("block", claimed("test_a_workload"))
+def test_a_workload(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "workload.toml").write_text(block.text)
+    shapes = parse_workload(str(tmp_path / "workload.toml")).shapes
+    assert len(shapes) == block.text.count("[[shapes]]")
+
+
+@pytest.mark.parametrize("block", claimed("test_an_entry_point"))
+def test_an_entry_point(block: Block) -> None:
+    from attn_select.runtime import ops
+
+    groups = tomllib.loads(block.text)["project"]["entry-points"]
+    assert all(callable(getattr(ops, operation)) for operation in groups[ops.ENTRY_POINT_GROUP])
+
+
+@pytest.mark.parametrize("block", claimed("test_shell"))
+def test_shell(block: Block) -> None:
+    """The targets, folders, extras and options that a command names are there."""
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8")))
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"])
+    known = {*distributions.known_backends().values(), "attn-select"}
+    assert block.commands
+    for line in block.commands:
+        words = shlex.split(line.partition(" > ")[0], comments=True)
+        if words[0] == "attn-select":
+            check_options(words)
+        elif words[0] == "make":
+            assert set(words[1:]) <= targets
+        elif words[:2] == ["pip", "install"]:
+            for word in words[2:]:
+                name, _, rest = word.partition("[")
+                if word.startswith("."):
+                    assert list(ROOT.glob(f"{word.rstrip('/')}/pyproject.toml")), word
+                elif not word.startswith(("-", "/")):
+                    assert name in known, word
+                    assert set(rest.rstrip("]").split(",")) - {""} <= extras, word
+        else:
+            assert words == ["export", "PIP_FIND_LINKS=/path/to/dist"], line
+
+
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *sorted((ROOT / "docs" / "tutorials").glob("*.md"))], ids=lambda p: p.name
+)
+def test_commands_in_sentences(path: Path) -> None:
+    """A command that a sentence names is one, and has the options that it is given."""
+    for text in re.findall(r"(?<!`)`attn-select ([^`]+)`", FENCE.sub("", path.read_text("utf-8"))):
+        if "COMMAND" not in text and ", " not in text:
+            check_options(["attn-select", *text.replace("…", "X").split()])
+
+
+def check_options(words: list[str]) -> None:
+    """Check that the sub-command is one and that every option is one of its own."""
+    command: click.Command = cli
+    context = click.Context(cli, info_name="attn-select")
+    rest = words[1:]
+    while isinstance(command, click.Group) and rest:
+        found = command.get_command(context, rest[0])
+        assert found is not None, " ".join(words)
+        command, rest = found, rest[1:]
+    known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    asked = {word.partition("=")[0] for word in rest if word.startswith("-")}
+    assert asked <= known, f"{' '.join(words)}: {sorted(asked - known)}"
+
+
+def check_command(line: str, folder: Path) -> str:
+    """Run a line in a shell, with this tree's command, and return what it prints."""
+    (folder / "bin").mkdir(exist_ok=True)
+    script = folder / "bin" / "attn-select"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m attn_select "$@"\n')
+    script.chmod(0o755)
+    variables = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "NO_COLOR": "1"}
+    done = subprocess.run(["sh", "-c", line], cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow(guard="test_shell")
+def test_commands_in_a_shell(tmp_path: Path) -> None:
+    """Those that need no GPU are run: what they print is for the reader's eyes, so it is not compared."""
+    measured = (PACKAGED_FOLDER / "nvidia-h200.jsonl").read_text("utf-8").splitlines()
+    of_one_layer = [line for line in measured if '"num_kv_heads":8,"head_size":128}' in line]
+    (tmp_path / "h100.jsonl").write_text("\n".join(of_one_layer))
+    lines = [line.partition("  #")[0] for b in BLOCKS if CLAIMS["test_shell"](b) for line in b.commands]
+    ours = [line for line in lines if line.startswith("attn-select")]
+    measuring = [line for line in ours if line.startswith("attn-select bench")]  # minutes without a GPU
+    assert (len(ours), len(measuring)) == (6, 1)
+    for line in ours:
+        if line not in measuring:
+            check_command(line, tmp_path)
+
+
+@pytest.mark.slow(guard="test_run, which runs layers of another model")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the block shows a CPU")
+@pytest.mark.parametrize("block", claimed("test_a_shown_run"))
+def test_a_shown_run(block: Block, tmp_path: Path) -> None:
+    """Everything but times and errors, which depend on the processor, is as it is shown."""
+    (command,) = block.commands
+
+    def plain(text: str) -> list[list[str]]:
+        lines = [line for line in text.splitlines() if not line.startswith("warning: no NVIDIA driver")]
+        return [re.sub(r"\d+\.\d+(e-\d+)?", "N", line).split() for line in "\n".join(lines).strip().splitlines()]
+
+    assert plain(check_command(command, tmp_path)) == plain(block.text)[1:]
