@@ -102,6 +102,9 @@ class AttentionConfig:
     """Ranks that share one request's KV cache in decode (DCP)."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MOST_SPECULATIVE_TOKENS)] = 0
     """Draft tokens per request and step: decode queries are this plus one long."""
+    draft_tree: bool = False
+    """The draft tokens of a step may form a tree: each sees the context, its ancestors and itself, as the batch's
+    ``tree_mask`` says. Windows and biases count positions in the cache."""
     cuda_graph: CudaGraphLevel = "NEVER"
     """The least CUDA-graph level that the engine needs; NEVER asks for none."""
 
@@ -200,6 +203,12 @@ def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]
         yield ("kv_cache_dtype", "sparse_top_k"), text
     if c.attention_chunk_size is not None:
         yield from _chunk_contradictions(c)
+    if c.draft_tree and c.num_speculative_tokens == 0:
+        text = "draft_tree = True needs num_speculative_tokens from 1, the drafts that the tree is made of"
+        yield ("draft_tree", "num_speculative_tokens"), text
+    if c.draft_tree and c.non_causal:
+        text = "draft_tree = True with non_causal = True: drafts see their ancestors alone (accepted: one of the two)"
+        yield ("draft_tree", "non_causal"), text
     if not c.has_cache:
         yield from _encoder_contradictions(c)
     if c.per_head_quant_scales and not dtypes.is_quantized(c.kv_cache_dtype):
@@ -232,7 +241,7 @@ def _chunk_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...],
     if c.attn_type == "encoder_decoder":
         text = f"attn_type = {c.attn_type!r} {where}: chunks are of a decoder's own tokens (accepted: 'decoder')"
         yield ("attention_chunk_size", "attn_type"), text
-    for name, off in (("sliding_window", None), ("mm_prefix", False), ("non_causal", False)):
+    for name, off in (("sliding_window", None), ("mm_prefix", False), ("non_causal", False), ("draft_tree", False)):
         if (value := getattr(c, name)) != off:
             text = f"{name} = {value} {where}: a query sees the tokens of its chunk up to itself (accepted: {off})"
             yield ("attention_chunk_size", name), text

@@ -175,4 +175,11 @@ FEATURES: tuple[Feature, ...] = (
         belongs_to="cache",
         not_in_encoders=_NO_DECODE,
     ),
+    Feature(
+        "draft_tree",
+        "trees of draft tokens",
+        "Draft tokens form a tree: each sees its ancestors alone (with --speculative-tokens).",
+        belongs_to="cache",
+        not_in_encoders=_NO_DECODE,
+    ),
 )

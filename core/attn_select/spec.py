@@ -165,6 +165,8 @@ class Capabilities:
     is not safe; the path's plan says so too."""
     speculative_tokens: Fact[int] = Fact(MOST_SPECULATIVE_TOKENS, "default: any uniform query length")
     """The most draft tokens per request (decode query length is this plus one)."""
+    draft_tree: Fact[bool] = Fact(False, "default")
+    """Whether queries of up to that length are masked by the batch's ``tree_mask``."""
 
 
 @final

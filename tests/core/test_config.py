@@ -264,6 +264,17 @@ CONTRADICTIONS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
         ("attention_chunk_size", "attn_type"),
         ["'encoder_decoder'", "accepted: 'decoder'"],
     ),
+    ({**PLAIN, "draft_tree": True}, ("draft_tree", "num_speculative_tokens"), ["from 1"]),
+    (
+        {**PLAIN, "draft_tree": True, "num_speculative_tokens": 3, "non_causal": True},
+        ("draft_tree", "non_causal"),
+        ["ancestors"],
+    ),
+    (
+        {**PLAIN, "draft_tree": True, "num_speculative_tokens": 3, "attention_chunk_size": 16},
+        ("attention_chunk_size", "draft_tree"),
+        ["16", "accepted: False"],
+    ),
     ({**MLA, "attention_chunk_size": 16}, ("attention_chunk_size", "kv_lora_rank"), ["16", "512"]),
     ({**PLAIN, "per_head_quant_scales": True}, ("per_head_quant_scales", "kv_cache_dtype"), ["'auto'", "fp8_e4m3"]),
 ]

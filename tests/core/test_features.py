@@ -36,12 +36,17 @@ NOT_FEATURES = {
     *("sparse_top_k", "cuda_graph", *MLA_DIMS),
 }
 PLAIN: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
+NEEDED: dict[str, dict[str, Any]] = {
+    "per_head_quant_scales": {"kv_cache_dtype": "fp8"},
+    "draft_tree": {"num_speculative_tokens": 3},
+}
+"""What a feature means nothing without."""
 ROWS = pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.field)
 
 
 def asking(feature: Feature) -> dict[str, Any]:
     """Return the fields of a layer that asks for one feature and for nothing else."""
-    needed = {"kv_cache_dtype": "fp8"} if feature.field == "per_head_quant_scales" else {}
+    needed = NEEDED.get(feature.field, {})
     return {**PLAIN, **needed, feature.field: feature.examples[-1]}
 
 

@@ -294,6 +294,7 @@ def make_toy() -> MakeToy:
             mm_prefix=yes,
             non_causal=yes,
             batch_invariant=yes,
+            draft_tree=yes,
             per_head_quant_scales=yes,
             output_quantizations=Fact(("fp8", "fp4"), "toy"),
             nan_tail_safe=Fact(nan_tail_safe, "toy"),

@@ -256,3 +256,17 @@ def test_a_batch_runs_in_the_smallest_size_that_holds_it(make_group: Any, make_b
         mixed.size_for(make_batch([(33, 40)]))
     with pytest.raises(BatchError, match="nothing is captured yet"):
         uniform({}, {group: make_batch([(1, 5)])})
+
+
+def test_a_captured_batch_has_a_tree_mask_for_chains_too(make_group: Any, make_batch: Any) -> None:
+    config = AttentionConfig(num_heads=4, head_size=32, dtype="float32", num_speculative_tokens=2, draft_tree=True)
+    static = StaticBatch(make_group(config), 3)
+    chains = static.load(make_batch([(3, 9), (3, 4)]), 3).tree_mask
+    assert chains is not None
+    assert chains.shape == (9, 3)
+    assert torch.equal(chains[:6], torch.ones(3, 3, dtype=torch.bool).tril().repeat(2, 1))
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).repeat(2, 1)
+    trees = static.load(replace(make_batch([(3, 9), (3, 4)]), tree_mask=tree), 3).tree_mask
+    assert trees is not None
+    assert torch.equal(trees[:6], tree)
+    assert trees.data_ptr() == chains.data_ptr()

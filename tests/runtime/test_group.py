@@ -206,6 +206,22 @@ def test_a_cache_needs_its_map(make_group: Factory, make_batch: Factory, name: s
         make_group(CONFIG).build(replace(make_batch([(1, 9)]), **{name: None}))
 
 
+def test_a_tree_mask_needs_layers_that_were_chosen_for_it(make_group: Factory, make_batch: Factory) -> None:
+    batch = replace(make_batch([(3, 9), (1, 4)]), tree_mask=torch.ones(4, 3, dtype=torch.bool))
+    with pytest.raises(BatchError, match="tree_mask given, but the layers were selected with draft_tree = False"):
+        make_group(CONFIG).build(batch)
+    group = make_group(AttentionConfig(**SMALL, num_speculative_tokens=2, draft_tree=True))
+    group.build(batch)
+    for changes, text in (
+        ({"tree_mask": torch.ones(4, 2, dtype=torch.bool)}, r"shape \(4, 2\): accepted .* = 3\)"),
+        ({"tree_mask": torch.ones(3, 3, dtype=torch.bool)}, r"accepted is torch.bool \(at least 4 tokens"),
+        ({"tree_mask": torch.ones(4, 3)}, "tree_mask is torch.float32"),
+        ({"causal": False}, "causal = False: drafts see their ancestors alone"),
+    ):
+        with pytest.raises(BatchError, match=text):
+            group.build(replace(batch, **changes))
+
+
 def test_image_ranges_need_layers_that_were_chosen_for_them(make_group: Factory, make_batch: Factory) -> None:
     batch = make_batch([(4, 9)], mm_prefix_ranges=[[(0, 3)]])
     with pytest.raises(BatchError, match="mm_prefix_ranges given, but the layers were selected with mm_prefix = False"):

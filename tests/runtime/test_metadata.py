@@ -107,6 +107,11 @@ def test_requests_of_a_batch(make_batch: MakeBatch) -> None:
     assert part.dcp_local_seq_lens is not None
     assert part.dcp_local_seq_lens.tolist() == [4, 15]
     assert part.num_computed_tokens_cpu.tolist() == [3, 28]
+    assert part.tree_mask is None
+    common.tree_mask = torch.eye(10, dtype=torch.bool)
+    tree_mask = common.requests(1, 3).tree_mask
+    assert tree_mask is not None
+    assert torch.equal(tree_mask, common.tree_mask[1:7])
     # Views: what is written to the batch shows in its part.
     common.seq_lens[2] = 29
     assert part.seq_lens[1] == 29

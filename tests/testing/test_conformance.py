@@ -513,6 +513,7 @@ def test_configurations_come_from_the_seed_and_can_be_pasted(right: Variant) -> 
     assert changed == {
         *("head_size", "v_head_size", "kv_lora_rank", "dtype", "kv_cache_dtype", "block_size", "attn_type", "alibi"),
         *("logits_soft_cap", "mm_prefix", "non_causal", "output_quantization", "decode_context_parallel_size"),
+        "draft_tree",
     }
 
 

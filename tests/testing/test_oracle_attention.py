@@ -52,6 +52,7 @@ def by_hand(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mm_prefix_ranges: tuple[tuple[int, int], ...] = (),
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention one number at a time, by another route than the oracle's: no softmax shift, no tensors of scores."""
     rows, heads, _ = query.shape
@@ -70,6 +71,8 @@ def by_hand(
                     sees = sees and -sliding_window < key - position < sliding_window
                 if attention_chunk_size is not None:
                     sees = sees and key - key % attention_chunk_size == position - position % attention_chunk_size
+                if tree_mask is not None and key >= seq_len - rows:
+                    sees = sees and bool(tree_mask[row, key - seq_len + rows])
                 for first, last in mm_prefix_ranges:
                     sees = sees or (position in range(first, last + 1) and key in range(first, last + 1))
                 if not sees:
@@ -121,6 +124,18 @@ def test_equals_loops_over_numbers(features: dict, rows: int, seq_len: int) -> N
     query, keys, values = tensors(rows, seq_len)
     expected = by_hand(query, keys, values, scale=0.35, **features)
     torch.testing.assert_close(attention_reference(query, keys, values, scale=0.35, **features), expected, **EXACT)
+
+
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 3}, {"mm_prefix_ranges": ((0, 3),)}])
+@pytest.mark.parametrize(("rows", "seq_len"), [(1, 7), (4, 7), (7, 7), (9, 7)])
+def test_a_tree_of_drafts_equals_loops_over_numbers(features: dict, rows: int, seq_len: int) -> None:
+    query, keys, values = tensors(rows, seq_len)
+    tree = torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        tree[row] |= tree[(row - 1) // 2]
+    expected = by_hand(query, keys, values, scale=0.35, tree_mask=tree, **features)
+    found = attention_reference(query, keys, values, scale=0.35, tree_mask=tree, **features)
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("causal", [True, False])

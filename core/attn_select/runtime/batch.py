@@ -205,6 +205,7 @@ def prepare_batch(
     device: torch.device | str | None = None,
     causal: bool = True,
     mm_prefix_ranges: Sequence[Ranges] | None = None,
+    tree_mask: Tensor | None = None,
 ) -> CommonAttentionMetadata:
     """Return the metadata of a step whose request r is row r of ``block_table``.
 
@@ -217,6 +218,7 @@ def prepare_batch(
         device: where the tensors go; None: the block table's device, without a table the CPU.
         causal: see ``CommonAttentionMetadata``.
         mm_prefix_ranges: see ``CommonAttentionMetadata``.
+        tree_mask: see ``CommonAttentionMetadata``; on the device.
 
     Raises:
         BatchError: there is no request, the counts differ, a request has more new keys than its sequence is long, its
@@ -273,6 +275,7 @@ def prepare_batch(
         slot_mapping=None if table is None else here[slots_at:].view(torch.int64),
         causal=causal,
         mm_prefix_ranges=mm_prefix_ranges,
+        tree_mask=tree_mask,
         block_size=None if block_table is None else block_table.block_size,
         num_keys=sum(seq_lens),
         lead=lead,

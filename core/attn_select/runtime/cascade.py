@@ -84,6 +84,7 @@ def split_for_cascade(
         causal=False,
         num_keys=prefix_len,
         lead=None,
+        tree_mask=None,
     )
     suffix = replace(
         common,

@@ -234,6 +234,26 @@ def check_strides(name: str, tensor: Tensor, device: torch.device) -> None:
         raise BatchError(f"{name} has strides {tensor.stride()}: the last dimension must be contiguous")
 
 
+def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) -> None:
+    """Compare a batch's tree mask with its layers. Cheap: no device is asked.
+
+    Raises:
+        BatchError: the layers take none, the batch attends in both directions, or the shape or dtype does not fit.
+    """
+    mask = common.tree_mask
+    assert mask is not None
+    if not config.draft_tree:
+        raise BatchError("tree_mask given, but the layers were selected with draft_tree = False")
+    if not common.causal:
+        raise BatchError("tree_mask given with causal = False: drafts see their ancestors alone (accepted: True)")
+    columns = 1 + config.num_speculative_tokens
+    if mask.dtype != torch.bool or mask.ndim != 2 or len(mask) < common.num_actual_tokens or mask.shape[1] != columns:
+        raise BatchError(
+            f"tree_mask is {mask.dtype} of shape {tuple(mask.shape)}: accepted is torch.bool (at least "
+            f"{common.num_actual_tokens} tokens, 1 + num_speculative_tokens = {columns})"
+        )
+
+
 def check_common_prefix(block_table: Tensor, prefix_len: int, block_size: int) -> None:
     """Check that all requests have the same blocks in the first ``prefix_len`` tokens. Synchronises.
 

@@ -19,7 +19,7 @@ from attn_select.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.errors import ConfigError
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.group import AttentionGroup
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees
 
 G = TypeVar("G", bound=AttentionGroup)
 Commons = Mapping[Any, CommonAttentionMetadata]
@@ -46,6 +46,10 @@ class StaticBatch:
         self.seq_lens = torch.zeros(requests, **ints)
         self.block_table = torch.zeros(requests, -(-capacity.max_model_len // size), **ints)
         self.slot_mapping = torch.empty(capacity.max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.tree_mask: Tensor | None = None
+        if group.config.draft_tree:
+            shape = capacity.max_num_batched_tokens, 1 + group.config.num_speculative_tokens
+            self.tree_mask = torch.zeros(shape, dtype=torch.bool, device=device)
 
     def padded_requests(self, size: int) -> int:
         """Return how many requests a batch of a captured size (requests, or tokens where mixed) has."""
@@ -83,6 +87,10 @@ class StaticBatch:
                     f"{self.group.capacity.max_model_len} reserved {self.block_table.shape[1]}"
                 )
             self.block_table[: common.num_reqs, : table.shape[1]].copy_(table)
+        if self.tree_mask is not None:
+            given = common.tree_mask
+            chains = causal_trees(common, self.tree_mask.shape[1]) if given is None else given
+            self.tree_mask[: common.num_actual_tokens].copy_(chains[: common.num_actual_tokens])
         same = common.max_seq_len, common.causal, common.block_size
         return self._common(bounds_cpu, seq_lens_cpu, requests, tokens, *same)
 
@@ -142,6 +150,7 @@ class StaticBatch:
             slot_mapping=self.slot_mapping[:tokens] if cached else None,
             causal=causal,
             block_size=block_size,
+            tree_mask=None if self.tree_mask is None else self.tree_mask[:tokens],
         )
 
 

@@ -474,6 +474,8 @@ class AttentionGroup:
             )
         if common.mm_prefix_ranges is not None and not self.config.mm_prefix:
             raise BatchError("mm_prefix_ranges given, but the layers were selected with mm_prefix = False")
+        if common.tree_mask is not None:
+            checks.check_tree_mask(common, self.config)
         if not common.causal and self.config.attention_chunk_size is not None:
             raise BatchError("causal = False, but the layers attend inside chunks, up to each query (accepted: True)")
         if self.checked:

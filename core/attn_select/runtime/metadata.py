@@ -58,6 +58,10 @@ class CommonAttentionMetadata:
         num_keys: the sum of ``seq_lens``, which ``prepare_batch`` fills in. None: whoever asks sums ``seq_lens_cpu``.
         lead: the lengths on the host, the first equal queries together, which ``prepare_batch`` fills in where a query
             is longer than one token. None: whoever asks reads the ``_cpu`` copies, which takes longer.
+        tree_mask: bool ``(T, 1 + num_speculative_tokens)`` on the device, for layers with ``draft_tree``: whether a
+            token sees token j of its request's tokens in this step (j from 0), beside the whole context. None: it sees
+            those up to itself. A token sees itself, and none behind it. Rows of requests with more tokens than columns,
+            which are causal prefills, and columns behind a request's last token may hold anything.
         dcp_local_seq_lens: int32 ``(B,)``, this rank's share of the keys under decode context parallelism; no backend
             reads it yet.
     """
@@ -79,6 +83,7 @@ class CommonAttentionMetadata:
     num_keys: int | None = None
     num_decodes: int | None = None
     lead: Lead | None = None
+    tree_mask: Tensor | None = None
 
     @property
     def query_lens_cpu(self) -> Tensor:
@@ -117,6 +122,7 @@ class CommonAttentionMetadata:
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[start:end],
             mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[first:last],
+            tree_mask=None if self.tree_mask is None else self.tree_mask[start:end],
             num_keys=None,
             lead=None,
             num_decodes=None if self.num_decodes is None else max(0, min(self.num_decodes, last) - first),
@@ -201,6 +207,14 @@ def decodes_first(query_lens: Sequence[int], decode_threshold: int = 1) -> list[
     """Return the order of requests with decodes (queries up to ``decode_threshold`` tokens) first, else as given."""
     decodes = [i for i, length in enumerate(query_lens) if length <= decode_threshold]
     return decodes + [i for i, length in enumerate(query_lens) if length > decode_threshold]
+
+
+def causal_trees(common: CommonAttentionMetadata, columns: int) -> Tensor:
+    """Return the ``tree_mask`` ``(T, columns)`` of a batch without one: every token sees those up to itself."""
+    bounds, token = common.query_start_loc, torch.arange(common.num_actual_tokens, device=common.seq_lens.device)
+    request = torch.searchsorted(bounds[1:], token, right=True).clamp_max_(common.num_reqs - 1)
+    place = token - bounds.index_select(0, request)
+    return torch.arange(columns, device=token.device) <= place[:, None]
 
 
 def prefix_sums(lengths: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def rows_of(drawn: Drawn, first: int, last: int) -> slice:
 def part_of(drawn: Drawn, first: int, last: int) -> Drawn:
     """Return the step of requests ``first .. last - 1`` alone, on the same cache."""
     step, rows = step_of(drawn), rows_of(drawn, first, last)
-    by_row = ("query", "key", "value", "slot_mapping", "topk_indices")
+    by_row = ("query", "key", "value", "slot_mapping", "topk_indices", "tree_mask")
     by_request = ("requests", "seq_lens", "block_table", "mm_prefix_ranges")
     cuts = {**dict.fromkeys(by_row, rows), **dict.fromkeys(by_request, slice(first, last))}
     cut: dict[str, Any] = {name: getattr(step, name)[c] for name, c in cuts.items() if getattr(step, name) is not None}

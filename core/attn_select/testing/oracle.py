@@ -15,6 +15,8 @@ The order, cap before bias before mask, is FlashAttention-2's and vLLM's Triton 
   tokens after it, which is vLLM's reading (``abs(i - j) < window``). Beware of transformers: its bidirectional masks
   take ``abs(i - j) <= sliding_window``, its flash path subtracts one, and ModernBERT adds one in between.
 - *Chunks* (``attention_chunk_size``, Llama 4): a row sees no key of an earlier chunk, ``j // size == i // size``.
+- *Trees of drafts* (``tree_mask``): of its own step's keys a row sees its ancestors and itself. Causality, windows and
+  ALiBi go by the place in the sequence, as in vLLM's TREE_ATTN (``qq_bias``), not by the depth in the tree.
 - *Multimodal prefix.* A range ``(first, last)``, both inclusive: its tokens see each other in both directions. The
   ranges widen the mask, ``(causal and window) or range``, as in vLLM; Gemma 4 alone clamps them to the window.
 - *ALiBi* takes the distance, which for keys at or before the row equals ``slope * (j - i)``. Kernels add
@@ -51,6 +53,7 @@ class AttentionOptions(TypedDict, total=False):
     sinks: Tensor | None
     mm_prefix_ranges: Sequence[tuple[int, int]]
     query_positions: Tensor | None
+    tree_mask: Tensor | None
 
 
 def attention_reference(
@@ -67,6 +70,7 @@ def attention_reference(
     sinks: Tensor | None = None,
     mm_prefix_ranges: Sequence[tuple[int, int]] = (),
     query_positions: Tensor | None = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from one request's query rows to its keys. The module's docstring has the formula.
 
@@ -84,6 +88,7 @@ def attention_reference(
         mm_prefix_ranges: ``(first, last)`` positions, inclusive.
         query_positions: ``(T,)`` integer positions of the rows; None: the last T of the S keys. To attend to a part of
             a request's keys, give positions relative to the first key of the part.
+        tree_mask: bool ``(T, T)``, which of the last T keys, its own step's, a row sees; None: the rest decides.
 
     Returns:
         Output float64 ``(T, H, Dv)`` and LSE float64 ``(T, H)``, natural logarithm.
@@ -113,6 +118,7 @@ def attention_reference(
             sliding_window=sliding_window,
             attention_chunk_size=attention_chunk_size,
             mm_prefix_ranges=mm_prefix_ranges,
+            tree_mask=None if tree_mask is None else tree_mask[chunk],
         )
         # Zero times NaN is NaN: a value that no row sees must not reach the sum, not even with weight zero.
         seen = visible.any(dim=0)[:, None, None]
@@ -151,6 +157,7 @@ def visible_keys(
     sliding_window: int | None = None,
     attention_chunk_size: int | None = None,
     mm_prefix_ranges: Sequence[tuple[int, int]] = (),
+    tree_mask: Tensor | None = None,
 ) -> Tensor:
     """Return bool ``(T, seq_len)``: whether the row at ``query_positions[t]`` sees the key at position s."""
     i = query_positions[:, None]
@@ -160,6 +167,9 @@ def visible_keys(
         visible = visible & ((i - j).abs() < sliding_window)
     if attention_chunk_size is not None:
         visible = visible & (i // attention_chunk_size == j // attention_chunk_size)
+    if tree_mask is not None:
+        own = min(tree_mask.shape[1], seq_len)  # there may be more rows than keys: the first ones stand before key 0
+        visible[:, seq_len - own :] &= tree_mask[:, tree_mask.shape[1] - own :]
     for first, last in mm_prefix_ranges:
         visible = visible | ((first <= i) & (i <= last) & (first <= j) & (j <= last))
     return visible

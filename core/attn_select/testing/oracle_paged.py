@@ -54,6 +54,7 @@ def paged_reference(
     v_scale: Scale = None,
     query_dtype: str | None = None,
     q_scale: Scale = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend per request over a paged cache that already holds this step's tokens.
 
@@ -73,6 +74,8 @@ def paged_reference(
             which holds the values too.
         query_dtype: an FP8 dtype where the path wants the query quantised; ``q_scale`` is its scale, as in
             ``quantize_query``.
+        tree_mask: bool ``(T, M)``, which of its request's tokens in this step a token sees; those with more than M
+            tokens are causal.
 
     Returns:
         Output float64 ``(T, H, Dv)``, with MLA the latent ``(T, H, kv_lora_rank)``, and natural-log LSE float64
@@ -89,13 +92,17 @@ def paged_reference(
     for request, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(bounds[request], bounds[request + 1])
         options["mm_prefix_ranges"] = ranges = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
+        count = rows.stop - rows.start
+        short = tree_mask is not None and count <= tree_mask.shape[1]
+        options["tree_mask"] = tree = tree_mask[rows, :count] if tree_mask is not None and short else None
         visible = visible_keys(
-            last_positions(rows.stop - rows.start, seq_len, query.device),
+            last_positions(count, seq_len, query.device),
             seq_len,
             causal=options["causal"],
             sliding_window=options["sliding_window"],
             attention_chunk_size=options["attention_chunk_size"],
             mm_prefix_ranges=ranges,
+            tree_mask=tree,
         )
         seen = visible.any(dim=0).nonzero().flatten()
         slots = slot_mapping_reference(block_table[request], seen, size)

@@ -61,6 +61,8 @@ class Problem:
     """``(H,)`` in the config's dtype."""
     mm_prefix_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
     """Per request, inclusive positions."""
+    tree_mask: Tensor | None = None
+    """bool ``(T, 1 + num_speculative_tokens)``, with ``draft_tree``; what is not to be read is random."""
     topk_indices: Tensor | None = None
     """int32 ``(T, sparse_top_k)``: physical slots, -1 behind the last."""
     k_scale: Tensor | None = None
@@ -108,6 +110,7 @@ class Problem:
             return sparse_mla_reference(*sparse, self.config, self.scale, sinks=self.sinks, **fp8)
         assert self.block_table is not None
         extras |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, **fp8}
+        extras["tree_mask"] = self.tree_mask
         paged = (self.query, cache, self.layout, self.block_table, self.query_start_loc, self.seq_lens)
         return paged_reference(*paged, self.config, self.scale, **extras)
 
@@ -196,6 +199,7 @@ def random_problem(
         alibi_slopes=alibi_slopes(config.num_heads) if config.alibi else None,
         sinks=_normal(config, draw, config.num_heads) if config.sinks else None,
         mm_prefix_ranges=_ranges(seed, requests) if config.mm_prefix else None,
+        tree_mask=_trees(draw, config, requests) if config.draft_tree else None,
         k_scale=k_scale,
         v_scale=v_scale,
         q_scale=q_scale,
@@ -306,6 +310,21 @@ def _ranges(seed: int, requests: Sequence[Request]) -> tuple[tuple[tuple[int, in
         cuts = sorted(rng.sample(range(seq_len), 2 * min(2, seq_len // 2)))
         drawn.append(tuple(zip(cuts[::2], cuts[1::2], strict=True)))
     return tuple(drawn)
+
+
+def _trees(draw: torch.Generator, config: AttentionConfig, requests: Sequence[Request]) -> Tensor:
+    """Draw a tree of tokens for each request: every token but the first has one of those before it as its parent."""
+    columns = 1 + config.num_speculative_tokens
+    drawn = torch.randint(2, (sum(query_len for query_len, _ in requests), columns), generator=draw).bool()
+    start = 0
+    for query_len, _ in requests:
+        if query_len <= columns:
+            tree = torch.eye(query_len, dtype=torch.bool)
+            for token in range(1, query_len):
+                tree[token] |= tree[int(torch.randint(token, (), generator=draw))]
+            drawn[start : start + query_len, :query_len] = tree
+        start += query_len
+    return drawn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ def common_of(drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:
         block_table_tensor=step.block_table,
         slot_mapping=step.slot_mapping,
         mm_prefix_ranges=step.mm_prefix_ranges,
+        tree_mask=step.tree_mask,
     )
     return dataclasses.replace(common, **changes)
 

@@ -61,6 +61,7 @@ CAPABILITIES = Capabilities(
     alibi=Fact(False, _NO_SCORE_MOD),
     sinks=Fact(False, _NO_SCORE_MOD),
     mm_prefix=Fact(True, _MASK_MOD),
+    draft_tree=Fact(True, _MASK_MOD),
     non_causal=Fact(True, _MASK_MOD),
     batch_invariant=Fact(True, f"{_RAN_ON_H100}: bitwise equal with fixed tiles (FORCE_USE_FLEX_ATTENTION); GPUs only"),
     output_quantizations=Fact((), f"{_FLEX}: no output scale"),
@@ -238,6 +239,7 @@ def compile_key(config: AttentionConfig) -> object:
         config.cache_dtype,
         config.has_cache,
         config.mm_prefix,
+        config.draft_tree and config.num_speculative_tokens,
     )
 
 

@@ -61,4 +61,5 @@ def takes_varlen(config: AttentionConfig, capability: tuple[int, int] | None) ->
         and config.logits_soft_cap is None
         and not config.alibi
         and not config.mm_prefix
+        and not config.draft_tree
     )

@@ -43,6 +43,7 @@ def _capabilities(reads_cache: bool) -> Capabilities:
         mm_prefix=Fact(True, MASKED),
         non_causal=Fact(True, MASKED),
         batch_invariant=Fact(True, PER_REQUEST),
+        draft_tree=Fact(True, MASKED),
         per_head_quant_scales=Fact(True, f"{OWN}: the latent is one KV head, so both kinds of scale are one number"),
         output_quantizations=Fact((), "pytorch/pytorch torch/nn/functional.py v2.13.0: no output scale"),
         decode_context_parallel=Fact(True, f"{OWN}: the scores are there to take the log-sum-exp of"),

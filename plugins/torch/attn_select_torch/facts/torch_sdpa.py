@@ -43,6 +43,7 @@ CAPABILITIES = Capabilities(
     alibi=Fact(True, MASKED),
     sinks=Fact(True, f"{OWN}: the output is weighed by the log-sum-exp and the sink"),
     mm_prefix=Fact(True, MASKED),
+    draft_tree=Fact(True, MASKED),
     non_causal=Fact(True, MASKED),
     batch_invariant=Fact(True, PER_REQUEST),
     per_head_quant_scales=Fact(True, f"{OWN}: the query is multiplied by K's scales and the output by V's"),
@@ -122,7 +123,7 @@ def _function(config: AttentionConfig, capability: tuple[int, int] | None, phase
         return "matmul and softmax", _FAR_SLOPES
     if capability is not None and config.decode_context_parallel_size > 1:
         return "matmul and softmax", _LSE
-    if config.sliding_window is not None or config.alibi or config.mm_prefix:
+    if config.sliding_window is not None or config.alibi or config.mm_prefix or config.draft_tree:
         return "scaled_dot_product_attention", _MASKED
     return "scaled_dot_product_attention", _PLAIN
 

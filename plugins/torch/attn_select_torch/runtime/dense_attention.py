@@ -28,6 +28,7 @@ def visible_keys(
     causal: bool,
     sliding_window: int | None = None,
     mm_prefix_ranges: Sequence[Range] = (),
+    drafts: Tensor | None = None,
 ) -> Tensor | None:
     """Return bool ``(..., T, S)``, True where a row sees a key; None where every row sees every key.
 
@@ -38,6 +39,7 @@ def visible_keys(
         sliding_window: causal: itself and ``window - 1`` tokens before; else also as many after (``|i - j| < window``).
         mm_prefix_ranges: inclusive ``(first, last)`` positions that see each other in both directions; they widen the
             mask.
+        drafts: bool ``(..., T, S)`` of ``drafts_seen``, where drafts form a tree.
     """
     if not causal and sliding_window is None:
         return None
@@ -49,9 +51,22 @@ def visible_keys(
         seen = (distance >= 0) & (distance < sliding_window)
     else:
         seen = distance.abs() < sliding_window
+    if drafts is not None:
+        seen = seen & drafts
     for first, last in mm_prefix_ranges:
         seen = seen | ((first <= i) & (i <= last) & (first <= j) & (j <= last))
     return seen
+
+
+def drafts_seen(tree_rows: Tensor, places: Tensor) -> Tensor:
+    """Return bool ``(..., T, S)``: which keys the rows of a tree of drafts see, causality aside.
+
+    Args:
+        tree_rows: bool ``(..., T, M)``, rows of ``CommonAttentionMetadata.tree_mask``.
+        places: integers ``(..., S)``: which of its request's tokens in this step each key is, negative in the context.
+    """
+    places = places.unsqueeze(-2).expand(*tree_rows.shape[:-1], places.shape[-1])
+    return (places < 0) | tree_rows.gather(-1, places.clamp(0, tree_rows.shape[-1] - 1).long())
 
 
 def visible_intervals(

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     device: str
     paged: bool
     images: bool
+    drafts: int
     scale: float
     stages: int
 
@@ -40,6 +41,7 @@ def _masked(
     full: tuple[Tensor, Tensor],
     bounds: tuple[Tensor, ...],
     pages: tuple[Tensor, Tensor] | None,
+    trees: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
     stages: int,
     with_lse: bool,
@@ -51,6 +53,10 @@ def _masked(
         if pages is not None:
             position = pages[1][pages[0][row] + place // TILE] * TILE + place % TILE
         seen = (bounds[0][row] <= position) & (position <= bounds[1][row])
+        if trees is not None:
+            place = position - trees[0][row]
+            draft = place.clamp(0, trees[2].shape[1] - 1)
+            seen = seen & ((place < 0) | trees[2][trees[1][row], draft])
         if len(bounds) > 2:
             seen = seen | ((bounds[2][row] <= position) & (position <= bounds[3][row]))
         return seen
@@ -113,6 +119,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
                 str(context.device),
                 self.paged,
                 config.mm_prefix,
+                config.num_speculative_tokens if config.draft_tree else 0,
                 scale,
                 self.stages,
             )
@@ -156,7 +163,16 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             torch._dynamo.maybe_mark_dynamic(tensor, axes)
         with torch.no_grad():
             out, lse = self.function(
-                queries, keys, values, *lists, metadata.bounds, pages, self.scale, self.stages, not self.on_cpu
+                queries,
+                keys,
+                values,
+                *lists,
+                metadata.bounds,
+                pages,
+                metadata.trees,
+                self.scale,
+                self.stages,
+                not self.on_cpu,
             )
         tokens = slice(0, metadata.num_tokens)
         output[tokens].copy_(out[0].transpose(0, 1).index_select(0, metadata.rows))

@@ -21,7 +21,7 @@ from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_torch.facts.flex_attention import TILE
-from attn_select_torch.runtime.flex_rows import FAR, lay_out, spans_of
+from attn_select_torch.runtime.flex_rows import FAR, Rows, lay_out, spans_of
 
 _LEAST_ROWS, _LEAST_PAGES = 2**14, 2**20
 """Least sizes of what masks read: static ones, in powers of two, since each size is compiled anew."""
@@ -98,6 +98,8 @@ class FlexMetadata:
         block_table: int32 ``(B, W)``; None without a cache.
         held: int32 ``(B, 2)``, first and end column of the block table that the request's rows see.
         tails: what is cleared before the cache is read; None without a cache.
+        trees: where drafts may form a tree, per row the position of its request's first token of this step and the
+            row's token, int32, and bool ``(tokens, 1 + drafts)``; all of static sizes.
         make_pages: makes ``pages``, which needs the size of the cache.
     """
 
@@ -111,6 +113,7 @@ class FlexMetadata:
     block_table: Tensor | None
     held: Tensor
     tails: Tails | None
+    trees: tuple[Tensor, Tensor, Tensor] | None
     make_pages: Callable[[FlexMetadata, int], Pages]
     _pages: Pages | None = None
     _widened: tuple[int, BlockLists, BlockLists] | None = None
@@ -177,11 +180,25 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             block_table=table,
             held=to_device(held, device),
             tails=None if table is None else self._tails(table, common.seq_lens),
+            trees=self._trees(rows, common),
             make_pages=self._pages,
         )
         if self._num_blocks:
             metadata.pages(self._num_blocks)  # captured kernels read it: it must be this batch's from now on
         return metadata
+
+    def _trees(self, rows: Rows, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor, Tensor] | None:
+        if rows.drafts_from is None:
+            return None
+        held = self._persistent.get("trees")
+        if held is None:
+            shape = self.context.max_num_batched_tokens, 1 + self.context.config.num_speculative_tokens
+            held = torch.zeros(shape, dtype=torch.bool, device=self.context.device)
+            if self.context.cuda_graphs:
+                self._persistent["trees"] = held
+        if common.tree_mask is not None:
+            held[: common.num_actual_tokens].copy_(common.tree_mask[: common.num_actual_tokens])
+        return self._padded("drafts from", rows.drafts_from), self._padded("row tokens", rows.tokens), held
 
     def _padded(self, name: str, values: Tensor) -> Tensor:
         """Return values per row on the device, in a tensor of static size."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_select.runtime.backend import AttentionMetadataBuilder
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges, VarlenMetadata
-from attn_select_torch.runtime.dense_attention import visible_intervals, visible_keys
+from attn_select_torch.runtime.dense_attention import drafts_seen, visible_intervals, visible_keys
 
 GATHERED_TOKENS = 2**16
 """Latents that decodes copy out of the cache at a time, padding included, unless one request alone has more: 72 MiB at
@@ -124,19 +124,24 @@ class TorchMLAMetadataBuilder(AttentionMetadataBuilder[tuple[Gather, ...]]):
             keys = torch.where(exists, keys, first_key)
             exists = exists.unsqueeze(1)
         blocks = table[request, torch.div(keys, block_size, rounding_mode="floor")]
-        visible = None
+        tokens, visible = (first_token + row).flatten().long(), None
         if query_len > 1:  # a single row sees all keys that were kept
+            drafts = None
+            if common.tree_mask is not None:
+                tree_rows = common.tree_mask.index_select(0, tokens).view(len(group), query_len, -1)
+                drafts = drafts_seen(tree_rows, keys - (seq_len - query_len))
             visible = visible_keys(
                 rows,
                 keys,
                 causal=causal,
                 sliding_window=config.sliding_window,
                 mm_prefix_ranges=() if common.mm_prefix_ranges is None else common.mm_prefix_ranges[group[0].request],
+                drafts=drafts,
             )
         if exists is not None:
             visible = exists if visible is None else visible & exists
         return Gather(
-            tokens=(first_token + row).flatten().long(),
+            tokens=tokens,
             shape=(len(group), query_len, num_keys),
             slots=(blocks.long() * block_size + keys % block_size).flatten(),
             visible=visible,

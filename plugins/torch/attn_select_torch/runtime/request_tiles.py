@@ -37,7 +37,7 @@ class Tile:
         start: first token of the piece's query; ``rows`` of them.
         low, high: columns of the piece's keys.
         first_key: position of column ``low`` relative to the tile's last row; None where image ranges reach into the
-            tile.
+            tile, and where drafts may form a tree.
     """
 
     start: int
@@ -58,6 +58,7 @@ class Request:
         seq_len: keys.
         low, high: positions of the keys, the end not included. Image ranges leave no gap: one that a row is part of
             reaches from there to what the row sees anyway.
+        first_place: where drafts may form a tree, the number of the first of the rows among the request's tokens.
         tiles: its rows, cut.
     """
 
@@ -67,6 +68,7 @@ class Request:
     seq_len: int
     low: int
     high: int
+    first_place: int | None = None
     tiles: list[Tile] = field(default_factory=list)
 
     @property
@@ -98,6 +100,7 @@ def requests_of(
     blind: list[Range] = []
     bounds = common.query_start_loc_cpu.tolist()
     seq_lens = common.seq_lens_cpu.tolist() if has_cache else common.query_lens_cpu.tolist()
+    most_drafts = 0 if common.tree_mask is None else common.tree_mask.shape[1]
     for index, seq_len in enumerate(seq_lens):
         start, end = bounds[index], bounds[index + 1]
         # Rows that stand before the first key, out of its reach.
@@ -112,7 +115,8 @@ def requests_of(
         seen = visible_intervals(
             seq_len - rows, rows, seq_len, causal=causal, sliding_window=window, mm_prefix_ranges=ranges
         )
-        request = Request(index, start + unseeing, rows, seq_len, seen[0][0], seen[-1][1])
+        place = unseeing if 1 < end - start <= most_drafts else None
+        request = Request(index, start + unseeing, rows, seq_len, seen[0][0], seen[-1][1], place)
         request.tiles = list(_tiles(request, causal, window, ranges, limits.tile_rows))
         requests.append(request)
     return requests, blind
@@ -129,7 +133,7 @@ def _tiles(request: Request, causal: bool, window: int | None, ranges: Ranges, m
             first, rows, request.seq_len, causal=causal, sliding_window=window, mm_prefix_ranges=ranges
         )
         low, high = seen[0][0], seen[-1][1]
-        plain = not any(a <= last and b >= first for a, b in ranges)
+        plain = request.first_place is None and not any(a <= last and b >= first for a, b in ranges)
         yield Tile(start, rows, low - request.low, high - request.low, low - last if plain else None)
 
 

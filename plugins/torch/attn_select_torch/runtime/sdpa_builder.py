@@ -18,7 +18,7 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_torch.facts.torch_sdpa import SdpaFunction, SdpaKernel
 from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime.band_mask import BandMask
-from attn_select_torch.runtime.dense_attention import Range, visible_keys
+from attn_select_torch.runtime.dense_attention import Range, drafts_seen, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
 from attn_select_torch.runtime.request_tiles import (
     Group,
@@ -53,8 +53,8 @@ class Piece:
         rows: row numbers in the cache (``CacheGather.rows``); None without a cache.
         first_key: without a cache the first row of key and value.
         padding: additive ``(batch, 1, 1, keys)``; None where nothing is padded.
-        tiles: with their masks, additive ``(1, 1, rows * group, columns)`` or None; those of image ranges bool
-            ``(rows, columns)``.
+        tiles: with their masks, additive ``(1, 1, rows * group, columns)`` or None; those of image ranges and trees of
+            drafts bool ``(rows, columns)``.
         key_offsets: positions of the columns relative to the sequence's end ``(keys,)``, with ALiBi or image ranges.
     """
 
@@ -158,7 +158,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         window = config.sliding_window
         band = self._band(causal)
         groups: Iterable[Request | Group] | None = None
-        if not config.mm_prefix:
+        if not config.mm_prefix and common.tree_mask is None:
             groups = equal_queries(common, window, self.limits, alone=self._rounds)
         if groups is None:
             requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
@@ -202,14 +202,19 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
                 tiles.append((tile, _mask(band, tile)))
                 continue
             assert offsets is not None
-            assert common.mm_prefix_ranges is not None
-            ranges = common.mm_prefix_ranges[request.index]
+            ranges = () if common.mm_prefix_ranges is None else common.mm_prefix_ranges[request.index]
+            columns, drafts = offsets[tile.low : tile.high], None
+            if request.first_place is not None:
+                assert common.tree_mask is not None
+                rows_of_tree = common.tree_mask[request.first_token + tile.start :][: tile.rows]
+                drafts = drafts_seen(rows_of_tree, columns + request.rows + request.first_place)
             seen = visible_keys(
                 row_offsets(request.rows, tile, device),
-                offsets[tile.low : tile.high],
+                columns,
                 causal=band.causal,
                 sliding_window=band.sliding_window,
                 mm_prefix_ranges=[(first - request.seq_len, last - request.seq_len) for first, last in ranges],
+                drafts=drafts,
             )
             tiles.append((tile, seen))
         tokens = slice(request.first_token, request.first_token + request.rows)
