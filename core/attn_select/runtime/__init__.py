@@ -31,6 +31,9 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.batch import BlockTable, prepare_batch
 from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolError
 from attn_select.runtime.cascade import common_prefix_len
+from attn_select.runtime.context_parallel.collectives import RankError
+from attn_select.runtime.context_parallel.context_parallel import ContextParallel
+from attn_select.runtime.context_parallel.group import ContextParallelGroup
 from attn_select.runtime.custom_op import forward_context
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
 from attn_select.runtime.indexer import SparseIndexer
@@ -49,8 +52,16 @@ from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
 from attn_select.selection import Selection
 
 
-def attention_group(selection: Selection, *arguments: Any, **options: Any) -> AttentionGroup:
-    """Return an ``MLAAttentionGroup`` for MLA layers, else an ``AttentionGroup``; arguments are theirs."""
+def attention_group(
+    selection: Selection, *arguments: Any, context_parallel: ContextParallel | None = None, **options: Any
+) -> AttentionGroup:
+    """Return an ``MLAAttentionGroup`` for MLA layers, else an ``AttentionGroup``; arguments are theirs.
+
+    Args:
+        context_parallel: the ranks that share the cache; every one of them makes the group.
+    """
+    if context_parallel is not None:
+        return ContextParallelGroup(selection, *arguments, context_parallel=context_parallel, **options)
     made = MLAAttentionGroup if selection.config.mla else AttentionGroup
     return made(selection, *arguments, **options)
 
@@ -70,12 +81,15 @@ __all__ = [
     "CacheView",
     "Capacity",
     "CommonAttentionMetadata",
+    "ContextParallel",
+    "ContextParallelGroup",
     "MLAAttention",
     "MLAAttentionGroup",
     "MLAAttentionImpl",
     "MLAMetadata",
     "OutOfBlocksError",
     "PoolError",
+    "RankError",
     "ReqToTokenPool",
     "Scales",
     "SparseIndexer",

@@ -56,12 +56,14 @@ class Attention(nn.Module):
         self.scales = layer_scales(group, scales)
         slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
         logits = per_head("sinks", sinks, config.sinks, group, None)
+        self._across = group.across_ranks(Attention, scale=self.scale, sinks=logits, scales=self.scales)
         self._by_name: dict[str, AttentionImpl[Any]] = {}
-        for served in group.backends:
+        for served in group.backends if self._across is None else ():
             impl = cast(type[AttentionImpl[Any]], served.backend.impl_cls)
             made = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
             self._by_name[served.spec.name] = made
-        self.impls: dict[Phase, AttentionImpl[Any]] = {p: self._by_name[s.spec.name] for p, s in group.served.items()}
+        impls = {} if self._across is not None else {p: self._by_name[s.spec.name] for p, s in group.served.items()}
+        self.impls: dict[Phase, AttentionImpl[Any]] = impls
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
         separate = [s.spec.name for s in group.backends if not s.backend.forward_includes_kv_cache_update]
         self._writer: str | None = separate[0] if separate and config.has_cache else None
@@ -138,12 +140,11 @@ class Attention(nn.Module):
         if self.group.checked:
             named = {"query": query, "key": key, "value": value, "output": output, "output_lse": output_lse}
             self.group.check_contents(self.scales, named, kv_cache, attn_metadata.common)
-        if key is not None and value is not None and (writer := self._writer) is not None:
-            slots = attn_metadata.slot_mapping
-            cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
-            assert cache is not None
-            assert slots is not None
-            self._by_name[writer].do_kv_cache_update(self, key, value, cache, slots)
+        if self._across is not None:
+            self._across.forward(query, key, value, kv_cache, attn_metadata, output, output_lse)
+            return output
+        if key is not None and value is not None and self._writer is not None:
+            self.write(key, value, kv_cache, attn_metadata.slot_mapping)
         parts = attn_metadata.parts
         if len(parts) == 1:
             backend, metadata = parts[0].backend, parts[0].metadata
@@ -165,6 +166,14 @@ class Attention(nn.Module):
                 None,
             )
         return output
+
+    def write(self, key: Tensor, value: Tensor, kv_cache: Tensor | None, slot_mapping: Tensor | None) -> None:
+        """Write the step's keys and values into the cache; where the backend's forward does that, it does nothing."""
+        if (writer := self._writer) is not None:
+            cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
+            assert cache is not None
+            assert slot_mapping is not None
+            self._by_name[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
 
     def _cache_for(self, backend: str, kv_cache: Tensor | None) -> Tensor | None:
         """Return the cache in the blocks of a backend's kernel."""

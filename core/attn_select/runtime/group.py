@@ -288,6 +288,10 @@ class AttentionGroup:
             found[name] = sum(by_kernel.values())
         return found
 
+    def across_ranks(self, layer: type[Any], **options: Any) -> Any:
+        """Return what computes one layer whose cache lies on several ranks; None where it lies on one."""
+        return None
+
     def explain(self) -> str:
         """Return as text which backends run the steps, why others do not, and what memory they reserve."""
         candidates = {phase: [served.spec.name] for phase, served in self.served.items()}
@@ -524,7 +528,7 @@ class AttentionGroup:
         num_blocks = checks.check_cache(kv_cache, self.kv_layout, self.config, self.device, size)
         assert kv_cache is not None
         checks.check_strides("kv_cache", kv_cache, self.device)
-        held = num_blocks * size // self.block_size
+        held = num_blocks // self._cache_blocks()[2]
         checks.check_blocks(common, self.config, kv_cache, self.kv_layout, held, self.block_size)
 
     @staticmethod

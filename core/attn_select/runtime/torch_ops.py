@@ -214,3 +214,51 @@ def merge_attn_states(
     output.copy_(merged / total.clamp_min(1.0).unsqueeze(-1))
     if output_lse is not None:
         output_lse.copy_(most + torch.log(total))
+
+
+def pack_attn_states(output: Tensor, lse: Tensor, packed_output: Tensor, packed_lse: Tensor) -> None:
+    """Copy outputs ``(*R, Dv)`` and their LSEs ``(*R)``, of any strides, to where a message holds them.
+
+    ``R`` has four dimensions: ranks, tokens, KV heads and the query heads of each.
+    """
+    packed_output.copy_(output)
+    packed_lse.copy_(lse)
+
+
+def merge_rank_states(
+    parts: Tensor,
+    lses: Tensor,
+    own: int,
+    sinks: Tensor | None,
+    output: Tensor,
+    output_lse: Tensor | None = None,
+) -> None:
+    """Merge attention over disjoint sets of keys, one on each of N ranks, or weigh one of the partial results.
+
+    The weight of partial i is ``exp(lse_i) / sum_j exp(lse_j)``, in float32. A partial whose LSE is -inf is not read;
+    where all are, the result is 0 and -inf.
+
+    Args:
+        parts: ``(N, *R, Dv)`` of any strides but in the last dimension; with ``own`` from 0 on ``(1, *R, Dv)``. ``R``
+            has two or four dimensions, tokens first, then heads or groups of them.
+        lses: float32 ``(N, *R)`` of any strides, natural logarithm.
+        own: -1: all partial results are merged; else the one that is given is rank ``own``'s, and is weighed.
+        sinks: logits that count as one more key without a value, float32, of the shape of R without tokens; None
+            for none.
+        output: ``(*R, Dv)`` of any strides but in the last dimension, written.
+        output_lse: float32 ``(*R)``, the LSE over all ranks, written where given.
+    """
+    most = lses.amax(0)
+    if sinks is not None:
+        most = torch.maximum(most, sinks)
+    most = most.masked_fill(most.isneginf(), 0.0)
+    weights = torch.exp(lses - most)
+    total = weights.sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks - most)
+    if own >= 0:
+        weights = weights[own : own + 1]
+    weights = (weights / torch.where(total == 0, 1.0, total)).unsqueeze(-1)
+    output.copy_(torch.where(weights == 0, 0.0, weights * parts.float()).sum(0))
+    if output_lse is not None:
+        output_lse.copy_(most + torch.log(total))

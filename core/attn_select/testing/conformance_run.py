@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from attn_select.config import AttentionConfig, Phase
-from attn_select.runtime import Capacity, attention_group, decodes_first
+from attn_select.runtime import Capacity, ContextParallel, attention_group, decodes_first
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.selection import Selection
 from attn_select.testing.comparison import request_name, same_bits
 from attn_select.testing.problems import MLAProblem, Request, random_mla_problem, random_problem, random_requests
+from attn_select.testing.rank_steps import run_on_ranks, whole_layer
 from attn_select.testing.running import (
     Bound,
     Drawn,
@@ -147,16 +148,25 @@ class Rig:
         seed: of everything that is drawn.
         terms: the suite's.
         cuda_graphs: made to be captured.
+        ranks: the ranks that the cache lies on, each of which has a rig like this one; None: it lies on one.
     """
 
     def __init__(
-        self, selection: Selection, device: torch.device, seed: int, terms: Terms, *, cuda_graphs: bool = False
+        self,
+        selection: Selection,
+        device: torch.device,
+        seed: int,
+        terms: Terms,
+        *,
+        cuda_graphs: bool = False,
+        ranks: ContextParallel | None = None,
     ) -> None:
+        self.ranks = ranks
         self.config, self.plans, self.seed, self.terms = selection.config, selection.plans, seed, terms
         size = selection.block_size or 16
         requests = MOST_REQUESTS + 2
         capacity = Capacity(requests, requests * LONGEST, max_model_len=max(1024, 4 * size))
-        made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": [*selection.backends]}
+        made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": [*selection.backends], "context_parallel": ranks}
         if self.config.mla:
             made["workspace_tokens"] = WORKSPACE_TOKENS
         self.group = attention_group(selection, device, capacity, **made)
@@ -164,9 +174,9 @@ class Rig:
         self.longest_decode = threshold or 1
         prefill = self.plans.get("prefill")
         self.batches = Batches(
-            config=self.config,
+            config=self.config if ranks is None else whole_layer(self.config, ranks, size),
             kv_layout=self.group.kv_layout,
-            block_size=size,
+            block_size=size if ranks is None else ranks.size * size,
             device=device,
             phases=self.plans,
             longest_decode=self.longest_decode,
@@ -250,6 +260,8 @@ class Rig:
         return len(requests)
 
     def _run(self, drawn: Drawn) -> Result:
+        if self.ranks is not None:
+            return run_on_ranks(self.group, drawn, self.ranks)
         return run_problem(self.group, drawn, output_scale=self.output_scale)
 
     def _check(self, drawn: Drawn, result: Result) -> None:

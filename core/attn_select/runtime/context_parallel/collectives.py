@@ -1,0 +1,103 @@
+"""What the ranks of a group exchange: ``Collectives``, and its form on a ``torch.distributed`` process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_select.errors import AttnSelectError
+
+
+class RankError(AttnSelectError, RuntimeError):
+    """The ranks of a group do not agree, or one of them is gone: names the ranks and what differs."""
+
+    code = "ranks-disagree"
+
+
+class Collectives(Protocol):
+    """Collective operations of one group of ranks. Every rank calls the same ones in the same order.
+
+    Tensors are contiguous; ``N`` is the number of ranks.
+
+    Attributes:
+        rank: this process's, from 0.
+        size: N.
+    """
+
+    rank: int
+    size: int
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        """Write every rank's ``own`` into ``output (N, *own.shape)``."""
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        """Write part ``rank`` of every rank's ``parts (N, …)`` into ``output``, of the same shape."""
+
+    def reduce_scatter(self, output: Tensor, parts: Tensor) -> None:
+        """Write the sum of part ``rank`` of every rank's ``parts (N, …)`` into ``output``."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over the ranks."""
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return every rank's object; they are pickled. Synchronises."""
+
+
+# torch 2.13 renamed them.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ProcessGroupCollectives:
+    """``Collectives`` of a ``torch.distributed`` process group.
+
+    Args:
+        group: NCCL's for CUDA tensors, gloo's for tensors on CPUs; None: the default group.
+
+    Raises:
+        RankError: ``torch.distributed`` is not initialised, or this process is not in the group.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RankError(
+                "torch.distributed is not initialised, so there is no process group",
+                hint="call torch.distributed.init_process_group first, and start the program with torchrun",
+            )
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise RankError("this process is not in the process group", hint="give each process its own group")
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        """See ``Collectives``; the errors of all of these are ``RankError``."""
+        self._run("all_gather", _all_gather, output, own)
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        self._run("all_to_all", dist.all_to_all_single, output, parts)
+
+    def reduce_scatter(self, output: Tensor, parts: Tensor) -> None:
+        self._run("reduce_scatter", _reduce_scatter, output, parts)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._run("all_reduce", dist.all_reduce, tensor)
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        self._run("gather_objects", dist.all_gather_object, found, own)
+        return found
+
+    def _run(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments, group=self.group)
+        except RuntimeError as error:
+            # gloo raises when a rank is gone or the group's timeout has passed; NCCL's watchdog ends the process.
+            first = str(error).splitlines()[0]
+            raise RankError(
+                f"{name} failed on rank {self.rank} of {self.size}: {first}",
+                hint="another rank has ended, or did not come to the same step within the group's timeout: its own "
+                "error is in its log",
+            ) from error

@@ -1,0 +1,140 @@
+"""How the ranks' partial results become one: heads are gathered before attention, outputs merged by LSE after it.
+
+The gathered heads lie KV head by KV head, and within one rank by rank, so that every kernel's rule of which query heads
+share a KV head holds. ``ag_rs`` and ``a2a`` are vLLM's names (``dcp_comm_backend``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime import ops
+from attn_select.runtime.context_parallel.collectives import Collectives
+
+WAYS = ("ag_rs", "a2a")
+"""``ag_rs``: the LSEs are gathered, each rank scales its outputs by its weights, and the outputs are summed while they
+are scattered: two collectives, and the sum is rounded in the outputs' dtype. ``a2a``: outputs and LSEs are exchanged
+head by head in one message, and each rank merges those of its own heads in float32."""
+ALIGNED = 16
+"""Bytes: every message to a rank begins at a multiple."""
+
+
+class Merger:
+    """Gathers heads and merges results of one kind of layers.
+
+    Args:
+        collectives: of the group.
+        num_kv_heads: of the layers, the same on all ranks.
+        sharded: whether ranks hold different query heads; else each holds all of them.
+    """
+
+    def __init__(self, collectives: Collectives, num_kv_heads: int, sharded: bool) -> None:
+        self.collectives, self.kv_heads, self.sharded = collectives, num_kv_heads, sharded
+
+    def gather_heads(self, rows: Tensor) -> Tensor:
+        """Return ``(T, N * H, D)`` of every rank's ``(T, H, D)``; the rows themselves where each rank has all heads."""
+        if not self.sharded:
+            return rows
+        size, (tokens, heads, width) = self.collectives.size, rows.shape
+        gathered = rows.new_empty(size, tokens, heads, width)
+        self.collectives.all_gather(gathered, rows.contiguous())
+        if tokens == self.kv_heads == 1:
+            return gathered.view(1, size * heads, width)
+        by_kv_head = gathered.view(size, tokens, self.kv_heads, heads // self.kv_heads, width).permute(1, 2, 0, 3, 4)
+        return by_kv_head.reshape(tokens, size * heads, width)
+
+    def merge(
+        self,
+        way: str,
+        partial: Tensor,
+        partial_lse: Tensor,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Merge this rank's partial result with the other ranks'.
+
+        Args:
+            way: one of ``WAYS``.
+            partial: ``(T, N * H, D)`` over this rank's keys, of gathered heads; ``(T, H, D)`` where all have all heads.
+            partial_lse: float32, as many rows.
+            output: ``(T, H, D)``, written: the result of this rank's own heads.
+            output_lse: float32 ``(T, H)``, written where given.
+            sinks: ``(N * H,)`` or ``(H,)`` logits that are counted once, of the partial's heads.
+        """
+        if not partial.shape[0]:
+            return
+        merge = self._exchange if way == "a2a" else self._scatter
+        merge(partial, partial_lse, output, output_lse, sinks)
+
+    def _by_rank(self, rows: Tensor) -> Tensor:
+        """Return ``(T, N * H, …)`` as ``(N, T, Hkv, H / Hkv, …)``: each rank's own heads."""
+        tokens, heads = rows.shape[:2]
+        size, kv_heads = self.collectives.size, self.kv_heads
+        grouped = rows.view(tokens, kv_heads, size, heads // (size * kv_heads), *rows.shape[2:])
+        return grouped.permute(2, 0, 1, *range(3, grouped.ndim))
+
+    def _exchange(
+        self, partial: Tensor, partial_lse: Tensor, output: Tensor, output_lse: Tensor | None, sinks: Tensor | None
+    ) -> None:
+        size, (tokens, heads, width) = self.collectives.size, output.shape
+        rows = tokens * heads
+        at = rows * width * partial.element_size()
+        at += -at % 4
+        message = at + 4 * rows
+        message += -message % ALIGNED
+        count = size if self.sharded else 1
+        sent = partial.new_empty(count, message, dtype=torch.uint8)
+        came = partial.new_empty(size, message, dtype=torch.uint8)
+        parts, lses = _unpacked(sent, at, rows, width, partial.dtype)
+        grouped = (count, tokens, self.kv_heads, heads // self.kv_heads)
+        if self.sharded:
+            own, own_lse = self._by_rank(partial), self._by_rank(partial_lse)
+        else:
+            own, own_lse = partial.view(*grouped, width), partial_lse.view(grouped)
+        ops.pack_attn_states(own, own_lse, parts.view(*grouped, width), lses.view(grouped))
+        exchange: Any = self.collectives.all_to_all if self.sharded else self.collectives.all_gather
+        exchange(came, sent if self.sharded else sent[0])
+        parts, lses = _unpacked(came, at, rows, width, partial.dtype)
+        shape = (size, tokens, heads)
+        if sinks is not None and self.sharded:
+            sinks = self._by_rank(sinks.view(1, -1))[self.collectives.rank].reshape(heads)
+        ops.merge_rank_states(parts.view(*shape, width), lses.view(shape), -1, sinks, output, output_lse)
+
+    def _scatter(
+        self, partial: Tensor, partial_lse: Tensor, output: Tensor, output_lse: Tensor | None, sinks: Tensor | None
+    ) -> None:
+        size, rank = self.collectives.size, self.collectives.rank
+        tokens, heads, width = output.shape
+        lses = partial_lse.new_empty(size, *partial_lse.shape)
+        self.collectives.all_gather(lses, partial_lse.contiguous())
+        if not self.sharded:
+            weighted, lse = partial.new_empty(partial.shape), output_lse
+            ops.merge_rank_states(partial.unsqueeze(0), lses, rank, sinks, weighted, lse)
+            self.collectives.all_reduce(weighted)
+            output.copy_(weighted)
+            return
+        # Written rank by rank, as reduce_scatter takes it, in the order of each rank's own heads.
+        weighted = partial.new_empty(size, tokens, self.kv_heads, heads // self.kv_heads, width)
+        lse = None if output_lse is None else torch.empty_like(partial_lse, memory_format=torch.contiguous_format)
+        target = weighted.permute(1, 2, 0, 3, 4)
+        shape = target.shape[:-1]
+        ops.merge_rank_states(
+            partial.view(1, *target.shape), lses.view(size, *shape), rank,
+            None if sinks is None else sinks.view(shape[1:]), target, None if lse is None else lse.view(shape),
+        )  # fmt: skip
+        summed = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        self.collectives.reduce_scatter(summed.view(weighted.shape[1:]), weighted)
+        if summed is not output:
+            output.copy_(summed)
+        if output_lse is not None and lse is not None:
+            output_lse.copy_(self._by_rank(lse)[rank].reshape(tokens, heads))
+
+
+def _unpacked(messages: Tensor, at: int, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the outputs ``(n, rows * width)`` and the LSEs ``(n, rows)`` that messages ``(n, bytes)`` hold."""
+    size = rows * width * dtype.itemsize
+    return messages[:, :size].view(dtype), messages[:, at : at + 4 * rows].view(torch.float32)

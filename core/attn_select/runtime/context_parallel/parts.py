@@ -1,0 +1,175 @@
+"""What groups of layers with a sharded cache have in common: the selections of their parts, and the local batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.errors import ConfigError
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.context_parallel.context_parallel import ContextParallel
+from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.runtime.group import Capacity
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.mla_context import shifted
+from attn_select.selection import Selection
+
+
+def check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
+    """Compare a selection with the ranks that will run it.
+
+    Raises:
+        ConfigError: it was made for another number of ranks, or a plan returns no LSE.
+    """
+    ranks = selection.config.decode_context_parallel_size
+    if ranks != context_parallel.size:
+        raise ConfigError(
+            f"decode_context_parallel_size = {ranks}, but the process group has {context_parallel.size} ranks",
+            fields=["decode_context_parallel_size"],
+            hint=f"select with decode_context_parallel_size = {context_parallel.size}, or start {ranks} ranks",
+        )
+
+
+def part_of(selection: Selection, num_heads: int, **changes: Any) -> Selection:
+    """Return the selection of what one rank's kernels compute: plain layers of so many query heads.
+
+    Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so.
+    """
+    fields: dict[str, Any] = {"num_heads": num_heads, "decode_context_parallel_size": 1, "sinks": False, **changes}
+    return replace(selection, config=selection.config.model_copy(update=fields))
+
+
+def local_capacity(capacity: Capacity, per_block: int, block_size: int) -> Capacity:
+    """Return the capacity of one rank's share: blocks of ``per_block`` positions, of which it keeps ``block_size``."""
+    return replace(capacity, max_model_len=-(-capacity.max_model_len // per_block) * block_size)
+
+
+def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
+    """Return what all ranks of a group must have in common."""
+    return {
+        "selections": str({p: f"{n} ({selection.plans[p].path})" for p, n in selection.selected.items() if n}),
+        "configs": str(selection.config.model_dump(exclude_defaults=True)),
+        "caches": f"{selection.kv_layout}, blocks of {selection.block_size}",
+        "interleaves": str(context_parallel.interleave),
+        "ways to merge": context_parallel.merge,
+        "queries": context_parallel.queries,
+        "capacities": str(capacity),
+    }
+
+
+class LocalBatches:
+    """Turns the scheduler's batches into one rank's: its share of lengths, and its slots.
+
+    With ``keeps`` the tensors stay where they are from batch to batch.
+
+    Args:
+        shares: the rank's.
+        capacity: of the whole group.
+        device: where tensors go.
+        keeps: whether CUDA graphs read them.
+    """
+
+    def __init__(self, shares: Shares, capacity: Capacity, device: torch.device, *, keeps: bool) -> None:
+        self.shares, self.device = shares, device
+        self._kept: dict[str, Tensor] | None = None
+        if keeps:
+            requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+            sizes: Mapping[str, tuple[int, torch.dtype]] = {
+                "seq_lens": (requests, torch.int32),
+                "slots": (tokens, torch.int64),
+            }
+            self._kept = {n: torch.zeros(size, dtype=dtype, device=device) for n, (size, dtype) in sizes.items()}
+
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor at the address that it always has."""
+        return tensor if self._kept is None else self._kept[name][: len(tensor)].copy_(tensor)
+
+    def shared(self, common: CommonAttentionMetadata, *, own: bool) -> CommonAttentionMetadata:
+        """Return the batch against this rank's share of the cache.
+
+        Args:
+            common: the scheduler's.
+            own: leave the step's own tokens out; every query then sees all that is left.
+        """
+        lens, lens_cpu, most = common.seq_lens, common.seq_lens_cpu, common.max_seq_len
+        if own:
+            lens = (lens - common.query_start_loc.diff()).clamp_min(0)
+            lens_cpu = (lens_cpu - common.query_lens_cpu).clamp_min(0)
+        local_cpu = self.shares.length(lens_cpu)
+        assert common.slot_mapping is not None
+        return replace(
+            common,
+            seq_lens=self.keep("seq_lens", self.shares.length(lens)),
+            seq_lens_cpu=local_cpu,
+            max_seq_len=self.shares.length(most),
+            slot_mapping=self.keep("slots", self.shares.slots(common.slot_mapping)),
+            causal=common.causal and not own,
+            mm_prefix_ranges=None,
+            block_size=self.shares.block_size,
+            num_keys=int(local_cpu.sum()),
+        )
+
+
+class OwnBatches:
+    """Lays a step's own tokens into a scratch cache, request by request from its first block on.
+
+    With ``keeps`` the tensors stay where they are from batch to batch.
+
+    Args:
+        block_size: tokens per block of the scratch cache.
+        capacity: of the group.
+        device: where tensors go.
+        keeps: whether CUDA graphs read them.
+    """
+
+    def __init__(self, block_size: int, capacity: Capacity, device: torch.device, *, keeps: bool) -> None:
+        self.block_size, self.device = block_size, device
+        requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        self.longest = min(tokens, capacity.max_model_len)
+        self.num_blocks = -(-tokens // block_size) + requests
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        if keeps:
+            self._kept = (
+                torch.zeros(requests, dtype=torch.int32, device=device),
+                torch.zeros(requests, -(-self.longest // block_size), dtype=torch.int32, device=device),
+                torch.zeros(tokens, dtype=torch.int64, device=device),
+            )
+
+    def batch(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the batch of the step's own tokens alone. Does not synchronise."""
+        query_lens, count, tokens = common.query_lens_cpu, common.num_reqs, common.num_actual_tokens
+        lens = torch.minimum(query_lens, common.seq_lens_cpu)  # padding of a CUDA graph has queries and no keys
+        blocks = -(-query_lens // self.block_size)
+        first = blocks.cumsum(0) - blocks
+        table = first[:, None] + torch.arange(max(1, int(blocks.max())))
+        request = torch.repeat_interleave(query_lens)
+        within = torch.arange(len(request)) - (common.query_start_loc_cpu[:-1] + query_lens - lens)[request]
+        slots = torch.full((tokens,), -1, dtype=torch.int64)
+        slots[: len(request)] = torch.where(within < 0, -1, first[request] * self.block_size + within)
+        width = table.shape[1]
+        # One copy, int64 first for alignment.
+        packed = torch.cat([slots.view(torch.int32), lens.int(), table.int().flatten()])
+        here = to_device(packed, self.device)
+        here_slots, here_lens, here_table = here.split_with_sizes([2 * tokens, count, count * width])
+        slots_here, lens_here, table_here = here_slots.view(torch.int64), here_lens, here_table.view(count, width)
+        if self._kept is not None:
+            lens_here = self._kept[0][:count].copy_(lens_here)
+            kept = self._kept[1][:count]
+            kept[:, :width].copy_(table_here)
+            table_here = kept
+            slots_here = self._kept[2][:tokens].copy_(slots_here)
+        return replace(
+            common,
+            seq_lens=lens_here,
+            seq_lens_cpu=lens.int(),
+            max_seq_len=common.max_query_len,
+            block_table_tensor=table_here,
+            slot_mapping=slots_here,
+            mm_prefix_ranges=shifted(common.mm_prefix_ranges, common.num_computed_tokens_cpu),
+            block_size=self.block_size,
+            num_keys=int(lens.sum()),
+        )

@@ -1,0 +1,118 @@
+"""One rank's part of a drawn step, and the step that the ranks' results make together.
+
+A step is drawn for the whole layer: all query heads of all ranks, and one cache in the scheduler's blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig
+from attn_select.runtime import ContextParallel
+from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.runtime.kv_cache import kv_cache_shape
+from attn_select.testing.oracle_paged import token_views
+from attn_select.testing.problems import MLAProblem
+from attn_select.testing.running import Drawn, Group, Result, poison, run_problem, step_of
+
+__tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
+
+
+def whole_layer(config: AttentionConfig, ranks: ContextParallel, block_size: int) -> AttentionConfig:
+    """Return the layer that all ranks together compute, its cache in blocks of ``size * block_size``."""
+    changes = {"num_heads": ranks.gathered_heads(config.num_heads), "block_size": ranks.size * block_size}
+    return config.model_copy(update={**changes, "decode_context_parallel_size": 1})
+
+
+def heads_of(rank: int, config: AttentionConfig, ranks: ContextParallel) -> Tensor:
+    """Return which of the whole layer's query heads a rank holds: of each KV head as many."""
+    if not ranks.sharded:
+        return torch.arange(config.num_heads)
+    by_kv_head = torch.arange(config.num_heads * ranks.size).view(config.num_kv_heads, ranks.size, -1)
+    return by_kv_head[:, rank].flatten()
+
+
+def shares_of(rank: int, group: Group, ranks: ContextParallel) -> Shares:
+    """Return a rank's share of the positions, on the CPU."""
+    assert group.selection.block_size is not None
+    return Shares(rank, ranks.size, ranks.interleave, group.selection.block_size, "cpu")
+
+
+def part_of_rank(drawn: Drawn, group: Group, ranks: ContextParallel) -> Drawn:
+    """Return this rank's step: its heads, and a cache that holds its share of every block.
+
+    Args:
+        drawn: of ``whole_layer``.
+        group: the rank's.
+    """
+    step, config = step_of(drawn), group.config
+    assert step.kv_cache is not None
+    assert step.layout is not None
+    assert step.block_size is not None
+    shares = shares_of(ranks.rank, group, ranks)
+    shape = kv_cache_shape(
+        step.layout, config, len(token_views(step.kv_cache, step.layout, config)[0]), shares.block_size
+    )
+    cache = poison(shape, step.kv_cache)
+    kept = shares.positions(step.block_size).to(cache.device)
+    for own, every in zip(
+        token_views(cache, step.layout, config), token_views(step.kv_cache, step.layout, config), strict=True
+    ):
+        own.copy_(every[:, kept])
+    heads = heads_of(ranks.rank, config, ranks).to(cache.device)
+    part = dataclasses.replace(
+        step,
+        config=config,
+        query=step.query[:, heads],
+        sinks=None if step.sinks is None else step.sinks[heads],
+        kv_cache=cache,
+        block_size=shares.block_size,
+    )
+    if isinstance(drawn, MLAProblem):
+        by_head = drawn.kv_b_proj.view(step.config.num_heads, -1, drawn.kv_b_proj.shape[1])
+        weight = by_head[heads].flatten(0, 1)
+        return MLAProblem(part, drawn.query[:, heads], weight)
+    return part
+
+
+def run_on_ranks(group: Group, drawn: Drawn, ranks: ContextParallel, **given: Any) -> Result:
+    """Run a step of ``whole_layer`` on all ranks and return the whole layer's result; every rank calls it.
+
+    Args:
+        given: as in ``run_problem``.
+    """
+    own = run_problem(group, part_of_rank(drawn, group, ranks), **given)
+    step, config = step_of(drawn), group.config
+    assert own.kv_cache is not None
+    assert step.kv_cache is not None
+    assert step.layout is not None
+    assert step.block_size is not None
+    stored = [view.clone() for view in token_views(own.kv_cache, step.layout, config)]
+    brought = (own.output, own.lse, stored)
+    found = ranks.collectives.gather_objects(_moved(brought, "cpu"))
+    device, tokens = own.output.device, len(own.output)
+    output = own.output.new_empty(tokens, step.config.num_heads, own.output.shape[-1])
+    lse = None if own.lse is None else own.lse.new_empty(output.shape[:2])
+    cache = poison(tuple(step.kv_cache.shape), step.kv_cache)
+    views = token_views(cache, step.layout, config)
+    for rank, result in enumerate(found):
+        some, some_lse, parts = _moved(result, device)
+        heads = heads_of(rank, config, ranks).to(device)
+        output[:, heads] = some
+        if lse is not None:
+            lse[:, heads] = some_lse
+        kept = shares_of(rank, group, ranks).positions(step.block_size).to(device)
+        for view, part in zip(views, parts, strict=True):
+            view[:, kept] = part
+    return Result(output, lse, cache)
+
+
+def _moved(values: Any, device: Any) -> Any:
+    """Return tensors, in lists and tuples too, on a device."""
+    if isinstance(values, (list, tuple)):
+        return [_moved(value, device) for value in values]
+    return values.to(device) if isinstance(values, Tensor) else values
