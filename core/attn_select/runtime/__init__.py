@@ -34,6 +34,7 @@ from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.context_parallel.collectives import RankError
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.group import ContextParallelGroup
+from attn_select.runtime.context_parallel.mla_group import ContextParallelMLAGroup
 from attn_select.runtime.custom_op import forward_context
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
 from attn_select.runtime.indexer import SparseIndexer
@@ -61,7 +62,8 @@ def attention_group(
         context_parallel: the ranks that share the cache; every one of them makes the group.
     """
     if context_parallel is not None:
-        return ContextParallelGroup(selection, *arguments, context_parallel=context_parallel, **options)
+        across = ContextParallelMLAGroup if selection.config.mla else ContextParallelGroup
+        return across(selection, *arguments, context_parallel=context_parallel, **options)
     made = MLAAttentionGroup if selection.config.mla else AttentionGroup
     return made(selection, *arguments, **options)
 
@@ -83,6 +85,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "ContextParallel",
     "ContextParallelGroup",
+    "ContextParallelMLAGroup",
     "MLAAttention",
     "MLAAttentionGroup",
     "MLAAttentionImpl",

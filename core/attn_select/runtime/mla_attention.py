@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from attn_select.config import Phase
 from attn_select.errors import ConfigError
 from attn_select.runtime import checks, ops
 from attn_select.runtime.attention import foreign_metadata, layer_scales, per_head
@@ -77,14 +78,17 @@ class MLAAttention(nn.Module):
         self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
         self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
         self._absorb(kv_b_proj)
-        options: dict[str, Any] = {
-            "scale": self.scale,
-            "alibi_slopes": per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32),
-            "sinks": per_head("sinks", sinks, config.sinks, group, None),
-        }
-        made = {s.spec.name: cast(MLAAttentionImpl, s.backend.impl_cls(s.context, **options)) for s in group.backends}
-        self._by_name = made
-        self.impls = {phase: made[served.spec.name] for phase, served in group.served.items()}
+        slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
+        logits = per_head("sinks", sinks, config.sinks, group, None)
+        self._across = group.across_ranks(MLAAttention, sinks=logits)
+        self._by_plan: dict[tuple[str, Phase], MLAAttentionImpl] = {}
+        for served in group.backends:
+            # What is merged across ranks counts its sinks there.
+            counted = logits if served.context.config.sinks else None
+            impl = served.backend.impl_cls(served.context, scale=self.scale, alibi_slopes=slopes, sinks=counted)
+            for phase in served.context.plans:
+                self._by_plan[served.spec.name, phase] = cast(MLAAttentionImpl, impl)
+        self.impls = {phase: self._by_plan[served.spec.name, phase] for phase, served in group.served.items()}
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
@@ -201,27 +205,34 @@ class MLAAttention(nn.Module):
     def _mqa(
         self, part: MLAPart, query: Tensor, kv_cache: Tensor, output: Tensor, *lse_and_indices: Tensor | None
     ) -> None:
-        impl = self._by_name[part.backend]
+        impl, (lse, indices) = self._by_plan[part.backend, part.phase], lse_and_indices
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         absorbed = query.new_empty(query.shape[0], self.heads, self.rank + self.rope)
         latent_query, rope_query = absorbed.split_with_sizes([self.rank, self.rope], dim=-1)
         rope_query.copy_(rope)
         _project(nope, self.w_uk_t, latent_query, part.spans)
-        latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
         view = self._view(impl, kv_cache)
-        latent = impl.forward_mqa(self, absorbed, view, part.metadata, latent, *lse_and_indices)
+        if self._across is not None:
+            self._across.forward(
+                absorbed,
+                lambda gathered, latent, own: impl.forward_mqa(self, gathered, view, part.metadata, latent, own),
+                lambda latent, projected: _project(latent, self.w_uv, projected, part.spans),
+                output,
+                lse,
+            )
+            return
+        latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
+        latent = impl.forward_mqa(self, absorbed, view, part.metadata, latent, lse, indices)
         _project(latent, self.w_uv, output, part.spans)
 
     def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        group, impl, (query, kv_c, k_pe) = self.group, self._by_name[part.backend], own
+        group, impl, (query, kv_c, k_pe) = self.group, self._by_plan[part.backend, part.phase], own
         if lse is None and part.chunks:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         impl.forward_mha(self, query, *self._decompressed(kv_c, k_pe, part.spans), part.metadata, output, lse)
         for chunk in part.chunks:
             assert lse is not None
-            where = (chunk.block_table, chunk.starts, chunk.start_loc, chunk.num_tokens, kv_cache.shape[1])
-            ops.gather_cache_mla(kv_cache, group.workspace, *where, group.config, self.scales)
-            kv_c, k_pe = group.workspace[: chunk.num_tokens].split_with_sizes([self.rank, self.rope], dim=1)
+            kv_c, k_pe = group.load_chunk(chunk, kv_cache, self.scales).split_with_sizes([self.rank, self.rope], dim=1)
             merged, merged_lse = output[chunk.rows], lse[chunk.rows]
             some, some_lse = torch.empty_like(merged), torch.empty_like(merged_lse)
             keys_values = self._decompressed(kv_c, k_pe, chunk.spans)

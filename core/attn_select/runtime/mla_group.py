@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_select.config import Phase
 from attn_select.errors import ConfigError
+from attn_select.runtime import ops
 from attn_select.runtime.group import AttentionGroup, Capacity, Served, Way
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import (
@@ -27,6 +28,7 @@ from attn_select.runtime.metadata import (
     split_decodes_and_prefills,
 )
 from attn_select.runtime.mla_context import ContextChunk, Spans, context_chunks, context_parts, shifted, spans_of
+from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select.selection import Selection
@@ -149,19 +151,22 @@ class MLAAttentionGroup(AttentionGroup):
         Raises:
             BatchError: queries are longer than a decode's, so that replayed steps would be prefills.
         """
-        self.check_batch(common_attn_metadata)
-        longest, threshold = common_attn_metadata.max_query_len, self.reorder_batch_threshold
-        if threshold is not None and longest > threshold and not self._latent_alone():
-            raise BatchError(
-                f"queries of {longest} tokens: MLA layers are captured in decode alone, here up to {threshold} tokens",
-                hint="a decode has 1 + num_speculative_tokens tokens at most",
-            )
+        self._check_capture(common_attn_metadata)
         served = self._server(self._way_to_capture(common_attn_metadata), "decode")
         common = self._tables.in_kernel_blocks(served.context, common_attn_metadata)
         decode = served.builder.build_for_cudagraph_capture(common)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
         return self._mla_metadata(common_attn_metadata, part)
+
+    def _check_capture(self, common: CommonAttentionMetadata) -> None:
+        self.check_batch(common)
+        longest, threshold = common.max_query_len, self.reorder_batch_threshold
+        if threshold is not None and longest > threshold and not self._latent_alone():
+            raise BatchError(
+                f"queries of {longest} tokens: MLA layers are captured in decode alone, here up to {threshold} tokens",
+                hint="a decode has 1 + num_speculative_tokens tokens at most",
+            )
 
     def _mla_metadata(self, common: CommonAttentionMetadata, *parts: MLAPart) -> MLAMetadata:
         assert common.slot_mapping is not None
@@ -223,12 +228,7 @@ class MLAAttentionGroup(AttentionGroup):
         parts = context_parts(common, self.config, self.workspace_tokens)
         if not parts:
             return ()
-        if not served.context.plans["prefill"].returns_lse:
-            raise BatchError(
-                f"a prefill with {int(context.max())} cached tokens: {served.spec.name} returns no LSE to merge its "
-                "parts by",
-                hint="prefill whole prompts, or choose another backend for prefill",
-            )
+        self._check_mergeable(served, context)
         table = common.block_table_tensor
         assert table is not None
         assert self.block_size is not None
@@ -236,3 +236,18 @@ class MLAAttentionGroup(AttentionGroup):
         if self.block_size != self.kernel_block_size:
             table = kernel_block_table(table, self.block_size // self.kernel_block_size)
         return context_chunks(parts, common, self.config, table, served.builder.build_prefill)
+
+    @staticmethod
+    def _check_mergeable(served: Served, context: Tensor) -> None:
+        if not served.context.plans["prefill"].returns_lse:
+            raise BatchError(
+                f"a prefill with {int(context.max())} cached tokens: {served.spec.name} returns no LSE to merge its "
+                "parts by",
+                hint="prefill whole prompts, or choose another backend for prefill",
+            )
+
+    def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
+        """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
+        where = (chunk.block_table, chunk.starts, chunk.start_loc, chunk.num_tokens, kv_cache.shape[1])
+        ops.gather_cache_mla(kv_cache, self.workspace, *where, self.config, scales)
+        return self.workspace[: chunk.num_tokens]

@@ -11,7 +11,7 @@ A step is computed in two parts, each by the selected backends as they are:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,15 @@ import torch
 from torch import Tensor
 
 from attn_select.config import CudaGraphLevel, Phase
-from attn_select.errors import AttnSelectError, ConfigError
 from attn_select.runtime import ops
-from attn_select.runtime.context_parallel.agreement import agree
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.parts import (
     LocalBatches,
     OwnBatches,
     check_selection,
-    facts_of,
     local_capacity,
+    make_alike,
     part_of,
 )
 from attn_select.runtime.context_parallel.shares import Shares
@@ -85,27 +83,12 @@ class ContextParallelGroup(AttentionGroup):
     ) -> None:
         self.context_parallel, self.selection, self.config = context_parallel, selection, selection.config
         self.capacity, self.cuda_graphs = capacity or Capacity(), cuda_graphs
-        facts: Mapping[str, str] = {}
-        try:
-            check_selection(selection, context_parallel)
-            if dispatch is not None:
-                text = f"dispatch = {dispatch!r}: context-parallel ranks run one selection (accepted: None)"
-                raise ConfigError(text, fields=["dispatch"])
-            facts = facts_of(selection, context_parallel, self.capacity)
-            self._make_parts(device, phases)
-        except AttnSelectError as error:
-            self._tell(facts, error)
-            raise
-        self._tell(facts, None)
 
-    def _tell(self, facts: Mapping[str, str], error: Exception | None) -> None:
-        """Compare notes with the other ranks; a rank that failed raises its own error afterwards."""
-        problem = None if error is None else f"{type(error).__name__}: {error}"
-        try:
-            agree(self.context_parallel.collectives, "attention_group", facts, problem)
-        except AttnSelectError:
-            if error is None:
-                raise
+        def make() -> None:
+            check_selection(selection, context_parallel, dispatch)
+            self._make_parts(device, phases)
+
+        make_alike(make, selection, context_parallel, self.capacity)
 
     def _make_parts(self, device: torch.device | str | None, phases: Sequence[Phase] | None) -> None:
         ranks, config, selection = self.context_parallel, self.config, self.selection
@@ -149,7 +132,7 @@ class ContextParallelGroup(AttentionGroup):
         common = common_attn_metadata
         self.check_batch(common)
         own = self._needs_own(common)
-        local = self._local.shared(common, own=own)
+        local = self._local.shared(common, self._local.slots(common), own=own)
         shared = None
         if not own or self._shared_always or int(common.num_computed_tokens_cpu.max()) > 0:
             shared = self.shared.build(local, 0, fast_build)
@@ -164,7 +147,7 @@ class ContextParallelGroup(AttentionGroup):
         common = common_attn_metadata
         self.check_batch(common)
         own = self._needs_own(common)
-        local = self._local.shared(common, own=own)
+        local = self._local.shared(common, self._local.slots(common), own=own)
         shared = self.shared.build_for_cudagraph_capture(local)
         beside = None
         if own:

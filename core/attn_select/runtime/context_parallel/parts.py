@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_select.errors import ConfigError
+from attn_select.errors import AttnSelectError, ConfigError
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.context_parallel.agreement import agree
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.group import Capacity
@@ -19,12 +20,39 @@ from attn_select.runtime.mla_context import shifted
 from attn_select.selection import Selection
 
 
-def check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
+def make_alike(
+    make: Callable[[], None], selection: Selection, context_parallel: ContextParallel, capacity: Capacity
+) -> None:
+    """Make this rank's group, and compare it with those of the other ranks.
+
+    Raises:
+        AttnSelectError: this rank's own error, which the others are told.
+        RankError: another rank failed, or made another group.
+    """
+    problem: AttnSelectError | None = None
+    try:
+        make()
+    except AttnSelectError as error:
+        problem = error
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    try:
+        agree(context_parallel.collectives, "attention_group", _facts(selection, context_parallel, capacity), text)
+    except AttnSelectError:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+
+
+def check_selection(selection: Selection, context_parallel: ContextParallel, dispatch: str | None) -> None:
     """Compare a selection with the ranks that will run it.
 
     Raises:
-        ConfigError: it was made for another number of ranks, or a plan returns no LSE.
+        ConfigError: it was made for another number of ranks, a plan returns no LSE, or ``dispatch`` is asked for.
     """
+    if dispatch is not None:
+        text = f"dispatch = {dispatch!r}: context-parallel ranks run one selection (accepted: None)"
+        raise ConfigError(text, fields=["dispatch"])
     ranks = selection.config.decode_context_parallel_size
     if ranks != context_parallel.size:
         raise ConfigError(
@@ -32,6 +60,9 @@ def check_selection(selection: Selection, context_parallel: ContextParallel) -> 
             fields=["decode_context_parallel_size"],
             hint=f"select with decode_context_parallel_size = {context_parallel.size}, or start {ranks} ranks",
         )
+    if selection.config.sparse:
+        text = f"sparse_top_k = {selection.config.sparse_top_k}: sparse MLA does not run over several ranks yet"
+        raise ConfigError(text, fields=["sparse_top_k", "decode_context_parallel_size"])
 
 
 def part_of(selection: Selection, num_heads: int, **changes: Any) -> Selection:
@@ -48,7 +79,7 @@ def local_capacity(capacity: Capacity, per_block: int, block_size: int) -> Capac
     return replace(capacity, max_model_len=-(-capacity.max_model_len // per_block) * block_size)
 
 
-def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
+def _facts(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
     """Return what all ranks of a group must have in common."""
     return {
         "selections": str({p: f"{n} ({selection.plans[p].path})" for p, n in selection.selected.items() if n}),
@@ -78,9 +109,12 @@ class LocalBatches:
         self._kept: dict[str, Tensor] | None = None
         if keeps:
             requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
-            sizes: Mapping[str, tuple[int, torch.dtype]] = {
-                "seq_lens": (requests, torch.int32),
-                "slots": (tokens, torch.int64),
+            columns = -(-capacity.max_model_len // (shares.size * shares.block_size))
+            sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
+                "seq_lens": ((requests,), torch.int32),
+                "slots": ((tokens,), torch.int64),
+                "bounds": ((requests + 1,), torch.int32),
+                "table": ((requests, columns), torch.int32),
             }
             self._kept = {n: torch.zeros(size, dtype=dtype, device=device) for n, (size, dtype) in sizes.items()}
 
@@ -88,11 +122,25 @@ class LocalBatches:
         """Return a tensor at the address that it always has."""
         return tensor if self._kept is None else self._kept[name][: len(tensor)].copy_(tensor)
 
-    def shared(self, common: CommonAttentionMetadata, *, own: bool) -> CommonAttentionMetadata:
+    def keep_table(self, table: Tensor) -> Tensor:
+        """Return a block table at the address that it always has, as wide as the longest request needs."""
+        if self._kept is None:
+            return table
+        kept = self._kept["table"][: len(table)]
+        kept[:, : table.shape[1]].copy_(table)
+        return kept
+
+    def slots(self, common: CommonAttentionMetadata) -> Tensor:
+        """Return where this rank's tokens of a batch go in its cache, int64 ``(T,)``, -1 for the others."""
+        assert common.slot_mapping is not None
+        return self.keep("slots", self.shares.slots(common.slot_mapping))
+
+    def shared(self, common: CommonAttentionMetadata, slots: Tensor, *, own: bool = False) -> CommonAttentionMetadata:
         """Return the batch against this rank's share of the cache.
 
         Args:
             common: the scheduler's.
+            slots: of this rank.
             own: leave the step's own tokens out; every query then sees all that is left.
         """
         lens, lens_cpu, most = common.seq_lens, common.seq_lens_cpu, common.max_seq_len
@@ -100,13 +148,12 @@ class LocalBatches:
             lens = (lens - common.query_start_loc.diff()).clamp_min(0)
             lens_cpu = (lens_cpu - common.query_lens_cpu).clamp_min(0)
         local_cpu = self.shares.length(lens_cpu)
-        assert common.slot_mapping is not None
         return replace(
             common,
             seq_lens=self.keep("seq_lens", self.shares.length(lens)),
             seq_lens_cpu=local_cpu,
             max_seq_len=self.shares.length(most),
-            slot_mapping=self.keep("slots", self.shares.slots(common.slot_mapping)),
+            slot_mapping=slots[: common.num_actual_tokens],
             causal=common.causal and not own,
             mm_prefix_ranges=None,
             block_size=self.shares.block_size,
