@@ -145,8 +145,6 @@ FEATURES: tuple[Feature, ...] = (
         examples=(2,),
         belongs_to="cache",
         not_in_encoders=_NO_DECODE,
-        executed=(),
-        never_executed="decode context parallelism was never executed: the runtime does not run it",
     ),
     Feature(
         "output_quantization",

@@ -190,8 +190,18 @@ def _plan_problem(plan: BackendPlan) -> str | None:
     return None
 
 
+def _beyond_ranks(config: AttentionConfig) -> list[Reason]:
+    """Return what nothing can do under decode context parallelism, whatever the backend."""
+    ranks = config.decode_context_parallel_size
+    found = [_distance_across_ranks(config)]
+    if config.output_quantization == "fp4":
+        text = f"FP4 output over {ranks} ranks (supported: none, fp8): outputs are quantised after they are merged"
+        found.append(Reason("output-quantization", text, "fp4", ["none", "fp8"], "--dcp 1"))
+    return [reason for reason in found if reason is not None]
+
+
 def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
-    """Return what no kernel can do under decode context parallelism: a rank counts only its own, interleaved tokens."""
+    """Return why no kernel measures distances there: a rank counts only its own, interleaved tokens."""
     names = [f"a sliding window of {config.sliding_window}"] if config.sliding_window is not None else []
     names += [f"chunks of {config.attention_chunk_size}"] if config.attention_chunk_size is not None else []
     names += ["ALiBi"] if config.alibi else []
@@ -207,6 +217,7 @@ def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
 _FEATURE_VALUES = attrgetter(*[feature.field for feature in FEATURES])
 _OFF = tuple([feature.off for feature in FEATURES])
 _BITS = tuple([(1 << index, feature) for index, feature in enumerate(FEATURES)])
+_SPARSE_RANKS = "sparse MLA over several ranks was never executed: the runtime does not run it"
 _NOBODY = 1 << len(FEATURES)
 """The bit of a combination of features that no backend has."""
 
@@ -257,7 +268,7 @@ class Demands:
         self.graph: Mapping[Phase, int] = _GRAPHS[config.cuda_graph]
         self.chunk: int | None = None
         self.bits = 0
-        self._nobody: Reason | None = None
+        self._nobody: list[Reason] = []
         self.unverified: tuple[str, ...] = ()
         self.asked: list[tuple[int, Feature, Any]] = []
         self._refusals: dict[int, list[Reason]] = {}
@@ -272,14 +283,16 @@ class Demands:
                     self.unverified = (*self.unverified, feature.never_executed)
         self.chunk = config.attention_chunk_size
         if config.decode_context_parallel_size > 1:
-            self._nobody = _distance_across_ranks(config)
+            self._nobody = _beyond_ranks(config)
             self.bits |= _NOBODY if self._nobody else 0
+            if config.sparse:
+                self.unverified = (*self.unverified, _SPARSE_RANKS)
 
     def refusals(self, lacked: int) -> list[Reason]:
         """Return the reasons against a backend that lacks what these bits stand for. The list is shared."""
         found = self._refusals.get(lacked)
         if found is None:
-            found = [] if self._nobody is None else [self._nobody]
+            found = list(self._nobody)
             found += [_refusal(feature, value, False) for bit, feature, value in self.asked if bit & lacked]
             self._refusals[lacked] = found
         return found

@@ -269,7 +269,6 @@ def test_a_phase_that_is_not_served(spec: MakeSpec, capabilities: MakeCapabiliti
 
 # --- What is accepted and unverified ---
 
-DCP = "decode context parallelism was never executed: the runtime does not run it"
 FP4 = "FP4 output was never executed on a GPU, and the conformance suite has no reference for it"
 
 
@@ -283,14 +282,9 @@ def marks(spec: BackendSpec, values: dict[str, Any], phase: Phase = "decode") ->
     ("facts", "values", "expected"),
     [
         ({}, PLAIN, ()),
-        ({"decode_context_parallel": True}, {**PLAIN, "decode_context_parallel_size": 2}, (DCP,)),
+        ({"decode_context_parallel": True}, {**PLAIN, "decode_context_parallel_size": 2}, ()),
         ({"output_quantizations": ("fp8", "fp4")}, {**PLAIN, "output_quantization": "fp4"}, (FP4,)),
         ({"output_quantizations": ("fp8", "fp4")}, {**PLAIN, "output_quantization": "fp8"}, ()),
-        (
-            {"output_quantizations": ("fp4",), "decode_context_parallel": True},
-            {**PLAIN, "output_quantization": "fp4", "decode_context_parallel_size": 2},
-            (DCP, FP4),
-        ),
     ],
 )
 def test_what_was_never_executed_is_marked_and_accepted(
@@ -349,10 +343,19 @@ def test_a_quantised_cache_is_no_mixed_one(spec: MakeSpec, capabilities: MakeCap
 
 def test_a_plan_keeps_its_own_marks_in_front(spec: MakeSpec, capabilities: MakeCapabilities, plan: MakePlan) -> None:
     shared = plan(unverified=("never run on this GPU",))
-    backend = spec(plan=lambda *_: shared, capabilities={"decode": capabilities(decode_context_parallel=True)})
+    backend = spec(plan=lambda *_: shared, capabilities={"decode": capabilities(output_quantizations=("fp4",))})
     assert marks(backend, PLAIN) == ("never run on this GPU",)
-    assert marks(backend, {**PLAIN, "decode_context_parallel_size": 2}) == ("never run on this GPU", DCP)
+    assert marks(backend, {**PLAIN, "output_quantization": "fp4"}) == ("never run on this GPU", FP4)
     assert shared.unverified == ("never run on this GPU",)
+
+
+def test_fp4_outputs_are_not_merged_across_ranks(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
+    both = capabilities(output_quantizations=("fp8", "fp4"), decode_context_parallel=True)
+    backend = spec(capabilities={"decode": both})
+    asked = {**PLAIN, "output_quantization": "fp4", "decode_context_parallel_size": 2}
+    (reason,) = reasons(backend, asked)
+    assert (reason.code, reason.observed, reason.remedy) == ("output-quantization", "fp4", "--dcp 1")
+    assert marks(backend, {**asked, "output_quantization": "fp8"}) == ()
 
 
 @pytest.mark.parametrize("values", [PLAIN, MLA])

@@ -359,10 +359,10 @@ def test_a_wished_cuda_graph_level_is_compared_with_the_plan(make_spec: Any, mak
 def test_an_unverified_plan_is_valid_marked_and_ranked_last_unless_a_user_says_otherwise(
     make_spec: Any, make_decider: Any
 ) -> None:
-    config = AttentionConfig(num_heads=8, head_size=64, decode_context_parallel_size=2)
+    config = AttentionConfig(num_heads=8, head_size=64, output_quantization="fp4")
     specs = [
-        make_spec("A", decode_context_parallel=True),
-        make_spec("B", decode_context_parallel=True, plan=_returns_unverified),
+        make_spec("A", output_quantizations=("fp4",)),
+        make_spec("B", output_quantizations=("fp4",), plan=_returns_unverified),
     ]
     selection = make_decider(specs).decide(config, Choice())
     assert selection.selected["decode"] == "A"  # both are unverified, so the order stands

@@ -141,7 +141,7 @@ class Attention(nn.Module):
             named = {"query": query, "key": key, "value": value, "output": output, "output_lse": output_lse}
             self.group.check_contents(self.scales, named, kv_cache, attn_metadata.common)
         if self._across is not None:
-            self._across.forward(query, key, value, kv_cache, attn_metadata, output, output_lse)
+            self._across.forward(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
             return output
         if key is not None and value is not None and self._writer is not None:
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)

@@ -16,6 +16,7 @@ plan declares that it is not ``nan_tail_safe`` these slots hold large finite num
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,12 +31,18 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.device import CPU, Device, known_gpus, lookup
 from attn_select.environment import Environment
 from attn_select.errors import RuntimeMissingError
+from attn_select.runtime import ContextParallel
+from attn_select.runtime.context_parallel.collectives import Collectives
+from attn_select.runtime.context_parallel.context_parallel import QUERIES
+from attn_select.runtime.context_parallel.merging import WAYS
+from attn_select.selection import Selection
 from attn_select.selector import environment_for
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec
 from attn_select.spec_check import problems_of
 from attn_select.testing import comparison
 from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
 from attn_select.testing.conformance_run import Rig, Terms
+from attn_select.testing.ranks import run_ranks
 from attn_select.testing.toolkit import (
     Outcome,
     Outcomes,
@@ -48,7 +55,7 @@ from attn_select.testing.toolkit import (
 )
 
 NEVER_RUN: Mapping[Callable[[AttentionConfig], bool], str] = {
-    lambda config: config.decode_context_parallel_size > 1: "decode context parallelism needs several processes",
+    lambda config: config.sparse and config.decode_context_parallel_size > 1: "sparse MLA over several ranks",
     lambda config: config.output_quantization == "fp4": "the oracle has no FP4 output",
 }
 """What the suite can run on no machine; plans for it are marked ``unverified``."""
@@ -270,6 +277,9 @@ class BackendConformance:
             return
         terms = Terms(self.error_bound, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps)
         seed = 1000 * self.seed + case.index
+        if case.config.decode_context_parallel_size > 1:
+            self._tally["batches"] += _run_on_ranks(selection, here, seed, terms)
+            return
         try:
             rig = Rig(selection, here, seed, terms)
         except RuntimeMissingError as missing:
@@ -336,6 +346,26 @@ def write_summary(terminalreporter: pytest.TerminalReporter, lines: Sequence[str
         terminalreporter.section("attention backends held to their specs")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def _run_on_ranks(selection: Selection, device: torch.device, seed: int, terms: Terms) -> int:
+    """Run drawn batches of layers whose cache lies on several ranks, in this process; return the number of runs."""
+    __tracebackhide__ = True
+    rng, size = random.Random(f"ranks {seed}"), selection.block_size or 1
+    options: dict[str, Any] = {
+        "interleave": rng.choice([count for count in (1, 4, size) if size % count == 0]),
+        "merge": rng.choice(WAYS),
+        "queries": rng.choice(QUERIES),
+    }
+
+    def run(collectives: Collectives) -> int:
+        return Rig(selection, device, seed, terms, ranks=ContextParallel(collectives, **options)).check_batches()
+
+    try:
+        return run_ranks(selection.config.decode_context_parallel_size, run)[0]
+    except Exception as error:
+        error.add_note(f"ContextParallel: {options}")
+        raise
 
 
 def _undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:

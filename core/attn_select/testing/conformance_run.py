@@ -261,7 +261,7 @@ class Rig:
 
     def _run(self, drawn: Drawn) -> Result:
         if self.ranks is not None:
-            return run_on_ranks(self.group, drawn, self.ranks)
+            return run_on_ranks(self.group, drawn, self.ranks, output_scale=self.output_scale)
         return run_problem(self.group, drawn, output_scale=self.output_scale)
 
     def _check(self, drawn: Drawn, result: Result) -> None:

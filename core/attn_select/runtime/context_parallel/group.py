@@ -252,9 +252,16 @@ class AttentionAcrossRanks:
         metadata: ContextParallelMetadata,
         output: Tensor,
         output_lse: Tensor | None,
+        output_scale: Tensor | None,
     ) -> None:
         """Compute the layer as ``Attention.forward`` documents it."""
         tokens = metadata.num_actual_tokens
+        if output_scale is not None:
+            merged = output.new_empty(tokens, *output.shape[1:], dtype=query.dtype)
+            self.forward(query, key, value, kv_cache, metadata, merged, output_lse, None)
+            stored = ops.quantize_fp8(merged, output_scale, output.dtype)
+            output[:tokens].view(torch.uint8).copy_(stored.view(torch.uint8))
+            return
         query, output = query[:tokens], output[:tokens]
         lse = None if output_lse is None else output_lse[:tokens]
         if metadata.own is None:

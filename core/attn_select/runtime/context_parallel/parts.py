@@ -68,9 +68,11 @@ def check_selection(selection: Selection, context_parallel: ContextParallel, dis
 def part_of(selection: Selection, num_heads: int, **changes: Any) -> Selection:
     """Return the selection of what one rank's kernels compute: plain layers of so many query heads.
 
-    Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so.
+    Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so. An
+    output is quantised after that.
     """
-    fields: dict[str, Any] = {"num_heads": num_heads, "decode_context_parallel_size": 1, "sinks": False, **changes}
+    fields: dict[str, Any] = {"num_heads": num_heads, "decode_context_parallel_size": 1, "sinks": False}
+    fields |= {"output_quantization": "none", **changes}
     return replace(selection, config=selection.config.model_copy(update=fields))
 
 

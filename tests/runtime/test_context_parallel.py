@@ -1,0 +1,221 @@
+"""Shares of positions, the merge of ranks' results, and groups of layers across ranks, all in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_select import AttentionConfig, select
+from attn_select.errors import ConfigError
+from attn_select.runtime import (
+    Attention,
+    BatchError,
+    BlockTable,
+    Capacity,
+    ContextParallel,
+    RankError,
+    attention_group,
+    prepare_batch,
+)
+from attn_select.runtime.context_parallel.merging import Merger
+from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.testing.ranks import ThreadCollectives, run_ranks
+
+CAPACITY = Capacity(4, 64, 256)
+
+
+def layer(**fields: Any) -> AttentionConfig:
+    given = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", "block_size": 8}
+    return AttentionConfig(**{**given, "decode_context_parallel_size": 2, **fields})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("interleave", [1, 2, 8])
+def test_every_position_lies_on_one_rank_in_a_slot_of_its_own(size: int, interleave: int) -> None:
+    shares = [Shares(rank, size, interleave, 8, "cpu") for rank in range(size)]
+    for tokens in range(100):
+        assert sum(share.length(tokens) for share in shares) == tokens
+    lengths = torch.arange(100, dtype=torch.int32)
+    slots = torch.arange(-1, 13 * 8 * size)
+    for rank, share in enumerate(shares):
+        own = share.positions(13 * 8 * size)
+        assert torch.equal(own // interleave % size, torch.full_like(own, rank))
+        assert share.length(lengths).tolist() == [int((own < length).sum()) for length in lengths]
+        assert share.length(lengths).dtype == torch.int32
+        # With the blocks in order, a rank's slots are its positions in order.
+        local = share.slots(slots)
+        assert torch.equal((local[1:] >= 0).nonzero().flatten(), own)
+        assert local[0] == -1
+        assert local[local >= 0].tolist() == list(range(13 * 8))
+
+
+def test_an_interleave_that_does_not_divide_the_block_size() -> None:
+    with pytest.raises(ConfigError, match="interleave = 3: accepted are divisors of the block size, 8"):
+        Shares(0, 2, 3, 8, "cpu")
+
+
+def test_arguments_are_checked() -> None:
+    for given, text in (
+        ({"interleave": 0}, "interleave = 0: accepted are integers from 1"),
+        ({"merge": "ring"}, "merge = 'ring': accepted are auto, ag_rs, a2a"),
+        ({"queries": "split"}, "queries = 'split': accepted are sharded, replicated"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            ContextParallel(**given)
+    with pytest.raises(RankError, match=r"torch\.distributed is not initialised"):
+        ContextParallel()
+
+
+@pytest.mark.parametrize("way", ["ag_rs", "a2a"])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_merged_results_are_those_over_all_keys(way: str, sharded: bool, kv_heads: int, with_sinks: bool) -> None:
+    size, tokens, heads, width = 3, 5, 4, 8
+    every = heads * size if sharded else heads
+    draw = torch.Generator().manual_seed(0)
+    partial, lse = torch.randn(size, tokens, every, width, generator=draw), torch.randn(size, tokens, every) * 3
+    lse[0, 0], partial[0, 0] = -torch.inf, torch.nan  # a rank without keys for this row; what it left is not read
+    lse[:, -1] = -torch.inf  # no keys at all
+    sinks = torch.randn(every, generator=draw) if with_sinks else None
+    counted = lse if sinks is None else torch.cat([lse, sinks.expand(1, tokens, every)])
+    wanted_lse = counted.double().logsumexp(0)
+    weights = (lse.double() - wanted_lse.masked_fill(wanted_lse.isneginf(), 0)).exp().unsqueeze(-1)
+    wanted = torch.where(weights == 0, 0.0, weights * partial.double()).sum(0)
+
+    def run(collectives: ThreadCollectives) -> tuple[Tensor, Tensor]:
+        output, output_lse = torch.full((tokens, heads, width), torch.nan), torch.full((tokens, heads), torch.nan)
+        merger = Merger(collectives, kv_heads, sharded)
+        merger.merge(way, partial[collectives.rank], lse[collectives.rank], output, output_lse, sinks)
+        return output, output_lse
+
+    held = torch.arange(every).view(kv_heads, size if sharded else 1, -1)
+    for rank, (output, output_lse) in enumerate(run_ranks(size, run)):
+        own = held[:, rank if sharded else 0].flatten()
+        torch.testing.assert_close(output.double(), wanted[:, own], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output_lse.double(), wanted_lse[:, own], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_gathered_heads_stay_with_their_kv_head(kv_heads: int) -> None:
+    heads = torch.arange(2 * 4).view(2, 4).float()  # per rank the numbers of its heads
+    rows = heads[:, None, :, None].expand(2, 3, 4, 5)
+    gathered = run_ranks(2, lambda each: Merger(each, kv_heads, True).gather_heads(rows[each.rank]))
+    wanted = heads.view(2, kv_heads, -1).transpose(0, 1).flatten()
+    for found in gathered:
+        assert torch.equal(found, wanted[None, :, None].expand(3, 8, 5))
+
+
+def test_the_cache_is_a_share_and_the_tables_are_the_schedulers() -> None:
+    selection = select(layer(), "cpu")
+
+    def run(collectives: ThreadCollectives) -> tuple[Any, ...]:
+        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
+        return group.block_size, group.allocate_kv_cache(10).numel(), group.reorder_batch_threshold
+
+    alone = attention_group(select(layer(decode_context_parallel_size=1), "cpu"), capacity=CAPACITY)
+    numel = alone.allocate_kv_cache(10).numel()  # blocks of half as many tokens
+    assert run_ranks(2, run) == [(16, numel, alone.reorder_batch_threshold)] * 2
+
+
+def test_another_number_of_ranks_than_selected() -> None:
+    selection = select(layer(decode_context_parallel_size=4), "cpu")
+
+    def run(collectives: ThreadCollectives) -> str:
+        with pytest.raises(ConfigError) as error:
+            attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
+        return str(error.value)
+
+    text = "decode_context_parallel_size = 4, but the process group has 2 ranks"
+    assert all(text in found for found in run_ranks(2, run))
+
+
+def _errors_of(make: Any) -> list[Exception]:
+    """Return the error that each of two ranks gets when it makes its group with ``make(rank)``."""
+
+    def run(collectives: ThreadCollectives) -> Exception:
+        selection, options = make(collectives.rank)
+        with pytest.raises((ConfigError, RankError)) as error:
+            attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives, **options))
+        return error.value
+
+    return run_ranks(2, run)
+
+
+def test_different_groups_on_the_ranks_are_found_by_all() -> None:
+    first = select(layer(), "cpu")
+    errors = _errors_of(lambda rank: (select(layer(block_size=16), "cpu") if rank else first, {}))
+    assert all(isinstance(error, RankError) for error in errors)
+    assert "the ranks of the group have different configs (rank 0: " in str(errors[0])
+    assert str(errors[0]) == str(errors[1])
+    errors = _errors_of(lambda rank: (first, {"interleave": 1 + rank}))
+    assert "different interleaves (rank 0: 1, rank 1: 2)" in str(errors[1])
+
+
+def test_a_rank_that_cannot_make_its_group_tells_the_others() -> None:
+    wrong = select(layer(decode_context_parallel_size=4), "cpu")
+    right, left = _errors_of(lambda rank: (select(layer(), "cpu") if rank == 0 else wrong, {}))
+    assert isinstance(right, RankError)
+    assert "rank 1: ConfigError: decode_context_parallel_size = 4" in str(right)
+    assert isinstance(left, ConfigError)
+
+
+def test_a_group_of_decodes_refuses_longer_queries() -> None:
+    selection = select(layer(), "cpu")
+
+    def run(collectives: ThreadCollectives) -> None:
+        ranks = ContextParallel(collectives)
+        group = attention_group(selection, capacity=CAPACITY, context_parallel=ranks, phases=["decode"])
+        table = BlockTable(1, 4, group.block_size or 0, "cpu")
+        table.set_row(0, [0, 1])
+        group.build(prepare_batch([1], [20], table))
+        with pytest.raises(BatchError, match="queries of up to 5 tokens: this group was made for decodes"):
+            group.build(prepare_batch([5], [24], table))
+
+    run_ranks(2, run)
+
+
+def test_a_table_of_the_ranks_own_blocks_is_refused() -> None:
+    selection = select(layer(), "cpu")
+
+    def run(collectives: ThreadCollectives) -> None:
+        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
+        table = BlockTable(1, 4, 8, "cpu")
+        table.set_row(0, [0, 1])
+        with pytest.raises(BatchError, match="this group's cache has blocks of 16"):
+            group.build(prepare_batch([1], [12], table))
+
+    run_ranks(2, run)
+
+
+def test_a_failing_rank_ends_the_others() -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        if collectives.rank == 1:
+            raise ValueError("out of luck")
+        collectives.all_reduce(torch.zeros(1))
+
+    with pytest.raises(ValueError, match="out of luck"):
+        run_ranks(2, run)
+
+
+def test_copies_of_a_layer_compute_the_same() -> None:
+    import copy
+
+    selection = select(layer(), "cpu")
+
+    def run(collectives: ThreadCollectives) -> tuple[Tensor, Tensor]:
+        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
+        one = Attention(group)
+        table = BlockTable(1, 4, group.block_size or 0, "cpu")
+        table.set_row(0, [1, 0])
+        cache = group.allocate_kv_cache(2)
+        draw = torch.Generator().manual_seed(1)
+        query, key, value = (torch.randn(20, heads, 16, generator=draw) for heads in (4, 2, 2))
+        metadata = group.build(prepare_batch([20], [20], table))
+        return one(query, key, value, cache, metadata), copy.deepcopy(one)(query, key, value, cache, metadata)
+
+    for first, second in run_ranks(2, run):
+        assert torch.equal(first, second)
