@@ -36,7 +36,7 @@ _MLA_DIMS = (
 _MLA = dict(zip(MLA_DIMS, _MLA_DIMS[0], strict=True))
 _RARE = ("decode_context_parallel_size",)
 _DISTANCES = ("sliding_window", "attention_chunk_size", "alibi")
-"""Features that exclude others: no kernel measures the distances of windows, chunks and ALiBi across ranks."""
+"""No kernel measures the distances of windows, chunks and ALiBi across ranks. Nor are FP4 outputs merged."""
 _CODES = {"kv_lora_rank": "head-size", **{feature.field: feature.code for feature in FEATURES}}
 """Reason codes that are not the field's own name."""
 _MOST_TRIES = 1000
@@ -165,7 +165,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
         if accepted and rng.random() < likely and not (encoder and feature.not_in_encoders):
             fields[feature.field] = rng.choice(accepted)
     if fields.get("decode_context_parallel_size"):
-        fields = {name: value for name, value in fields.items() if name not in _DISTANCES}
+        fields = {name: value for name, value in fields.items() if name not in _DISTANCES and value != "fp4"}
     if "num_speculative_tokens" not in fields:
         fields.pop("draft_tree", None)
     if not is_quantized(fields.get("kv_cache_dtype", "auto")):

@@ -160,6 +160,7 @@ class LocalBatches:
             mm_prefix_ranges=None,
             block_size=self.shares.block_size,
             num_keys=int(local_cpu.sum()),
+            lead=None,
         )
 
 
@@ -221,4 +222,5 @@ class OwnBatches:
             mm_prefix_ranges=shifted(common.mm_prefix_ranges, common.num_computed_tokens_cpu),
             block_size=self.block_size,
             num_keys=int(lens.sum()),
+            lead=None,
         )
