@@ -84,7 +84,7 @@ def local_capacity(capacity: Capacity, per_block: int, block_size: int) -> Capac
 def _facts(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
     """Return what all ranks of a group must have in common."""
     return {
-        "selections": str({p: f"{n} ({selection.plans[p].path})" for p, n in selection.selected.items() if n}),
+        "selections": str({p: f"{n}, {selection.plans[p].kernel}" for p, n in selection.selected.items() if n}),
         "configs": str(selection.config.model_dump(exclude_defaults=True)),
         "caches": f"{selection.kv_layout}, blocks of {selection.block_size}",
         "interleaves": str(context_parallel.interleave),
