@@ -197,6 +197,9 @@ def _beyond_ranks(config: AttentionConfig) -> list[Reason]:
     if config.output_quantization == "fp4":
         text = f"FP4 output over {ranks} ranks (supported: none, fp8): outputs are quantised after they are merged"
         found.append(Reason("output-quantization", text, "fp4", ["none", "fp8"], "--dcp 1"))
+    if config.draft_tree and config.mla:
+        text = f"draft trees of MLA layers over {ranks} ranks (supported: 1): each query is a request of its own there"
+        found.append(Reason("draft-tree", text, True, False, "--dcp 1"))
     return [reason for reason in found if reason is not None]
 
 

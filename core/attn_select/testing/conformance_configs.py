@@ -166,6 +166,8 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
             fields[feature.field] = rng.choice(accepted)
     if fields.get("decode_context_parallel_size"):
         fields = {name: value for name, value in fields.items() if name not in _DISTANCES and value != "fp4"}
+        if capabilities.mla:
+            fields.pop("draft_tree", None)
     if "num_speculative_tokens" not in fields:
         fields.pop("draft_tree", None)
     if not is_quantized(fields.get("kv_cache_dtype", "auto")):

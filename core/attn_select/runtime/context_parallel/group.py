@@ -96,7 +96,8 @@ class ContextParallelGroup(AttentionGroup):
         assert size is not None  # configs without a cache have no context parallelism
         self.block_size, per_rank = size * ranks.size, size
         made: dict[str, Any] = {"cuda_graphs": self.cuda_graphs, "phases": phases}
-        shared = part_of(selection, ranks.gathered_heads(config.num_heads))
+        # Queries see all of the context: what drafts see of each other is the own part's.
+        shared = part_of(selection, ranks.gathered_heads(config.num_heads), draft_tree=False)
         self.shared = AttentionGroup(shared, device, local_capacity(self.capacity, self.block_size, per_rank), **made)
         self.device, self.checked = self.shared.device, self.shared.checked
         self.kv_layout, self.kernel_block_size = self.shared.kv_layout, self.shared.kernel_block_size

@@ -158,6 +158,7 @@ class LocalBatches:
             slot_mapping=slots[: common.num_actual_tokens],
             causal=common.causal and not own,
             mm_prefix_ranges=None,
+            tree_mask=None,
             block_size=self.shares.block_size,
             num_keys=int(local_cpu.sum()),
             lead=None,
