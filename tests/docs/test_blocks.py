@@ -50,7 +50,7 @@ class Block:
 
     @property
     def first(self) -> str:
-        return self.text.partition("\n")[0].partition("  #")[0]
+        return self.text.partition("\n")[0]
 
     @property
     def commands(self) -> list[str]:
@@ -86,7 +86,7 @@ CLAIMS: dict[str, Callable[[Block], bool]] = {
     "test_a_workload": lambda b: b.language == "toml" and "[[shapes]]" in b.text,
     "test_an_entry_point": lambda b: b.language == "toml" and b.first.startswith("[project.entry-points"),
     "test_shell": lambda b: b.language == "sh",
-    "test_python": lambda b: b.language == "python" and (b.file, b.first) in PYTHON,
+    "test_python": lambda b: b.language == "python" and bool(prepared(b)),
     "not run": lambda b: any(b.file == file and b.text.startswith(start) for file, start in NOT_RUN),
 }
 
@@ -141,6 +141,18 @@ def a_batch(config: AttentionConfig, device: str = HERE) -> dict[str, Any]:
 
 def a_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return a_batch(AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64))
+
+
+def a_batch_of_trees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    from attn_select.runtime import prepare_batch
+
+    known = a_batch(AttentionConfig(num_heads=4, head_size=64, num_speculative_tokens=3))
+    counts = {"num_tokens": 6, "num_speculative_tokens": 3, "first": 1, "query_lens": [1, 4], "device": HERE}
+    return {**known, **counts, "table": known["block_table"], "torch": torch, "prepare_batch": prepare_batch}
+
+
+def check_trees(names: dict[str, Any]) -> None:
+    assert names["common"].tree_mask.sum() == 8
 
 
 def a_compiled_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -265,25 +277,32 @@ PYTHON: dict[tuple[str, str], tuple[Prelude, Callable[[dict[str, Any]], None]]] 
     ("README.md", "from attn_select.runtime import Attention, attention_group, prepare_batch"): (a_layer, check_layer),
     ("plugins.md", "# facts: no torch"): (nothing, check_builds),
     ("plugins.md", "# runtime"): (facts_of_builds, check_adapter),
-    ("runtime.md", "layer = MLAAttention(group, kv_b_proj)"): (an_mla_group, check_layer),
-    ("runtime.md", "indexer = SparseIndexer(group, num_heads=64, head_dim=128)"): (a_sparse_layer, check_layer),
+    ("runtime.md", "layer = MLAAttention("): (an_mla_group, check_layer),
+    ("runtime.md", "indexer = SparseIndexer("): (a_sparse_layer, check_layer),
+    ("runtime.md", "tree_mask = torch.zeros("): (a_batch_of_trees, check_trees),
     ("runtime.md", 'selection = select(config, workload="chat")'): (two_measured_backends, check_dispatch),
-    ("runtime.md", "with forward_context({group: group.build(common)}):"): (a_compiled_model, check_nothing),
+    ("runtime.md", "with forward_context("): (a_compiled_model, check_nothing),
 }  # fmt: skip
-"""By document and first line, without its comment: what a block finds there, and what is checked behind it."""
+"""By document and what the block begins with: what a block finds there, and what is checked behind it."""
+
+
+def prepared(block: Block) -> list[tuple[Prelude, Callable[[dict[str, Any]], None]]]:
+    """Return the rows of ``PYTHON`` for a block."""
+    return [row for (file, start), row in PYTHON.items() if block.file == file and block.text.startswith(start)]
 
 
 def test_every_block_is_held_by_one_test() -> None:
     held = {f"{b.file}:{b.line} {b.first}": [name for name, claim in CLAIMS.items() if claim(b)] for b in BLOCKS}
     assert len(held) > 40
-    assert {where: by for where, by in held.items() if len(by) != 1} == {}
+    stray = {where: by for where, by in held.items() if len(by) != 1}
+    assert stray == {}, "say in CLAIMS, PYTHON or NOT_RUN how each block is held"
     assert sum(CLAIMS["not run"](b) for b in BLOCKS) == len(NOT_RUN)
     assert sum(CLAIMS["test_python"](b) for b in BLOCKS) == len(PYTHON)
 
 
 @pytest.mark.parametrize("block", claimed("test_python"))
 def test_python(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prelude, check = PYTHON[block.file, block.first]
+    ((prelude, check),) = prepared(block)
     names = prelude(tmp_path, monkeypatch)
     try:
         exec(compile(block.text, f"{block.file}:{block.line}", "exec", dont_inherit=True), names)
