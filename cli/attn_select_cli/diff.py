@@ -137,7 +137,7 @@ def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
     why += [
         f"rule {rule['name']} ({rule['file']}:{rule['line']})"
         for rule in b["rules"]
-        if (rule["name"], rule["file"]) not in before
+        if (rule["name"], rule["file"]) not in before and rule["phase"] in (None, phase)
     ]
     return why
 

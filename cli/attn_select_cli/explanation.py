@@ -140,7 +140,7 @@ def build_explanations(
             try:
                 found.append(build_explanation({**options, "model": model, "gpu": gpu}, rules))
             except (ModelError, ConfigError) as error:
-                if len(models) * len(gpus) > 1:
+                if len(models) * len(gpus) > 1 and not error.message.startswith(f"{model}: "):
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
                 raise
     return found

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import click
 
+from attn_select_cli.command_group import CommandGroup
+
 BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 COMMANDS = (
@@ -35,7 +37,7 @@ COMMANDS = (
 )
 
 
-class LazyGroup(click.Group):
+class LazyGroup(CommandGroup):
     """A group that imports a command's module only when that command (or the list of all) is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -46,15 +48,6 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(f"attn_select_cli.{cmd_name}").command
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            from attn_select.errors import UnknownNameError
-
-            raise UnknownNameError("command", args[0], COMMANDS)
-        return super().resolve_command(ctx, args)
 
 
 EPILOG = """\b

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.command_group import CommandGroup
 from attn_select_cli.layer_options import gpu_option, layer_options
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _POINTS = 64
 
 
-@click.group("measurements", epilog=EPILOG, short_help="List, check, fit and import measured times.")
+@click.group("measurements", cls=CommandGroup, epilog=EPILOG, short_help="List, check, fit and import measured times.")
 def command() -> None:
     """List, check, fit and import measured times."""
 
@@ -128,7 +129,8 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
         for each in problems:
             click.echo(str(each))
         where = f"{len(stored.files)} file{'s' if len(stored.files) != 1 else ''}"
-        click.echo(f"{where}, {len(stored.measurements)} measurements, {len(problems)} problems")
+        found = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        click.echo(f"{where}, {len(stored.measurements)} measurements, {found}")
     return 1 if problems else 0
 
 
@@ -152,8 +154,10 @@ def fit_command(files: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
     stored = _read(files, gpu)
     fitted = [_fitted(key, rows) for key, rows in _by_kernel(stored.measurements).items()]
     if as_json:
-        print_json({"schema_version": 1, "least_batches": LEAST_POINTS, "fits": fitted})
+        problems = [_problem(each) for each in stored.problems]
+        print_json({"schema_version": 1, "least_batches": LEAST_POINTS, "fits": fitted, "problems": problems})
         return 0
+    _warn(stored)
     if not fitted:
         click.echo(f"no measurements{f' on {gpu}' if gpu else ''}: `attn-select bench` makes some")
         return 0
@@ -171,7 +175,6 @@ def fit_command(files: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
     ]
     print_lines([Table(["GPU", "kernel", "layer", "phase", "batches", "median", "p90", "source"], rows)])
     click.echo(f"median and p90: error of batches left out of the fit; -: fewer than {LEAST_POINTS} others")
-    _warn(stored)
     return 0
 
 

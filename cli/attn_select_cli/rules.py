@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attn_select_cli import rules_edit
+from attn_select_cli.command_group import CommandGroup
 
 if TYPE_CHECKING:
     from attn_select.rules.document import Problem
@@ -35,7 +36,9 @@ _extra_rules = click.option(
 )
 
 
-@click.group("rules", epilog=EPILOG, short_help="Show, check, find and change the rules that rank backends.")
+@click.group(
+    "rules", cls=CommandGroup, epilog=EPILOG, short_help="Show, check, find and change the rules that rank backends."
+)
 def command() -> None:
     """Show, check, find and change the rules that rank backends."""
 

@@ -17,10 +17,10 @@ from attn_select.detection import Detection
 from attn_select.device import lookup
 from attn_select.registry import Plugin, Registry, load_plugins
 from attn_select.rules.layers import packaged_rules_path
+from attn_select_cli import measurements, rules
+from attn_select_cli.main import COMMANDS
 
 jsonschema = pytest.importorskip("jsonschema")
-
-COMMANDS = ("explain", "flags", "run", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
 
 
 def test_version_and_help(run: Any) -> None:
@@ -32,9 +32,23 @@ def test_version_and_help(run: Any) -> None:
         assert text.code == 0
         assert "Example" in text.out
         assert "None" not in text.out
-    for command in ("show", "check", "schema", "path", "init", "prefer", "avoid", "deny", "undo"):
-        assert "Example" in run("rules", command, "--help").out
-    assert "did you mean explain?" in run("explian").err
+    for group in (rules.command, measurements.command):
+        for command in group.commands:
+            assert "Example" in run(group.name, command, "--help").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("explian",), ("unknown command 'explian'", "did you mean explain?")),
+        (("rules", "sow"), ("unknown rules command 'sow'", "did you mean show?")),
+        (("measurements", "nope"), ("unknown measurements command 'nope'", "valid: check, fit, import, list")),
+    ],
+)
+def test_an_unknown_command(run: Any, words: tuple[str, ...], said: tuple[str, ...]) -> None:
+    wrong = run(*words)
+    assert wrong.code == 2
+    assert all(part in wrong.err for part in said)
 
 
 def test_matrix_shows_the_decisions_of_explain(run: Any) -> None:
@@ -64,6 +78,16 @@ def test_diff_between_gpus_says_what_and_why(run: Any) -> None:
     assert result.code == 1
     assert "FLASH_ATTN -> TRITON_ATTN" in result.out
     assert "compute capability 7.5" in result.out
+
+
+def test_diff_names_the_rules_of_the_phase(run: Any) -> None:
+    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--kv-cache-dtype fp8", "--json")
+    why = {change["phase"]: " ".join(change["why"]) for change in result.json["changes"] if change["what"] == "backend"}
+    assert ("fp8-prefill" in why["prefill"], "fp8-decode" in why["prefill"]) == (True, False)
+    assert ("fp8-prefill" in why["decode"], "fp8-decode" in why["decode"]) == (False, True)
+
+
+def test_diff_between_gpus_of_one_kind(run: Any) -> None:
     assert run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu h200").code == 0
 
 

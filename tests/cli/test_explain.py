@@ -152,7 +152,9 @@ def test_several_models_and_gpus(run: Any) -> None:
     assert [line.split()[1] for line in text.splitlines() if line.startswith("Model ")] == [name for name, _ in found]
     wrong = run("explain", "--model", "llama-3-8b", "--model", "./nowhere.json", "--gpu", "h100")
     assert wrong.code == 2
-    assert "./nowhere.json on h100: " in wrong.err
+    assert "error: ./nowhere.json: no such file or folder" in wrong.err
+    wrong = run("explain", "--model", "llama-3-8b", "--model", "bert-base", "--gpu", "h100", "-tp", "3")
+    assert "error: llama-3-8b on h100: tensor_parallel_size = 3" in wrong.err
 
 
 def test_what_never_serves_such_a_layer_is_one_line(run: Any) -> None:

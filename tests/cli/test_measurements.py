@@ -115,9 +115,12 @@ def _plain(one: Measurement) -> dict[str, Any]:
 def test_a_corrupt_line_is_skipped_with_a_word(run: Any, measured: Path) -> None:
     with measured.open("a", encoding="utf-8") as file:
         file.write("no json\n")
-    result = run("measurements", "list")
-    assert result.code == 0
-    assert "1 line skipped: `attn-select measurements check` names them" in result.err
+    for command in ("list", "fit"):
+        result = run("measurements", command)
+        assert result.code == 0
+        assert "1 line skipped: `attn-select measurements check` names them" in result.err
+    assert [each["line"] for each in run("measurements", "fit", "--json").json["problems"]] == [13]
+    assert "12 measurements, 1 problem\n" in run("measurements", "check").out
 
 
 def test_fit_says_how_well_it_does(run: Any, measured: Path) -> None:

@@ -195,6 +195,12 @@ def test_a_corrupt_line_is_named_and_skipped(times: Path) -> None:
     assert [w for w in selection.warnings if w.startswith(f"measurement skipped: {times}:4: ")]
 
 
+def test_a_named_file_without_measurements_is_told(times: Path) -> None:
+    times.write_text("{}\n", "utf-8")
+    (warning,) = select(GQA, "h100", workload="64q1s1k", measurements=times).warnings
+    assert warning == f"measurement skipped: {times}: no line of it is a measurement"
+
+
 def test_measurements_without_a_workload_or_a_file_are_errors(times: Path) -> None:
     with pytest.raises(ConfigError, match="without a workload"):
         select(GQA, "h100", measurements=times)

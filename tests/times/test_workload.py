@@ -87,7 +87,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, what: str) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"workload file nowhere/night.toml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"workload file nowhere/night.toml: cannot be read: No such file"):
         parse_workload("nowhere/night.toml")
 
 

@@ -312,6 +312,8 @@ def load_evidence(device: Device, environment: Environment, named: Sequence[str 
         except OSError as error:
             unread.append(Problem(file.path, None, f"cannot be read: {error.strerror or error}"))
             continue
+        if file.kind == "named" and not _GPU.search(content):
+            unread.append(Problem(file.path, None, "no line of it is a measurement"))
         contents += [(file, gpu, content) for gpu in _names_of(device, content)]
 
     def read(layer: TimedLayer) -> Stored:

@@ -157,8 +157,11 @@ def _shapes(text: str) -> tuple[WeightedShape, ...]:
 def _from_file(path: Path) -> Workload:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"workload file {path}: cannot be read ({error})", fields=["workload"]) from None
+    except OSError as error:
+        text = f"workload file {path}: cannot be read: {error.strerror or error}"
+        raise ConfigError(text, fields=["workload"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"workload file {path}: not text in UTF-8", fields=["workload"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"workload file {path}: not TOML ({error})", fields=["workload"]) from None
     try:
