@@ -99,8 +99,9 @@ def _fast_path(original: Callable[..., Any], config: Any, cb_config: Any, *argum
 
 
 def _prepare(original: Callable[..., Any], io: Any, requests_in_batch: Any, *arguments: Any, **options: Any) -> Any:
-    """Note a step's lengths for the kernels' metadata: reading them back from the device would stop it."""
+    """Put decodes first, as kernels want them, and note the lengths, which reading back would stop the device for."""
     if io.cache.config._attn_implementation == PAGED:
+        requests_in_batch = sorted(requests_in_batch, key=lambda request: request.query_length > 1)
         note_lens(
             io.cache,
             [request.query_length for request in requests_in_batch],

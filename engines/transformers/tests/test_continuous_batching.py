@@ -15,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E40
 from transformers.generation.continuous_batching import cache as engine_cache  # noqa: E402
 from transformers.generation.continuous_batching import continuous_api  # noqa: E402
 
-from attn_select_transformers import explain_model, paged  # noqa: E402
+from attn_select_transformers import continuous, explain_model, paged  # noqa: E402
 
 REQUESTS = 32
 NEW = 16
@@ -60,11 +60,11 @@ def alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     model.set_attn_implementation("eager")
     found = []
     for prompt in prompts:
-        key = (type(model).__name__, *prompt)
+        key = (type(model).__name__, model.config.hidden_size, *prompt)
         if key in KNOWN:
             found.append(KNOWN[key])
             continue
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         with torch.no_grad():
             whole = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
@@ -110,6 +110,23 @@ def test_full_layers_read_the_engines_pages_in_place(
     assert calls["paged"] == calls["kernel"]
     assert seen["slots"]
     assert bool(seen["table"]) == bool(blocks)
+
+
+def test_decodes_come_first_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine mixes them with prompts as these arrived, which kernels that launch decodes apart refuse."""
+    steps: list[list[int]] = []
+    original = continuous.note_lens
+
+    def noted(cache: Any, queries: list[int], past: list[int]) -> None:
+        steps.append(queries)
+        original(cache, queries, past)
+
+    monkeypatch.setattr(continuous, "note_lens", noted)
+    model, prompts = models.built(models.llama), requests()[5:12]
+    assert tokens(model, "attn_select", prompts) == alone(model, prompts)
+    mixed = [queries for queries in steps if 1 in queries and max(queries) > 1]
+    assert mixed
+    assert all(queries[: queries.count(1)] == [1] * queries.count(1) for queries in mixed)
 
 
 def test_shared_prefixes(calls: Counter[str]) -> None:
