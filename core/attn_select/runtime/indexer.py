@@ -115,8 +115,8 @@ class SparseIndexer:
                 left alone.
 
         Returns:
-            ``topk_indices`` for ``MLAAttention.forward``: physical slots of the latent cache, in falling order of their
-            scores, -1 behind a token's last one. A token's own slot is among those that it may choose.
+            ``topk_indices`` for ``MLAAttention.forward``: physical slots of the latent cache in any order, -1 behind a
+            token's last one. A token's own slot is among those that it may choose.
 
         Raises:
             BatchError: another group built the metadata, or an argument has a shape or dtype that is not accepted.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 TIE = 1e-5
-"""Scores are sums in float32: those that differ by less, relative to the largest, count as equal."""
+"""What sums in float32 may differ by, relative to the largest score."""
 
 
 def quantized_rows(numbers: Tensor) -> Tensor:
@@ -47,12 +47,13 @@ def topk_reference(scores: Tensor, num_keys: int, top_k: int) -> Tensor:
     return scores[:num_keys].topk(min(top_k, num_keys)).indices
 
 
-def wrong_choice(positions: Tensor, scores: Tensor, num_keys: int, top_k: int) -> str | None:
+def wrong_choice(positions: Tensor, scores: Tensor, num_keys: int, top_k: int, *, tie: float = TIE) -> str | None:
     """Return what is wrong with one token's choice, None if nothing is.
 
     Args:
         positions: integers ``(N,)``, the chosen keys in any order.
         scores: ``(S,)`` float64 of the token's request; the token sees the first ``num_keys``.
+        tie: scores that differ by less, relative to the largest, count as equal.
     """
     wanted, distinct = min(top_k, num_keys), len(set(positions.tolist()))
     if len(positions) != wanted or distinct != wanted:
@@ -67,6 +68,6 @@ def wrong_choice(positions: Tensor, scores: Tensor, num_keys: int, top_k: int) -
         return None
     seen = scores[:num_keys]
     best, worst = seen[left_out].max(), seen[positions.long()].min()
-    if float(best - worst) > TIE * float(seen.abs().max()):
+    if float(best - worst) > tie * float(seen.abs().max()):
         return f"a key with score {float(best):.6g} left out, and one with {float(worst):.6g} chosen"
     return None

@@ -74,3 +74,13 @@ def merge_attn_states(device: torch.device) -> Operation | None:
 def quantize_fp8(device: torch.device) -> Operation | None:
     """Return the FP8 quantisation."""
     return _served("quantize_fp8", device)
+
+
+def indexer_k_quant_and_cache(device: torch.device) -> Operation | None:
+    """Return the cache update of the sparse indexer's keys."""
+    return _served("indexer_k_quant_and_cache", device)
+
+
+def indexer_topk(device: torch.device) -> Operation | None:
+    """Return the sparse indexer's choice of tokens."""
+    return _served("indexer_topk", device)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from attn_select import layouts
 from attn_select.config import AttentionConfig
-from attn_select.runtime import torch_ops
+from attn_select.runtime import torch_indexer, torch_ops
 from attn_select.runtime.kv_cache import key_value_unchecked, paged_attention_views
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select_triton.facts.triton_support import E4M3_FROM
-from attn_select_triton.kernels import cache, convert, mla_cache
+from attn_select_triton.kernels import cache, convert, indexer, mla_cache
 from attn_select_triton.kernels.convert import flatten_block_table
 from attn_select_triton.kernels.merge import merge_attn_states
 
@@ -24,6 +25,8 @@ __all__ = [
     "concat_and_cache_mla",
     "flatten_block_table",
     "gather_cache_mla",
+    "indexer_k_quant_and_cache",
+    "indexer_topk",
     "merge_attn_states",
     "quantize_fp8",
     "reshape_and_cache",
@@ -100,3 +103,26 @@ def gather_cache_mla(
         torch_ops.gather_cache_mla(*arguments, config, scales)
         return
     mla_cache.gather_cache_mla(*arguments, scales.k)
+
+
+def _indexes(index_cache: Tensor) -> bool:
+    """Whether the kernels take a cache; products of float32 would spill."""
+    if index_cache.dtype == torch.uint8:
+        return _casts(index_cache.device, torch.float8_e4m3fn)
+    return index_cache.dtype != torch.float32
+
+
+def indexer_k_quant_and_cache(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write indexer keys, an FP8 cache in one pass."""
+    if index_cache.dtype == torch.uint8 and _indexes(index_cache):
+        indexer.indexer_k_quant_and_cache(key, index_cache, slot_mapping)
+    else:
+        torch_indexer.indexer_k_quant_and_cache(key, index_cache, slot_mapping)
+
+
+def indexer_topk(
+    query: Tensor, weights: Tensor, index_cache: Tensor, rows: IndexedRows, block_size: int, topk_indices: Tensor
+) -> None:
+    """Choose tokens by two kernels, one that scores and one that selects."""
+    chosen = indexer if _indexes(index_cache) else torch_indexer
+    chosen.indexer_topk(query, weights, index_cache, rows, block_size, topk_indices)
