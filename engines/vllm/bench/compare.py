@@ -246,6 +246,7 @@ class Engine:
             seed=0,
             disable_log_stats=True,
             **({"attention_backend": job["backend"]} if job["backend"] else {}),
+            **({"block_size": job["block_size"]} if job["block_size"] else {}),
         )
         self.most_steps = job["most_steps"]
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -530,6 +531,7 @@ def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
         "model": model,
         "batches": batches_of(model, options),
         "kv_cache_dtype": options.kv_cache_dtype,
+        "block_size": options.block_size,
         "cache_gib": options.cache_gib or CACHE_GIB[model],
         "most_steps": (options.steps + WARM_STEPS) * (options.rounds + 4) + BLOCK,
     }
@@ -613,6 +615,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=132, help="GiB that engines may take at a time (default: 132)")
     parser.add_argument("--cache-gib", type=int, help=f"size of an arm's KV cache (default: {CACHE_GIB})")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--block-size", type=int, help="of all arms' caches (default: the backend's own)")
     parser.add_argument("--rules", type=Path, help="attn-select's rules instead of a preference")
     parser.add_argument(
         "--prefer",
