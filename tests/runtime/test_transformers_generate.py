@@ -6,6 +6,7 @@ while earlier requests decode, on a paged cache that is poisoned where nobody wr
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from attn_select.runtime import (
     Capacity,
     MLAAttention,
     MLAAttentionGroup,
+    SparseIndexer,
     attention_group,
     prepare_batch,
 )
@@ -35,7 +37,10 @@ MAX_TOKENS = 48
 """Of one step: the longer prompts take two or more."""
 
 
-LONGER = (models.mistral, models.gemma2, models.llama4, models.gemma4, models.deepseek_v3)
+LONGER = (
+    *(models.mistral, models.gemma2, models.llama4, models.gemma4, models.deepseek_v3),
+    *(models.deepseek_v32, models.glm_moe_dsa),
+)
 
 
 class Engine:
@@ -66,6 +71,8 @@ class Engine:
                 module.expand_kv = lambda kv_nope, k_rot: (kv_nope, k_rot)  # our layer expands, or absorbs
             else:
                 self.layers.append(Attention(group, scale=module.scaling))
+            if getattr(module, "indexer", None) is not None:
+                module.indexer.forward = self.indexer_of(module, group)
             cache = group.allocate_kv_cache(self.pool.num_blocks)
             self.caches.append(cache.fill_(float("nan")))
             self.source.append(module.layer_idx)
@@ -73,13 +80,34 @@ class Engine:
                 kinds = module.config.layer_types[: -module.config.num_kv_shared_layers]
                 self.source[-1] = max(i for i, kind in enumerate(kinds) if kind == module.layer_type)
 
+    def indexer_of(self, module: Any, group: AttentionGroup) -> Any:
+        """Return what stands in for the forward of a layer's indexer: its own projections, then our choice."""
+        assert isinstance(group, MLAAttentionGroup)
+        own, rope = module.indexer, module.indexer.qk_rope_head_dim
+        indexer = SparseIndexer(group, num_heads=own.n_heads, head_dim=own.head_dim, cache_dtype="auto")
+        index_cache = indexer.allocate_cache(self.pool.num_blocks).fill_(float("nan"))
+        modeling = sys.modules[type(module).__module__]
+        interleaved = modeling.__name__.endswith("glm_moe_dsa")
+        rotate = modeling.apply_rotary_pos_emb_interleave if interleaved else modeling.apply_rotary_pos_emb
+
+        def choose(hidden: Tensor, q_resid: Tensor, rotations: Any, *_: Any, **__: Any) -> Tensor:
+            query = own.wq_b(q_resid).view(1, -1, own.n_heads, own.head_dim)
+            key = own.k_norm(own.wk(hidden)).unsqueeze(2)
+            turned = rotate(query[..., :rope], key[..., :rope], *rotations, unsqueeze_dim=2)
+            query, key = (torch.cat([t, x[..., rope:]], -1)[0] for t, x in zip(turned, (query, key), strict=True))
+            weights = own.weights_proj(hidden)[0] * (own.n_heads * own.head_dim) ** -0.5
+            return indexer(query, key[:, 0], weights, index_cache, self.metadata[group])[None]
+
+        return choose
+
     @staticmethod
     def config_of(module: Any, block_size: int) -> AttentionConfig:
         config = module.config
         shared: dict[str, Any] = {"dtype": "float32", "block_size": block_size, "num_heads": config.num_attention_heads}
         if hasattr(config, "kv_lora_rank"):
             names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            return AttentionConfig(**shared, **{name: getattr(config, name) for name in names})
+            sparse = {"sparse_top_k": config.index_topk} if hasattr(config, "index_topk") else {}
+            return AttentionConfig(**shared, **sparse, **{name: getattr(config, name) for name in names})
         window = getattr(config, "sliding_window", None)
         types = getattr(config, "layer_types", None)
         chunked = types is not None and types[module.layer_idx] == "chunked_attention"
@@ -92,14 +120,15 @@ class Engine:
             logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
         )
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, indices: Tensor | None) -> Tensor:
         """Run one layer on ``(1, heads, tokens, size)`` tensors; return ``(1, tokens, heads, size)``."""
         layer, source = self.layers[module.layer_idx], self.source[module.layer_idx]
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if isinstance(layer, MLAAttention):
             key, value = key[:, 0], value[:, 0]
         new = (key, value) if source == module.layer_idx else (None, None)
-        output: Tensor = layer(query, *new, self.caches[source], self.metadata[layer.group])
+        chosen = {} if indices is None else {"topk_indices": indices[0]}
+        output: Tensor = layer(query, *new, self.caches[source], self.metadata[layer.group], **chosen)
         return output[None]
 
     def step(self, tokens: list[list[int]], seq_lens: list[int], requests: list[int]) -> list[int]:
@@ -164,13 +193,15 @@ def test_tokens_are_those_of_eager_attention(make: Any) -> None:
         engine = Engine(model)
 
         def attention(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+            module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, indices: Any = None, **__: Any
         ) -> tuple[Tensor, None]:
-            return engine.attend(module, query, key, value), None
+            return engine.attend(module, query, key, value, indices), None
 
         # A name of this test's own: the adapter has registered "attn_select" in this process, and keeps it.
         transformers.AttentionInterface.register("engine_of_this_test", attention)
-        transformers.AttentionMaskInterface.register("engine_of_this_test", lambda *_, **__: None)
+        # Layers with an indexer cut the mask for it; nothing reads it.
+        mask = torch.zeros(1, 1, 1, 1) if any("indexer" in name for name, _ in model.named_modules()) else None
+        transformers.AttentionMaskInterface.register("engine_of_this_test", lambda *_, **__: mask)
         model.set_attn_implementation("engine_of_this_test")
         got = engine.generate(prompts)
     assert got == wanted

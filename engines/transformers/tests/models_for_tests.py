@@ -102,25 +102,39 @@ def gpt_oss() -> Any:
     return transformers.GptOssForCausalLM(config)
 
 
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+INDEXED = {**LATENT, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 4}
+
+
 def deepseek_v3() -> Any:
     """Multi-head latent attention; transformers expands it, and values are narrower than keys."""
-    config = transformers.DeepseekV3Config(
-        **SMALL,
-        num_key_value_heads=4,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=24,
-    )
-    return transformers.DeepseekV3ForCausalLM(config)
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**LATENT))
+
+
+def deepseek_v32() -> Any:
+    """Sparse MLA: every layer has an indexer that keeps 12 tokens."""
+    return transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**INDEXED))
+
+
+def glm_moe_dsa() -> Any:
+    """GLM-5's sparse MLA: the second layer attends to what the first one's indexer chose."""
+    config = transformers.GlmMoeDsaConfig(**INDEXED, indexer_types=["full", "shared", "full"])
+    return transformers.GlmMoeDsaForCausalLM(config)
 
 
 def bart() -> Any:
