@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -35,6 +36,7 @@ _Cache = tuple[str | None, int | None]
 """KV layout and block size (tokens)."""
 _Plans = dict[Phase, dict[str, BackendPlan]]
 _MOST_ROWS = 1024
+_MOST_REFUSALS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +104,69 @@ def _split_choice(text: object) -> tuple[str, str]:
     return (phase, name) if equals else ("", text)
 
 
+_Part = tuple[gate.CapabilityGate | None, list[Reason], bool, list[Phase]]
+"""Phases of a backend that share a gate, None where they are not served; what speaks against layers of some types there
+already; and whether their kind of attention is served."""
+_Asked = tuple[BackendSpec, BackendOptions, list[_Part]]
+"""A backend that may run layers of some types."""
+
+
 class _Judged:
     """One registered backend, made ready for the gate: what does not depend on the config is worked out once."""
 
-    __slots__ = ("gates", "not_served", "options", "spec")
+    __slots__ = ("_gates", "options", "spec")
 
     def __init__(self, spec: BackendSpec, options: BackendOptions, device: Device, environment: Environment) -> None:
         self.spec, self.options = spec, options
         missing = gate.library_reasons(spec, environment)
         made: dict[int, gate.CapabilityGate] = {}
-        self.gates: dict[Phase, gate.CapabilityGate] = {}
+        self._gates: dict[Phase, gate.CapabilityGate] = {}
         for phase, capabilities in spec.capabilities.items():
             if id(capabilities) not in made:
                 made[id(capabilities)] = gate.CapabilityGate(capabilities, device, missing)
-            self.gates[phase] = made[id(capabilities)]
-        self.not_served = {phase: [gate.phase_not_served(spec, phase)] for phase in PHASES if phase not in self.gates}
+            self._gates[phase] = made[id(capabilities)]
+
+    def parts(self, demands: gate.Demands) -> list[_Part]:
+        """Return what there is to say of layers of these types, capabilities that phases share once."""
+        found: dict[gate.CapabilityGate | None, _Part] = {}
+        for phase in demands.config.phases:
+            served = self._gates.get(phase)
+            if served not in found:
+                if served is None:
+                    found[None] = None, [gate.phase_not_served(self.spec, phase)], False, []
+                else:
+                    found[served] = served, served.of_types(demands), served.kind == demands.kind, []
+            found[served][-1].append(phase)
+        return [*found.values()]
 
 
-_Refused = tuple[Candidate, list[tuple[gate.CapabilityGate, list[Reason], list[Phase]]]]
-"""A backend that runs no layer of these types: the candidate where nothing else speaks against it and no rule ranks it,
-and each gate that may have more to say, with what it says already and the phases it is for."""
-_Asked = tuple[BackendSpec, BackendOptions, list[tuple[Phase, gate.CapabilityGate | None, list[Reason], bool]]]
-"""A backend that may run layers of these types: per phase its gate, what speaks against it already, and whether it
-serves this kind of attention there."""
+class _Refused:
+    """A backend that runs no layer of some types, for what it says of each.
+
+    Attributes:
+        name: the backend's name.
+        looks_at: the bits of the features that it may have something to say about.
+    """
+
+    __slots__ = ("_candidate", "_parts", "looks_at", "name")
+
+    def __init__(self, name: str, parts: Sequence[_Part], phases: Sequence[Phase]) -> None:
+        self.name = name
+        said = {phase: against for _, against, _, phases_of in parts for phase in phases_of}
+        self._candidate = Candidate(name, {phase: Verdict(None, "rejected", said[phase], None) for phase in phases})
+        self._parts = [(each, against, phases_of) for each, against, _, phases_of in parts if each is not None]
+        self.looks_at = functools.reduce(operator.or_, [each.refusing for each, _, _ in self._parts], 0)
+
+    def candidate(self, demands: gate.Demands) -> Candidate:
+        """Return the candidate for a layer, with everything that speaks against it. No rule ranks it."""
+        verdicts = self._candidate.phases
+        for capability_gate, against, phases in self._parts:
+            reasons = capability_gate.compare(against, demands, False)
+            if reasons is not against:
+                verdicts = {**verdicts, **dict.fromkeys(phases, Verdict(None, "rejected", reasons, None))}
+        return self._candidate if verdicts is self._candidate.phases else Candidate(self.name, verdicts)
+
+
 _NO_RANKS: dict[Phase, int] = {}
 
 
@@ -143,6 +185,7 @@ class Decider:
         self._options = read_options(rules, self._specs)
         self._judged = [_Judged(spec, self._options[name], device, environment) for name, spec in self._specs.items()]
         self._by_types: dict[tuple[object, ...], tuple[list[_Refused], list[_Asked]]] = {}
+        self._refusals: dict[tuple[_Refused, object, object], Candidate] = {}
         candidates = [*self._specs, *self._absent]
         modules = import_names(self._specs)
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs), modules, candidates)
@@ -189,7 +232,7 @@ class Decider:
                 warnings.append(
                     f"no priority rule matches this layer in {phase}: backends are taken in the order registered"
                 )
-            valid[phase] = [name for name in names if name in runs]
+            valid[phase] = [*filter(runs.__contains__, names)]
         chosen, cache = self._choose(config, rankings, valid, plans, forced, kv_layout, warnings)
         used: EvidenceUsed | None = None
         if workload is not None and evidence is not None:
@@ -210,7 +253,7 @@ class Decider:
             backends={phase: None if name is None else self._specs[name] for phase, name in chosen.items()},
             block_size=block_size,
             kv_layout=layout,
-            candidates=tuple([candidates[name] for name in rankings.listed]),
+            candidates=tuple(map(candidates.__getitem__, rankings.listed)),
             explicit=forced,
             rules=rankings.rules,
             warnings=tuple(warnings),
@@ -253,34 +296,52 @@ class Decider:
         """
         demands, ranks_of = gate.Demands(config), rankings.ranks_of
         refused, asked = self._by_types.get(demands.types) or self._rows(demands)
-        candidates = _refused(refused, demands, ranks_of)
+        candidates = self._refused(refused, demands, ranks_of)
         plans: _Plans = {phase: {} for phase in rankings}
-        device, environment, judge = self.device, self.environment, gate.judge
-        outcome: BackendPlan | list[Reason]
-        for spec, options, stages in asked:
-            name, compared = spec.name, None
+        device, environment = self.device, self.environment
+        for spec, options, parts in asked:
+            name = spec.name
             ranks = ranks_of.get(name, _NO_RANKS)
             planned: BackendPlan | list[Reason] | None = None
             verdicts: dict[Phase, Verdict] = {}
-            for phase, capability_gate, against, fits in stages:
-                outcome = against
-                if capability_gate is not None:
-                    if capability_gate is not compared:  # capabilities that both phases share are compared once
-                        compared, static = capability_gate, capability_gate.compare(against, demands, fits)
-                    outcome = static
-                    if fits:
+            for capability_gate, against, fits, phases in parts:
+                static = against if capability_gate is None else capability_gate.compare(against, demands, fits)
+                for phase in phases:
+                    outcome: BackendPlan | list[Reason] = static
+                    if fits and capability_gate is not None:
                         if planned is None or not spec.phases_share_plan:
                             planned = gate.planned(spec, demands, device, environment, options, phase)
-                        outcome = judge(spec, demands, phase, planned, static)
-                        if type(outcome) is BackendPlan and (demands.unverified or capability_gate.doubtful):
-                            outcome = capability_gate.marked(outcome, demands)
-                if type(outcome) is BackendPlan:
-                    plans[phase][name] = outcome
-                    verdicts[phase] = Verdict(ranks.get(phase), "valid", _NO_REASONS, outcome)
-                else:
-                    verdicts[phase] = Verdict(ranks.get(phase), "rejected", outcome, None)
+                        outcome = gate.judge(spec, capability_gate, demands, phase, planned, static)
+                    if type(outcome) is BackendPlan:
+                        plans[phase][name] = outcome
+                        verdicts[phase] = Verdict(ranks.get(phase), "valid", _NO_REASONS, outcome)
+                    else:
+                        verdicts[phase] = Verdict(ranks.get(phase), "rejected", outcome, None)
             candidates[name] = Candidate(name, verdicts)
         return candidates, plans
+
+    def _refused(
+        self, rows: Sequence[_Refused], demands: gate.Demands, ranks_of: Mapping[str, Mapping[Phase, int]]
+    ) -> dict[str, Candidate]:
+        """Return the candidates that run no layer of these types, with everything that speaks against them.
+
+        What one of them says is kept: most layers ask for little that it looks at.
+        """
+        wanted, sizes, kept = demands.wanted, demands.other_sizes, self._refusals
+        candidates: dict[str, Candidate] = {}
+        for row in rows:
+            name, key = row.name, (row, wanted.among(row.looks_at), sizes)
+            candidate = kept.get(key)
+            if candidate is None:
+                if len(kept) >= _MOST_REFUSALS:
+                    kept.clear()
+                candidate = kept[key] = row.candidate(demands)
+            if ranks := ranks_of.get(name):
+                verdicts = candidate.phases.items()
+                ranked = {p: Verdict(ranks.get(p), "rejected", verdict.reasons, None) for p, verdict in verdicts}
+                candidate = Candidate(name, ranked)
+            candidates[name] = candidate
+        return candidates
 
     def _restrict(
         self,
@@ -308,31 +369,15 @@ class Decider:
         """Return every known backend for layers of these types. Kept for the next of them."""
         if len(self._by_types) >= _MOST_ROWS:
             self._by_types.clear()
-        layer_phases = demands.config.phases
-        refused: list[_Refused] = [
-            (Candidate(name, {phase: Verdict(None, "rejected", reasons, None) for phase in layer_phases}), [])
-            for name, reasons in self._absent.items()
-        ]
+        phases = demands.config.phases
+        refused = [_Refused(name, [(None, said, False, [*phases])], phases) for name, said in self._absent.items()]
         asked: list[_Asked] = []
         for judged in self._judged:
-            found: dict[gate.CapabilityGate, tuple[list[Reason], list[Phase]]] = {}
-            stages: list[tuple[Phase, gate.CapabilityGate | None, list[Reason], bool]] = []
-            for phase in layer_phases:
-                capability_gate = judged.gates.get(phase)
-                if capability_gate is None:
-                    stages.append((phase, None, judged.not_served[phase], False))
-                    continue
-                if capability_gate not in found:
-                    found[capability_gate] = capability_gate.of_types(demands), []
-                against, phases = found[capability_gate]
-                phases.append(phase)
-                stages.append((phase, capability_gate, against, capability_gate.kind == demands.kind))
-            if any(fits for *_, fits in stages):
-                asked.append((judged.spec, judged.options, stages))
+            parts = judged.parts(demands)
+            if any(fits for _, _, fits, _ in parts):
+                asked.append((judged.spec, judged.options, parts))
             else:
-                verdicts = {phase: Verdict(None, "rejected", against, None) for phase, _, against, _ in stages}
-                parts = [(capability_gate, *said) for capability_gate, said in found.items()]
-                refused.append((Candidate(judged.spec.name, verdicts), parts))
+                refused.append(_Refused(judged.spec.name, parts, phases))
         self._by_types[demands.types] = refused, asked
         return refused, asked
 
@@ -428,23 +473,6 @@ def _common_ground(
     if block_size is not None:
         return None
     return common[0], math.lcm(*(kernels[0] for _, kernels in readers))
-
-
-def _refused(
-    rows: Sequence[_Refused], demands: gate.Demands, ranks_of: Mapping[str, Mapping[Phase, int]]
-) -> dict[str, Candidate]:
-    """Return the candidates that run no layer of these types, with everything that speaks against them."""
-    candidates: dict[str, Candidate] = {}
-    for candidate, parts in rows:
-        name, verdicts = candidate.backend, candidate.phases
-        for capability_gate, against, phases in parts:
-            reasons = capability_gate.compare(against, demands, False)
-            if reasons is not against:
-                verdicts = {**verdicts, **dict.fromkeys(phases, Verdict(None, "rejected", reasons, None))}
-        if ranks := ranks_of.get(name):
-            verdicts = {p: Verdict(ranks.get(p), "rejected", verdict.reasons, None) for p, verdict in verdicts.items()}
-        candidates[name] = candidate if verdicts is candidate.phases else Candidate(name, verdicts)
-    return candidates
 
 
 def _other_layout(plan: BackendPlan, kv_layout: str) -> Reason:

@@ -57,8 +57,7 @@ def check(
     static = gate.reasons(demands)
     if gate.kind != demands.kind:
         return static
-    outcome = judge(spec, demands, phase, planned(spec, demands, device, environment, options, phase), static)
-    return gate.marked(outcome, demands) if type(outcome) is BackendPlan else outcome
+    return judge(spec, gate, demands, phase, planned(spec, demands, device, environment, options, phase), static)
 
 
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
@@ -124,8 +123,9 @@ def planned(
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
         return [_plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
     if type(outcome) is BackendPlan:
-        chunk = demands.chunk
-        return outcome if chunk is None or outcome.masks_chunks else _in_virtual_batches(outcome, demands.config, chunk)
+        if outcome.masks_chunks or demands.config.attention_chunk_size is None:
+            return outcome
+        return _in_virtual_batches(outcome, demands.config, demands.config.attention_chunk_size)
     if type(outcome) is list and set(map(type, outcome)) == {Reason}:
         return outcome
     return [_plugin_error(spec, f"plan() returned {show(outcome)} instead of a BackendPlan or reasons")]
@@ -140,31 +140,6 @@ def _in_virtual_batches(plan: BackendPlan, config: AttentionConfig, chunk: int) 
         return [_reason("attention-chunk-size", "attention inside chunks of", chunk, supported)]
     level = min(plan.cuda_graph, "UNIFORM_SINGLE_TOKEN_DECODE", key=lambda level: _LEVEL_RANK.get(level, 0))
     return replace(plan, kernel_block_sizes=sizes, cuda_graph=level, notes=(*plan.notes, _CHUNKS_APART))
-
-
-def judge(
-    spec: BackendSpec,
-    demands: Demands,
-    phase: Phase,
-    outcome: BackendPlan | list[Reason],
-    static: list[Reason],
-) -> BackendPlan | list[Reason]:
-    """Add what ``planned`` returned for a phase to its ``static`` reasons."""
-    if type(outcome) is BackendPlan:
-        if demands.graph and _LEVEL_RANK.get(outcome.cuda_graph, 0) < demands.graph[phase]:
-            return [*static, _graph_reason(outcome, demands.config)]
-        if static:
-            return static
-        sound = (outcome.cuda_graph, outcome.kv_layouts, outcome.kernel_block_sizes) in _SOUND
-        problem = None if sound and outcome.unverified == () else _plan_problem(outcome)
-        return [_plugin_error(spec, problem)] if problem else outcome
-    if not static:
-        return outcome
-    # Capabilities hold for every device. The plan knows this one, so its answer about the layer is more exact.
-    answers = {reason.code: reason for reason in outcome}
-    exact = [reason if reason.code in _PLACE else answers.get(reason.code, reason) for reason in static]
-    codes = {reason.code for reason in static}
-    return exact + [reason for reason in outcome if reason.code not in codes]
 
 
 _SOUND: set[tuple[object, ...]] = set()
@@ -190,39 +165,84 @@ def _plan_problem(plan: BackendPlan) -> str | None:
     return None
 
 
-def _beyond_ranks(config: AttentionConfig) -> list[Reason]:
-    """Return what nothing can do under decode context parallelism, whatever the backend."""
-    ranks = config.decode_context_parallel_size
-    found = [_distance_across_ranks(config)]
-    if config.output_quantization == "fp4":
+_DISTANCES = {"sliding_window": "a sliding window of {}", "attention_chunk_size": "chunks of {}", "alibi": "ALiBi"}
+
+
+def _beyond_ranks(asked: Mapping[str, Any], mla: bool) -> list[Reason]:
+    """Return what nothing can do under decode context parallelism, whatever the backend. ``asked``: value by field."""
+    ranks = asked.get("decode_context_parallel_size")
+    if ranks is None:
+        return []
+    found: list[Reason] = []
+    if names := [text.format(asked[field]) for field, text in _DISTANCES.items() if field in asked]:
+        why = "a kernel measures distance within one rank's share"  # a rank counts only its own, interleaved tokens
+        text = f"{' and '.join(names)} over {ranks} ranks (supported: 1): {why}"
+        found.append(Reason("decode-context-parallel-distance", text, ranks, 1, "--dcp 1"))
+    if asked.get("output_quantization") == "fp4":
         text = f"FP4 output over {ranks} ranks (supported: none, fp8): outputs are quantised after they are merged"
         found.append(Reason("output-quantization", text, "fp4", ["none", "fp8"], "--dcp 1"))
-    if config.draft_tree and config.mla:
+    if "draft_tree" in asked and mla:
         text = f"draft trees of MLA layers over {ranks} ranks (supported: 1): each query is a request of its own there"
         found.append(Reason("draft-tree", text, True, False, "--dcp 1"))
-    return [reason for reason in found if reason is not None]
+    return found
 
 
-def _distance_across_ranks(config: AttentionConfig) -> Reason | None:
-    """Return why no kernel measures distances there: a rank counts only its own, interleaved tokens."""
-    names = [f"a sliding window of {config.sliding_window}"] if config.sliding_window is not None else []
-    names += [f"chunks of {config.attention_chunk_size}"] if config.attention_chunk_size is not None else []
-    names += ["ALiBi"] if config.alibi else []
-    if not names:
-        return None
-    ranks = config.decode_context_parallel_size
-    text = (
-        f"{' and '.join(names)} over {ranks} ranks (supported: 1): a kernel measures distance within one rank's share"
-    )
-    return Reason("decode-context-parallel-distance", text, ranks, 1, "--dcp 1")
-
+_kept = functools.lru_cache(maxsize=1024)
 
 _FEATURE_VALUES = attrgetter(*[feature.field for feature in FEATURES])
-_OFF = tuple([feature.off for feature in FEATURES])
 _BITS = tuple([(1 << index, feature) for index, feature in enumerate(FEATURES)])
 _SPARSE_RANKS = "sparse MLA over several ranks was never executed: the runtime does not run it"
 _NOBODY = 1 << len(FEATURES)
 """The bit of a combination of features that no backend has."""
+
+
+class Wanted:
+    """The features that layers of one kind ask for. Layers that ask for the same share one object.
+
+    Attributes:
+        bits: one bit per feature that is asked for, and one for a combination that nobody has.
+        features: these features, each with its bit and the value asked for.
+        unverified: the marks that every plan for such a layer gets.
+    """
+
+    __slots__ = ("_among", "_nobody", "_refusals", "bits", "features", "unverified")
+
+    def __init__(self, values: Sequence[Any], mla: bool, sparse: bool) -> None:
+        self.features = [
+            (bit, feature, value) for (bit, feature), value in zip(_BITS, values, strict=True) if value != feature.off
+        ]
+        self.unverified = tuple(
+            feature.never_executed
+            for _, feature, value in self.features
+            if feature.executed is not None and value not in feature.executed
+        )
+        asked = {feature.field: value for _, feature, value in self.features}
+        if sparse and "decode_context_parallel_size" in asked:
+            self.unverified = (*self.unverified, _SPARSE_RANKS)
+        self._nobody = _beyond_ranks(asked, mla)
+        self.bits = sum([bit for bit, _, _ in self.features], _NOBODY if self._nobody else 0)
+        self._refusals: dict[int, list[Reason]] = {}
+        self._among: dict[int, tuple[object, ...]] = {}
+
+    def refusals(self, lacked: int) -> list[Reason]:
+        """Return the reasons against a backend that lacks what these bits stand for. The list is shared."""
+        found = self._refusals.get(lacked)
+        if found is None:
+            found = [*self._nobody]
+            found += [_refusal(feature, value, False) for bit, feature, value in self.features if bit & lacked]
+            self._refusals[lacked] = found
+        return found
+
+    def among(self, bits: int) -> tuple[object, ...]:
+        """Return what a backend sees that looks at these features alone: equal for layers that ask for the same."""
+        found = self._among.get(bits)
+        if found is None:
+            seen = [(bit, value) for bit, _, value in self.features if bit & bits]
+            found = self._among[bits] = (*seen, *[reason.message for reason in self._nobody])
+        return found
+
+
+_wanted = _kept(Wanted)
 
 
 class Demands:
@@ -233,75 +253,26 @@ class Demands:
         config: the config.
         types: all that ``CapabilityGate.of_types`` depends on: few layers differ in it.
         cache: the stored dtype and the compute dtype.
-        head_size, v_head_size: elements; the latter None where it is the former.
-        block_size: tokens; None where it is open or there is no cache.
-        bits: one bit per feature that is asked for, and one for a combination that nobody has.
-        asked: these features, each with its bit and the value asked for.
-        chunk: tokens of the chunks that attention stays inside, or None.
+        sizes: head size and V head size (elements), the latter None where it is the former; and the block size
+            (tokens), None where it is open or there is no cache.
+        other_sizes: the same without a head size that says nothing to backends of another kind.
+        wanted: the features that are asked for.
         graph: rank of the least CUDA-graph level by phase; empty where none is asked for.
-        unverified: the marks that every plan for this config gets.
     """
 
-    __slots__ = (
-        "_nobody",
-        "_refusals",
-        "asked",
-        "bits",
-        "block_size",
-        "cache",
-        "chunk",
-        "config",
-        "graph",
-        "has_cache",
-        "head_size",
-        "kind",
-        "types",
-        "unverified",
-        "v_head_size",
-    )
+    __slots__ = ("cache", "config", "graph", "has_cache", "kind", "other_sizes", "sizes", "types", "wanted")
 
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
         self.kind, self.has_cache = (config.mla, config.sparse), config.has_cache
         self.cache = (config.cache_dtype, config.dtype)
         self.types = (self.kind, self.cache, config.attn_type, config.sparse_top_k)
-        self.head_size, width = config.head_size, config.v_head_size
-        self.v_head_size = None if width == self.head_size else width
-        self.block_size = config.block_size if self.has_cache else None
+        size, width = config.head_size, config.v_head_size
+        block = config.block_size if self.has_cache else None
+        self.sizes: tuple[int, int | None, int | None] = (size, None if width == size else width, block)
+        self.other_sizes = (block,) if self.sizes[1] is None else self.sizes
+        self.wanted = _wanted(_FEATURE_VALUES(config), config.mla, config.sparse)
         self.graph: Mapping[Phase, int] = _GRAPHS[config.cuda_graph]
-        self.chunk: int | None = None
-        self.bits = 0
-        self._nobody: list[Reason] = []
-        self.unverified: tuple[str, ...] = ()
-        self.asked: list[tuple[int, Feature, Any]] = []
-        self._refusals: dict[int, list[Reason]] = {}
-        values = _FEATURE_VALUES(config)
-        if values == _OFF:
-            return
-        for (bit, feature), value in zip(_BITS, values, strict=True):
-            if value != feature.off:
-                self.bits |= bit
-                self.asked.append((bit, feature, value))
-                if feature.executed is not None and value not in feature.executed:
-                    self.unverified = (*self.unverified, feature.never_executed)
-        self.chunk = config.attention_chunk_size
-        if config.decode_context_parallel_size > 1:
-            self._nobody = _beyond_ranks(config)
-            self.bits |= _NOBODY if self._nobody else 0
-            if config.sparse:
-                self.unverified = (*self.unverified, _SPARSE_RANKS)
-
-    def refusals(self, lacked: int) -> list[Reason]:
-        """Return the reasons against a backend that lacks what these bits stand for. The list is shared."""
-        found = self._refusals.get(lacked)
-        if found is None:
-            found = list(self._nobody)
-            found += [_refusal(feature, value, False) for bit, feature, value in self.asked if bit & lacked]
-            self._refusals[lacked] = found
-        return found
-
-
-_kept = functools.lru_cache(maxsize=1024)
 
 
 @_kept
@@ -321,6 +292,11 @@ def _refusal(feature: Feature, value: Any, declared: Any) -> Reason:
 class CapabilityGate:
     """One set of capabilities, taken apart for comparison with many configs on one device.
 
+    Attributes:
+        kind: as in ``Demands``.
+        refusing: the bits of the features that it refuses, or some of whose values it refuses.
+        doubtful: the capabilities that no source proves.
+
     Args:
         capabilities: what the backend accepts.
         device: the device it is judged on.
@@ -329,25 +305,21 @@ class CapabilityGate:
 
     __slots__ = (
         "_against_attn_type",
-        "_against_block_size",
         "_against_cache_dtype",
         "_against_dtype",
-        "_against_head_size",
+        "_against_sizes",
         "_every",
         "_lacked",
         "_limits",
         "_reads_cache",
-        "_refusing",
-        "_v_head_size_differs",
         "doubtful",
         "kind",
+        "refusing",
     )
 
     def __init__(self, capabilities: Capabilities, device: Device, missing: Sequence[Reason]) -> None:
         self.kind = (capabilities.mla, capabilities.sparse)
-        self._against_head_size = _kept(functools.partial(_against_head_size, capabilities))
-        self._against_block_size = _kept(functools.partial(_against_block_size, capabilities))
-        self._v_head_size_differs = capabilities.v_head_size_differs.value
+        self._against_sizes = _kept(functools.partial(_against_sizes, capabilities))
         self._reads_cache = capabilities.reads_cache
         self._lacked = _NOBODY
         self._limits: dict[int, Any] = {}
@@ -357,7 +329,7 @@ class CapabilityGate:
                 self._lacked |= bit
             elif declared is not True and declared != feature.most:
                 self._limits[bit] = declared
-        self._refusing = self._lacked | sum(self._limits)
+        self.refusing = self._lacked | sum(self._limits)
         self.doubtful = [
             field.name
             for field in fields(capabilities)
@@ -419,36 +391,26 @@ class CapabilityGate:
 
         ``same_kind``: whether gate and config are of one ``kind``; head sizes of another say nothing.
         """
-        head = self._against_head_size(demands.head_size) if same_kind else None
-        block = None if demands.block_size is None else self._against_block_size(demands.block_size)
-        width, refused = demands.v_head_size, demands.bits & self._refusing
-        if head is None and block is None and width is None and not refused:
+        wanted = demands.wanted
+        (head, others), refused = self._against_sizes(demands.sizes), wanted.bits & self.refusing
+        if not (refused or others or head):
             return reasons
-        found = [*reasons] if head is None else [head, *reasons]
-        if block is not None:
-            found.append(block)
-        if width is not None and not self._v_head_size_differs:
-            found.append(_reason("v-head-size", "V head size", width, demands.head_size))
+        found = [*head, *reasons, *others] if same_kind else [*reasons, *others]
         if lacked := refused & self._lacked:
-            found += demands.refusals(lacked)
+            found += wanted.refusals(lacked)
         if lacked != refused:
-            for bit, feature, value in demands.asked:
+            for bit, feature, value in wanted.features:
                 if bit in self._limits and not feature.accepts(self._limits[bit], value):
                     found.append(_refusal(feature, value, self._limits[bit]))
         return found
 
-    def marked(self, plan: BackendPlan, demands: Demands) -> BackendPlan:
-        """Return an accepted plan with the marks of ``unverified`` behind its own."""
-        marks = self.unverified(demands)
-        return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
-
     def unverified(self, demands: Demands) -> tuple[str, ...]:
         """Return a clause for everything that the config uses and that no source proves, or that never ran anywhere."""
         if not self.doubtful:
-            return demands.unverified
+            return demands.wanted.unverified
         used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types"}
-        used |= {feature.fact for _, feature, _ in demands.asked}
-        if demands.v_head_size is not None:
+        used |= {feature.fact for _, feature, _ in demands.wanted.features}
+        if demands.sizes[1] is not None:
             used.add("v_head_size_differs")
         if demands.has_cache and self._reads_cache:
             used |= {"kv_cache_dtypes", "block_sizes"}
@@ -456,19 +418,51 @@ class CapabilityGate:
             if asked != dtype and not is_quantized(asked):
                 used.add("mixed_kv_cache_dtype")
         clauses = [f"no source proves the capability {name}" for name in self.doubtful if name in used]
-        return (*clauses, *demands.unverified)
+        return (*clauses, *demands.wanted.unverified)
 
 
-def _against_head_size(capabilities: Capabilities, size: int) -> Reason | None:
-    sizes = capabilities.head_sizes.value
-    return None if sizes.accepts(size) else _reason("head-size", "head size", size, str(sizes))
+def judge(
+    spec: BackendSpec,
+    gate: CapabilityGate,
+    demands: Demands,
+    phase: Phase,
+    outcome: BackendPlan | list[Reason],
+    static: list[Reason],
+) -> BackendPlan | list[Reason]:
+    """Return what ``planned`` and ``static``, the reasons of ``compare``, say together of a phase."""
+    if type(outcome) is BackendPlan:
+        if demands.graph and _LEVEL_RANK.get(outcome.cuda_graph, 0) < demands.graph[phase]:
+            return [*static, _graph_reason(outcome, demands.config)]
+        if static:
+            return static
+        sound = (outcome.cuda_graph, outcome.kv_layouts, outcome.kernel_block_sizes) in _SOUND
+        problem = None if sound and outcome.unverified == () else _plan_problem(outcome)
+        if problem:
+            return [_plugin_error(spec, problem)]
+        marks = gate.unverified(demands) if gate.doubtful or demands.wanted.unverified else ()
+        return replace(outcome, unverified=(*outcome.unverified, *marks)) if marks else outcome
+    if not static:
+        return outcome
+    # Capabilities hold for every device. The plan knows this one, so its answer about the layer is more exact.
+    answers = {reason.code: reason for reason in outcome}
+    exact = [reason if reason.code in _PLACE else answers.get(reason.code, reason) for reason in static]
+    codes = {reason.code for reason in static}
+    return exact + [reason for reason in outcome if reason.code not in codes]
 
 
-def _against_block_size(capabilities: Capabilities, size: int) -> Reason | None:
-    kernels = capabilities.block_sizes.value
-    if not capabilities.reads_cache or any([size % kernel == 0 for kernel in kernels]):
-        return None
-    return block_size_reason(size, kernels)
+def _against_sizes(
+    capabilities: Capabilities, sizes: tuple[int, int | None, int | None]
+) -> tuple[tuple[Reason, ...], tuple[Reason, ...]]:
+    """Return what speaks against a layer's head size, and what against the others of ``Demands.sizes``."""
+    (size, width, block), accepted, others = sizes, capabilities.head_sizes.value, []
+    head = () if accepted.accepts(size) else (_reason("head-size", "head size", size, str(accepted)),)
+    if block is not None and capabilities.reads_cache:
+        kernels = capabilities.block_sizes.value
+        if not any([block % kernel == 0 for kernel in kernels]):
+            others.append(block_size_reason(block, kernels))
+    if width is not None and not capabilities.v_head_size_differs.value:
+        others.append(_reason("v-head-size", "V head size", width, size))
+    return head, tuple(others)
 
 
 def _against_cache_dtype(capabilities: Capabilities, offered: Sequence[str], asked: str, dtype: str) -> Reason | None:

@@ -389,3 +389,11 @@ def test_ranking_depends_on_nothing_but_its_arguments(rules_file: Callable[..., 
         return {config: (ranking.order, ranking.rules) for config, ranking in found}
 
     assert answers(CONFIGS) == answers(CONFIGS[::-1]) == answers(CONFIGS)
+
+
+def test_an_auto_cache_follows_the_dtype_of_each_layer(rules_file: Callable[..., Path]) -> None:
+    path = rules_file('[[rules]]\nname = "p"\nprefer = ["E"]\nwhen = { kv_cache_dtype = "float16" }\n')
+    ranker = Ranker(load_rules([path]).rules, H100, NOTHING_KNOWN, REGISTERED)
+    for dtype, first in (("bfloat16", "A"), ("float16", "E"), ("bfloat16", "A")):
+        config = AttentionConfig(num_heads=8, head_size=64, dtype=dtype)
+        assert ranker.rank(config, PHASES)["decode"].order[0] == first

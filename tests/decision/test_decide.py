@@ -237,6 +237,29 @@ def test_a_choice_for_a_phase_that_the_layer_lacks_warns(make_spec: Any, make_de
     assert any("decode=A has no effect" in w for w in selection.warnings)
 
 
+def test_a_backend_of_another_kind_says_of_each_layer_what_that_layer_asks(
+    make_spec: Any, make_decider: Any, gqa: AttentionConfig
+) -> None:
+    decider = make_decider([make_spec("M", mla=True, decode_context_parallel=True)])
+
+    def observed(**fields: Any) -> list[Any]:
+        reasons = candidate(decider.decide(gqa.model_copy(update=fields), Choice()), "M").phases["decode"].reasons
+        return [(reason.code, reason.observed, reason.supported) for reason in reasons[1:]]
+
+    assert observed() == []
+    for window in (128, 256, 128):
+        assert observed(sliding_window=window) == [("sliding-window", window, False)]
+    for size, width in ((128, 64), (192, 64), (192, 192), (128, 64)):
+        expected = [] if size == width else [("v-head-size", width, size)]
+        assert observed(head_size=size, v_head_size=width) == expected
+    for size in (8, 16, 24):
+        expected = [("block-size", size, "multiples of 16")] if size % 16 else []
+        assert observed(block_size=size) == expected
+    for ranks in (2, 4):
+        distance = ("decode-context-parallel-distance", ranks, 1)
+        assert observed(decode_context_parallel_size=ranks, alibi=True) == [distance, ("alibi", True, False)]
+
+
 def test_known_backends_without_a_plugin_are_candidates(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import multiprocessing
 import os
 import pickle
+import random
 from collections import UserDict, UserList
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from drawn_decisions import drawn_fields
 
 import attn_select
 from attn_select import (
@@ -24,15 +27,18 @@ from attn_select import (
     Selection,
     clear_cache,
     detection,
+    gate,
     select,
     select_model,
     selector,
 )
-from attn_select.decide import Decider
+from attn_select.decide import Choice, Decider
 from attn_select.detection import Detection
 from attn_select.device import CPU, Device, local_device, lookup
 from attn_select.errors import UnknownNameError
+from attn_select.outcome import Candidate
 from attn_select.rules.layers import RuleSet, load_rules
+from attn_select.rules.ranking import Rankings
 from attn_select.rules.rule import parse_rule
 from attn_select.selector import environment_for
 from attn_select.times.evidence import Evidence
@@ -112,6 +118,14 @@ def test_environments_count_by_value() -> None:
     assert ask("0.6.14", cuda="13.0") is not new
 
 
+RULES_OF_HEADS = RuleSet(
+    [
+        parse_rule({"name": f"heads-{n}", "avoid": ["FLASHINFER"], "when": {"num_heads": n}}, file="f", line=1, layer=9)
+        for n in range(1, 100)
+    ]
+)
+
+
 def alive(kind: type) -> int:
     gc.collect()
     return sum(type(each) is kind for each in gc.get_objects())
@@ -129,6 +143,51 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for minor in range(25):
         select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
     assert 0 < alive(Decider) - before[1] <= 10
+    clear_cache()
+
+
+def drawn(count: int) -> list[AttentionConfig]:
+    """Layers of every kind, each feature now and then."""
+    random_, layers = random.Random(12), []
+    while len(layers) < count:
+        fields = drawn_fields(random_)
+        if "head_size" in fields:
+            fields["v_head_size"] = random_.choice([None, None, 64, fields["head_size"]])
+        with contextlib.suppress(ConfigError):
+            layers.append(AttentionConfig(**fields))
+    return layers
+
+
+@pytest.mark.parametrize("name", ["h100", "b200", "t4"])
+def test_of_every_layer_all_is_said_that_the_gate_says_of_it_alone(name: str) -> None:
+    """What a decider keeps of one layer is for those that it holds for: the gate, asked afresh, says the same."""
+    layers, device = drawn(150), lookup(name)
+    decider = selector.decider_for(device, None, None)
+    options = select(GQA, device).options
+    for config in [*layers, *layers[::-1]]:
+        said = {candidate.backend: candidate.phases for candidate in decider.decide(config, Choice()).candidates}
+        assert set(said) == set(decider.names)
+        for backend, spec in decider.registry.specs.items():
+            assert [*said[backend]] == [*config.phases]
+            for phase, verdict in said[backend].items():
+                judged = gate.check(spec, config, device, decider.environment, options[backend], phase)
+                assert judged == (verdict.plan or [each for each in verdict.reasons if each.code != gate.DENIED])
+
+
+def test_what_a_decider_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_select.decide._MOST_ROWS", 4)
+    monkeypatch.setattr("attn_select.decide._MOST_REFUSALS", 40)
+    monkeypatch.setattr("attn_select.rules.ranking._MOST_RANKINGS", 10)
+    clear_cache()
+    before = alive(Candidate), alive(Rankings)
+    decider = selector.decider_for("h100", RULES_OF_HEADS, None)
+    for heads in range(1, 100):
+        decider.decide(AttentionConfig(num_heads=heads, head_size=128, sliding_window=heads), Choice())
+    assert 0 < alive(Candidate) - before[0] <= 40 + len(decider.names)
+    for config in drawn(200):
+        decider.decide(config, Choice())
+    assert 0 < alive(Candidate) - before[0] <= 40 + (40 + 4) * len(decider.names)
+    assert 0 < alive(Rankings) - before[1] <= 2 * 10
     clear_cache()
 
 

@@ -175,6 +175,7 @@ class Ranker:
     ) -> None:
         self._candidates = candidates
         self._rankings: dict[tuple[object, ...], Rankings] = {}
+        self._by_values: dict[tuple[object, ...], Rankings] = {}
         self._registered = list(registered)
         compiled: list[_Compiled] = []
         self._of_batch: dict[Rule, list[_Test]] = {}
@@ -198,6 +199,9 @@ class Ranker:
         self._with_workload = priorities, effects
         self._priorities = self._without_workload(priorities)
         self._effects = self._without_workload(effects)
+        asked = [rule.when for rule, _ in (*self._priorities, *self._effects)]
+        fields = {condition.field for when in asked for condition in when if condition.scope == "config"}
+        self._values = attrgetter("mla", "dtype", *fields)  # the dtype is what a kv_cache_dtype of "auto" stands for
 
     def _without_workload(self, compiled: Sequence[_Compiled]) -> list[_Compiled]:
         """Return the rules that may match where no workload is given: without one no time is known."""
@@ -205,6 +209,10 @@ class Ranker:
 
     def rank(self, config: AttentionConfig, phases: Sequence[Phase]) -> Rankings:
         """Return the ranking of every phase."""
+        values = (self._values(config), tuple(phases))  # all that the rules ask of a layer: few layers differ in it
+        known = self._by_values.get(values)
+        if known is not None:
+            return known
         priorities = tuple([rule for rule, tests in self._priorities if _matches(tests, config)])
         effects = tuple([rule for rule, tests in self._effects if _matches(tests, config)])
         key = (priorities, effects, *phases)
@@ -215,6 +223,9 @@ class Ranker:
             ranked = {phase: self._rank(phase, priorities, effects) for phase in phases}
             found = Rankings(ranked, self._candidates or ())
             self._rankings[key] = found
+        if len(self._by_values) >= _MOST_RANKINGS:
+            self._by_values.clear()
+        self._by_values[values] = found
         return found
 
     def rank_for(self, config: AttentionConfig, phases: Sequence[Phase], workload: Workload) -> Rankings:
