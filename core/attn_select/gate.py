@@ -180,10 +180,10 @@ def _beyond_ranks(asked: Mapping[str, Any], mla: bool) -> list[Reason]:
         found.append(Reason("decode-context-parallel-distance", text, ranks, 1, "--dcp 1"))
     if asked.get("output_quantization") == "fp4":
         text = f"FP4 output over {ranks} ranks (supported: none, fp8): outputs are quantised after they are merged"
-        found.append(Reason("output-quantization", text, "fp4", ["none", "fp8"], "--dcp 1"))
+        found.append(Reason("decode-context-parallel-output", text, "fp4", ["none", "fp8"], "--dcp 1"))
     if "draft_tree" in asked and mla:
         text = f"draft trees of MLA layers over {ranks} ranks (supported: 1): each query is a request of its own there"
-        found.append(Reason("draft-tree", text, True, False, "--dcp 1"))
+        found.append(Reason("decode-context-parallel-draft-tree", text, True, False, "--dcp 1"))
     return found
 
 

@@ -354,8 +354,16 @@ def test_fp4_outputs_are_not_merged_across_ranks(spec: MakeSpec, capabilities: M
     backend = spec(capabilities={"decode": both})
     asked = {**PLAIN, "output_quantization": "fp4", "decode_context_parallel_size": 2}
     (reason,) = reasons(backend, asked)
-    assert (reason.code, reason.observed, reason.remedy) == ("output-quantization", "fp4", "--dcp 1")
+    assert (reason.code, reason.observed, reason.remedy) == ("decode-context-parallel-output", "fp4", "--dcp 1")
     assert marks(backend, {**asked, "output_quantization": "fp8"}) == ()
+
+
+def test_trees_of_drafts_of_mla_layers_are_for_one_rank(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
+    tree = {"num_speculative_tokens": 3, "draft_tree": True, "decode_context_parallel_size": 2}
+    facts = {"draft_tree": True, "decode_context_parallel": True, **WIDE_HEADS}
+    (reason,) = reasons(spec(capabilities={"decode": capabilities(mla=True, **facts)}), {**MLA, **tree})
+    assert (reason.code, reason.observed, reason.remedy) == ("decode-context-parallel-draft-tree", True, "--dcp 1")
+    assert reasons(spec(capabilities={"decode": capabilities(**facts)}), {**PLAIN, "head_size": 576, **tree}) == []
 
 
 @pytest.mark.parametrize("values", [PLAIN, MLA])
@@ -683,6 +691,8 @@ def expected_codes(facts: dict[str, Any], config: AttentionConfig, device: Devic
         codes.add("decode-context-parallel")
     if config.decode_context_parallel_size > 1 and (config.sliding_window or config.alibi):
         codes.add("decode-context-parallel-distance")
+    if config.decode_context_parallel_size > 1 and config.output_quantization == "fp4":
+        codes.add("decode-context-parallel-output")
     if config.num_speculative_tokens > facts["speculative_tokens"]:
         codes.add("speculative-tokens")
     return codes
