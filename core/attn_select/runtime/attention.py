@@ -189,6 +189,23 @@ class Attention(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.layer_name = register_layer(self, "")
 
+    def dummy_inputs(self, tokens: int) -> dict[str, Tensor | None]:
+        """Return what ``forward`` is called with in a step of so many tokens, zeros, for ``AttentionGroup.warm_up``."""
+        shapes = {"query": self._query_shape, "key": self._key_shape, "value": self._value_shape}
+        device, cross = self.group.device, self.group.config.attn_type == "encoder_decoder"
+        given: dict[str, Tensor | None] = {
+            name: None if cross and name != "query" else torch.zeros(tokens, *shape, dtype=self._dtype, device=device)
+            for name, shape in shapes.items()
+        }
+        if self._quantizes:
+            given["output_scale"] = torch.ones((), device=device)
+        if self.group.config.output_quantization == "fp4":
+            heads, half = self._output_shape
+            given["output_block_scale"] = torch.zeros(
+                tokens, heads * half // 8, dtype=torch.float8_e4m3fn, device=device
+            )
+        return given
+
     def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.attention``."""
         query, key, value = arguments

@@ -21,7 +21,8 @@ layer one impl; per step it calls ``builder.build`` once, and per layer ``impl.d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -38,6 +39,8 @@ from attn_select.runtime.scales import Scales
 from attn_select.spec import BackendOptions, BackendPlan
 
 M = TypeVar("M")
+Progress = Callable[[str, int, int], None]
+"""Called with what was done, a kernel's name or a step, how many are done, and how many are known so far."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -345,3 +348,7 @@ class AttentionBackend:
     """The class that builds its metadata."""
     forward_includes_kv_cache_update: ClassVar[bool] = False
     """Whether ``forward`` writes the cache itself; ``do_kv_cache_update`` is not called then."""
+    compiling: ClassVar[Callable[[Progress], AbstractContextManager[Any]] | None] = None
+    """What ``AttentionGroup.warm_up`` runs steps in before they run in earnest: a context in which the kernels that a
+    launch lacks are compiled side by side, and not run. It ends when all are compiled, and tells its progress. None:
+    the first run of a step compiles what it lacks."""

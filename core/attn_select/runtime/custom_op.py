@@ -77,6 +77,11 @@ def register_layer(layer: Runnable, name: str) -> str:
     return name
 
 
+def layer_of(group: Any) -> Any:
+    """Return a living layer of this group; None where there is none."""
+    return next((layer for layer in list(_layers.values()) if getattr(layer, "group", None) is group), None)
+
+
 def _run(layer_name: str, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
     layer = _layers.get(layer_name)
     if layer is None:

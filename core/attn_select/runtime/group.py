@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,15 @@ from attn_select.errors import ConfigError
 from attn_select.render import byte_text
 from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
-from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext, Progress
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.custom_op import layer_of
 from attn_select.runtime.dispatch import Dispatch, check_dispatch, make_dispatch
 from attn_select.runtime.kernel_blocks import KernelTables, kernel_block_sizes, shared_block_sizes, width_multiple
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
+from attn_select.runtime.warm_up import Step, Warmable, WarmUp, batch_of, steps_of
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.times.dispatch import Names, by_phase, lead_of
@@ -430,6 +433,59 @@ class AttentionGroup:
         metadata = served.builder.build_for_cudagraph_capture(common)
         part = Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
         return self._metadata(common_attn_metadata, [part])
+
+    def warm_up(self, progress: Progress | None = None) -> WarmUp:
+        """Run steps of the kinds that serving has through a layer of this group, so that later ones compile nothing.
+
+        Kernels that a backend can compile side by side are compiled first. The steps then run on a cache of one block,
+        which is freed again, and write nothing. Call it after the layers are made and before graphs are captured.
+
+        Args:
+            progress: called after each kernel and each step with its name, how many are done, and how many are known.
+
+        Returns:
+            What was done.
+
+        Raises:
+            ConfigError: the group has no layer yet.
+        """
+        began = time.perf_counter()
+        layer: Warmable | None = layer_of(self)
+        if layer is None:
+            raise ConfigError("warm_up runs a layer of the group, and there is none: make the layers before")
+        capacity = self.capacity
+        steps = steps_of(
+            self.config,
+            (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len),
+            set(self.served),
+            mixed=self.unified or self.config.mla,
+            captured=self.cuda_graphs and "decode" in self.served and self.cudagraph_support != "NEVER",
+        )
+        cache = self.allocate_kv_cache(1) if self.config.has_cache else None
+        tell = progress or (lambda name, done, known: None)
+        kernels: set[str] = set()
+
+        def count(name: str, done: int, known: int) -> None:
+            kernels.add(f"{name} {done}")
+            tell(name, done, known)
+
+        # Of several backends one could read indices that a kernel of another one, which did not run, was to write.
+        kinds = {served.backend.compiling for served in self.backends}
+        if len(kinds) == 1 and (compiling := kinds.pop()) is not None:
+            with compiling(count):
+                for step in steps:
+                    self._warm(layer, step, cache)
+        for done, step in enumerate(steps, 1):
+            self._warm(layer, step, cache)
+            tell(str(step), done, len(steps))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return WarmUp(len(kernels), len(steps), time.perf_counter() - began)
+
+    def _warm(self, layer: Warmable, step: Step, cache: Tensor | None) -> None:
+        common = batch_of(step, self.config, self.block_size, self.device)
+        metadata = (self.build_for_cudagraph_capture if step.captured else self.build)(common)
+        layer(**layer.dummy_inputs(common.num_actual_tokens), kv_cache=cache, attn_metadata=metadata)
 
     def _only_phase(self, way: Way, common: CommonAttentionMetadata) -> Phase:
         if way.unified:

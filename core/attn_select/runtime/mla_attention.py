@@ -179,6 +179,15 @@ class MLAAttention(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.layer_name = register_layer(self, "")
 
+    def dummy_inputs(self, tokens: int) -> dict[str, Tensor]:
+        """As ``Attention.dummy_inputs``; with sparse MLA every token attends to the cache's first slot."""
+        names = ("query", "kv_c_normed", "k_pe", *(["topk_indices"] if self.group.config.sparse else []))
+        return {
+            name: torch.zeros(tokens, *shape, dtype=dtype, device=self.group.device)
+            for name, (shape, dtype) in self._accepted.items()
+            if name in names
+        }
+
     def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.mla_attention``."""
         query, kv_c_normed, k_pe, topk_indices = arguments

@@ -142,3 +142,14 @@ def test_batches_of_all_sizes_share_their_kernels(target: int, tmp_path: Path) -
     for line in lines:
         count, kernel = line.split(" ", 1)
         assert count == "1", kernel
+
+
+@slow
+def test_kernels_compile_side_by_side(tmp_path: Path) -> None:
+    *lines, again = run("compile_side_by_side", 90, tmp_path).splitlines()
+    assert [line.split()[0] for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
+    assert {line.split()[1] for line in lines} == {str(len(lines))}
+    assert {line.split()[2] for line in lines} == {
+        "reshape_and_cache_kernel", "decode_kernel", "merge_splits_kernel", "prefill_kernel"
+    }  # fmt: skip
+    assert again == "again 0"

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_select_triton.kernels import relaunch
 from attn_select_triton.kernels.launch import (
     PLAIN,
     PRECISION,
@@ -270,7 +271,8 @@ def prefill_attention(
         block_d, rest, sources = power_of_two(head_size), 0, (key, value)
         block_size, pack, k_strides, v_strides = cache_strides(key, value, paged)
     tokens = tokens if num_tokens is None else num_tokens
-    prefill_kernel[(tokens * group // block_m + requests, kv_heads)](
+    relaunch.launch(
+        prefill_kernel, (tokens * group // block_m + requests, kv_heads),
         query, *sources, rest_keys, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens,
         terms.slopes, terms.sinks, terms.ranges,
         requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,

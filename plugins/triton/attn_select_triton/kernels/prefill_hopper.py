@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
+from attn_select_triton.kernels import relaunch
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe
 from attn_select_triton.kernels.primitives import LOG2E
 
@@ -452,7 +453,8 @@ def prefill_hopper(
     box = box_rows(block_size, paged, keys_of_tile)
     (keys, k_places), (values, v_places) = _boxes(key, box), _boxes(value, box)
     tokens = tokens if num_tokens is None else num_tokens
-    prefill_hopper_kernel[(tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2])](
+    relaunch.launch(
+        prefill_hopper_kernel, (tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2]),
         query, keys, values, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.sinks,
         len(seq_lens), scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
         *query.stride()[:2], *output.stride()[:2], 0 if block_table is None else block_table.stride(0), *k_places,

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import triton
@@ -11,6 +14,31 @@ from torch import Tensor
 
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton is one whose compiled kernels were seen to take all arguments, constants included."""
+
+
+_compiled_only: ContextVar[Callable[[Any, Any], None] | None] = ContextVar("compiled_only", default=None)
+
+
+@contextmanager
+def compile_only(note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Let ``launch`` compile and not run, and tell ``note`` each function and what Triton returned for its kernel."""
+    token = _compiled_only.set(note)
+    try:
+        yield
+    finally:
+        _compiled_only.reset(token)
+
+
+def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    """Launch a kernel by Triton's own lookup; within ``compile_only`` compile it. Returns the compiled kernel.
+
+    Triton's interpreter returns None, and so does ``compile_only``: its kernel may not be there yet.
+    """
+    note = _compiled_only.get()
+    if note is None:
+        return function[grid](*arguments, **options)
+    note(function, function.warmup(*arguments, grid=grid, **options))
+    return None
 
 
 class Relaunch:
@@ -38,8 +66,8 @@ class Relaunch:
         if self._compiled is not None:
             self._compiled[grid](*arguments)
             return
-        compiled = self._function[grid](*arguments, **self._options)
-        if KNOWN:  # Triton's interpreter returns None
+        compiled = launch(self._function, grid, *arguments, **self._options)
+        if KNOWN:
             self._compiled = compiled
 
 

@@ -34,6 +34,7 @@ from attn_select_triton.kernels.paged_attention import (
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.schedule import Chunk, gathered_chunks
+from attn_select_triton.runtime.side_by_side import COMPILING
 
 COPY_ROWS = 256
 """Query rows of a KV head's group that must attend to each key, on average, for its copy out of the cache to pay."""
@@ -283,3 +284,4 @@ class PagedAttentionBackend(AttentionBackend):
 
     impl_cls = PagedAttentionImpl
     builder_cls = PagedAttentionMetadataBuilder
+    compiling = COMPILING

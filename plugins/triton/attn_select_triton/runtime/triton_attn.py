@@ -21,6 +21,7 @@ from attn_select_triton.kernels.cache import gather_pages
 from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
+from attn_select_triton.runtime.side_by_side import COMPILING
 from attn_select_triton.runtime.triton_attn_metadata import (
     Part,
     TritonAttnBuilder,
@@ -141,3 +142,4 @@ class TritonAttnBackend(AttentionBackend):
 
     impl_cls = TritonAttnImpl
     builder_cls = TritonAttnBuilder
+    compiling = COMPILING

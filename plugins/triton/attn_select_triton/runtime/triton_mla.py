@@ -32,6 +32,7 @@ from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_nu
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.schedule import fixed_split, latent_splits
+from attn_select_triton.runtime.side_by_side import COMPILING
 from attn_select_triton.runtime.triton_attn_metadata import check_gluon, planned_prefill
 
 LEAST_FIXED_SPLIT, TILE = 1024, 64
@@ -256,3 +257,4 @@ class TritonMLABackend(AttentionBackend):
 
     impl_cls = TritonMLAImpl
     builder_cls = TritonMLAMetadataBuilder
+    compiling = COMPILING

@@ -1,0 +1,123 @@
+"""The steps that ``AttentionGroup.warm_up`` runs, so that no kernel is compiled in the middle of serving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata
+
+SHORT, USUAL, LONG = 64, 2048, 32768
+"""Tokens of the requests of the steps, as far as the capacity allows."""
+MANY = 64
+"""Requests of a large step, as far as the capacity allows."""
+
+
+class Warmable(Protocol):
+    """A layer, as far as warming up goes."""
+
+    def dummy_inputs(self, tokens: int) -> dict[str, Tensor]:
+        """Return what the layer is called with in a step of so many tokens, all zeros."""
+
+    def __call__(self, **given: Any) -> Tensor:
+        """Run the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What a warm-up did.
+
+    Attributes:
+        kernels: that were compiled before a step ran.
+        steps: that ran.
+        seconds: of all.
+    """
+
+    kernels: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: the query tokens and the keys of each request, decodes first."""
+
+    requests: tuple[tuple[int, int], ...]
+    captured: bool = False
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(self.requests)
+        each = [f"{self.requests.count(kind)} x {kind[0]} tokens over {kind[1]} keys" for kind in kinds]
+        return " and ".join(each) + (", captured" if self.captured else "")
+
+
+def steps_of(
+    config: AttentionConfig, most: tuple[int, int, int], phases: set[Phase], *, mixed: bool, captured: bool
+) -> list[Step]:
+    """Return steps that together need the kernels of a serving engine: few and many requests, short and long ones.
+
+    Args:
+        most: requests and tokens of a step, and tokens of a request.
+        phases: that the group serves.
+        mixed: whether one backend computes decodes and prefills of a step together.
+        captured: whether decodes are captured, too.
+    """
+    many, tokens, length = min(MANY, most[0]), most[1], most[2]
+    own_keys = not config.has_cache or config.attn_type == "encoder_decoder"
+    found: list[Step] = []
+
+    def add(requests: int, query: int, keys: int, captured: bool = False) -> None:
+        keys = min(keys, length)
+        query = min(query, keys)
+        requests = min(requests, max(1, tokens // query))
+        if query <= tokens:
+            found.append(Step(((query, query if own_keys else keys),) * requests, captured))
+
+    if "decode" in phases:
+        for query in dict.fromkeys((1, 1 + config.num_speculative_tokens)):
+            for requests, keys in ((1, SHORT), (1, LONG), (many, USUAL)):
+                add(requests, query, keys)
+                if captured:
+                    add(requests, query, keys, True)
+    if "prefill" in phases:
+        for requests, query, keys in ((1, SHORT, SHORT), (4, USUAL // 4, USUAL // 4), (1, USUAL, USUAL)):
+            add(requests, query, keys)
+        if config.attn_type == "decoder":
+            add(1, USUAL // 4, LONG)
+    if mixed and phases == {"decode", "prefill"} and many > 1 and tokens >= SHORT + many and length >= SHORT:
+        found.append(Step((*((1, min(USUAL, length)),) * (many - 1), (SHORT, SHORT))))
+    return list(dict.fromkeys(found))
+
+
+def batch_of(
+    step: Step, config: AttentionConfig, block_size: int | None, device: torch.device
+) -> CommonAttentionMetadata:
+    """Return a step's batch: every request's blocks are block 0, and nothing is written."""
+    queries, keys = zip(*step.requests, strict=True)
+    tokens, longest = sum(queries), max(keys)
+    bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+    lens = torch.tensor(keys, dtype=torch.int32)
+    table = slots = None
+    if block_size is not None and config.has_cache:
+        table = torch.zeros(len(queries), -(-longest // block_size), dtype=torch.int32, device=device)
+        written = 0 if config.attn_type == "encoder_decoder" else tokens
+        slots = torch.full((written,), -1, dtype=torch.int64, device=device)
+    return CommonAttentionMetadata(
+        query_start_loc=to_device(bounds, device),
+        query_start_loc_cpu=bounds,
+        seq_lens=to_device(lens, device),
+        seq_lens_cpu=lens,
+        num_reqs=len(queries),
+        num_actual_tokens=tokens,
+        max_query_len=max(queries),
+        max_seq_len=longest,
+        block_table_tensor=table,
+        slot_mapping=slots,
+        block_size=block_size,
+    )

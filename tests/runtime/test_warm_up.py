@@ -1,0 +1,96 @@
+"""``AttentionGroup.warm_up``: the steps it runs, and what it leaves behind."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attn_select import AttentionConfig, select  # noqa: E402
+from attn_select.errors import ConfigError  # noqa: E402
+from attn_select.runtime import Attention, Capacity, MLAAttention, attention_group  # noqa: E402
+from attn_select.runtime.warm_up import Step, batch_of, steps_of  # noqa: E402
+
+GQA = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+LAYERS: dict[str, dict[str, Any]] = {
+    "decoder": GQA,
+    "sinks and window": {**GQA, "sinks": True, "sliding_window": 16},
+    "chunks": {**GQA, "attention_chunk_size": 32},
+    "encoder": {**GQA, "attn_type": "encoder_only"},
+    "cross-attention": {**GQA, "attn_type": "encoder_decoder"},
+    "drafts": {**GQA, "num_speculative_tokens": 3},
+    "MLA": {"num_heads": 4, "dtype": "float32", **LATENT},
+    "sparse MLA": {"num_heads": 4, "dtype": "float32", "sparse_top_k": 8, **LATENT},
+}
+
+
+def group_with_layer(fields: dict[str, Any], capacity: Capacity) -> tuple[Any, Any]:
+    config = AttentionConfig(**fields)
+    group = attention_group(select(config, device="cpu"), capacity=capacity)
+    if config.mla:
+        heads, rank = config.num_heads, config.kv_lora_rank
+        return group, MLAAttention(group, torch.randn(heads * 32, rank))
+    return group, Attention(group, sinks=torch.zeros(4) if config.sinks else None)
+
+
+@pytest.mark.parametrize("fields", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("capacity", [Capacity(4, 64, 128), Capacity(1, 1, 1)], ids=str)
+def test_layers_of_all_kinds_are_warmed_up(fields: dict[str, Any], capacity: Capacity) -> None:
+    group, layer = group_with_layer(fields, capacity)
+    told: list[tuple[str, int, int]] = []
+    done = group.warm_up(lambda *each: told.append(each))
+    assert done.steps == len(told) > 0
+    assert [each[1:] for each in told] == [(number, done.steps) for number in range(1, done.steps + 1)]
+    assert done.kernels == 0
+    assert layer.group is group
+
+
+def test_without_a_layer_it_says_what_to_do() -> None:
+    group = attention_group(select(AttentionConfig(**GQA), device="cpu"))
+    with pytest.raises(ConfigError, match="make the layers before"):
+        group.warm_up()
+
+
+def test_steps_stay_within_the_capacity() -> None:
+    config = AttentionConfig(**GQA, num_speculative_tokens=3)
+    for most in ((1, 1, 1), (2, 3, 40), (300, 8192, 131072)):
+        steps = steps_of(config, most, {"decode", "prefill"}, mixed=True, captured=True)
+        for step in steps:
+            assert len(step.requests) <= most[0] or len({*step.requests}) > 1
+            assert sum(query for query, _ in step.requests) <= most[1]
+            assert max(keys for _, keys in step.requests) <= most[2]
+    queries = {query for step in steps for query, _ in step.requests}
+    assert {1, 4, 64, 512, 2048} == queries
+    assert {step.captured for step in steps} == {False, True}
+
+
+def test_a_step_reads_block_0_and_writes_nothing() -> None:
+    batch = batch_of(Step(((1, 70), (64, 64))), AttentionConfig(**GQA), 16, torch.device("cpu"))
+    assert batch.query_start_loc.tolist() == [0, 1, 65]
+    assert batch.block_table_tensor is not None
+    assert batch.block_table_tensor.shape == (2, 5)
+    assert not batch.block_table_tensor.any()
+    assert batch.slot_mapping is not None
+    assert (batch.slot_mapping == -1).all()
+    assert str(Step(((1, 70), (1, 70), (64, 64)))) == "2 x 1 tokens over 70 keys and 1 x 64 tokens over 64 keys"
+
+
+def test_kernels_are_compiled_before_the_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _ = group_with_layer(GQA, Capacity(4, 64, 128))
+    events: list[str] = []
+
+    @contextmanager
+    def compiling(progress: Any) -> Any:
+        events.append("compiling")
+        yield
+        progress("kernel", 1, 1)
+        events.append("compiled")
+
+    monkeypatch.setattr(group.backends[0].backend, "compiling", staticmethod(compiling))
+    done = group.warm_up(lambda name, *_: events.append(name))
+    assert events[:3] == ["compiling", "kernel", "compiled"]
+    assert (done.kernels, done.steps) == (1, len(events) - 3)
