@@ -71,6 +71,16 @@ def merge_attn_states(device: torch.device) -> Operation | None:
     return _served("merge_attn_states", device)
 
 
+def pack_attn_states(device: torch.device) -> Operation | None:
+    """Return the packing of a partial result that is sent to other ranks."""
+    return _served("pack_attn_states", device)
+
+
+def merge_rank_states(device: torch.device) -> Operation | None:
+    """Return the merge of several ranks' partial results."""
+    return _served("merge_rank_states", device)
+
+
 def quantize_fp8(device: torch.device) -> Operation | None:
     """Return the FP8 quantisation."""
     return _served("quantize_fp8", device)

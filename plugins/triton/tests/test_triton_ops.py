@@ -206,6 +206,52 @@ def test_merge_attn_states(device: torch.device) -> None:
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("own", [-1, 1])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_merge_rank_states(own: int, with_sinks: bool, grouped: bool, device: torch.device) -> None:
+    size, tokens, heads, width = 3, 5, 4, 40
+    parts = numbers(device, size, tokens, heads, width + 4, dtype=torch.float16)[..., :width]
+    lses = numbers(device, size, heads, tokens + 2)[..., :tokens].transpose(1, 2)
+    lses[0, 0], parts[0, 0] = -torch.inf, torch.nan
+    lses[:, 2, 2] = -torch.inf
+    sinks = numbers(device, heads) if with_sinks else None
+    if own >= 0:
+        parts = parts[own : own + 1]
+    results = []
+    for merge in (op_kernels.merge_rank_states, torch_ops.merge_rank_states):
+        output = torch.full((heads, tokens, width), torch.nan, dtype=torch.float16, device=device).transpose(0, 1)
+        lse = torch.full((tokens, heads), torch.nan, device=device)
+        given = [parts, lses, sinks, output, lse]
+        if grouped:  # two KV heads, of two ranks one head each
+            given = [
+                parts.unflatten(2, (2, 2, 1)),
+                lses.unflatten(2, (2, 2, 1)),
+                None if sinks is None else sinks.view(2, 2, 1),
+                output.unflatten(1, (2, 2, 1)),
+                lse.unflatten(1, (2, 2, 1)),
+            ]
+        merge(given[0], given[1], own, *given[2:])
+        results.append((output, lse))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+def test_pack_attn_states(device: torch.device) -> None:
+    ranks, tokens, kv_heads, group, width = 2, 3, 2, 2, 40
+    output = numbers(device, tokens, kv_heads, ranks, group, width, dtype=torch.float16).permute(2, 0, 1, 3, 4)
+    lse = numbers(device, tokens, kv_heads, ranks, group).permute(2, 0, 1, 3)
+    rows, message = tokens * kv_heads * group, 2000
+    sent = torch.zeros(ranks, message, dtype=torch.uint8, device=device)
+    packed = sent[:, : rows * width * 2].view(torch.float16).view(ranks, tokens, kv_heads, group, width)
+    at = rows * width * 2 + 4
+    packed_lse = sent[:, at : at + 4 * rows].view(torch.float32).view(ranks, tokens, kv_heads, group)
+    op_kernels.pack_attn_states(output, lse, packed, packed_lse)
+    assert torch.equal(packed, output)
+    assert torch.equal(packed_lse, lse)
+    assert not sent[:, at + 4 * rows :].any()
+
+
 @pytest.mark.gpu
 def test_no_operation_waits(device: torch.device) -> None:
     table = torch.arange(16, dtype=torch.int32, device=device).view(2, 8)

@@ -20,6 +20,7 @@ from attn_select_triton.facts.triton_support import E4M3_FROM
 from attn_select_triton.kernels import cache, convert, indexer, mla_cache
 from attn_select_triton.kernels.convert import flatten_block_table
 from attn_select_triton.kernels.merge import merge_attn_states
+from attn_select_triton.kernels.rank_merge import merge_rank_states, pack_attn_states
 
 __all__ = [
     "concat_and_cache_mla",
@@ -28,6 +29,8 @@ __all__ = [
     "indexer_k_quant_and_cache",
     "indexer_topk",
     "merge_attn_states",
+    "merge_rank_states",
+    "pack_attn_states",
     "quantize_fp8",
     "reshape_and_cache",
 ]

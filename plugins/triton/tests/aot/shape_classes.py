@@ -35,6 +35,7 @@ from attn_select_triton.kernels import (
     paged_attention,
     prefill,
     prefill_hopper,
+    rank_merge,
 )
 from attn_select_triton.kernels.launch import Terms
 
@@ -227,6 +228,18 @@ def merge_states(t: Tensors) -> None:
     merge.merge_attn_states(t.output, t.output, t.lse, t.output, t.lse.t().contiguous().t(), t.lse)
 
 
+def merge_ranks(t: Tensors) -> None:
+    """Four ranks' results, packed, merged, and weighed."""
+    tokens, heads, width = t.output.shape
+    parts, lses = tensor(4, tokens, heads, width, dtype=t.dtype), tensor(4, tokens, heads, dtype=torch.float32)
+    grouped = (4, tokens, 1, heads)
+    rank_merge.pack_attn_states(
+        parts.view(*grouped, width), lses.view(grouped), parts.view(*grouped, width), lses.view(grouped)
+    )
+    rank_merge.merge_rank_states(parts, lses, -1, lses[0, 0], t.output, t.lse)
+    rank_merge.merge_rank_states(parts[:1], lses, 1, None, t.output)
+
+
 def conversions(t: Tensors) -> None:
     """A query quantised to FP8, whole and in part, and a block table flattened."""
     dtype = torch.float8_e4m3fn if t.target >= 89 else torch.float8_e5m2
@@ -341,7 +354,9 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     }  # fmt: skip
     tall = {"num_heads": 64, "num_kv_heads": 4, "query_len": 4}
     both = (split_decode, paged_prefill)
-    yield attention(write, split_decode, whole_decode, gathered_prefill, merge_states, conversions, dtype=usual)
+    yield attention(
+        write, split_decode, whole_decode, gathered_prefill, merge_states, merge_ranks, conversions, dtype=usual
+    )
     yield attention(fixed_split_decode, short_gathered_prefill, dtype=usual, sliding_window=100)
     yield attention(*both, dtype=usual, block_size=64, layout=FLASHINFER_HND)
     yield attention(*both, dtype=usual, **everything)
@@ -417,7 +432,7 @@ def random_shape_classes(target: int, count: int, seed: int) -> Iterator[ShapeCl
             try:
                 made = attention(
                     write, split_decode, whole_decode, fixed_split_decode, paged_prefill, gathered_prefill,
-                    short_gathered_prefill, merge_states, conversions,
+                    short_gathered_prefill, merge_states, merge_ranks, conversions,
                     num_heads=kv_heads * group, num_kv_heads=kv_heads, head_size=rng.choice(sizes), dtype=dtype,
                     kv_cache_dtype=cached, block_size=rng.choice([16, 32, 64, 128]), query_len=rng.choice([1, 1, 2, 8]),
                     layout=rng.choice([FLASHINFER_NHD, FLASHINFER_HND]), **drawn,
