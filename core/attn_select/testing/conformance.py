@@ -348,15 +348,20 @@ def write_summary(terminalreporter: pytest.TerminalReporter, lines: Sequence[str
             terminalreporter.write_line(line)
 
 
+def rank_options(rng: random.Random, selection: Selection) -> dict[str, Any]:
+    """Draw what ``ContextParallel`` is made with, beside the group."""
+    block_size = selection.block_size or 1
+    return {
+        "interleave": rng.choice([count for count in (1, 4, block_size) if block_size % count == 0]),
+        "merge": rng.choice(("a2a",) if selection.config.batch_invariant else WAYS),
+        "queries": rng.choice(QUERIES),
+    }
+
+
 def _run_on_ranks(selection: Selection, device: torch.device, seed: int, terms: Terms) -> int:
     """Run drawn batches of layers whose cache lies on several ranks, in this process; return the number of runs."""
     __tracebackhide__ = True
-    rng, size = random.Random(f"ranks {seed}"), selection.block_size or 1
-    options: dict[str, Any] = {
-        "interleave": rng.choice([count for count in (1, 4, size) if size % count == 0]),
-        "merge": rng.choice(WAYS),
-        "queries": rng.choice(QUERIES),
-    }
+    options = rank_options(random.Random(f"ranks {seed}"), selection)
 
     def run(collectives: Collectives) -> int:
         return Rig(selection, device, seed, terms, ranks=ContextParallel(collectives, **options)).check_batches()

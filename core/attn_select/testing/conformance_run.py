@@ -17,7 +17,7 @@ from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.selection import Selection
 from attn_select.testing.comparison import request_name, same_bits
 from attn_select.testing.problems import MLAProblem, Request, random_mla_problem, random_problem, random_requests
-from attn_select.testing.rank_steps import run_on_ranks, whole_layer
+from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
 from attn_select.testing.running import (
     Bound,
     Drawn,
@@ -229,8 +229,9 @@ class Rig:
         # Equal queries draw equal weights, scales and sinks: one layer serves all.
         both = [[(query, rng.randint(max(query, 1), LONGEST)) for query, _ in requests] for _ in range(2)]
         drawn = [self.batches.draw(self.seed, with_lengths) for with_lengths in both]
-        group, inputs = self.group, inputs_of(drawn[0])
-        layer, cache = layer_of(group, drawn[0]), kernel_cache(group, drawn[0])
+        group, ranks = self.group, self.ranks
+        own = drawn if ranks is None else [part_of_rank(each, group, ranks) for each in drawn]
+        inputs, layer, cache = inputs_of(own[0]), layer_of(group, own[0]), kernel_cache(group, own[0])
         most, lse = group.capacity.max_num_batched_tokens, None
         if returns_lse(group):
             lse = poison((most, self.config.num_heads), inputs["query"], torch.float32)
@@ -242,11 +243,15 @@ class Rig:
         runner = CudaGraphRunner(step, [group], inputs, sizes, query_len=query_len or 1, mixed=query_len is None)
         runner.capture()
         for number, (first, last) in enumerate(parts):
-            part = part_of(drawn[number % 2], first, last)
+            part = part_of(own[number % 2], first, last)
             if cache is not None and (wanted := kernel_cache(group, part)) is not None:
                 cache.copy_(wanted)
             output = runner(inputs_of(part), {group: common_of(part)})
-            self._check(part, result_of(group, part, output, lse, cache, self.output_scale))
+            result, whole = result_of(group, part, output, lse, cache, self.output_scale), part
+            if ranks is not None:
+                whole = part_of(drawn[number % 2], first, last)
+                result = joined(group, whole, ranks, result)
+            self._check(whole, result)
         return len(parts)
 
     def _check_alone(self, drawn: Drawn, result: Result) -> int:

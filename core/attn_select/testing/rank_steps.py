@@ -85,7 +85,15 @@ def run_on_ranks(group: Group, drawn: Drawn, ranks: ContextParallel, **given: An
     Args:
         given: as in ``run_problem``.
     """
-    own = run_problem(group, part_of_rank(drawn, group, ranks), **given)
+    return joined(group, drawn, ranks, run_problem(group, part_of_rank(drawn, group, ranks), **given))
+
+
+def joined(group: Group, drawn: Drawn, ranks: ContextParallel, own: Result) -> Result:
+    """Return the whole layer's result, of each rank's own; every rank calls it.
+
+    Args:
+        drawn: the step of ``whole_layer``.
+    """
     step, config = step_of(drawn), group.config
     assert own.kv_cache is not None
     assert step.kv_cache is not None

@@ -74,13 +74,13 @@ class ProcessGroupCollectives:
 
     def all_gather(self, output: Tensor, own: Tensor) -> None:
         """See ``Collectives``; the errors of all of these are ``RankError``."""
-        self._run("all_gather", _all_gather, output, own)
+        self._run("all_gather", _all_gather, output.view(-1), own.view(-1))
 
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
-        self._run("all_to_all", dist.all_to_all_single, output, parts)
+        self._run("all_to_all", dist.all_to_all_single, output.view(-1), parts.view(-1))
 
     def reduce_scatter(self, output: Tensor, parts: Tensor) -> None:
-        self._run("reduce_scatter", _reduce_scatter, output, parts)
+        self._run("reduce_scatter", _reduce_scatter, output.view(-1), parts.view(-1))
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._run("all_reduce", dist.all_reduce, tensor)

@@ -55,4 +55,4 @@ class ContextParallel:
 
         ``auto`` exchanges them (``a2a``): it is one collective less, and rounds once.
         """
-        return "a2a" if self.merge == "auto" else self.merge
+        return "a2a" if self.merge == "auto" else self.merge  # and batch-invariant layers need it

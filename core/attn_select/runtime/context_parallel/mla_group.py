@@ -177,12 +177,8 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
             return common
         query_lens, tokens = common.query_lens_cpu, common.num_actual_tokens
         request = torch.repeat_interleave(query_lens)
-        behind = common.query_start_loc_cpu[1:][request] - torch.arange(len(request)) - 1
-        visible = common.seq_lens_cpu if self.config.non_causal or not common.causal else None
         lens_cpu = torch.zeros(tokens, dtype=torch.int32)
-        lens_cpu[: len(request)] = (
-            (common.seq_lens_cpu[request] - behind).clamp_min(0) if visible is None else visible[request]
-        )
+        lens_cpu[: len(request)] = self._visible(common, request)
         rows_cpu = torch.zeros(tokens, dtype=torch.int32)
         rows_cpu[: len(request)] = request
         bounds_cpu = torch.arange(tokens + 1, dtype=torch.int32)
@@ -202,6 +198,19 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
             num_decodes=None,
             num_keys=None,
         )
+
+    def _visible(self, common: CommonAttentionMetadata, request: Tensor) -> Tensor:
+        """Return how many of its request's keys each query sees; they are the first."""
+        every = common.seq_lens_cpu[request]
+        if self.config.non_causal or not common.causal:
+            return every
+        behind = common.query_start_loc_cpu[1:][request] - torch.arange(len(request)) - 1
+        visible = (every - behind).clamp_min(0)
+        for row, ranges in enumerate(common.mm_prefix_ranges or ()):
+            for first, last in ranges:
+                inside = (request == row) & (visible > first) & (visible <= last)
+                visible = torch.where(inside, every.clamp_max(last + 1), visible)
+        return visible
 
     def _chunks(self, served: Served, common: CommonAttentionMetadata, context: Tensor) -> tuple[ContextChunk, ...]:
         parts = context_parts(common, self.config, self.workspace_tokens)
