@@ -47,7 +47,7 @@ def _travels(error: Exception) -> bool:
 def run_processes(
     size: int, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0
 ) -> list[Any]:
-    """Return what ``function(rank, *arguments)`` returned or raised on each rank; None for one that died without a word.
+    """Return what ``function(rank, *arguments)`` returned or raised on each rank; None for one that died.
 
     Args:
         folder: for the file by which the ranks find each other.

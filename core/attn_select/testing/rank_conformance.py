@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attn_select.config import AttentionConfig
@@ -21,10 +21,9 @@ ALONE = {
 """What no backend runs over several ranks, off; the level of CUDA graphs is the plan's."""
 
 
-def layers_of(suite: BackendConformance, size: int) -> Iterator[tuple[int, Selection]]:
+def layers_of(suite: BackendConformance, size: int, fields: Mapping[str, Any]) -> Iterator[tuple[int, Selection]]:
     """Yield numbers and selections of layers over ``size`` ranks that a suite's backend runs on this machine."""
-    here, device, environment = suite._place()
-    del here
+    _, device, environment = suite._place()
     for index in range(suite.num_configs):
         case = draw_case(suite.spec, suite.seed, index, suite.heads)
         if case.changed is not None or not case.config.has_cache or case.config.sparse:
@@ -32,7 +31,7 @@ def layers_of(suite: BackendConformance, size: int) -> Iterator[tuple[int, Selec
         if case.config.output_quantization == "fp4":
             continue
         try:
-            config = case.config.model_copy(update={**ALONE, "decode_context_parallel_size": size})
+            config = case.config.model_copy(update={**ALONE, **fields, "decode_context_parallel_size": size})
         except ConfigError:
             continue
         plans = plans_of(suite._here(config))
@@ -41,13 +40,21 @@ def layers_of(suite: BackendConformance, size: int) -> Iterator[tuple[int, Selec
             yield index, selection
 
 
-def check_on_group(suite: BackendConformance, group: Any, num_layers: int, *, cuda_graphs: bool = False) -> list[str]:
+def check_on_group(
+    suite: BackendConformance,
+    group: Any,
+    num_layers: int,
+    *,
+    cuda_graphs: bool = False,
+    fields: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Run a suite's first layers over the ranks of a process group; every rank calls it.
 
     Args:
         group: a ``torch.distributed`` process group, None for the default one.
         num_layers: to run.
         cuda_graphs: replay graphs as well.
+        fields: of all configurations.
 
     Returns:
         What went wrong, the same on all ranks: per failure the layer as an expression, the options, and the error.
@@ -55,7 +62,7 @@ def check_on_group(suite: BackendConformance, group: Any, num_layers: int, *, cu
     here = suite._place()[0]
     size, wrong, ran = ContextParallel(group).size, [], 0
     terms = Terms(suite.error_bound, suite.rows_without_keys, suite.exact_alibi_lse, suite.fp8_cache_steps)
-    for index, selection in layers_of(suite, size):
+    for index, selection in layers_of(suite, size, fields or {}):
         if ran == num_layers:
             break
         options = rank_options(random.Random(f"ranks {index}"), selection)
@@ -72,4 +79,4 @@ def check_on_group(suite: BackendConformance, group: Any, num_layers: int, *, cu
         except Exception as error:
             wrong.append(f"{config_text(config)}, {options}: {type(error).__name__}: {error}")
             ran += 1
-    return [*wrong] if ran else [f"{suite.spec.name}: no layer could be run"]
+    return wrong if ran else [f"{suite.spec.name}: no layer could be run"]

@@ -1,0 +1,289 @@
+"""Context parallelism on the GPUs of one host: correctness, then times, each line written as it is known.
+
+torchrun --nproc-per-node 2 tests/bench/bench_context_parallel.py --out cp.jsonl conformance \\
+    plugins/flash_attn/tests/test_flash_attn_conformance.py:TestFlashAttn --layers 10
+torchrun --nproc-per-node 2 tests/bench/bench_context_parallel.py --out cp.jsonl decode
+torchrun --nproc-per-node 2 tests/bench/bench_context_parallel.py --out cp.jsonl merge
+
+``decode`` times one layer as a CUDA graph, on one GPU with all heads and the whole cache, and on all of them. ``merge``
+times the ways to merge beside the collectives that they are made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attn_select import AttentionConfig, select
+from attn_select.runtime import (
+    Attention,
+    Capacity,
+    CommonAttentionMetadata,
+    ContextParallel,
+    MLAAttention,
+    attention_group,
+)
+from attn_select.runtime.context_parallel.merging import Merger
+from attn_select.testing.rank_conformance import check_on_group
+
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LAYERS: dict[str, dict[str, Any]] = {
+    "gqa": {"num_heads": 64, "num_kv_heads": 8, "head_size": 128, "block_size": 64},
+    "mla": {"num_heads": 128, "block_size": 64, **MLA},
+    "mla16": {"num_heads": 16, "block_size": 64, **MLA},
+}
+"""All ranks' heads together."""
+TINY: dict[str, dict[str, Any]] = {
+    "gqa": {"num_heads": 8, "num_kv_heads": 2, "head_size": 32},
+    "mla": {"num_heads": 8, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+}
+BATCHES = ((1, 1 << 20), (4, 1 << 20), (32, 1 << 17))
+"""Requests, and tokens of each."""
+BACKENDS = {"gqa": ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"), "mla": ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA")}
+
+
+class Lines:
+    """Writes results, by rank 0."""
+
+    def __init__(self, path: str | None, rank: int) -> None:
+        self.file = open(path, "a", encoding="utf-8") if path and rank == 0 else None  # noqa: SIM115  # kept open
+        self.rank = rank
+
+    def write(self, **values: Any) -> None:
+        line = json.dumps(values)
+        if self.rank == 0:
+            print(line, flush=True)
+        if self.file is not None:
+            self.file.write(line + "\n")
+            self.file.flush()
+
+
+def suite_of(text: str) -> Any:
+    """Return a conformance suite, ``FILE:CLASS``."""
+    path, _, name = text.partition(":")
+    sys.path.insert(0, str(Path(path).parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)()
+
+
+def conformance(arguments: argparse.Namespace, lines: Lines) -> None:
+    for text in arguments.suites:
+        start = time.time()
+        suite = suite_of(text)
+        options = {"cuda_graphs": torch.cuda.is_available(), "fields": json.loads(arguments.fields)}
+        wrong = check_on_group(suite, None, arguments.layers, **options)
+        lines.write(
+            kind="conformance", suite=text.rpartition(":")[2], backend=suite.spec.name, layers=arguments.layers,
+            failed=len(wrong), wrong=[each[:700] for each in wrong[:4]], seconds=round(time.time() - start, 1),
+        )  # fmt: skip
+
+
+def timed(step: Callable[[], Any], repeats: int = 20, rounds: int = 5, inside: int = 1) -> float:
+    """Return the time of a step in us: the median round of replays of its graph, the slowest rank's.
+
+    Args:
+        inside: steps that the graph holds.
+    """
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        step()
+        return 1e6 * (time.perf_counter() - begin)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inside):
+            step()
+    found = []
+    for _ in range(rounds):
+        graph.replay()
+        torch.cuda.synchronize()
+        dist.barrier()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        graph.replay()  # the ranks meet in its collectives
+        events[0].record()
+        for _ in range(repeats):
+            graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        found.append(1e3 * events[0].elapsed_time(events[1]) / repeats / inside)
+    median = torch.tensor(sorted(found)[rounds // 2], device="cuda")
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median)
+
+
+def batch_of(group: Any, requests: int, tokens: int) -> CommonAttentionMetadata:
+    """Return a decode whose requests have blocks of their own, in random order."""
+    device, per_request = group.device, -(-tokens // group.block_size)
+    draw = torch.Generator().manual_seed(0)
+    table = torch.randperm(requests * per_request, generator=draw).view(requests, per_request).int().to(device)
+    lens = torch.full((requests,), tokens, dtype=torch.int32)
+    slots = table[:, -1].long() * group.block_size + (tokens - 1) % group.block_size
+    bounds = torch.arange(requests + 1, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=bounds.to(device), query_start_loc_cpu=bounds, seq_lens=lens.to(device), seq_lens_cpu=lens,
+        num_reqs=requests, num_actual_tokens=requests, max_query_len=1, max_seq_len=tokens, block_table_tensor=table,
+        slot_mapping=slots, block_size=group.block_size, num_keys=requests * tokens,
+    )  # fmt: skip
+
+
+def layer_step(config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any) -> tuple[Any, str]:
+    """Return a step of one layer, and which backend runs it."""
+    requests, tokens = batch
+    where = None if torch.cuda.is_available() else "cpu"
+    selection = select(config, where, backend=None if backend is None else {"decode": backend})
+    given: dict[str, Any] = {"cuda_graphs": torch.cuda.is_available(), "phases": ["decode"], "context_parallel": ranks}
+    group = attention_group(selection, None, Capacity(requests, requests, tokens), **given)
+    common = batch_of(group, requests, tokens)
+    cache = group.allocate_kv_cache(common.block_table_tensor.numel())  # type: ignore[union-attr]
+    cache.view(torch.uint8).fill_(60)  # 0.0115 in bfloat16
+    metadata = group.build_for_cudagraph_capture(common)
+    dtype, device, heads = torch.bfloat16, group.device, config.num_heads
+    if config.mla:
+        nope, rope, rank, width = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.kv_lora_rank,
+            config.v_head_dim,
+        )
+        weight = torch.randn(heads * (nope + width), rank, device=device, dtype=dtype) * 0.02  # type: ignore[operator]
+        layer: Any = MLAAttention(group, weight)
+        inputs = [
+            torch.randn(requests, *shape, device=device, dtype=dtype)
+            for shape in ((heads, nope + rope), (rank,), (rope,))
+        ]  # type: ignore[operator]
+    else:
+        layer = Attention(group)
+        size = config.head_size
+        shapes = (heads, size), (config.num_kv_heads, size), (config.num_kv_heads, size)
+        inputs = [torch.randn(requests, *shape, device=device, dtype=dtype) for shape in shapes]
+    output = layer(*inputs, cache, metadata)
+    return lambda: layer(*inputs, cache, metadata, output), str(selection.selected["decode"])
+
+
+def decode(arguments: argparse.Namespace, lines: Lines) -> None:
+    ranks = ContextParallel(None)
+    batches = BATCHES if torch.cuda.is_available() else ((1, 200), (4, 100))
+    layers = LAYERS if torch.cuda.is_available() else TINY
+    names = arguments.layer or list(layers)
+    for number, batch in enumerate(batches):
+        for name in names:
+            known = BACKENDS[name[:3]] if torch.cuda.is_available() else (None,)
+            for backend in arguments.backend or known[: len(known) if number == 0 else arguments.most]:
+                try:
+                    whole = AttentionConfig(**layers[name])
+                    step, chosen = layer_step(whole, backend, batch, None)
+                    alone = timed(step)
+                    del step
+                    torch.cuda.empty_cache() if torch.cuda.is_available() else None
+                    result = {}
+                    for way in arguments.ways:
+                        part = {"num_heads": whole.num_heads // ranks.size, "decode_context_parallel_size": ranks.size}
+                        config = whole.model_copy(update=part)
+                        options = ContextParallel(None, merge=way, interleave=arguments.interleave)
+                        step, _ = layer_step(config, backend, batch, options)
+                        result[way] = round(timed(step), 2)
+                        del step
+                    best = min(result.values())
+                    lines.write(
+                        kind="decode", layer=name, backend=chosen, requests=batch[0], tokens=batch[1], ranks=ranks.size,
+                        alone_us=round(alone, 2), ranks_us=result, efficiency=round(alone / ranks.size / best, 4),
+                    )  # fmt: skip
+                except Exception as error:  # the next one may run
+                    text = f"{type(error).__name__}: {error}"
+                    lines.write(kind="decode", layer=name, backend=str(backend), batch=batch, error=text[:500])
+                finally:
+                    torch.cuda.empty_cache() if torch.cuda.is_available() else None
+
+
+def merge_cases() -> Iterator[tuple[str, int, int, int, int]]:
+    """Yield name, tokens, heads of one rank, KV heads and width."""
+    for tokens in (1, 4, 8, 16, 32, 64, 128, 512, 2048):
+        yield "gqa", tokens, 32, 8, 128
+        yield "mla", tokens, 64, 1, 512
+
+
+def merge_times(ranks: ContextParallel, case: tuple[int, int, int, int], query_width: int) -> dict[str, float]:
+    """Return the times in us of the ways to merge one case's results, and of the collectives by themselves."""
+    (tokens, heads, kv_heads, width), collectives, size = case, ranks.collectives, ranks.size
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    merger = Merger(collectives, kv_heads, True)
+    partial = torch.randn(tokens, heads * size, width, **made)
+    lse = torch.randn(tokens, heads * size, device=device)
+    output, output_lse = torch.empty(tokens, heads, width, **made), torch.empty(tokens, heads, device=device)
+    query = torch.randn(tokens, heads, query_width, **made)
+    rows = partial.view(size, -1)
+    gathered, moved = query.new_empty(size, *query.shape), torch.empty_like(rows)
+    lses = lse.new_empty(size, *lse.shape)
+    steps: dict[str, Callable[[], Any]] = {
+        "ag_rs": lambda: merger.merge("ag_rs", partial, lse, output, output_lse),
+        "a2a": lambda: merger.merge("a2a", partial, lse, output, output_lse),
+        "gather_heads": lambda: merger.gather_heads(query),
+        "nccl all_gather of queries": lambda: collectives.all_gather(gathered, query),
+        "nccl all_to_all of outputs": lambda: collectives.all_to_all(moved, rows),
+        "nccl reduce_scatter of outputs": lambda: collectives.reduce_scatter(moved[0], rows),
+        "nccl all_gather of LSEs": lambda: collectives.all_gather(lses, lse),
+    }
+    inside = 10 if torch.cuda.is_available() else 1
+    return {label: round(timed(step, repeats=5, rounds=3, inside=inside), 2) for label, step in steps.items()}
+
+
+def merge(arguments: argparse.Namespace, lines: Lines) -> None:
+    ranks = ContextParallel(None)
+    for name, tokens, heads, kv_heads, width in merge_cases():
+        times = merge_times(ranks, (tokens, heads, kv_heads, width), width + (64 if name == "mla" else 0))
+        lines.write(kind="merge", layer=name, tokens=tokens, heads=heads, width=width, ranks=ranks.size, us=times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="append the lines to this file")
+    commands = parser.add_subparsers(dest="command", required=True)
+    part = commands.add_parser("conformance")
+    part.add_argument("suites", nargs="+", metavar="FILE:CLASS")
+    part.add_argument("--layers", type=int, default=10)
+    part.add_argument("--fields", default="{}", metavar="JSON", help="of all layers")
+    part = commands.add_parser("decode")
+    part.add_argument("--layer", action="append", choices=LAYERS)
+    part.add_argument("--backend", action="append")
+    part.add_argument("--ways", nargs="+", default=["a2a", "ag_rs"])
+    part.add_argument("--interleave", type=int, default=1)
+    part.add_argument("--most", type=int, default=2, help="backends for all batches but the first")
+    commands.add_parser("merge")
+    arguments = parser.parse_args()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    else:
+        dist.init_process_group("gloo")
+    with torch.inference_mode():
+        run = {"conformance": conformance, "decode": decode, "merge": merge}[arguments.command]
+        run(arguments, Lines(arguments.out, rank))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
