@@ -1,10 +1,11 @@
-"""A headless Chromium, and pages with everything that they said or asked for."""
+"""A headless Chromium, pages with everything that they said or asked for, and what axe says of them."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="`make test-browser` installs it")
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -42,6 +44,17 @@ class Visit:
 
     def close(self) -> None:
         self.context.close()
+
+
+@pytest.fixture(scope="session")
+def serious() -> Callable[[Page], list[str]]:
+    """Return what gives axe's serious and critical findings on a page."""
+
+    def found(page: Page) -> list[str]:
+        violations = Axe().run(page).response["violations"]
+        return [json.dumps(each)[:500] for each in violations if each["impact"] in ("serious", "critical")]
+
+    return found
 
 
 @pytest.fixture(scope="session")

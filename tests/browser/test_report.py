@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,9 +12,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("playwright", reason="`make test-browser` installs it")
-
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page
 
 MODELS = ("llama-3-8b", "gpt-oss-20b", "deepseek-v3", "bert-base")
 GPUS = ("a100", "h200", "b200")
@@ -98,7 +94,9 @@ def test_a_link_opens_a_cell(open_page: Any, report: Path) -> None:
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_fits_and_is_accessible(open_page: Any, report: Path, width: int, colours: str, tmp_path: Path) -> None:
+def test_it_fits_and_is_accessible(
+    open_page: Any, serious: Any, report: Path, width: int, colours: str, tmp_path: Path
+) -> None:
     visit = open_page(report, width, colours)
     page = visit.page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
@@ -112,12 +110,6 @@ def test_it_fits_and_is_accessible(open_page: Any, report: Path, width: int, col
     assert problems + serious(page) == []
     assert visit.complaints == []
     visit.close()
-
-
-def serious(page: Page) -> list[str]:
-    """Return axe's serious and critical findings."""
-    found = Axe().run(page).response["violations"]
-    return [json.dumps(each)[:500] for each in found if each["impact"] in ("serious", "critical")]
 
 
 def test_it_prints(visit: Any, tmp_path: Path) -> None:

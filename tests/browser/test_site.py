@@ -50,6 +50,29 @@ def test_a_page_opens(open_page: Any, address: str, page: str, said: str) -> Non
     visit.close()
 
 
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "index.html",
+        "tutorials/operator.html",
+        "runtime.html",
+        "report.html",
+        "reference/backends.html",
+        "reference/cli.html",
+        "reference/python.html",
+    ],
+)
+def test_a_page_is_accessible(open_page: Any, serious: Any, address: str, page: str, colours: str) -> None:
+    visit = open_page(address + page, colours=colours)
+    if page.startswith("reference/"):  # axe takes a minute for the whole, and the rest looks like its first part
+        rest = "article h2 ~ h2 ~ *, .doc-module ~ .doc-module"
+        visit.page.evaluate("rest => document.querySelectorAll(rest).forEach(each => each.remove())", rest)
+        assert visit.page.locator("article table").count() > 0
+    assert serious(visit.page) == []
+    visit.close()
+
+
 def test_the_search_finds_what_is_on_a_page(open_page: Any, address: str) -> None:
     visit = open_page(address + "index.html")
     visit.page.locator("input[name=query]").click()
