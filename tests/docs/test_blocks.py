@@ -151,6 +151,18 @@ def a_batch_of_trees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     return {**known, **counts, "table": known["block_table"], "torch": torch, "prepare_batch": prepare_batch}
 
 
+def an_owner_of_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    from attn_select.runtime import Attention, attention_group, prepare_batch
+
+    known = a_batch(AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64, block_size=16))
+    group = attention_group(select(known["config"]))
+    cache, owner = group.allocate_kv_cache(4), Attention(group)
+    metadata = group.build(prepare_batch([1, 5], [21, 5], known["block_table"]))
+    owner(known["query"], known["key"], known["value"], cache, metadata)
+    names = {"group": group, "owner": owner, "kv_cache_of_owner": cache, "metadata": metadata}
+    return {**known, **names, "Attention": Attention}
+
+
 def check_trees(names: dict[str, Any]) -> None:
     assert names["common"].tree_mask.sum() == 8
 
@@ -277,6 +289,7 @@ PYTHON: dict[tuple[str, str], tuple[Prelude, Callable[[dict[str, Any]], None]]] 
     ("README.md", "from attn_select.runtime import Attention, attention_group, prepare_batch"): (a_layer, check_layer),
     ("plugins.md", "# facts: no torch"): (nothing, check_builds),
     ("plugins.md", "# runtime"): (facts_of_builds, check_adapter),
+    ("runtime.md", "shared = Attention("): (an_owner_of_a_cache, check_layer),
     ("runtime.md", "layer = MLAAttention("): (an_mla_group, check_layer),
     ("runtime.md", "indexer = SparseIndexer("): (a_sparse_layer, check_layer),
     ("runtime.md", "tree_mask = torch.zeros("): (a_batch_of_trees, check_trees),

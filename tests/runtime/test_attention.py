@@ -118,10 +118,32 @@ def test_a_given_output_is_written_and_returned(step: Step) -> None:
 def test_a_layer_that_shares_a_cache_only_reads_it(step: Step) -> None:
     written = step()
     before = step.cache.clone()  # type: ignore[union-attr]
-    shared = Attention(step.group)
+    owner = Attention(step.group)
+    shared = Attention(step.group, kv_sharing_target=owner)
     output = shared(step.problem.query, None, None, step.cache, step.metadata)
     assert same_bits(output, written)
     assert same_bits(step.cache, before)  # type: ignore[arg-type]
+    assert shared.kv_sharing_target == owner.layer_name
+    with pytest.raises(BatchError, match=f"reads the cache of '{owner.layer_name}' and writes nothing"):
+        shared(step.problem.query, step.problem.key, step.problem.value, step.cache, step.metadata)
+    assert [*shared.children()] == []
+
+
+def test_layers_that_share_a_cache_agree_about_it(make_group: Factory) -> None:
+    fp8 = {**SMALL, "kv_cache_dtype": "fp8_e4m3"}
+    group = make_group(AttentionConfig(**fp8))
+    owner = Attention(group, scales=Scales.make("cpu", k=0.5))
+    Attention(
+        make_group(AttentionConfig(**fp8, sliding_window=8)), scales=Scales.make("cpu", k=0.5), kv_sharing_target=owner
+    )
+    shared = Attention(group, scales=Scales.make("cpu", k=0.5, q=2.0), kv_sharing_target=owner)
+    with pytest.raises(ConfigError, match="that layer keeps no cache of its own"):
+        Attention(group, kv_sharing_target=shared)
+    with pytest.raises(ConfigError, match="k and v scales"):
+        Attention(group, kv_sharing_target=owner)
+    other = make_group(AttentionConfig(**{**fp8, "num_kv_heads": 4}))
+    with pytest.raises(ConfigError, match="KV heads"):
+        Attention(other, scales=Scales.make("cpu", k=0.5), kv_sharing_target=owner)
 
 
 @pytest.mark.parametrize("two", [False, True])

@@ -57,28 +57,34 @@ class Engine:
         self.layers: list[Any] = []
         self.caches: list[Tensor] = []
         self.source: list[int] = []
-        """Of each layer the one whose cache it reads: its own, or with shared keys the last one of its kind."""
+        """``source_of`` each layer."""
         self.metadata: dict[AttentionGroup, Any] = {}
         for module in (layer.self_attn for layer in model.model.layers):
             config = self.config_of(module, block_size)
             if config not in self.groups:
                 options: dict[str, Any] = {"workspace_tokens": 40} if config.mla else {}
                 self.groups[config] = attention_group(select(config, "cpu"), capacity=capacity, **options)
-            group = self.groups[config]
+            group, source = self.groups[config], self.source_of(module)
             if isinstance(group, MLAAttentionGroup):
                 weight = module.kv_b_proj.weight
                 self.layers.append(MLAAttention(group, weight, scale=module.scaling))
                 module.expand_kv = lambda kv_nope, k_rot: (kv_nope, k_rot)  # our layer expands, or absorbs
             else:
-                self.layers.append(Attention(group, scale=module.scaling))
+                target = None if source == module.layer_idx else self.layers[source]
+                self.layers.append(Attention(group, scale=module.scaling, kv_sharing_target=target))
             if getattr(module, "indexer", None) is not None:
                 module.indexer.forward = self.indexer_of(module, group)
             cache = group.allocate_kv_cache(self.pool.num_blocks)
             self.caches.append(cache.fill_(float("nan")))
-            self.source.append(module.layer_idx)
-            if getattr(module, "is_kv_shared_layer", False):
-                kinds = module.config.layer_types[: -module.config.num_kv_shared_layers]
-                self.source[-1] = max(i for i, kind in enumerate(kinds) if kind == module.layer_type)
+            self.source.append(source)
+
+    @staticmethod
+    def source_of(module: Any) -> int:
+        """Return the layer whose cache a layer reads: its own, or with shared keys the last one of its kind."""
+        if not getattr(module, "is_kv_shared_layer", False):
+            return int(module.layer_idx)
+        kinds = module.config.layer_types[: -module.config.num_kv_shared_layers]
+        return max(i for i, kind in enumerate(kinds) if kind == module.layer_type)
 
     def indexer_of(self, module: Any, group: AttentionGroup) -> Any:
         """Return what stands in for the forward of a layer's indexer: its own projections, then our choice."""

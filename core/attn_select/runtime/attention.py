@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -31,11 +32,16 @@ class Attention(nn.Module):
         alibi_slopes: ``(num_heads,)``; required with ``config.alibi``, refused without.
         sinks: ``(num_heads,)`` logits; required with ``config.sinks``, refused without.
         scales: scales of an FP8 cache or of FP8 queries; None: all are 1.
+        kv_sharing_target: the layer whose cache this one reads (Gemma 3n and 4). It then writes nothing: its keys and
+            values are None, and its cache is the target's.
         layer_name: unique among the layers that exist; empty: a new name is made.
 
     Raises:
-        ConfigError: the group is of MLA layers, or slopes, sinks or scales are missing, unwanted or of the wrong shape.
+        ConfigError: the group is of MLA layers, or slopes, sinks or scales are missing, unwanted or of the wrong shape;
+            or the target's cache is not one that this layer reads.
     """
+
+    layer_name: str
 
     def __init__(
         self,
@@ -45,6 +51,7 @@ class Attention(nn.Module):
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         scales: Scales | None = None,
+        kv_sharing_target: Attention | None = None,
         layer_name: str = "",
     ) -> None:
         super().__init__()
@@ -54,6 +61,10 @@ class Attention(nn.Module):
         self.group = group
         self.scale = config.head_size**-0.5 if scale is None else scale
         self.scales = layer_scales(group, scales)
+        self.kv_sharing_target: str | None = None
+        if kv_sharing_target is not None:
+            _check_shared(self, kv_sharing_target)
+            self.kv_sharing_target = kv_sharing_target.layer_name
         slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
         logits = per_head("sinks", sinks, config.sinks, group, None)
         self._across = group.across_ranks(Attention, scale=self.scale, sinks=logits, scales=self.scales)
@@ -239,6 +250,9 @@ class Attention(nn.Module):
             shape = value.shape
             if shape[1:] != self._value_shape or shape[0] < written or value.dtype is not dtype:
                 checks.check_rows("value", value, self._value_shape, dtype, written)
+            if self.kv_sharing_target is not None:
+                text = f"layer {self.layer_name!r} reads the cache of {self.kv_sharing_target!r} and writes nothing"
+                raise BatchError(f"key and value given, but {text} (accepted: None for both)")
         elif key is not None or value is not None or group.kv_layout is None:
             missing = "value" if key is not None else "key"
             raise BatchError(f"{missing} is None: key and value come together, and layers without a cache need both")
@@ -274,6 +288,30 @@ class Attention(nn.Module):
             raise BatchError(
                 "output_block_scale given, but two backends share the batch: its rows cannot be split between them"
             )
+
+
+_OF_A_CACHE = attrgetter(
+    *("kv_layout", "kernel_block_size", "config.num_kv_heads", "config.head_size", "config.value_head_size"),
+    "config.cache_dtype",
+)
+"""What two groups have in common whose layers can read one cache."""
+
+
+def _check_shared(layer: Attention, target: Attention) -> None:
+    """Compare a layer with the one whose cache it reads.
+
+    Raises:
+        ConfigError: the target keeps no cache of its own, or the two differ in what a cache is or in its scales.
+    """
+    where = f"kv_sharing_target = {target.layer_name!r}"
+    if target.group.kv_layout is None or target.kv_sharing_target is not None:
+        text = f"{where}: that layer keeps no cache of its own (accepted: one that does)"
+        raise ConfigError(text, fields=["kv_sharing_target"])
+    seen = [(*_OF_A_CACHE(s.group), s.scales.k.tolist(), s.scales.v.tolist()) for s in (layer, target)]
+    if seen[0] != seen[1]:
+        names = "layout, block size, KV heads, head sizes, dtype, k and v scales"
+        text = f"{where}: its cache has {names} {seen[1]}, and this layer reads {seen[0]} (accepted: the same)"
+        raise ConfigError(text, fields=["kv_sharing_target"])
 
 
 def foreign_metadata(layer_name: str) -> BatchError:
