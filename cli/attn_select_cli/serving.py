@@ -260,7 +260,8 @@ class _Layer:
             for row, (request, start, tokens) in enumerate(batch):
                 self.pool.allocate(request, start + tokens)
                 table.set_row(row, self.pool.blocks(request))
-        common = prepare_batch(query_lens, seq_lens, table, device=self.group.device)
+        images = [self._images(request, start + n) for request, start, n in batch] if self.config.mm_prefix else None
+        common = prepare_batch(query_lens, seq_lens, table, device=self.group.device, mm_prefix_ranges=images)
         metadata = self.group.build(common)
         tensors = [torch.cat(parts) for parts in zip(*(self._slices(part) for part in batch), strict=True)]
         extras = {}
@@ -272,6 +273,12 @@ class _Layer:
         if output.is_cuda:
             torch.cuda.synchronize()
         return output, getattr(metadata, "num_decode_tokens", 0)
+
+    def _images(self, request: int, seq_len: int) -> list[tuple[int, int]]:
+        """Return the positions of a request's image, a quarter of its prompt from the second quarter on, so far."""
+        prompt = self.workload.prompts()[request]
+        first, last = prompt // 4, min(prompt // 2, seq_len) - 1
+        return [(first, last)] if self.config.mm_prefix and first < last else []
 
     def _slices(self, part: tuple[int, int, int]) -> list[Tensor]:
         request, start, tokens = part
@@ -287,13 +294,15 @@ class _Layer:
                 chosen = self._chosen(request, start, index, self.chosen[first : first + tokens])
                 outputs.append(self._sparse(query[start:], key, value, chosen))
                 continue
+            images = self._images(request, start + tokens)
             query = self._quantized(query[start:], "decode" if tokens == 1 else "prefill")
             if self.config.mla:
                 is_decode = sum(map(len, outputs)) < num_decode_tokens
-                outputs.append(self._mla(query, key, value, start + tokens if is_decode else start))
+                outputs.append(self._mla(query, key, value, start + tokens if is_decode else start, images))
                 continue
             k, v = self._stored(key, self.scales.k), self._stored(value, self.scales.v)
             options = attention_options(self.config, self.slopes, self.sinks)
+            options["mm_prefix_ranges"] = images
             outputs.append(attention_reference(query, k, v, scale=self.scale, **options)[0])
         return torch.cat(outputs)
 
@@ -347,12 +356,16 @@ class _Layer:
         dtype = self.plans[phase].query_dtype if phase in self.plans else self.config.dtype
         return quantize_query(query, dtype, self.scales.q) if dtype.startswith("fp8") and not self.config.mla else query
 
-    def _mla(self, query: Tensor, latent: Tensor, rope: Tensor, cached: int) -> Tensor:
+    def _mla(
+        self, query: Tensor, latent: Tensor, rope: Tensor, cached: int, images: Sequence[tuple[int, int]]
+    ) -> Tensor:
         """Attend decompressed to the first ``cached`` tokens as the cache holds them and to the rest as they are."""
         both = torch.cat([latent, rope], dim=-1)
         stored = self._stored(both[:, None], self.scales.k)[:, 0]
         both = torch.cat([stored[:cached], both[cached:].double()])
-        config, by_head = self.config, self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
+        options = attention_options(self.config, self.slopes, self.sinks)
+        options["mm_prefix_ranges"] = images
+        by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
         return mla_reference(
             query[..., : self.nope],
             query[..., self.nope :],
@@ -361,7 +374,7 @@ class _Layer:
             by_head[..., : self.nope],
             by_head[..., self.nope :],
             scale=self.scale,
-            **attention_options(config, self.slopes, self.sinks),
+            **options,
         )[0]
 
     def _stored(self, numbers: Tensor, scale: Tensor) -> Tensor:

@@ -84,6 +84,21 @@ def test_models(run: Any, model: str, backends: set[str]) -> None:
 
 
 @CPU_ONLY
+@pytest.mark.parametrize("chunk", ["192", "30"])
+def test_an_image_is_seen_in_both_directions(run: Any, monkeypatch: pytest.MonkeyPatch, chunk: str) -> None:
+    """Also where a chunk of the prompt ends inside the image."""
+    asked = ("run", *SMALL, "--mm-prefix", "--prompt-tokens", "60", "--max-num-batched-tokens", chunk)
+    assert run(*asked).code == 0
+    reference = serving.attention_reference
+    monkeypatch.setattr(
+        serving, "attention_reference", lambda *a, **options: reference(*a, **{**options, "mm_prefix_ranges": ()})
+    )
+    result = run(*asked)
+    assert result.code == 1
+    assert "ABOVE" in result.out
+
+
+@CPU_ONLY
 def test_layers_that_cannot_be_served_alone_say_so(run: Any) -> None:
     result = run("run", "--model", "whisper-large-v3", *SHORT)
     assert result.code == 0
