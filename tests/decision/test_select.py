@@ -43,6 +43,7 @@ from attn_select.rules.rule import parse_rule
 from attn_select.selector import environment_for
 from attn_select.times.evidence import Evidence
 
+DENSE_MLA = {"num_heads": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 
 
@@ -144,6 +145,24 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         select(GQA, "h100", RULES_OF_NOBODY, environment=Environment(assume_installed=True, cuda=f"13.{minor}"))
     assert 0 < alive(Decider) - before[1] <= 10
     clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "path", "marked"),
+    [
+        ({"decode": "CUTLASS_MLA"}, {**DENSE_MLA, "block_size": 128}, "CUTLASS MLA", False),
+        ("FLASHINFER", {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}, "TRT-LLM (trtllm-gen)", False),
+        ({"decode": "FLASHINFER_MLA"}, DENSE_MLA, "TRT-LLM", False),
+        ({"decode": "FLASHINFER_MLA"}, {**DENSE_MLA, "block_size": 16}, "fa2", True),
+    ],
+)
+def test_a_kernel_that_its_own_project_runs_on_such_a_gpu_is_not_marked(
+    backend: Any, fields: dict[str, Any], path: str, marked: bool
+) -> None:
+    """As docs/decisions.md says; none of these ran on a GPU of 10.x here."""
+    plan = select(AttentionConfig(**fields), "b200", backend=backend).plans["decode"]
+    assert path in plan.path
+    assert bool(plan.unverified) is marked
 
 
 def drawn(count: int) -> list[AttentionConfig]:
