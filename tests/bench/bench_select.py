@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attn_select import AttentionConfig, clear_cache, select
 from attn_select.decide import Choice
@@ -23,6 +23,8 @@ from attn_select.device import known_gpus
 from attn_select.environment import installed_version
 from attn_select.models import presets
 from attn_select.selector import decider_for
+from attn_select.times.evidence import load_evidence
+from attn_select.times.workload import parse_workload
 
 BARE = """
 import click, pluggy, importlib.metadata, tomllib
@@ -30,6 +32,7 @@ from pydantic import BaseModel, create_model
 create_model("Model", **{f"field_{i}": (int, i) for i in range(30)})()
 """
 EXPLAIN = ["-c", "from attn_select_cli.main import main; main()", "explain", "--model", "deepseek-v3", "--gpu", "h100"]
+WORKLOAD = "chat"
 
 
 def process(arguments: Sequence[str]) -> tuple[float, float]:
@@ -45,19 +48,25 @@ def process(arguments: Sequence[str]) -> tuple[float, float]:
 
 
 def cold_start(runs: int) -> list[tuple[str, str, str]]:
-    """Alternate the bare imports and explain; return table rows."""
-    process(["-c", BARE])
-    process(EXPLAIN)
-    bare, explain = [], []
-    for _ in range(runs):
-        bare.append(process(["-c", BARE]))
-        explain.append(process(EXPLAIN))
-    medians = [[statistics.median(run[i] for run in runs_) for i in (0, 1)] for runs_ in (bare, explain)]
-    extra = statistics.median(e[0] - b[0] for b, e in zip(bare, explain, strict=True))
+    """Alternate the bare imports, explain, and explain with a workload; return table rows."""
+    kinds = ["-c", BARE], EXPLAIN, [*EXPLAIN, "--workload", WORKLOAD]
+    for kind in kinds:
+        process(kind)
+    runs_of = [*zip(*([process(kind) for kind in kinds] for _ in range(runs)), strict=True)]
+    shown = [
+        f"{statistics.median(wall for wall, _ in each):.0f} ms, {statistics.median(peak for _, peak in each):.0f} MiB"
+        for each in runs_of
+    ]
+    more = [
+        f"{statistics.median(run[0] - bare[0] for run, bare in zip(each, runs_of[0], strict=True)):.0f} ms"
+        for each in runs_of
+    ]
     return [
-        ("bare imports, process", f"{medians[0][0]:.0f} ms, {medians[0][1]:.0f} MiB", ""),
-        ("attn-select explain, process", f"{medians[1][0]:.0f} ms, {medians[1][1]:.0f} MiB", "45 MB"),
-        ("  more than the bare imports", f"{extra:.0f} ms", "60 ms"),
+        ("bare imports, process", shown[0], ""),
+        ("attn-select explain, process", shown[1], "45 MB"),
+        ("  more than the bare imports", more[1], "60 ms"),
+        (f"attn-select explain --workload {WORKLOAD}, process", shown[2], ""),
+        ("  more than the bare imports", more[2], "100 ms"),
     ]
 
 
@@ -103,22 +112,31 @@ def in_process(repeats: int) -> list[tuple[str, str, str]]:
             select(config, "h100")
         cached.append((time.perf_counter() - start) * 1e4)
     rows = [("cached select(), same config object", f"{statistics.median(cached):.0f} ns", "1000 ns")]
-    configs = distinct_configs(1000)
+    count = 1000
+    configs = distinct_configs(count * (repeats + 1))  # the first thousand warms up, and none is ever asked again
+    choice, batches = Choice(), parse_workload(WORKLOAD)
     for gpu in ("h100", "b200", "rtx5090"):
-        decider, choice = decider_for(gpu, None, None), Choice()
-        for config in configs[:100]:
-            decider.decide(config, choice)
-        uncached = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            for config in configs:
-                decider.decide(config, choice)
-            uncached.append((time.perf_counter() - start) * 1e6 / len(configs))
-        rows.append(
-            (f"uncached, {len(configs)} distinct configs, {gpu}", f"{statistics.median(uncached):.0f} us", "100 us")
-        )
+        decider = decider_for(gpu, None, None)
+        uncached = timed(configs, count, lambda config, ask=decider.decide: ask(config, choice))
+        rows.append((f"uncached, {count} distinct configs, {gpu}", f"{uncached:.0f} us", "100 us"))
+    decider = decider_for("h100", None, None)
+    evidence = load_evidence(decider.device, decider.environment)
+    uncached = timed(configs, count, lambda config: decider.decide(config, choice, None, batches, evidence))
+    rows.append((f"the same for workload {WORKLOAD}, h100", f"{uncached:.0f} us", ""))
     clear_cache()
     return rows
+
+
+def timed(configs: list[AttentionConfig], count: int, decide: Callable[[AttentionConfig], object]) -> float:
+    """Return the median of the microseconds per config over parts of ``count`` configs, the first part left out."""
+    found = []
+    for first in range(0, len(configs), count):
+        part = configs[first : first + count]
+        start = time.perf_counter()
+        for config in part:
+            decide(config)
+        found.append((time.perf_counter() - start) * 1e6 / len(part))
+    return statistics.median(found[1:])
 
 
 def matrix() -> tuple[str, str, str]:
