@@ -26,7 +26,7 @@ def chunked(size: int, **fields: Any) -> AttentionConfig:
     return AttentionConfig(**SMALL, attention_chunk_size=size, **fields)
 
 
-def solved(group: AttentionGroup, seed: int, requests: Any, block_size: int = 16) -> None:
+def assert_solved(group: AttentionGroup, seed: int, requests: Any, block_size: int = 16) -> None:
     """Draw a step, run it through one layer and compare output and LSE with the oracle."""
     problem = random_problem(seed, group.config, group.kv_layout, requests=requests, block_size=block_size)
     assert problem.kv_cache is not None
@@ -48,7 +48,7 @@ def test_every_chunk_is_a_request(
     make_toy: Factory, make_group: Factory, layout: str, size: int, reorder: int | None
 ) -> None:
     toy = make_toy(layouts=(layout,), reorder=reorder)
-    solved(make_group(chunked(size), toy), size, MIXED)
+    assert_solved(make_group(chunked(size), toy), size, MIXED)
     (built,) = toy.builds
     assert int(built.common.seq_lens_cpu.max()) <= size
     assert built.common.max_seq_len <= size
@@ -56,7 +56,7 @@ def test_every_chunk_is_a_request(
 
 @pytest.mark.parametrize("fields", [{"alibi": True}, {"sinks": True}, {"logits_soft_cap": 4.0}], ids=str)
 def test_other_features_keep_their_meaning(make_group: Factory, fields: dict[str, Any]) -> None:
-    solved(make_group(chunked(32, **fields)), 1, MIXED)
+    assert_solved(make_group(chunked(32, **fields)), 1, MIXED)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -67,7 +67,7 @@ def test_any_batch(make_toy: Factory, make_group: Factory, requests: list[tuple[
     if queries:
         toy = make_toy(kernel_block_sizes=(4,))
         group = make_group(chunked(size, block_size=4), toy, capacity=Capacity(len(requests), queries, 40))
-        solved(group, queries, requests, block_size=4)
+        assert_solved(group, queries, requests, block_size=4)
         assert toy.builds[0].common.num_reqs <= group.backends[0].context.max_num_seqs
 
 
@@ -75,14 +75,14 @@ def test_blocks_are_split_until_they_divide_a_chunk(make_toy: Factory, make_grou
     toy = make_toy(kernel_block_sizes=(16, 8), width_multiple=4)
     group = make_group(chunked(24, block_size=16), toy)
     assert (group.block_size, group.backends[0].context.block_size) == (16, 8)
-    solved(group, 5, MIXED)
+    assert_solved(group, 5, MIXED)
     assert {built.common.block_table_tensor.shape[1] for built in toy.builds} == {4}
 
 
 def test_two_backends_share_a_batch(make_toy: Factory, make_group: Factory) -> None:
     decode = make_toy("DECODER", phases=("decode",))
     prefill = make_toy("PREFILLER", phases=("prefill",), reorder=1)
-    solved(make_group(chunked(32), decode, prefill), 7, MIXED)
+    assert_solved(make_group(chunked(32), decode, prefill), 7, MIXED)
     assert decode.builds[0].common.query_lens_cpu.tolist() == [1, 1, 1]
     assert decode.builds[0].common.seq_lens_cpu.tolist() == [8, 1, 32]
     # Of (5, 35) two tokens end one chunk and three begin the next, and so on.
@@ -94,7 +94,7 @@ def test_a_short_end_of_a_prefill_is_no_decode(make_toy: Factory, make_group: Fa
     """The one token of the second chunk stands behind a prefill, where no decode may stand."""
     toy = make_toy(reorder=1)
     group = make_group(chunked(16), toy)
-    solved(group, 2, ((1, 20), (17, 17), (2, 9)))
+    assert_solved(group, 2, ((1, 20), (17, 17), (2, 9)))
     common = toy.builds[0].common
     assert common.query_lens_cpu.tolist() == [1, 16, 1, 2]
     assert split_decodes_and_prefills(common, 1) == Split(1, 3, 1, 19)
@@ -103,7 +103,7 @@ def test_a_short_end_of_a_prefill_is_no_decode(make_toy: Factory, make_group: Fa
 
 def test_drafts_that_cross_a_border_stay_decodes(make_toy: Factory, make_group: Factory) -> None:
     toy = make_toy(reorder=4)
-    solved(make_group(chunked(16, num_speculative_tokens=3), toy), 3, ((4, 34), (4, 16), (20, 20)))
+    assert_solved(make_group(chunked(16, num_speculative_tokens=3), toy), 3, ((4, 34), (4, 16), (20, 20)))
     common = toy.builds[0].common
     assert common.query_lens_cpu.tolist() == [2, 2, 4, 16, 4]
     assert split_decodes_and_prefills(common, 4) == Split(3, 2, 8, 20)

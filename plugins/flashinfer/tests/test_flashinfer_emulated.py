@@ -30,7 +30,7 @@ def _alone() -> Any:
     fi.reset()
 
 
-def close(found: Any, wanted: Any, rtol: float = 1e-2) -> None:
+def assert_close(found: Any, wanted: Any, rtol: float = 1e-2) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=rtol, atol=rtol)
 
 
@@ -62,8 +62,8 @@ def test_paged_prefill_in_random_shapes(seed: int) -> None:
     prefill(batch, draw.choice(["fa2", "fa3"]), causal=causal, window_left=window, logits_soft_cap=cap, sm_scale=0.3)
     window_size = None if window < 0 else window + 1
     out, lse = batch.reference(0.3, causal=causal, sliding_window=window_size, logits_soft_cap=cap)
-    close(batch.out, out)
-    close(batch.lse, lse, 1e-5)
+    assert_close(batch.out, out)
+    assert_close(batch.lse, lse, 1e-5)
 
 
 def test_without_causality_a_window_hides_only_what_is_before() -> None:
@@ -73,7 +73,7 @@ def test_without_causality_a_window_hides_only_what_is_before() -> None:
         part = attention_reference(
             batch.query[row : row + 1].double(), batch.keys[0][first:], batch.values[0][first:], scale=0.2, causal=False
         )
-        close(batch.out[row], part[0][0])
+        assert_close(batch.out[row], part[0][0])
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
@@ -93,7 +93,7 @@ def test_an_fp8_cache(backend: str) -> None:
     assert wrapper._backend == backend
     scales = {} if fp8 else {"k_scale": 0.125, "v_scale": 2.0}
     out = wrapper.run(batch.query, batch.cache, *args, **scales)
-    close(out, batch.reference(0.125, 0.125, 2.0)[0])
+    assert_close(out, batch.reference(0.125, 0.125, 2.0)[0])
 
 
 def test_prefill_with_sinks() -> None:
@@ -110,8 +110,8 @@ def test_prefill_with_sinks() -> None:
         planned.plan(*batch.lists, *batch.shape, causal=True, q_data_type=bf16)
         out, lse = planned.run(batch.query, batch.cache, sinks, 0.2, return_lse=True)
         wanted = batch.reference(0.2, sinks=sinks)
-        close(out, wanted[0])
-        close(lse, wanted[1], 1e-5)
+        assert_close(out, wanted[0])
+        assert_close(lse, wanted[1], 1e-5)
     with pytest.raises(Misuse, match="was compiled for"):
         wrapper("fa3", 128)
 
@@ -123,8 +123,8 @@ def test_decode(layout: str) -> None:
     wrapper.plan(*batch.lists[1:], *batch.shape, window_left=5, logits_soft_cap=4.0, q_data_type=torch.bfloat16)
     out, lse = wrapper.run(batch.query, batch.cache, out=batch.out, return_lse=True, v_scale=0.5)
     wanted = batch.reference(0.125, 1.0, 0.5, sliding_window=6, logits_soft_cap=4.0)
-    close(out, wanted[0])
-    close(lse, wanted[1], 1e-5)
+    assert_close(out, wanted[0])
+    assert_close(lse, wanted[1], 1e-5)
     with pytest.raises(Misuse, match="one token per request"):
         wrapper.run(torch.cat([batch.query] * 2), batch.cache)
 
@@ -140,8 +140,8 @@ def test_ragged_prefill_with_different_sizes() -> None:
         out, lse = wrapper.run(q[:6], k, v, return_lse=True)
         for rows, keys in ((slice(0, 2), slice(0, 5)), (slice(2, 6), slice(5, 9))):
             wanted = attention_reference(q[rows], k[keys], v[keys], scale=0.1)
-            close(out[rows], wanted[0])
-            close(lse[rows], wanted[1] / LN2, 1e-5)
+            assert_close(out[rows], wanted[0])
+            assert_close(lse[rows], wanted[1] / LN2, 1e-5)
 
 
 XQA = {"backend": "xqa", "bmm1_scale": 0.2}
@@ -175,19 +175,19 @@ def test_trtllm_decode_in_random_shapes(seed: int, backend: str) -> None:
     options = {} if backend == "xqa" else {"lse": batch.lse, "return_lse": True}
     decode(batch, backend=backend, window_left=window, sinks=sinks, **scales, **options)
     wanted = batch.reference(0.2, 1.0, v_scale, sinks=sinks, sliding_window=None if window < 0 else window + 1)
-    close(batch.out, wanted[0])
+    assert_close(batch.out, wanted[0])
     if options:
-        close(batch.lse, wanted[1], 1e-5)
+        assert_close(batch.lse, wanted[1], 1e-5)
 
 
 def test_xqa_masks_drafts() -> None:
     batch = Batch([3, 3], [40, 3])
     causal = packed([[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     decode(batch, **XQA, q_len_per_req=3, mask=torch.stack([causal, causal]))
-    close(batch.out, batch.reference(0.2)[0])
+    assert_close(batch.out, batch.reference(0.2)[0])
     full = packed([[1, 1, 1]] * 3)
     decode(batch, **XQA, q_len_per_req=3, mask=torch.stack([full, full]))
-    close(batch.out, batch.reference(0.2, causal=False)[0])
+    assert_close(batch.out, batch.reference(0.2, causal=False)[0])
     with pytest.raises(AssertionError, match="Mask is required"):
         decode(batch, **XQA, q_len_per_req=3)
 
@@ -196,10 +196,10 @@ def test_gen_decodes_several_tokens_per_request() -> None:
     fi.reset((10, 3))
     batch = Batch([3, 3], [40, 3], tails=9.0)
     decode(batch, **GEN, q_len_per_req=3)
-    close(batch.out, batch.reference(0.2)[0])
+    assert_close(batch.out, batch.reference(0.2)[0])
     batch = Batch([3, 1], [40, 3], tails=9.0)
     decode(batch, **GEN, q_len_per_req=None, max_q_len=3, cum_seq_lens_q=batch.qo_indptr)
-    close(batch.out, batch.reference(0.2)[0])
+    assert_close(batch.out, batch.reference(0.2)[0])
 
 
 def context(batch: Batch, buffer: Any, **options: Any) -> Any:
@@ -235,8 +235,8 @@ def test_gen_prefill(causal: bool) -> None:
     batch, sinks = Batch([5, 20, 1], [40, 20, 7], layout="HND", tails=9.0), torch.randn(4)
     _, lse = context(batch, workspace(), causal=causal, sinks=sinks, return_lse=True)
     wanted = batch.reference(0.2, sinks=sinks, causal=causal)
-    close(batch.out, wanted[0])
-    close(lse, wanted[1], 1e-5)
+    assert_close(batch.out, wanted[0])
+    assert_close(lse, wanted[1], 1e-5)
 
 
 def test_gen_ragged_prefill() -> None:
@@ -249,8 +249,8 @@ def test_gen_ragged_prefill() -> None:
     )  # fmt: skip
     for rows, keys in ((slice(0, 2), slice(0, 5)), (slice(2, 6), slice(5, 9))):
         wanted = attention_reference(q[rows], k[keys], v[keys], scale=0.1)
-        close(out[rows], wanted[0] * 2)
-        close(lse[rows], wanted[1] / LN2, 1e-5)
+        assert_close(out[rows], wanted[0] * 2)
+        assert_close(lse[rows], wanted[1] / LN2, 1e-5)
 
 
 def test_merges() -> None:
@@ -258,5 +258,5 @@ def test_merges() -> None:
     parts[1, 2], lses[1, 2] = 0, -5e4
     wanted, wanted_lse = merge_reference(list(parts), list(lses * LN2))
     functions.merge_state_in_place(parts[0], lses[0], parts[1], lses[1])
-    close(parts[0], wanted)
-    close(lses[0], wanted_lse / LN2, 1e-5)
+    assert_close(parts[0], wanted)
+    assert_close(lses[0], wanted_lse / LN2, 1e-5)

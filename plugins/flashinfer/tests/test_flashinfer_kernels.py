@@ -38,7 +38,7 @@ def real() -> Any:
     )
 
 
-def same(real: Any, batch: Any, run: Run, tolerance: float = 1e-2) -> None:
+def assert_same(real: Any, batch: Any, run: Run, tolerance: float = 1e-2) -> None:
     """Compare outputs and LSE of ``run(entries, batch, device)``; rows without keys have about -5e4 in both."""
     names = fi.entries()
     own = SimpleNamespace(**names, decode=names["trtllm_batch_decode_with_kv_cache"], sinks=fi.SINK_DECLARATIONS)
@@ -89,7 +89,8 @@ def test_paged_prefill(real: Any, backend: str, cache: Any, window: int, causal:
     queries, lens = LENS
     if backend == "fa3" and causal:  # it gives rows that see no key of a request with keys the mean of masked values
         queries = [min(query, length or query) for query, length in zip(queries, lens, strict=True)]
-    same(real, Batch(queries, lens, layout=layout, dtype=query, kv_dtype=cache), run, 8e-2 if query == E4M3 else 1e-2)
+    batch = Batch(queries, lens, layout=layout, dtype=query, kv_dtype=cache)
+    assert_same(real, batch, run, 8e-2 if query == E4M3 else 1e-2)
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
@@ -106,7 +107,7 @@ def test_prefill_with_sinks(real: Any, backend: str) -> None:
         wrapper.plan(*batch.lists, *batch.shape, causal=True, q_data_type=BF16)
         return wrapper.run(batch.query, batch.cache, sinks.to(device), 0.2, return_lse=True)
 
-    same(real, Batch([2, 0, 5, 1], [20, 3, 33, 200]), run)
+    assert_same(real, Batch([2, 0, 5, 1], [20, 3, 33, 200]), run)
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])
@@ -116,7 +117,7 @@ def test_decode(real: Any, cache: Any) -> None:
         wrapper.plan(*batch.lists[1:], *batch.shape, q_data_type=BF16, kv_data_type=cache, sm_scale=1.0)
         return wrapper.run(batch.query, batch.cache, q_scale=0.2, out=batch.out, return_lse=True)
 
-    same(real, Batch([1] * 5, [20, 1, 0, 16, 3000], kv_dtype=cache), run)
+    assert_same(real, Batch([1] * 5, [20, 1, 0, 16, 3000], kv_dtype=cache), run)
 
 
 def test_a_query_may_have_strides_in_prefill(real: Any) -> None:
@@ -128,7 +129,7 @@ def test_a_query_may_have_strides_in_prefill(real: Any) -> None:
             wide = torch.cat([batch.query, batch.query], -1)[..., :64]
             return (wrapper.run(wide, batch.cache),)
 
-        same(real, Batch([2, 5], [20, 33]), run)
+        assert_same(real, Batch([2, 5], [20, 33]), run)
 
 
 def test_merges(real: Any) -> None:
@@ -141,7 +142,7 @@ def test_merges(real: Any) -> None:
         entries.merge_state_in_place(v[0], s[0], v[1], s[1])
         return v[0], s[0]
 
-    same(real, Batch([1], [1]), run)
+    assert_same(real, Batch([1], [1]), run)
 
 
 def decode(entries: Any, batch: Any, device: str, **options: Any) -> Any:
@@ -167,13 +168,13 @@ def test_xqa(real: Any, cache: Any, layout: str, sinks: bool) -> None:
     batch = Batch(
         [1] * 4, [20, 1, 16, 3000], layout=layout, kv_dtype=cache, tails=torch.nan if cache == BF16 else 400.0
     )
-    same(real, batch, lambda entries, batch, device: decode(entries, batch, device, **options), 8e-2)
+    assert_same(real, batch, lambda entries, batch, device: decode(entries, batch, device, **options), 8e-2)
 
 
 def test_xqa_with_a_window(real: Any) -> None:
     batch = Batch([1] * 3, [20, 5, 300])
     run: Run = lambda entries, batch, device: decode(entries, batch, device, bmm1_scale=0.2, window_left=7)  # noqa: E731
-    same(real, batch, run)
+    assert_same(real, batch, run)
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -182,13 +183,13 @@ def test_xqa_divides_by_a_scale_that_a_16_bit_cache_has_not(real: Any, tensors: 
     if tensors:
         scales = {name: torch.tensor([scale]) for name, scale in scales.items()}
     batch = Batch([1] * 2, [20, 300])
-    same(real, batch, lambda entries, batch, device: decode(entries, batch, device, **scales))
+    assert_same(real, batch, lambda entries, batch, device: decode(entries, batch, device, **scales))
 
 
 def test_xqa_with_drafts(real: Any) -> None:
     options = {"bmm1_scale": 0.2, "q_len_per_req": 3, "mask": layers.draft_mask(2, 3)}
     batch = Batch([3] * 2, [20, 300])
-    same(real, batch, lambda entries, batch, device: decode(entries, batch, device, **options))
+    assert_same(real, batch, lambda entries, batch, device: decode(entries, batch, device, **options))
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])
@@ -200,7 +201,7 @@ def test_xqa_leaves_other_requests_alone_where_one_has_no_keys(real: Any, cache:
         (out,) = decode(entries, batch, device, bmm1_scale=0.2)
         return (out[[0, 2]],)
 
-    same(real, batch, run, 8e-2)
+    assert_same(real, batch, run, 8e-2)
 
 
 @pytest.mark.parametrize("graph", [False, True])

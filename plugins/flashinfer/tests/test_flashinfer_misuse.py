@@ -33,7 +33,7 @@ def plan(wrapper: Any, batch: Any, **options: Any) -> None:
     wrapper.plan(*batch.lists, *batch.shape, **options)
 
 
-def close(found: Any, wanted: Any) -> None:
+def assert_close(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-2, atol=1e-2)
 
 
@@ -68,8 +68,8 @@ def test_planning_again_before_the_copy_is_through_spoils_the_first_step() -> No
         plan(wrapper, second)
         late = wrapper.run(second.query, second.cache)
         assert not fi.Event().query()
-    close(out, first.reference(0.125)[0])
-    close(late, second.reference(0.125)[0])
+    assert_close(out, first.reference(0.125)[0])
+    assert_close(late, second.reference(0.125)[0])
 
 
 def test_a_pinned_buffer_of_its_own_lets_plans_follow_each_other() -> None:
@@ -81,8 +81,8 @@ def test_a_pinned_buffer_of_its_own_lets_plans_follow_each_other() -> None:
         wrapper._pin_memory_int_workspace_buffer = torch.empty(8 << 20, dtype=torch.uint8)
         plan(wrapper, second)
         late = wrapper.run(second.query, second.cache)
-    close(out, first.reference(0.125)[0])
-    close(late, second.reference(0.125)[0])
+    assert_close(out, first.reference(0.125)[0])
+    assert_close(late, second.reference(0.125)[0])
 
 
 def test_wrappers_that_share_a_schedule_are_run_before_the_next_is_planned() -> None:
@@ -94,7 +94,7 @@ def test_wrappers_that_share_a_schedule_are_run_before_the_next_is_planned() -> 
     both[0].run(batch.query, batch.cache)
     single = Batch([1], [20])
     both[1].plan(*single.lists[1:], *single.shape, q_data_type=BF16)
-    close(both[1].run(single.query, single.cache), single.reference(0.125)[0])
+    assert_close(both[1].run(single.query, single.cache), single.reference(0.125)[0])
     with pytest.raises(Misuse, match="schedule of another plan"):
         both[0].run(batch.query, batch.cache)
 
@@ -150,7 +150,7 @@ def test_a_graph_runs_with_what_later_plans_wrote() -> None:
         wrapper.run(first.query, first.cache, out=first.out)
     assert first.out.isnan().all()
     graph.replay()
-    close(first.out, first.reference(0.125)[0])
+    assert_close(first.out, first.reference(0.125)[0])
     wrapper.plan(*second.lists[1:], *second.shape, q_data_type=BF16)
     pages = max(len(first.cache), len(second.cache))
     roomy = torch.zeros(pages, *first.cache.shape[1:], dtype=BF16)
@@ -160,7 +160,7 @@ def test_a_graph_runs_with_what_later_plans_wrote() -> None:
     roomy[: len(second.cache)] = second.cache
     first.query.copy_(second.query)
     graph.replay()
-    close(first.out, second.reference(0.125)[0])
+    assert_close(first.out, second.reference(0.125)[0])
     wrapper.plan(*second.lists[1:], *second.shape, q_data_type=BF16, window_left=3)
     with pytest.raises(Misuse, match="window_left is baked into the graph"):
         graph.replay()
@@ -255,7 +255,7 @@ def test_a_request_without_pages_in_fa3_has_the_length_of_its_last_page() -> Non
         wrapper = wrapper_for(batch, backend)
         wrapper.plan(*batch.lists[:3], ints([4, 1]), *batch.shape, causal=True, q_data_type=BF16)
         if backend == "fa2":
-            close(wrapper.run(batch.query, batch.cache), batch.reference(0.125)[0])
+            assert_close(wrapper.run(batch.query, batch.cache), batch.reference(0.125)[0])
         else:
             with pytest.raises(Misuse, match="request 1: 1 tokens in 0 pages"):
                 wrapper.run(batch.query, batch.cache)
@@ -268,15 +268,15 @@ def test_rows_without_keys() -> None:
     wrapper = wrapper_for(batch)
     plan(wrapper, batch)
     found, found_lse = wrapper.run(batch.query, batch.cache, return_lse=True)
-    close(found, out)
-    close(found_lse, lse)
+    assert_close(found, out)
+    assert_close(found_lse, lse)
     assert (lse <= -4e4).all(1).tolist() == [True, True, False, False, False, False, True, True]
     wrapper = wrapper_for(batch, "fa3")
     plan(wrapper, batch)
     with pytest.raises(Misuse, match="request 0: fa3 gives queries that see none of 4 keys the mean"):
         wrapper.run(batch.query, batch.cache)
     plan(wrapper, batch, causal=False)
-    close(wrapper.run(batch.query, batch.cache), batch.reference(0.125, causal=False)[0])
+    assert_close(wrapper.run(batch.query, batch.cache), batch.reference(0.125, causal=False)[0])
 
 
 def test_what_run_refuses() -> None:
@@ -355,7 +355,7 @@ def test_prefill_with_lse_writes_where_decode_counts() -> None:
 def test_one_scale_serves_k_and_v_in_xqa_and_a_plain_cache_has_none() -> None:
     batch = Batch([1], [20])
     found = decode(batch, bmm1_scale=0.2, bmm2_scale=0.5)
-    close(found, batch.reference(0.4)[0])
+    assert_close(found, batch.reference(0.4)[0])
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])

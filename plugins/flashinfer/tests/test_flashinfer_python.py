@@ -82,7 +82,7 @@ def _python(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "get_compute_capability", lambda device: fi.world.capability)
 
 
-def both(batch: Any, run: Any) -> None:
+def assert_both_agree(batch: Any, run: Any) -> None:
     """Compare output (and LSE) of ``run(entries, batch)``: the library's over emulated kernels, and the emulated's."""
     real = SimpleNamespace(
         **{name: getattr(flashinfer, name) for name in dir(flashinfer) if name.startswith("Batch")},
@@ -117,7 +117,7 @@ def test_paged_prefill(backend: str, layout: str, cache: str) -> None:
         scales = {"k_scale": 0.5, "v_scale": torch.tensor(2.0)} if query == BF16 and cache == "fp8" else {}
         return wrapper.run(batch.query, batch.cache, *fp8, out=batch.out, lse=batch.lse, return_lse=True, **scales)
 
-    both(batch, run)
+    assert_both_agree(batch, run)
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
@@ -135,7 +135,7 @@ def test_sinks(backend: str) -> None:
         return wrapper.run(batch.query, batch.cache, sinks, 0.2, return_lse=True)
 
     paged._VARIANTS.clear()
-    both(layers.Batch([3, 1], [30, 1]), run)
+    assert_both_agree(layers.Batch([3, 1], [30, 1]), run)
     paged._VARIANTS.clear()
 
 
@@ -151,7 +151,7 @@ def test_decode_wrapper(graph: bool) -> None:
         wrapper.plan(*batch.lists[1:], *batch.shape, window_left=9, logits_soft_cap=3.0, q_data_type=BF16)
         return wrapper.run(batch.query, batch.cache, q_scale=2.0, return_lse=True, out=batch.out)
 
-    both(layers.Batch([1] * 3, [40, 1, 0]), run)
+    assert_both_agree(layers.Batch([1] * 3, [40, 1, 0]), run)
 
 
 def gen_decode(*arguments: Any) -> None:
@@ -232,7 +232,7 @@ def test_trtllm_decode(kernel: str, cache: str, layout: str, tensors: bool) -> N
             )  # fmt: skip
             return found if isinstance(found, tuple) else (found,)
 
-        both(batch, run)
+        assert_both_agree(batch, run)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -248,4 +248,4 @@ def test_trtllm_prefill(layout: str, causal: bool) -> None:
             out=batch.out, kv_layout=layout, causal=causal, sinks=sinks, return_lse=True,
         )  # fmt: skip
 
-    both(layers.Batch([5, 2], [40, 17], layout=layout), run)
+    assert_both_agree(layers.Batch([5, 2], [40, 17], layout=layout), run)

@@ -68,9 +68,9 @@ class Rig:
         """Run a problem; a change may ask for another config's mask."""
         cache = problem.written_cache() if problem.layout else None
         metadata = self.builder.build(0, common_of(problem, **changes))
-        self.compare(problem, cache, *self.run(problem, cache, metadata))
+        self.assert_right(problem, cache, *self.run(problem, cache, metadata))
 
-    def compare(self, problem: Problem, cache: Any, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def assert_right(self, problem: Problem, cache: Any, output: torch.Tensor, lse: torch.Tensor | None) -> None:
         bound = error_bound(problem.config, self.context.plans)
         expected, expected_lse = problem.reference(kv_cache=cache)
         check_close(output, lse, expected, expected_lse, bound)
@@ -108,7 +108,7 @@ def test_requests_that_share_blocks() -> None:
     cache = problem.written_cache()
     rig = Rig(config)
     metadata = rig.builder.build(0, common_of(problem))
-    rig.compare(problem, cache, *rig.run(problem, cache, metadata))
+    rig.assert_right(problem, cache, *rig.run(problem, cache, metadata))
 
 
 def test_blocks_outside_the_window_and_behind_the_end_are_not_read() -> None:
@@ -131,7 +131,7 @@ def test_rows_without_keys_give_zero() -> None:
     rig = Rig(config)
     cache = problem.written_cache()
     output, lse = rig.run(problem, cache, rig.builder.build(0, common_of(problem)))
-    rig.compare(problem, cache, output, lse)
+    rig.assert_right(problem, cache, output, lse)
     assert not output[:16].any()
 
 
@@ -146,7 +146,7 @@ def test_captured_steps_read_tensors_that_stay() -> None:
         captured = captured or metadata
         captured._widened = None  # copies that the CPU's template alone needs
         cache = problem.written_cache()
-        rig.compare(problem, cache, *rig.run(problem, cache, captured))
+        rig.assert_right(problem, cache, *rig.run(problem, cache, captured))
         assert all(same_bits(*pair) for pair in zip(read_by(captured, 40), read_by(metadata, 40), strict=True))
 
 
@@ -197,7 +197,7 @@ def test_on_a_gpu(asked: dict[str, Any]) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     cache = problem.written_cache() if config.has_cache else None
-    rig.compare(problem, cache, *rig.run(problem, cache, metadata))
+    rig.assert_right(problem, cache, *rig.run(problem, cache, metadata))
 
 
 @another_kind
@@ -282,4 +282,4 @@ def test_graph_replays_other_lengths_and_tables() -> None:
         cache.copy_(problem.written_cache())
         rig.builder.build(0, common_of(problem))
         graph.replay()
-        rig.compare(problem, cache, output, lse)
+        rig.assert_right(problem, cache, output, lse)

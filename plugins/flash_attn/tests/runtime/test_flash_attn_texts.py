@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def texts_decide_nothing(
+def assert_texts_decide_nothing(
     spec: BackendSpec, config: AttentionConfig, gpu: str, options: dict[str, Any], calls: list[dict[str, Any]]
 ) -> None:
     """Run the same step by a spec and by one with other texts, and compare calls and results."""
@@ -54,15 +54,15 @@ def texts_decide_nothing(
 def test_texts_decide_nothing(build: FlashAttnBuild, emulate: Emulate) -> None:
     calls = emulate(build.distribution)
     options = {"provider": build.distribution, "version": build.version}
-    texts_decide_nothing(FLASH_ATTN, small_layer(), GPUS[build.version], options, calls)
+    assert_texts_decide_nothing(FLASH_ATTN, small_layer(), GPUS[build.version], options, calls)
 
 
 @pytest.mark.parametrize("fields", [{"alibi": True}, {"kv_cache_dtype": "fp8"}, {"attn_type": "encoder_only"}], ids=str)
 def test_texts_decide_nothing_of_features(fields: dict[str, Any], emulate: Emulate) -> None:
-    texts_decide_nothing(FLASH_ATTN, small_layer(**fields), "h100", {"provider": "vllm"}, emulate("vllm"))
+    assert_texts_decide_nothing(FLASH_ATTN, small_layer(**fields), "h100", {"provider": "vllm"}, emulate("vllm"))
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_texts_decide_nothing_of_mla(version: int, emulate: Emulate) -> None:
     options = {"provider": "vllm", "prefill_version": version}
-    texts_decide_nothing(FLASH_ATTN_MLA, mla_layer(num_heads=4), "h100", options, emulate("vllm"))
+    assert_texts_decide_nothing(FLASH_ATTN_MLA, mla_layer(num_heads=4), "h100", options, emulate("vllm"))
