@@ -61,13 +61,12 @@ class Stub(types.ModuleType):
         return Stub(f"{self.__name__}.{name}")
 
 
-def answers(capability: tuple[int, int]) -> dict[str, Any]:
-    """Return by layer what vLLM chooses on such a GPU, and per backend of that kind the reasons against it."""
+def gpu_that_is_not_here(capability: tuple[int, int]) -> Any:
+    """Make vLLM believe in a GPU of this compute capability, in this process, and return its platform."""
     for name in COMPILED:
         sys.modules[f"vllm.{name}"] = Stub(f"vllm.{name}")
     import torch
     from vllm import platforms
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
@@ -88,6 +87,15 @@ def answers(capability: tuple[int, int]) -> dict[str, Any]:
     torch.empty = lambda *args, **kw: empty(*args, **kw | ({"device": "meta"} if kw.get("device") == "cuda" else {}))
     platforms._current_platform = Gpu()
     torch.cuda.get_device_capability = lambda device=None: capability
+    return Gpu
+
+
+def answers(capability: tuple[int, int]) -> dict[str, Any]:
+    """Return by layer what vLLM chooses on such a GPU, and per backend of that kind the reasons against it."""
+    gpu = gpu_that_is_not_here(capability)
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -114,7 +122,7 @@ def answers(capability: tuple[int, int]) -> dict[str, Any]:
                 except (ImportError, OSError) as error:
                     refused[name] = [f"{type(error).__name__}: {error}"]
             try:
-                chosen = Gpu.get_attn_backend_cls(None, asked, heads)
+                chosen = gpu.get_attn_backend_cls(None, asked, heads)
             except ValueError:
                 chosen = None
             names = [n for n, m in AttentionBackendEnum.__members__.items() if m.value and m.get_path() == chosen]

@@ -259,11 +259,12 @@ def _attend(
     for lengths in (bounds, sizes, a.get("cu_seqlens_k")):
         need(lengths is None or (lengths.dtype == torch.int32 and lengths.is_contiguous()), "int32 and contiguous")
     need(heads % kv_heads == 0 and k.shape[-1] == size, "heads and head sizes")
-    need(size <= 256 and size % (16 if fp8 else 8) == 0, f"head size {size}")
+    widest = 512 if version == 4 and provider == "vllm" else 256
+    need(size <= widest and size % (16 if fp8 else 8) == 0, f"head size {size}")
     need(value_size % (16 if fp8 else 8) == 0, f"V head size {value_size}")
     if version == 4:
         need(table is None or (size % 16 == 0 and value_size % 16 == 0), "Paged KV does not support irregular head dim")
-        need(value_size <= 256, "V head size")
+        need(value_size <= widest, "V head size")
         need(a["num_splits"] in (0, 1), "a number of splits of its own")
     elif value_size != size:
         need(version == 3, "FA2 takes V as wide as K")

@@ -234,14 +234,23 @@ FA4_WIDE: Fact[dict[str, tuple[tuple[int, int], ...]]] = Fact(
 """Pairs of Q and V head sizes above 128 that FA4 takes off 9.0, by distribution."""
 
 
+FA4_ON_HOPPER: Fact[dict[str, int]] = Fact(
+    {"flash-attn-4": 256, "vllm": 512},
+    f"{FA4} _validate_head_dims; {VLLM_FA4} (512 with tiles of 64 keys; vllm-project/vllm v1/attention/backends/"
+    "fa_utils.py 0.33.0 takes it above 256, where FA3 ends)",
+)
+"""The largest head size that FA4 takes on 9.0, by distribution."""
+
+
 def fa4_accepts(build: FlashAttnBuild, head_size: int, v_head_size: int, major: int, paged: bool) -> str | None:
     """Return which head sizes FA4 takes instead on devices of a major compute capability, None where these fit."""
     if paged and (head_size % 16 or v_head_size % 16):
         # Only pages of exactly one tile of keys may have other widths (flash_fwd_sm90.py, flash_fwd_sm100.py).
         return "multiples of 16 with a paged cache"
     if major == 9:
-        if max(head_size, v_head_size) > 256:
-            return "up to 256"
+        most = FA4_ON_HOPPER.value[build.distribution]
+        if max(head_size, v_head_size) > most:
+            return f"up to {most}"
         return None if not paged or _gathers(head_size, v_head_size) else _GATHERED.value
     wide = FA4_WIDE.value[build.distribution]
     if max(head_size, v_head_size) <= 128 or (head_size, v_head_size) in wide:
@@ -268,6 +277,8 @@ def _gathers(head_size: int, v_head_size: int) -> bool:
         tiles = (128, 144)
     elif head_size <= 192:
         tiles = (96, 128 if v_head_size <= 128 else 112)
+    elif head_size > 256:
+        tiles = (64,)
     return all(tile % rows == 0 for tile in tiles)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,10 @@ CAPABILITIES = Capabilities(
         ComputeCapabilities(((HOPPER, HOPPER), ((10, 0), (10, 9)))),
         f"{UPSTREAM_FA3} (FP8 on arch 90); {UPSTREAM_FA2}; {FA4} (FP8 on 10.x)",
     ),
-    head_sizes=Fact(HeadSizes(multiple_of=8, minimum=8, maximum=256), f"{_BOTH}; {RAN} (32 to 256)"),
+    head_sizes=Fact(
+        HeadSizes(multiple_of=8, minimum=8, maximum=512),
+        f"{_BOTH} (up to 256); {RAN} (32 to 256); {VLLM_FA4} (up to 512 on 9.0)",
+    ),
     block_sizes=Fact((1,), f"{RAN} (1, 4, 8, 16, 24, 48, 64, 256); FA2 wants multiples of 16 or 256"),
     attn_types=Fact(("decoder", "encoder", "encoder_only", "encoder_decoder"), f"{_BOTH} (causal; paged or not)"),
     v_head_size_differs=Fact(True, f"{UPSTREAM_FA3} (FA3 on 9.0); {FA4} _validate_head_dims"),
@@ -116,6 +120,7 @@ multiple of its tile, and a NaN in the unused part reaches the output in spite o
 _UNQUANTISED = "--kv-cache-dtype auto"
 _FP8_NEEDS = "16-bit KV only, FP8 needs FA3 on compute capability 9.0 or FA4 on 10.x"
 _WITH_ALIBI = "ALiBi slopes need FA2"
+_WIDE_UNPROVEN = "FA4 with head sizes above 256 was never executed by this project"
 _NARROW_V = "a V row takes head_size elements in the cache, of which the first v_head_size are used"
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
 _FA2_CROSS = "none in cross-attention"
@@ -165,6 +170,8 @@ def objections(
         found.append(Objection("kv-cache-dtype", _FP8_NEEDS, f"KV-cache dtype {dtype}", dtype, _UNQUANTISED))
     elif fp8 and heads % 16 and build.version == 3:
         found.append(Objection("head-size", "multiples of 16 with FP8", f"head size {heads}", heads, _UNQUANTISED))
+    if heads > 256 and build.version != 4:
+        found.append(Objection("head-size", "up to 256", f"head size {heads}", heads))
     if config.sinks and (accepts := _sinks_accepted(build, config, fa3_on_hopper)) is not None:
         found.append(Objection("sinks", accepts, f"attention sinks with {config.num_heads} query heads", True))
     width = config.v_head_size
@@ -247,7 +254,8 @@ def plan(
         why = _WITH_ALIBI
     splits_keys = chosen.version != 4 or capability != HOPPER
     kernel = kernel_of(chosen, config.has_cache, splits_keys=splits_keys)
-    return _plan_with(chosen, kernel, config, options.hybrid, why, notes_on_build(chosen, capability))
+    made = _plan_with(chosen, kernel, config, options.hybrid, why, notes_on_build(chosen, capability))
+    return replace(made, unverified=(_WIDE_UNPROVEN,)) if config.head_size > 256 else made
 
 
 def _plan_with(
@@ -308,7 +316,7 @@ def compile_key(config: AttentionConfig) -> object:
     """
     if not config.alibi:
         return None
-    bucket = next((size for size in (32, 64, 96, 128, 192) if config.head_size <= size), 256)
+    bucket = next((size for size in (32, 64, 96, 128, 192, 256) if config.head_size <= size), 512)
     # A window makes the kernel's mask "local", which is among the non-causal ones.
     causal = config.attn_type == "decoder" and not config.non_causal and config.sliding_window is None
     return ("FA2", bucket, config.dtype, causal, config.has_cache)
