@@ -210,6 +210,24 @@ def report(judged: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+def best_order(found: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the regrets of the one backend per layer and phase that is best over all its workloads, known afterwards:
+    the least that rules can cost which know no workload and choose between whole backends."""
+    groups: dict[tuple[str, bool], list[dict[str, float]]] = {}
+    for row in found:
+        config, times = AttentionConfig(**row["config"]), halves(row)
+        if len(times) > 1:
+            best = times[min(times, key=lambda name: times[name][0])][1]
+            decode = phase_kind(config, parse_batch_shape(row["batch"])) == "decode"
+            groups.setdefault((row["layer"], decode), []).append({name: t / best for name, (_, t) in times.items()})
+    regrets = []
+    for each in groups.values():
+        everywhere = set.intersection(*(set(row) for row in each)) or set(each[0])
+        name = min(everywhere, key=lambda name: geomean([row.get(name, 10.0) for row in each]))
+        regrets += [row[name] for row in each if name in row]
+    return regrets
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -232,7 +250,10 @@ def main() -> None:
     files = [*arguments.saved, *([*arguments.done, measure(arguments)] if arguments.measure else [])]
     if not files:
         parser.error("give --measure or --from FILE")
-    report(regrets([row for file in files for row in rows(file)], arguments.rules))
+    found = [row for file in files for row in rows(file)]
+    report(regrets(found, arguments.rules))
+    afterwards = best_order(found)
+    print(f"the best order of each layer and phase, known afterwards: {geomean(afterwards):.4f}, {max(afterwards):.3f}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log2
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,8 +73,9 @@ def test_bytes_are_cold_beyond_the_cache() -> None:
 
 
 def test_coordinates_are_logarithms_of_means() -> None:
-    assert coordinates(parse_batch_shape("8q1s1k").groups, 0.5) == (3.0, 10.0, 5.0, 2.5)
-    assert coordinates(parse_batch_shape("2q64s1k_2q192s3k").groups, 0.0) == (2.0, 11.0, 2.0, 0.0)
+    assert coordinates(parse_batch_shape("8q1s1k").groups, 0.5) == (3.0, 10.0, 5.0, 2.5, 0.0)
+    assert coordinates(parse_batch_shape("q1s2k_3q1s512").groups, 0.0)[4] == log2(2048 / 896)
+    assert coordinates(parse_batch_shape("2q64s1k_2q192s3k").groups, 0.0) == (2.0, 11.0, 2.0, 0.0, log2(1.5))
 
 
 @pytest.mark.parametrize(

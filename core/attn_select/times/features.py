@@ -46,7 +46,7 @@ _TILE_ROWS = {True: 64, False: 128}
 _STEEP = 6
 """How sharply caches of more than ``l2_bytes`` fall out of the L2."""
 
-Coordinates = tuple[float, float, float, float]
+Coordinates = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +184,12 @@ def phase_work(config: AttentionConfig, decode: bool, sm_count: int) -> PhaseWor
 def coordinates(groups: Sequence[RequestGroup], cold_share: float) -> Coordinates:
     """Return where a batch lies among others: what is near has nearly the same deviation from a kernel's curve.
 
-    The axes are the logarithms of requests, mean length and mean length per new token, and the share of cold bytes,
-    which tells apart what fits into the L2 from what does not. Lengths differ by 1 where they double.
+    The axes are the logarithms of requests, mean length, mean length per new token and of the longest length over the
+    mean, and the share of cold bytes, which tells apart what fits into the L2 from what does not. Lengths differ by 1
+    where they double.
     """
     count = sum([group.count for group in groups])
     length = sum([group.count * group.seq_len for group in groups]) / count
     new = sum([group.count * group.query_len for group in groups]) / count
-    return log2(count), log2(length), log2(length / new) / 2, 5 * cold_share
+    longest = max([group.seq_len for group in groups])
+    return log2(count), log2(length), log2(length / new) / 2, 5 * cold_share, log2(longest / length)

@@ -342,7 +342,7 @@ def _curve_from_dict(data: Mapping[str, Any] | None, work: PhaseWork) -> Curve |
         tuple(data["rates"][name] for name in FEATURES),
         data["l2_bytes"],
         None if data["schedule"] is None else (data["schedule"][0], data["schedule"][1]),
-        tuple((a, b, c, d) for a, b, c, d in data["points"]),
+        tuple((a, b, c, d, e) for a, b, c, d, e in data["points"]),
         data["level"],
         tuple(data["weights"]),
         data["spread"],
