@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-RELEASES = ("0.26", "0.32")
+RELEASES = ("0.26", "0.32", "0.33")

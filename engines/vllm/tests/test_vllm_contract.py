@@ -72,6 +72,13 @@ def test_mla_calls_the_impl_as_we_define_it() -> None:
     assert ours == list(inspect.signature(real("MLACommonImpl").forward_mqa).parameters)
 
 
+def test_queries_are_joined_as_we_call_it() -> None:
+    from vllm import _custom_ops
+
+    emulated = inspect.signature(vllm_emulated.concat_mla_q).parameters
+    assert list(inspect.signature(_custom_ops.concat_mla_q).parameters) == list(emulated)
+
+
 @pytest.mark.parametrize("method", ["build", "build_for_cudagraph_capture", "get_cudagraph_support"])
 def test_builders_are_called_as_we_define_them(method: str) -> None:
     from attn_select_vllm.kernels.attention import OwnBuilder

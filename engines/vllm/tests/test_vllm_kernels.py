@@ -230,3 +230,30 @@ def test_mla_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         keys = cache[table[request].long()].view(-1, 1, 576)[:length]
         wanted = attention(query[request : request + 1], keys, keys[..., :512], None, scale)
         torch.testing.assert_close(output[request : request + 1].double(), wanted, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "fused"),
+    [((512, 64), "bfloat16", True), ((512, 64), "float32", False), ((256, 64), "bfloat16", False)],
+)
+def test_the_parts_of_an_mla_query_are_joined(
+    vllm: Any, sizes: tuple[int, int], dtype: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's kernel on GPUs, in the sizes and dtypes that it takes; the latent comes head by head."""
+    use(vllm, "h100", monkeypatch, MLA)
+    from attn_select_vllm.kernels import mla
+
+    called = []
+    plain = mla.ops.concat_mla_q
+    monkeypatch.setattr(mla.ops, "concat_mla_q", lambda *parts: called.append(plain(*parts)))
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    latent = torch.randn(4, 3, sizes[0], dtype=getattr(torch, dtype)).transpose(0, 1)
+    rope = torch.randn(3, 4, sizes[1], dtype=latent.dtype)
+    joined = mla.joined(latent.as_subclass(OnGpu), rope)
+    assert joined.equal(torch.cat((latent, rope), dim=-1))
+    assert len(called) == fused
+    assert mla.joined(latent, rope).equal(joined)
+    assert len(called) == fused, "not on CPUs"

@@ -143,6 +143,12 @@ class MLACommonImpl(Generic[M]):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
 
 
+def concat_mla_q(ql_nope: Any, q_pe: Any, q_out: Any) -> None:
+    """As vLLM's kernel, which takes no other sizes (csrc/concat_mla_q.cuh)."""
+    assert (ql_nope.shape[-1], q_pe.shape[-1]) == (512, 64)
+    q_out[..., :512], q_out[..., 512:] = ql_nope, q_pe
+
+
 class _BackendEnumMeta(EnumMeta):
     def __getitem__(cls, name: str) -> Any:
         try:
@@ -297,6 +303,7 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
     prefill = "vllm.v1.attention.backends.mla.prefill"
     modules: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version, "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
+        "vllm._custom_ops": {"concat_mla_q": concat_mla_q},
         "vllm.logger": {"init_logger": lambda name: log},
         "vllm.config": {"VllmConfig": object, "get_current_vllm_config": lambda: config},
         "vllm.platforms": {"current_platform": platform},

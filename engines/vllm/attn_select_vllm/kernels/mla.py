@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -24,6 +25,10 @@ from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
+
+FUSED_SIZES = (512, 64)
+FUSED_DTYPES = (torch.float16, torch.bfloat16)
+"""What ``concat_mla_q`` of vLLM joins (csrc/concat_mla_q.cuh)."""
 
 
 @dataclass
@@ -99,13 +104,27 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
     ) -> tuple[Tensor, None]:
         """Attend over latents with the absorbed query, given whole or as its latent and its rope part."""
         own, latent = self.attn_select, q[0] if isinstance(q, tuple) else q
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) and not own.impl.takes_query_parts else q
+        query = joined(*q) if isinstance(q, tuple) and not own.impl.takes_query_parts else q
         if kv_c_and_k_pe_cache.dtype != self.storage_dtype:
             kv_c_and_k_pe_cache = kv_c_and_k_pe_cache.view(self.storage_dtype)
         own.scales_of(layer)
         output = latent.new_empty(*latent.shape[:-1], self.kv_lora_rank)
         metadata = attn_metadata.attn_select[own.part]
         return own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, metadata, output), None
+
+
+def joined(latent: Tensor, rope: Tensor) -> Tensor:
+    """Return a query's latent ``(T, H, R)`` and its rope part ``(T, H, P)`` side by side, ``(T, H, R + P)``.
+
+    By vLLM's kernel for the usual sizes: ``torch.cat`` took 4 to 5 % of the kernels' time of a step (NVIDIA H200, 16
+    heads, 128 and 256 requests), since the latent is not contiguous.
+    """
+    sizes = latent.shape[-1], rope.shape[-1]
+    if latent.is_cuda and sizes == FUSED_SIZES and latent.dtype in FUSED_DTYPES:
+        query = latent.new_empty(*latent.shape[:-1], sum(sizes))
+        ops.concat_mla_q(latent, rope, query)
+        return query
+    return torch.cat((latent, rope), dim=-1)
 
 
 class OwnMLABackend(MLACommonBackend):
