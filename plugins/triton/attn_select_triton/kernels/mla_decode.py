@@ -338,6 +338,10 @@ def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
     return min(range(1, most + 1), key=cost)
 
 
+HOPPER_REGISTERS = {16: 168, 32: 168, 64: 128}
+"""Registers of a thread at the start of a Hopper kernel, by its rows: 12 warps share them, with 64 rows 16."""
+
+
 def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> Any:
     """Return a tensor descriptor over ``rows`` rows of ``tensor``'s last dimension."""
     shape, strides = [rows, tensor.shape[-1]], [stride, 1]
@@ -402,7 +406,7 @@ class _Prepared:
             )
             self.strides = *query.stride()[:2], *output_strides
             self.constants = heads, rank, block_size, *flags, launch.block_m
-            self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=168)
+            self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=HOPPER_REGISTERS[launch.block_m])
         elif launch.hopper:
             from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel
 
@@ -413,7 +417,7 @@ class _Prepared:
             self.cache_parts = tuple(_described(block_size, kv_cache, stride_t, [64, size], True) for size in sizes)
             self.strides = output_strides
             self.constants = heads, rank, block_size, *flags, launch.block_m
-            self.decode = Relaunch(mla_decode_hopper_kernel, num_warps=4, maxnreg=168)
+            self.decode = Relaunch(mla_decode_hopper_kernel, num_warps=4, maxnreg=HOPPER_REGISTERS[launch.block_m])
         else:
             if described:
                 self.cache_parts = tuple(

@@ -1,11 +1,11 @@
-"""Decode of multi-head latent attention on Hopper, warp-specialised: two warp groups compute, one warp loads.
+"""Decode of multi-head latent attention on Hopper, warp-specialised: warp groups compute, one warp loads.
 
 Written in Gluon, Triton's language of explicit layouts, since plain Triton neither gives each warp group a loop of its
 own nor overlaps the softmax with the products. ``mla_decode`` decides when this kernel serves and launches it.
 
-Each compute group holds one half of the output's columns in registers, ``(64, R / 2)`` float32, and computes all scores
-for itself: 1.5 times the arithmetic, but the groups wait for nothing but tiles, and one multiplies while the other
-takes exponentials.
+With 64 rows, one group computes the scores and hands the weights on through shared memory to two others, each of which
+holds one half of the output's columns in registers, ``(64, R / 2)`` float32. With 16 or 32 rows, where memory is the
+bound, there are these two alone, and each computes all scores for itself.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -30,6 +30,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 KEYS = gl.constexpr(64)
 """Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
 STAGES = gl.constexpr(2)
+SLOTS = gl.constexpr(1)
+"""Tiles of weights that lie between the group that computes them and those that take them."""
 
 
 @gluon.jit
@@ -113,105 +115,222 @@ def hand_back(empty, buffer):
 
 
 @gluon.jit
-def attend_tile(
-    tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
-):  # fmt: skip
-    """Attend to one tile, and hand its halves back."""
-    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
-    _, left_ready, right_ready, left_empty, right_empty = barriers
-    buffer = tile % STAGES
-    mbarrier.wait(left_ready.index(buffer), tile // STAGES & 1)
-    mbarrier.wait(right_ready.index(buffer), tile // STAGES & 1)
-    left = k_left.index(buffer)
-    right = k_right.index(buffer)
-    values = right if RIGHT else left
+def seen_keys(flat, position, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return int32, how many keys of the request each of the rows ``flat`` sees."""
+    _, _, _, query_len, seq_len, _, _, _, _ = position
+    limits = flat * 0 + seq_len
+    if CAUSAL:
+        limits = limits + flat // HEADS + 1 - query_len
+    return limits
+
+
+@gluon.jit
+def softmax_tile(scores, row_max, MASKED: gl.constexpr, AXIS: gl.constexpr):
+    """Take a tile of base-2 scores, whose keys lie along ``AXIS``, into the running maximum.
+
+    Returns:
+        Weights, the factor for what was summed before, and the new maximum.
+    """
+    new_max = gl.maximum(row_max, gl.max(scores, AXIS))
+    base = new_max
     if MASKED:
-        clear_behind(values, low + tile * KEYS, high, T)
-    scores = gl.zeros([ROWS, KEYS], gl.float32, S)
-    scores = warpgroup_mma(q_pe, k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(q_left, left.permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma_wait(0, [scores])
-    hand_back(left_empty if RIGHT else right_empty, buffer)
+        base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    return gl.exp2(scores - gl.expand_dims(base, AXIS)), gl.exp2(row_max - base), new_max
+
+
+@gluon.jit
+def natural_lse(row_max, row_sum):
+    """Return the natural logarithm of ``row_sum * 2 ** row_max``; -inf where the sum is 0."""
+    return gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
+
+
+@gluon.jit
+def write_lse(pointers, flat, lse, position, num_splits, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
+    """Write the log-sum-exp of the rows ``flat``, of a split to the workspace."""
+    _, lse_ptr, _, part_lse_ptr = pointers
+    _, split, query_start, query_len, _, _, _, _, _ = position
+    row = query_start.to(gl.int64) * HEADS + flat
+    if SPLIT:
+        gl.store(part_lse_ptr + row * num_splits + split, lse, mask=flat < query_len * HEADS)
+    elif LSE:
+        gl.store(lse_ptr + row, lse, mask=flat < query_len * HEADS)
+
+
+@gluon.jit
+def write_columns(
+    pointers, total, position, num_splits, strides,
+    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr,
+):  # fmt: skip
+    """Write the output's columns from ``COLUMN`` on, along ``AXIS`` of ``total``; of a split, to the workspace."""
+    out_ptr, _, part_ptr, _ = pointers
+    first, split, query_start, query_len, _, _, _, _, _ = position
+    stride_ot, stride_oh = strides
+    LAYOUT: gl.constexpr = total.type.layout
+    COLUMNS: gl.constexpr = total.shape[AXIS]
+    ROWS: gl.constexpr = total.shape[1 - AXIS]
+    columns = gl.expand_dims(COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS)
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, LAYOUT))
+    row = (query_start + flat // HEADS).to(gl.int64)
+    mask = gl.expand_dims(flat < query_len * HEADS, AXIS)
+    if SPLIT:
+        parts = (row * HEADS + flat % HEADS) * num_splits + split
+        gl.store(part_ptr + gl.expand_dims(parts * R, AXIS) + columns, total, mask=mask)
+    else:
+        rows = row * stride_ot + flat % HEADS * stride_oh
+        gl.store(out_ptr + gl.expand_dims(rows, AXIS) + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def score_tile(
+    tile, row_max, row_sum, limits, low, score_scale, smem, barriers, exchange,
+    MASKED: gl.constexpr, PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """Compute one tile's weights and leave them to the other groups."""
+    weights_smem, factors, given, taken = exchange
+    scores = PRODUCTS(tile, smem, barriers, S)
     scores *= score_scale
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1))
-    base = new_max
-    if MASKED:
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores - base[:, None])
-    rescale = gl.exp2(row_max - base)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 1)
     row_sum = row_sum * rescale + gl.sum(weights, 1)
-    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-    p = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, ACC, 2))
-    accumulator = warpgroup_mma(p, values, accumulator, is_async=True)
-    accumulator = warpgroup_mma_wait(0, [accumulator])
-    hand_back(right_empty if RIGHT else left_empty, buffer)
-    return accumulator, new_max, row_sum
+    slot = tile % SLOTS
+    mbarrier.wait(taken.index(slot), (tile // SLOTS & 1) ^ 1)
+    weights_smem.index(slot).store(weights.to(weights_smem.dtype))
+    factors.index(slot).store(rescale)
+    hand_back(given, slot)
+    return new_max, row_sum
 
 
 @gluon.jit
-def attend_half(
-    pointers, smem, barriers, position, num_splits, scales, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
+def attend_scores(
+    pointers, smem, barriers, exchange, position, num_splits, scales,
+    HEADS: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
+    PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well.
+    """Compute the weights of all tiles for the groups that ``attend_values``, and write the log-sum-exp.
 
     Args:
-        TILE: the function that attends to one tile, ``attend_tile`` or one with its arguments.
+        exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers,
+            that they are given and that they are taken. Behind the last tile the factors are those of the output.
+        PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
         DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEPTH])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 2, 16])
-    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr = pointers
-    first, split, query_start, query_len, seq_len, low, high, tiles, full = position
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, DEPTH])
+    _, factors, given, taken = exchange
+    first, _, _, _, _, low, _, tiles, full = position
     score_scale, value_scale = scales
-    stride_ot, stride_oh = strides
-
     flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    limits = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S)) + seq_len
-    if CAUSAL:
-        limits = limits + flat // HEADS + 1 - query_len
+    limits = seen_keys(flat, position, HEADS, CAUSAL)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
-    accumulator = gl.zeros([ROWS, R // 2], gl.float32, ACC)
     if tiles > 0:
         mbarrier.wait(barriers[0], 0)
     for tile in range(full):
-        accumulator, row_max, row_sum = TILE(
-            tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
-            ROWS, RIGHT, False, S, ACC, T,
-        )  # fmt: skip
+        row_max, row_sum = score_tile(
+            tile, row_max, row_sum, limits, low, score_scale, smem, barriers, exchange, False, PRODUCTS, SLOTS, S
+        )
     for tile in range(full, tiles):
-        accumulator, row_max, row_sum = TILE(
-            tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
-            ROWS, RIGHT, True, S, ACC, T,
-        )  # fmt: skip
+        row_max, row_sum = score_tile(
+            tile, row_max, row_sum, limits, low, score_scale, smem, barriers, exchange, True, PRODUCTS, SLOTS, S
+        )
+    slot = tiles % SLOTS
+    mbarrier.wait(taken.index(slot), (tiles // SLOTS & 1) ^ 1)
+    factors.index(slot).store(gl.where(row_sum > 0, value_scale / row_sum, 0.0))
+    hand_back(given, slot)
+    write_lse(pointers, flat, natural_lse(row_max, row_sum), position, num_splits, HEADS, LSE, SPLIT)
 
-    norm = gl.where(row_sum > 0, value_scale / row_sum, 0.0)
-    total = accumulator * gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
-    half: gl.constexpr = R // 2 if RIGHT else 0
-    columns = half + gl.arange(0, R // 2, layout=gl.SliceLayout(0, ACC))
-    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
-    out_row = (query_start + out_flat // HEADS).to(gl.int64)
-    mask = (out_flat < query_len * HEADS)[:, None]
-    lse_row = query_start.to(gl.int64) * HEADS + flat
-    lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
-    if SPLIT:
-        parts = (out_row * HEADS + out_flat % HEADS) * num_splits + split
-        gl.store(part_ptr + (parts * R)[:, None] + columns[None, :], total, mask=mask)
-        if not RIGHT:
-            gl.store(part_lse_ptr + lse_row * num_splits + split, lse, mask=flat < query_len * HEADS)
-    else:
-        out_rows = out_row * stride_ot + out_flat % HEADS * stride_oh
-        gl.store(out_ptr + out_rows[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
-        if LSE and not RIGHT:
-            gl.store(lse_ptr + lse_row, lse, mask=flat < query_len * HEADS)
+
+@gluon.jit
+def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
+    """Return one tile's weights ``(rows, keys)`` and the factors ``(rows,)`` of what was summed before."""
+    weights_smem, factors, given, taken = exchange
+    slot = tile % SLOTS
+    mbarrier.wait(given.index(slot), tile // SLOTS & 1)
+    weights = weights_smem.index(slot).load(gl.DotOperandLayout(0, ACC, 2))
+    factor = factors.index(slot).load(gl.SliceLayout(1, ACC))
+    hand_back(taken, slot)
+    return weights, factor
+
+
+@gluon.jit
+def attend_values(
+    pointers, smem, barriers, exchange, position, num_splits, strides,
+    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
+    TILE: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Sum one half of the values' columns over all tiles, and write it.
+
+    The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
+
+    Args:
+        TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
+    """
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
+    _, factors, given, _ = exchange
+    _, _, _, _, _, low, high, tiles, _ = position
+    first = gl.zeros([ROWS, R // 4], gl.float32, ACC)
+    second = gl.zeros([ROWS, R // 4], gl.float32, ACC)
+    for tile in range(tiles):
+        first, second = TILE(tile, first, second, low, high, smem, barriers, exchange, R, RIGHT, SLOTS, ACC)
+    slot = tiles % SLOTS
+    mbarrier.wait(given.index(slot), tiles // SLOTS & 1)
+    norm = factors.index(slot).load(gl.SliceLayout(1, ACC))[:, None]
+    COLUMN: gl.constexpr = R // 2 if RIGHT else 0
+    write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 1)
+    write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN + R // 4, 1)
+
+
+@gluon.jit
+def multiply_values(first, second, weights, factor, first_values, second_values):
+    """Return the sums of two quarters of the columns with one tile's values."""
+    first = warpgroup_mma(weights, first_values, first * factor[:, None], is_async=True)
+    second = warpgroup_mma(weights, second_values, second * factor[:, None], is_async=True)
+    return warpgroup_mma_wait(0, [first, second])
+
+
+@gluon.jit
+def products(tile, smem, barriers, S: gl.constexpr):
+    """Return the query's products with one tile of keys, and hand its halves back."""
+    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
+    _, left_ready, right_ready, left_empty, right_empty = barriers
+    buffer = tile % STAGES
+    phase = tile // STAGES & 1
+    ROWS: gl.constexpr = q_pe.shape[0]
+    scores = gl.zeros([ROWS, KEYS], gl.float32, S)
+    mbarrier.wait(left_ready.index(buffer), phase)
+    mbarrier.wait(right_ready.index(buffer), phase)
+    scores = warpgroup_mma(q_pe, k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q_left, k_left.index(buffer).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(q_right, k_right.index(buffer).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(left_empty, buffer)
+    mbarrier.arrive(right_empty.index(buffer), count=1)
+    return scores
+
+
+@gluon.jit
+def add_values(
+    tile, first, second, low, high, smem, barriers, exchange,
+    R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Add one half of a tile's values to the sums of its quarters, and hand it back."""
+    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    _, _, _, k_left, k_right, _ = smem
+    _, left_ready, right_ready, left_empty, right_empty = barriers
+    ready, empty, halves = (right_ready, right_empty, k_right) if RIGHT else (left_ready, left_empty, k_left)
+    buffer = tile % STAGES
+    weights, factor = take_weights(tile, exchange, SLOTS, ACC)
+    mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    quarters = halves._reinterpret(halves.dtype, [2 * STAGES, KEYS, R // 4], halves.type.layout)
+    first_values = quarters.index(2 * buffer)
+    second_values = quarters.index(2 * buffer + 1)
+    if low + (tile + 1) * KEYS > high:
+        clear_behind(first_values, low + tile * KEYS, high, T)
+        clear_behind(second_values, low + tile * KEYS, high, T)
+    first, second = multiply_values(first, second, weights, factor, first_values, second_values)
+    hand_back(empty, buffer)
+    return first, second
 
 
 @gluon.jit
@@ -244,12 +363,7 @@ def attend_tile_turned(
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 0))
-    base = new_max
-    if MASKED:
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores - base[None, :])
-    rescale = gl.exp2(row_max - base)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     p_smem.permute((1, 0)).store(weights.to(values.dtype))
@@ -267,19 +381,19 @@ def attend_half_turned(
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Attend to all tiles as ``attend_half`` does, with all products transposed."""
+    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well.
+
+    Args:
+        TILE: the function that attends to one tile, ``attend_tile_turned`` or one with its arguments.
+        DEPTH: as ``attend_scores`` has it.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr = pointers
-    first, split, query_start, query_len, seq_len, low, high, tiles, full = position
+    first, _, _, _, _, low, high, tiles, full = position
     score_scale, value_scale = scales
-    stride_ot, stride_oh = strides
-
     flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
-    limits = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(0, S)) + seq_len
-    if CAUSAL:
-        limits = limits + flat // HEADS + 1 - query_len
+    limits = seen_keys(flat, position, HEADS, CAUSAL)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, S))
     sums = gl.zeros([KEYS, ROWS], gl.float32, S)
     accumulator = gl.zeros([R // 2, ROWS], gl.float32, ACC)
@@ -299,23 +413,25 @@ def attend_half_turned(
     row_sum = gl.sum(sums, 0)
     norm = gl.where(row_sum > 0, value_scale / row_sum, 0.0)
     total = accumulator * gl.convert_layout(norm, gl.SliceLayout(0, ACC))[None, :]
-    half: gl.constexpr = R // 2 if RIGHT else 0
-    columns = (half + gl.arange(0, R // 2, layout=gl.SliceLayout(1, ACC)))[:, None]
-    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, ACC))
-    out_row = (query_start + out_flat // HEADS).to(gl.int64)
-    mask = (out_flat < query_len * HEADS)[None, :]
-    lse_row = query_start.to(gl.int64) * HEADS + flat
-    lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
-    if SPLIT:
-        parts = (out_row * HEADS + out_flat % HEADS) * num_splits + split
-        gl.store(part_ptr + (parts * R)[None, :] + columns, total, mask=mask)
-        if not RIGHT:
-            gl.store(part_lse_ptr + lse_row * num_splits + split, lse, mask=flat < query_len * HEADS)
-    else:
-        out_rows = (out_row * stride_ot + out_flat % HEADS * stride_oh)[None, :]
-        gl.store(out_ptr + out_rows + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
-        if LSE and not RIGHT:
-            gl.store(lse_ptr + lse_row, lse, mask=flat < query_len * HEADS)
+    COLUMN: gl.constexpr = R // 2 if RIGHT else 0
+    write_columns(pointers, total, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 0)
+    if not RIGHT:
+        write_lse(pointers, flat, natural_lse(row_max, row_sum), position, num_splits, HEADS, LSE, SPLIT)
+
+
+@gluon.jit
+def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Return shared memory and barriers through which one group gives weights to two others, as ``attend_scores``."""
+    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    weights = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, KEYS], wide)
+    factors = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], flat)
+    given = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(given.index(slot), count=1)
+        mbarrier.init(taken.index(slot), count=2)
+    return weights, factors, given, taken
 
 
 @gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
@@ -388,16 +504,20 @@ def mla_decode_hopper_kernel(
     scales = (score_scale, value_scale)
     loader = (q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows, R, BLOCK_SIZE)
     if ROWS == 64:
+        exchange = make_exchange(kv_half.dtype, SLOTS, ROWS)
+        fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_half, (pointers, smem, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_tile), 16)),
-                (attend_half, (pointers, smem, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile), 16)),
+                (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
+                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 16)),
+                (attend_values, (pointers, smem, barriers, exchange, position, num_splits, strides,
+                 HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_values), SLOTS)),
+                (attend_values, (pointers, smem, barriers, exchange, position, num_splits, strides,
+                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), SLOTS)),
                 (load_tiles, loader),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 4, 1],
+            [192, 192, 24],
         )  # fmt: skip
     else:
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

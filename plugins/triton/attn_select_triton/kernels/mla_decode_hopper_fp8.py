@@ -2,7 +2,8 @@
 
 The query is rounded to e4m3 as well, so that scores are FP8 products of tiles as TMA brings them: half the arithmetic
 and half the shared memory of 16 bits. ``wgmma`` cannot transpose 8-bit numbers, which the values would need: each
-compute group widens its half of a tile's latents to float16, which holds e4m3 exactly, while its scores are multiplied.
+group that multiplies values widens its half of a tile's latents to float16, which holds e4m3 exactly, while the scores
+are multiplied.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -24,14 +25,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
-    attend_half,
     attend_half_turned,
+    attend_scores,
+    attend_values,
     hand_back,
     key_range,
+    make_exchange,
+    multiply_values,
+    softmax_tile,
+    take_weights,
 )
 
 STAGES = gl.constexpr(3)
-"""Three tiles of 576 bytes a key, the query and a widened tile fill 209 of the 227 KiB of shared memory."""
+"""Three tiles of 576 bytes a key, the query and a widened tile fill 208 of the 227 KiB of shared memory."""
+SLOTS = gl.constexpr(2)
 PART = gl.constexpr(128)
 """Columns of the latent that one box of TMA and one product take: the width of the swizzle."""
 ROPE = gl.constexpr(64)
@@ -106,43 +113,46 @@ def widen(k_smem, values, buffer, first, high, R: gl.constexpr, RIGHT: gl.conste
 
 
 @gluon.jit
-def attend_tile(
-    tile, accumulator, row_max, row_sum, limits, low, high, score_scale, smem, barriers,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
-):  # fmt: skip
-    """Attend to one tile as ``mla_decode_hopper.attend_tile`` does."""
-    q_smem, q_pe, k_smem, k_pe, values = smem
+def products(tile, smem, barriers, S: gl.constexpr):
+    """Return the query's products with one tile of keys, as ``mla_decode_hopper.products``."""
+    q_smem, q_pe, k_smem, k_pe, _, _ = smem
     _, ready, empty = barriers
-    R: gl.constexpr = 2 * accumulator.shape[1]
-    PARTS: gl.constexpr = R // PART
+    PARTS: gl.constexpr = q_smem.shape[0]
     buffer = tile % STAGES
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    ROWS: gl.constexpr = q_pe.shape[0]
     scores = gl.zeros([ROWS, KEYS], gl.float32, S)
     scores = warpgroup_mma(q_pe, k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
     for part in gl.static_range(PARTS):
         keys_part = k_smem.index(buffer * PARTS + part).permute((1, 0))
         scores = warpgroup_mma(q_smem.index(part), keys_part, scores, is_async=True)
-    widen(k_smem, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(empty, buffer)
-    scores *= score_scale
-    if MASKED:
-        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-        scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1))
-    base = new_max
-    if MASKED:
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores - base[:, None])
-    rescale = gl.exp2(row_max - base)
-    row_sum = row_sum * rescale + gl.sum(weights, 1)
-    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-    p = gl.convert_layout(weights.to(gl.float16), gl.DotOperandLayout(0, ACC, 2))
-    half = values._reinterpret(gl.float16, [KEYS, R // 2], values.type.layout)
-    accumulator = warpgroup_mma(p, half, accumulator, is_async=True)
-    accumulator = warpgroup_mma_wait(0, [accumulator])
+    return scores
+
+
+@gluon.jit
+def add_values(
+    tile, first, second, low, high, smem, barriers, exchange,
+    R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Add one half of a tile's values to the sums of its quarters, as ``mla_decode_hopper.add_values``."""
+    _, _, k_smem, _, left_values, right_values = smem
+    _, ready, empty = barriers
+    values = right_values if RIGHT else left_values
+    buffer = tile % STAGES
+    start = low + tile * KEYS
+    mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    if start + KEYS > high:
+        widen(k_smem, values, buffer, start, high, R, RIGHT, True)
+    else:
+        widen(k_smem, values, buffer, start, high, R, RIGHT, False)
+    hand_back(empty, buffer)
+    weights, factor = take_weights(tile, exchange, SLOTS, ACC)
+    quarters = values._reinterpret(gl.float16, [2, KEYS, R // 4], values.type.layout)
+    first, second = multiply_values(first, second, weights, factor, quarters.index(0), quarters.index(1))
     gl.thread_barrier()  # every warp is through with the values before one widens the next
-    return accumulator, new_max, row_sum
+    return first, second
 
 
 @gluon.jit
@@ -169,12 +179,7 @@ def attend_tile_turned(
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 0))
-    base = new_max
-    if MASKED:
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores - base[None, :])
-    rescale = gl.exp2(row_max - base)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     p_smem.permute((1, 0)).store(weights.to(gl.float16))
@@ -183,21 +188,34 @@ def attend_tile_turned(
     half = values._reinterpret(gl.float16, [KEYS, R // 2], values.type.layout)
     accumulator = warpgroup_mma(half.permute((1, 0)), p_smem.permute((1, 0)), accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(0, [accumulator])
-    gl.thread_barrier()  # as in attend_tile
+    gl.thread_barrier()  # as in add_values
     return accumulator, new_max, sums
 
 
 @gluon.jit
-def round_and_attend(
+def round_and_attend_values(
+    query, pointers, smem, barriers, exchange, position, num_splits, strides,
+    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The group of the left half: rounds the query beside the first loads, then attends."""
+    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS)
+    attend_values(
+        pointers, smem, barriers, exchange, position, num_splits, strides, HEADS, R, SPLIT, ROWS, False,
+        gl.constexpr(add_values), SLOTS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def round_and_attend_turned(
     query, pointers, smem, barriers, position, num_splits, scales, strides,
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, ATTEND: gl.constexpr, TILE: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The left group: rounds the query for both, beside the first loads, then attends."""
+    """The same with few rows."""
     round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS)
-    ATTEND(
+    attend_half_turned(
         pointers, smem, barriers, position, num_splits, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False,
-        TILE, 32,
+        gl.constexpr(attend_tile_turned), 32,
     )  # fmt: skip
 
 
@@ -259,11 +277,10 @@ def mla_decode_hopper_fp8_kernel(
     mbarrier.init(q_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=3 if ROWS == 64 else 2)
     fence_async_shared()
 
-    left = (q_smem, q_pe, k_smem, k_pe, left_values)
-    right = (q_smem, q_pe, k_smem, k_pe, right_values)
+    smem = (q_smem, q_pe, k_smem, k_pe)
     barriers = (q_ready, ready, empty)
     position = (first, split, query_start, query_len, seq_len, low, high, tiles, full)
     query = (q_ptr, stride_qt, stride_qh, q_scale)
@@ -271,27 +288,31 @@ def mla_decode_hopper_fp8_kernel(
     strides = (stride_ot, stride_oh)
     scales = (score_scale, value_scale)
     if ROWS == 64:
+        both = smem + (left_values, right_values)
+        exchange = make_exchange(gl.float16, SLOTS, ROWS)
+        fence_async_shared()
         gl.warp_specialize(
             [
-                (round_and_attend, (query, pointers, left, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(attend_half), gl.constexpr(attend_tile))),
-                (attend_half, (pointers, right, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile), 32)),
+                (attend_scores, (pointers, both, barriers, exchange, position, num_splits, scales,
+                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 32)),
+                (round_and_attend_values, (query, pointers, both, barriers, exchange, position, num_splits, strides,
+                 HEADS, R, SPLIT, ROWS)),
+                (attend_values, (pointers, both, barriers, exchange, position, num_splits, strides,
+                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), SLOTS)),
                 (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
                  BLOCK_SIZE)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 4, 1],
+            [192, 192, 24],
         )  # fmt: skip
     else:
-        left_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
-        right_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
+        left = smem + (left_values, gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide))
+        right = smem + (right_values, gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide))
         gl.warp_specialize(
             [
-                (round_and_attend, (query, pointers, left + (left_p,), barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(attend_half_turned),
-                 gl.constexpr(attend_tile_turned))),
-                (attend_half_turned, (pointers, right + (right_p,), barriers, position, num_splits, scales, strides,
+                (round_and_attend_turned, (query, pointers, left, barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS)),
+                (attend_half_turned, (pointers, right, barriers, position, num_splits, scales, strides,
                  HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile_turned), 32)),
                 (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
                  BLOCK_SIZE)),

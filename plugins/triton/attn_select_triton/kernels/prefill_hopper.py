@@ -266,13 +266,17 @@ def attend_rows(
             barriers, True, FLAGS, SHAPE, S, ACC, T,
         )  # fmt: skip
 
+    # The query's memory is free by now: through it, a thread writes 16 bytes of a row and not 4.
     norm = gl.convert_layout(gl.where(row_sum > 0, v_scale / row_sum, 0.0), gl.SliceLayout(1, ACC))[:, None]
-    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+    for part in gl.static_range(V_PARTS):
+        q_smem.index(part).store((accumulators[part] * norm).to(q_smem.dtype))
+    gl.thread_barrier()
+    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     out_places = (query_start + out_flat // GROUP).to(gl.int64) * stride_ot
     out_places += (kv_head * GROUP + out_flat % GROUP) * stride_oh
-    target = out_ptr + out_places[:, None] + gl.arange(0, PART, layout=gl.SliceLayout(0, ACC))[None, :]
+    target = out_ptr + out_places[:, None] + columns[None, :]
     for part in gl.static_range(V_PARTS):
-        result = (accumulators[part] * norm).to(out_ptr.dtype.element_ty)
+        result = q_smem.index(part).load(T).to(out_ptr.dtype.element_ty)
         gl.store(target + part * PART, result, mask=(out_flat < rows)[:, None])
     if LSE:
         lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
