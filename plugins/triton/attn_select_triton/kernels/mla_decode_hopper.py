@@ -32,6 +32,8 @@ KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 SLOTS = gl.constexpr(1)
 """Tiles of weights that lie between the group that computes them and those that take them."""
+SLACK = gl.constexpr(8.0)
+"""As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits."""
 
 
 @gluon.jit
@@ -125,13 +127,18 @@ def seen_keys(flat, position, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def softmax_tile(scores, row_max, MASKED: gl.constexpr, AXIS: gl.constexpr):
+def softmax_tile(scores, row_max, MASKED: gl.constexpr, AXIS: gl.constexpr, SLACK: gl.constexpr):
     """Take a tile of base-2 scores, whose keys lie along ``AXIS``, into the running maximum.
+
+    Args:
+        SLACK: a maximum stays until a score exceeds it by more than this. Weights are up to ``2 ** SLACK`` then, and
+            what was summed before is seldom multiplied.
 
     Returns:
         Weights, the factor for what was summed before, and the new maximum.
     """
-    new_max = gl.maximum(row_max, gl.max(scores, AXIS))
+    tile_max = gl.max(scores, AXIS)
+    new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)
     base = new_max
     if MASKED:
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -192,7 +199,7 @@ def score_tile(
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 1)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 1, SLACK)
     row_sum = row_sum * rescale + gl.sum(weights, 1)
     slot = tile % SLOTS
     mbarrier.wait(taken.index(slot), (tile // SLOTS & 1) ^ 1)
@@ -243,14 +250,16 @@ def attend_scores(
 
 @gluon.jit
 def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
-    """Return one tile's weights ``(rows, keys)`` and the factors ``(rows,)`` of what was summed before."""
+    """Return one tile's weights ``(rows, keys)``, the factors ``(rows,)`` of what was summed before, and the least."""
     weights_smem, factors, given, taken = exchange
+    EVERY: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     slot = tile % SLOTS
     mbarrier.wait(given.index(slot), tile // SLOTS & 1)
     weights = weights_smem.index(slot).load(gl.DotOperandLayout(0, ACC, 2))
     factor = factors.index(slot).load(gl.SliceLayout(1, ACC))
+    least = gl.min(factors.index(slot).load(EVERY), 0)  # every warp reads all: none waits for another
     hand_back(taken, slot)
-    return weights, factor
+    return weights, factor, least
 
 
 @gluon.jit
@@ -282,10 +291,13 @@ def attend_values(
 
 
 @gluon.jit
-def multiply_values(first, second, weights, factor, first_values, second_values):
+def multiply_values(first, second, weights, factor, least, first_values, second_values):
     """Return the sums of two quarters of the columns with one tile's values."""
-    first = warpgroup_mma(weights, first_values, first * factor[:, None], is_async=True)
-    second = warpgroup_mma(weights, second_values, second * factor[:, None], is_async=True)
+    if least < 1.0:
+        first = first * factor[:, None]
+        second = second * factor[:, None]
+    first = warpgroup_mma(weights, first_values, first, is_async=True)
+    second = warpgroup_mma(weights, second_values, second, is_async=True)
     return warpgroup_mma_wait(0, [first, second])
 
 
@@ -320,7 +332,7 @@ def add_values(
     _, left_ready, right_ready, left_empty, right_empty = barriers
     ready, empty, halves = (right_ready, right_empty, k_right) if RIGHT else (left_ready, left_empty, k_left)
     buffer = tile % STAGES
-    weights, factor = take_weights(tile, exchange, SLOTS, ACC)
+    weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
     quarters = halves._reinterpret(halves.dtype, [2 * STAGES, KEYS, R // 4], halves.type.layout)
     first_values = quarters.index(2 * buffer)
@@ -328,7 +340,7 @@ def add_values(
     if low + (tile + 1) * KEYS > high:
         clear_behind(first_values, low + tile * KEYS, high, T)
         clear_behind(second_values, low + tile * KEYS, high, T)
-    first, second = multiply_values(first, second, weights, factor, first_values, second_values)
+    first, second = multiply_values(first, second, weights, factor, least, first_values, second_values)
     hand_back(empty, buffer)
     return first, second
 
@@ -363,7 +375,7 @@ def attend_tile_turned(
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     p_smem.permute((1, 0)).store(weights.to(values.dtype))

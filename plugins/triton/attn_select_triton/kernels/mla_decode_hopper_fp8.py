@@ -148,9 +148,9 @@ def add_values(
     else:
         widen(k_smem, values, buffer, start, high, R, RIGHT, False)
     hand_back(empty, buffer)
-    weights, factor = take_weights(tile, exchange, SLOTS, ACC)
+    weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
     quarters = values._reinterpret(gl.float16, [2, KEYS, R // 4], values.type.layout)
-    first, second = multiply_values(first, second, weights, factor, quarters.index(0), quarters.index(1))
+    first, second = multiply_values(first, second, weights, factor, least, quarters.index(0), quarters.index(1))
     gl.thread_barrier()  # every warp is through with the values before one widens the next
     return first, second
 
@@ -179,7 +179,7 @@ def attend_tile_turned(
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     p_smem.permute((1, 0)).store(weights.to(gl.float16))
