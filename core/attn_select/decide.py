@@ -167,7 +167,7 @@ class _Refused:
         return self._candidate if verdicts is self._candidate.phases else Candidate(self.name, verdicts)
 
 
-_NO_RANKS: dict[Phase, int] = {}
+_NO_RANKS: dict[Phase, int | None] = dict.fromkeys(PHASES)
 
 
 class Decider:
@@ -314,14 +314,14 @@ class Decider:
                         outcome = gate.judge(spec, capability_gate, demands, phase, planned, static)
                     if type(outcome) is BackendPlan:
                         plans[phase][name] = outcome
-                        verdicts[phase] = Verdict(ranks.get(phase), "valid", _NO_REASONS, outcome)
+                        verdicts[phase] = Verdict(ranks[phase], "valid", _NO_REASONS, outcome)
                     else:
-                        verdicts[phase] = Verdict(ranks.get(phase), "rejected", outcome, None)
+                        verdicts[phase] = Verdict(ranks[phase], "rejected", outcome, None)
             candidates[name] = Candidate(name, verdicts)
         return candidates, plans
 
     def _refused(
-        self, rows: Sequence[_Refused], demands: gate.Demands, ranks_of: Mapping[str, Mapping[Phase, int]]
+        self, rows: Sequence[_Refused], demands: gate.Demands, ranks_of: Mapping[str, Mapping[Phase, int | None]]
     ) -> dict[str, Candidate]:
         """Return the candidates that run no layer of these types, with everything that speaks against them.
 
@@ -338,7 +338,7 @@ class Decider:
                 candidate = kept[key] = row.candidate(demands)
             if ranks := ranks_of.get(name):
                 verdicts = candidate.phases.items()
-                ranked = {p: Verdict(ranks.get(p), "rejected", verdict.reasons, None) for p, verdict in verdicts}
+                ranked = {p: Verdict(ranks[p], "rejected", verdict.reasons, None) for p, verdict in verdicts}
                 candidate = Candidate(name, ranked)
             candidates[name] = candidate
         return candidates

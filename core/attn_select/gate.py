@@ -142,6 +142,7 @@ def _in_virtual_batches(plan: BackendPlan, config: AttentionConfig, chunk: int) 
     return replace(plan, kernel_block_sizes=sizes, cuda_graph=level, notes=(*plan.notes, _CHUNKS_APART))
 
 
+_said_of_cache = attrgetter("cuda_graph", "kv_layouts", "kernel_block_sizes")
 _SOUND: set[tuple[object, ...]] = set()
 """The combinations that were checked before: nearly all plans share a few."""
 
@@ -161,7 +162,7 @@ def _plan_problem(plan: BackendPlan) -> str | None:
     sizes = plan.kernel_block_sizes
     if not all(type(size) is int and size > 0 for size in sizes) or (plan.kv_layouts and not sizes):
         return f"plan().kernel_block_sizes = {show(sizes)} (accepted: positive integers, at least one with a KV layout)"
-    _SOUND.add((plan.cuda_graph, plan.kv_layouts, plan.kernel_block_sizes))
+    _SOUND.add(_said_of_cache(plan))
     return None
 
 
@@ -435,10 +436,10 @@ def judge(
             return [*static, _graph_reason(outcome, demands.config)]
         if static:
             return static
-        sound = (outcome.cuda_graph, outcome.kv_layouts, outcome.kernel_block_sizes) in _SOUND
-        problem = None if sound and outcome.unverified == () else _plan_problem(outcome)
-        if problem:
-            return [_plugin_error(spec, problem)]
+        if outcome.unverified != () or _said_of_cache(outcome) not in _SOUND:
+            problem = _plan_problem(outcome)
+            if problem is not None:
+                return [_plugin_error(spec, problem)]
         marks = gate.unverified(demands) if gate.doubtful or demands.wanted.unverified else ()
         return replace(outcome, unverified=(*outcome.unverified, *marks)) if marks else outcome
     if not static:

@@ -99,7 +99,7 @@ class Rankings(dict[Phase, Ranking]):
         rules: the rules that took part, in the order they were applied, each once.
         by_phase: whether one of them ranks one phase alone.
         denies: whether one of them denies a backend.
-        ranks_of: backend name → its rank in every phase that ranks it.
+        ranks_of: backend name → its rank in every phase, None where the phase does not rank it; ranked ones alone.
         listed: every candidate, by decode rank, then prefill rank; those without a rank come last, as registered.
     """
 
@@ -111,10 +111,10 @@ class Rankings(dict[Phase, Ranking]):
         self.by_phase = any(len(ranking.rules) < len(rules) for ranking in rankings.values())
         self.rules = (*rules, *dict.fromkeys([r.evidence for r in rankings.values() if r.evidence]))
         self.denies = any(ranking.denied for ranking in rankings.values())
-        self.ranks_of: dict[str, dict[Phase, int]] = {}
+        self.ranks_of: dict[str, dict[Phase, int | None]] = {}
         for phase in reversed([*rankings]):
             for name, rank in rankings[phase].ranks.items():
-                self.ranks_of.setdefault(name, {})[phase] = rank
+                self.ranks_of.setdefault(name, dict.fromkeys(rankings))[phase] = rank
         self.listed = tuple(dict.fromkeys([*self.ranks_of, *candidates]))
 
     def with_behind(self, phase: Phase, unverified: Collection[str]) -> Rankings:

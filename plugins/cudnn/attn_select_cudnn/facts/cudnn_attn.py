@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attn_select.config import AttentionConfig, Phase
@@ -79,17 +80,23 @@ def plan(
     if phase == "decode" and size > DECODE_HEAD_SIZE and capability is not None and capability[0] != 9:
         text = f"head size {size}: cuDNN decodes up to {DECODE_HEAD_SIZE} on compute capability {capability[0]}.x"
         return [Reason("head-size", text, size, DECODE_HEAD_SIZE)]
+    return _plan(config.dtype, phase == "decode" and config.num_speculative_tokens > 0)
+
+
+@lru_cache(maxsize=64)
+def _plan(dtype: str, drafts: bool) -> BackendPlan:
+    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     return BackendPlan(
         kernel=_KERNEL,
         path="paged attention",
         because="cuDNN's one path",
-        query_dtype=config.dtype,
+        query_dtype=dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS,
         kernel_block_sizes=BLOCK_SIZES,
         cuda_graph="UNIFORM_BATCH",
         provider=BUILD.provider,
-        notes=(_BUILT, _DRAFTS) if phase == "decode" and config.num_speculative_tokens else (_BUILT,),
+        notes=(_BUILT, _DRAFTS) if drafts else (_BUILT,),
         nan_tail_safe=False,
     )
 

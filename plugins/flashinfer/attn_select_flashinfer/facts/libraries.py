@@ -125,9 +125,12 @@ def pages(sizes: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
     return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))
 
 
+_text = lru_cache(maxsize=16)(str)
+
+
 def wrong_device(capabilities: Capabilities, device: Device) -> list[Reason]:
     """Return the reason against a device that the capabilities do not accept."""
-    seen, accepted = device.capability_text, str(capabilities.compute_capabilities.value)
+    seen, accepted = device.capability_text, _text(capabilities.compute_capabilities.value)
     return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
 
 

@@ -71,7 +71,7 @@ def device_reasons(
     capability = device.compute_capability
     if capability is None:
         return []  # the capabilities already say that a CPU will not do
-    found = machine_reasons(device, environment)
+    found = machine_reasons(device, environment) if device.local or capability == THOR else []
     if reads_cache and config.kv_cache_dtype == "fp8_e4m3" and capability < E4M3_FROM:
         message = (
             f"KV-cache dtype fp8_e4m3 on compute capability {device.capability_text} "
