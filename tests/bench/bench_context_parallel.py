@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from attn_select import AttentionConfig, select
+from attn_select.detection import detect_device
 from attn_select.runtime import (
     Attention,
     Capacity,
@@ -34,7 +36,12 @@ from attn_select.runtime import (
     attention_group,
 )
 from attn_select.runtime.context_parallel.merging import Merger
+from attn_select.selection import Selection
 from attn_select.testing.rank_conformance import check_on_group
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.layer import timed_layer
+from attn_select.times.measurement import Measurement
+from attn_select.times.store import append_measurements
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -53,10 +60,11 @@ BACKENDS = {"gqa": ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"), "mla": ("FLASH_A
 
 
 class Lines:
-    """Writes results, by rank 0."""
+    """Writes results, by rank 0; times of decodes also as measurements, for ``attn-select report --measurements``."""
 
     def __init__(self, path: str | None, rank: int) -> None:
         self.file = open(path, "a", encoding="utf-8") if path and rank == 0 else None  # noqa: SIM115  # kept open
+        self.measurements = Path(path).with_suffix(".measurements.jsonl") if path and rank == 0 else None
         self.rank = rank
 
     def write(self, **values: Any) -> None:
@@ -66,6 +74,25 @@ class Lines:
         if self.file is not None:
             self.file.write(line + "\n")
             self.file.flush()
+
+    def measured(self, selection: Selection, batch: tuple[int, int], time_us: float) -> None:
+        """Append one layer's step to the file of measurements; the config says how many ranks it was."""
+        if self.measurements is None:
+            return
+        detected, environment, plan = detect_device(), selection.environment, selection.plans["decode"]
+        spec = next(spec for spec in selection.backends.values() if spec and spec.name == selection.selected["decode"])
+        names = [each.distribution for group in spec.libraries for each in group if environment.has(each)]
+        shape = parse_batch_shape(f"{batch[0]}q1s{batch[1]}")
+        assert plan.kernel_name is not None
+        line = Measurement(
+            gpu=detected.device.full_name, compute_capability=detected.device.capability_text,
+            driver=detected.driver_version, libraries={name: str(environment.version(name)) for name in names},
+            backend=spec.name, kernel={"decode": plan.kernel_name}, config=timed_layer(selection.config).to_dict(),
+            block_size=selection.block_size, batch=str(shape), time_us=round(time_us, 3), rounds=5,
+            method="graph" if torch.cuda.is_available() else "eager",
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        append_measurements(self.measurements, [line])
 
 
 def suite_of(text: str) -> Any:
@@ -148,8 +175,10 @@ def batch_of(group: Any, requests: int, tokens: int) -> CommonAttentionMetadata:
     )  # fmt: skip
 
 
-def layer_step(config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any) -> tuple[Any, str]:
-    """Return a step of one layer, and which backend runs it."""
+def layer_step(
+    config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any
+) -> tuple[Any, Selection]:
+    """Return a step of one layer, and the selection that it runs."""
     requests, tokens = batch
     where = None if torch.cuda.is_available() else "cpu"
     selection = select(config, where, backend=None if backend is None else {"decode": backend})
@@ -179,7 +208,7 @@ def layer_step(config: AttentionConfig, backend: str | None, batch: tuple[int, i
         shapes = (heads, size), (config.num_kv_heads, size), (config.num_kv_heads, size)
         inputs = [torch.randn(requests, *shape, device=device, dtype=dtype) for shape in shapes]
     output = layer(*inputs, cache, metadata)
-    return lambda: layer(*inputs, cache, metadata, output), str(selection.selected["decode"])
+    return lambda: layer(*inputs, cache, metadata, output), selection
 
 
 def decode(arguments: argparse.Namespace, lines: Lines) -> None:
@@ -193,7 +222,7 @@ def decode(arguments: argparse.Namespace, lines: Lines) -> None:
             for backend in arguments.backend or known[: len(known) if number == 0 else arguments.most]:
                 try:
                     whole = AttentionConfig(**layers[name])
-                    step, chosen = layer_step(whole, backend, batch, None)
+                    step, alone_by = layer_step(whole, backend, batch, None)
                     alone = timed(step)
                     del step
                     torch.cuda.empty_cache() if torch.cuda.is_available() else None
@@ -202,14 +231,17 @@ def decode(arguments: argparse.Namespace, lines: Lines) -> None:
                         part = {"num_heads": whole.num_heads // ranks.size, "decode_context_parallel_size": ranks.size}
                         config = whole.model_copy(update=part)
                         options = ContextParallel(None, merge=way, interleave=arguments.interleave)
-                        step, _ = layer_step(config, backend, batch, options)
+                        step, ranks_by = layer_step(config, backend, batch, options)
                         result[way] = round(timed(step), 2)
                         del step
                     best = min(result.values())
                     lines.write(
-                        kind="decode", layer=name, backend=chosen, requests=batch[0], tokens=batch[1], ranks=ranks.size,
-                        alone_us=round(alone, 2), ranks_us=result, efficiency=round(alone / ranks.size / best, 4),
+                        kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=batch[0],
+                        tokens=batch[1], ranks=ranks.size, alone_us=round(alone, 2), ranks_us=result,
+                        efficiency=round(alone / ranks.size / best, 4),
                     )  # fmt: skip
+                    lines.measured(alone_by, batch, alone)
+                    lines.measured(ranks_by, batch, best)
                 except Exception as error:  # the next one may run
                     text = f"{type(error).__name__}: {error}"
                     lines.write(kind="decode", layer=name, backend=str(backend), batch=batch, error=text[:500])

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from attn_select.times import store
+from attn_select.times.measurement import Measurement
 from attn_select_cli import charts
 
 PACKAGED = store.PACKAGED_FOLDER / "nvidia-h200.jsonl"
@@ -95,6 +96,32 @@ def test_a_file_of_measurements_alone(run: Any, tmp_path: Path) -> None:
     assert "Of the measurements in mine.jsonl." in page
     assert "Decode, " in page
     assert "Share of the roofline" in page
+
+
+def test_scaling_over_ranks(run: Any, tmp_path: Path) -> None:
+    """Two ranks hold half the query heads each, all KV heads, and half of each request's keys."""
+    whole = {"num_heads": 64, "num_kv_heads": 8, "head_size": 128}
+    half = {**whole, "num_heads": 32, "decode_context_parallel_size": 2}
+    times = [(whole, "1q1s1024k", 800), (half, "1q1s1024k", 500), (whole, "4q1s1024k", 3200), (half, "4q1s1024k", 1600)]
+    times.append((half, "32q1s128k", 1700))  # nothing to compare it with
+    found = [
+        Measurement(
+            gpu="NVIDIA H200", compute_capability="9.0", backend="FLASH_ATTN", kernel={"decode": "fa3"}, config=config,
+            batch=batch, time_us=time_us, method="graph", date="2026-11-22T21:00:00+00:00",
+        )
+        for config, batch, time_us in times
+    ]  # fmt: skip
+    (tmp_path / "ranks.jsonl").write_text("\n".join(line.to_line() for line in found))
+    page = written(run, "--measurements", "ranks.jsonl")
+    assert page.count("<h3") == 1  # one layer
+    assert "64 query heads, 8 KV heads, head size 128" in page
+    table = page.partition("Scaling over ranks")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tr>")[1:]]
+    assert rows == [
+        ["batch", "backend", "1 rank (us)", "2 ranks (us)", "efficiency of 2"],
+        ["q1s1024k", "FLASH_ATTN", "800", "500", "80%"],
+        ["4q1s1024k", "FLASH_ATTN", "3200", "1600", "100%"],
+    ]
 
 
 def test_a_matrix(run: Any, tmp_path: Path) -> None:

@@ -361,6 +361,8 @@ def test_shell(block: Block) -> None:
         words = shlex.split(line.partition(" > ")[0], comments=True)
         if words[0] == "attn-select":
             check_options(words)
+        elif words[0] == "python":  # programs have tests of their own
+            assert (ROOT / words[1]).is_file(), line
         elif words[0] == "make":
             assert set(words[1:]) <= targets
         elif words[:2] == ["pip", "install"]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import geometric_mean
 
 from attn_select.config import AttentionConfig
 from attn_select.device import Device, find_gpu
@@ -65,12 +66,14 @@ class TimedOn:
         layer: what was timed.
         gpu: as the measurements name it.
         times: the newest measurement of each backend and batch.
+        over_ranks: the same for ranks that share the layer's heads and each request's cache, by their number.
         title: what readers know the layer by.
     """
 
     layer: TimedLayer
     gpu: str
     times: Mapping[tuple[str, BatchShape], Measurement]
+    over_ranks: Mapping[tuple[str, BatchShape], Mapping[int, Measurement]]
     title: str
 
     @cached_property
@@ -86,7 +89,7 @@ class TimedOn:
     @cached_property
     def backends(self) -> list[str]:
         """The backends that were timed, by name."""
-        return sorted({backend for backend, _ in self.times})
+        return sorted({backend for backend, _ in (*self.times, *self.over_ranks)})
 
     @cached_property
     def batches(self) -> list[BatchShape]:
@@ -111,17 +114,18 @@ def timed_on(stored: Stored, titles: Mapping[tuple[TimedLayer, str], str] | None
     Args:
         titles: the layers and the full names of GPUs to show, with what readers know the layer by; None for all.
     """
-    groups: dict[tuple[TimedLayer, str], dict[tuple[str, BatchShape], Measurement]] = defaultdict(dict)
+    groups: dict[tuple[TimedLayer, str], dict[int, dict[tuple[str, BatchShape], Measurement]]] = {}
     for row in stored.measurements:
         found = row.measurement
         try:
             layer, batch = layer_from_dict(found.config), parse_batch_shape(found.batch)
         except ConfigError:
             continue  # `measurements check` names such lines
+        ranks, layer = _on_one_rank(layer)
         device = find_gpu(found.gpu)
         if found.source != MEASURED or (titles is not None and (layer, device.name if device else "") not in titles):
             continue
-        known = groups[layer, found.gpu]
+        known = groups.setdefault((layer, found.gpu), defaultdict(dict))[ranks]
         before = known.get((found.backend, batch))
         if before is None or before.date <= found.date:
             known[found.backend, batch] = found
@@ -130,15 +134,38 @@ def timed_on(stored: Stored, titles: Mapping[tuple[TimedLayer, str], str] | None
         device = find_gpu(gpu)
         return titles[layer, device.name] if titles is not None and device else config_text(layer.config)
 
-    return [TimedOn(layer, gpu, times, title(layer, gpu)) for (layer, gpu), times in groups.items()]
+    def over_ranks(
+        known: Mapping[int, Mapping[tuple[str, BatchShape], Measurement]],
+    ) -> dict[tuple[str, BatchShape], dict[int, Measurement]]:
+        several = {key for ranks, times in known.items() if ranks > 1 for key in times}
+        return {key: {ranks: known[ranks][key] for ranks in sorted(known) if key in known[ranks]} for key in several}
+
+    return [
+        TimedOn(layer, gpu, known.get(1, {}), over_ranks(known), title(layer, gpu))
+        for (layer, gpu), known in groups.items()
+    ]
+
+
+def _on_one_rank(layer: TimedLayer) -> tuple[int, TimedLayer]:
+    """Return how many ranks share each request's cache, and the layer with the heads of all of them."""
+    config = layer.config
+    ranks = config.decode_context_parallel_size
+    if ranks == 1:
+        return 1, layer
+    heads = {"num_heads": config.num_heads * ranks, "decode_context_parallel_size": 1}
+    if not config.mla:
+        heads["num_kv_heads"] = config.num_kv_heads  # every rank has them all
+    return ranks, timed_layer(AttentionConfig(**{**layer.to_dict(), **heads}))
 
 
 def chart_groups(timed: Iterable[TimedOn], colours: Mapping[str, int]) -> list[ChartGroup]:
     """Return the charts of each layer and GPU; ``colours`` has the index of each backend's colour."""
     groups = []
     for number, one in enumerate(timed):
+        if not one.times:  # times of several ranks alone are compared with nothing
+            continue
         drawn = [*_decode_charts(one, colours, number), *_prefill_chart(one, colours, number)]
-        drawn += _roofline_chart(one, colours, number)
+        drawn += [*_roofline_chart(one, colours, number), *_scaling_chart(one, colours, number)]
         dates = sorted({found.date[:10] for found in one.times.values() if found.date})
         text = f"{len(one.times)} times of {len(one.batches)} batches"
         if dates:
@@ -223,6 +250,36 @@ def _roofline_chart(one: TimedOn, colours: Mapping[str, int], number: int) -> li
     svg = lines(series, "least time of the batch (us)", "share of the roofline (%)", theme=PAGE, log_y=False, top=100)
     told = f"{title}, every batch, for {', '.join(line.name for line in series)}. {one.title}, {one.gpu}"
     return [Chart(title, in_page(svg, f"c{number}-r", told), header, rows)]
+
+
+def _scaling_chart(one: TimedOn, colours: Mapping[str, int], number: int) -> list[Chart]:
+    """Return how much faster than one rank several are, for batches that both were measured with."""
+    found = {key: times for key, times in one.over_ranks.items() if 1 in times}
+    if not found:
+        return []
+    counts = sorted({ranks for times in found.values() for ranks in times})
+    series, rows = [], []
+    for backend in sorted({backend for backend, _ in found}):
+        of_backend = {batch: times for (name, batch), times in found.items() if name == backend}
+        points = []
+        for ranks in counts:
+            shares = [times[1].time_us / times[ranks].time_us for times in of_backend.values() if ranks in times]
+            if shares:
+                points.append((float(ranks), geometric_mean(shares)))
+        series.append(Line(backend, points, colours[backend]))
+        for batch in sorted(of_backend, key=lambda batch: (batch.num_kv_tokens, str(batch))):
+            times = of_backend[batch]
+            cells = [f"{times[ranks].time_us:.4g}" if ranks in times else "–" for ranks in counts]
+            last = times.get(counts[-1])
+            share = "–" if last is None else f"{times[1].time_us / last.time_us / counts[-1]:.0%}"
+            rows.append([str(batch), backend, *cells, share])
+    series.append(Line("ideal", [(float(ranks), float(ranks)) for ranks in counts], None))
+    header = ["batch", "backend", *(f"{ranks} rank{'s' if ranks > 1 else ''} (us)" for ranks in counts)]
+    header.append(f"efficiency of {counts[-1]}")
+    title = "Scaling over ranks"
+    svg = lines(series, "ranks that share the cache", "times as fast as one rank", theme=PAGE, log_y=False)
+    told = f"{title}: geometric mean of the batches, for {', '.join(line.name for line in series)}"
+    return [Chart(title, in_page(svg, f"c{number}-s", f"{told}. {one.title}, {one.gpu}"), header, rows)]
 
 
 def regret_groups(
