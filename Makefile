@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo site test test-all test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo site test test-all test-distributed test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,10 +44,13 @@ demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, 
 	@$(DEMO_ENV)/bin/attn-select run --model llama-3-8b
 
 test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k name -x" goes to pytest)
-	$(PYTEST) -m "not slow" --hypothesis-profile=quick $(ARGS)
+	$(PYTEST) -m "not slow and not distributed" --hypothesis-profile=quick $(ARGS)
+
+test-distributed: venv ## Test context parallelism between processes, by gloo
+	$(TEST_ENV)/bin/python -m pytest -m distributed tests/distributed $(ARGS)
 
 test-all: check ## Lint, type-check and run every test: all conformance configurations, installations from wheels
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not distributed" $(ARGS)
 
 site: venv ## Build the documentation's site into build/site
 	@$(TEST_ENV)/bin/python -m pip install -q --group site

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,7 +19,10 @@ _context = get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "attn_select.testing", "attn_select_torch.runtime.sdpa"])
 
 
-def _rank(rank: int, size: int, file: str, seconds: float, function: Any, arguments: Any, results: Any) -> None:
+def _rank(
+    rank: int, size: int, file: str, seconds: float, variables: Any, function: Any, arguments: Any, results: Any
+) -> None:
+    os.environ.update(variables)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -45,7 +48,12 @@ def _travels(error: Exception) -> bool:
 
 
 def run_processes(
-    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0
+    size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = 60.0,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Return what ``function(rank, *arguments)`` returned or raised on each rank; None for one that died.
 
@@ -53,11 +61,17 @@ def run_processes(
         folder: for the file by which the ranks find each other.
         function: of a module that the processes can import.
         seconds: the group's timeout, after which collectives fail.
+        environment: variables of the processes.
     """
     results: Any = _context.Queue()
     file = str(folder / f"ranks {os.urandom(4).hex()}")
+    variables = dict(environment or {})
     processes = [
-        _context.Process(target=_rank, args=(rank, size, file, seconds, function, arguments, results), daemon=True)
+        _context.Process(
+            target=_rank,
+            args=((rank, size), file, seconds, variables, (function, arguments), results),
+            daemon=True,
+        )
         for rank in range(size)
     ]
     for process in processes:

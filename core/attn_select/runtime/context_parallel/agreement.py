@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from attn_select.runtime.context_parallel.collectives import Collectives, RankError
+from attn_select.runtime.context_parallel.context_parallel import ContextParallel
+from attn_select.runtime.metadata import CommonAttentionMetadata
+
+MOST = 300
+"""Characters of each rank's value in an error."""
 
 
 def agree(collectives: Collectives, what: str, facts: Mapping[str, str], problem: str | None = None) -> None:
@@ -24,8 +30,82 @@ def agree(collectives: Collectives, what: str, facts: Mapping[str, str], problem
     for name in facts:
         values = [other.get(name) for _, other in found]
         if any(value != values[0] for value in values):
-            each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            each = ", ".join(f"rank {rank}: {_short(value)}" for rank, value in enumerate(values))
             raise RankError(
                 f"{what}: the ranks of the group have different {name} ({each})",
                 hint="select once and send the selection to all ranks (it can be pickled), and give all the same batch",
             )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MOST else f"{text[:MOST]} …"
+
+
+def do_alike(
+    collectives: Collectives, what: str, do: Callable[[], None], facts: Callable[[], Mapping[str, str]]
+) -> None:
+    """Do what every rank does, and compare the facts of it afterwards. Synchronises.
+
+    Raises:
+        Exception: what ``do`` raised here; the other ranks are told.
+        RankError: another rank failed, or a fact differs.
+    """
+    problem: Exception | None = None
+    found: Mapping[str, str] = {}
+    try:
+        do()
+        found = facts()
+    except Exception as error:
+        problem = error
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    try:
+        agree(collectives, what, found, text)
+    except RankError:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+
+
+class Group(Protocol):
+    """What is asked of a group of layers whose steps are checked."""
+
+    checked: bool
+    block_size: int | None
+    context_parallel: ContextParallel
+
+    def check_batch(self, common: CommonAttentionMetadata) -> None:
+        """Compare a batch with what the group was made for."""
+
+
+def check_step(group: Group, common: CommonAttentionMetadata) -> None:
+    """Check a batch; in checked mode also that all ranks have the same one.
+
+    Raises:
+        BatchError: this rank's own error.
+        RankError: another rank's, or what differs.
+    """
+    if not group.checked:
+        group.check_batch(common)
+        return
+    size = group.block_size
+    assert size is not None
+    ranks = group.context_parallel.collectives
+    do_alike(ranks, "a step", lambda: group.check_batch(common), lambda: _batch_facts(common, size))
+
+
+def _batch_facts(common: CommonAttentionMetadata, block_size: int) -> dict[str, str]:
+    """Return what all ranks must have in common in a step (checked mode). Synchronises.
+
+    Args:
+        block_size: tokens per block of the scheduler's tables.
+    """
+    facts = {"query_lens": str(common.query_lens_cpu.tolist()), "seq_lens": str(common.seq_lens_cpu.tolist())}
+    if common.block_table_tensor is not None:
+        rows = common.block_table_tensor.cpu()
+        used = [row[: -(-length // block_size)] for row, length in zip(rows, common.seq_lens_cpu.tolist(), strict=True)]
+        facts["block tables"] = str([row.tolist() for row in used])
+    if common.slot_mapping is not None:
+        facts["slots"] = str(common.slot_mapping.tolist())
+    return facts

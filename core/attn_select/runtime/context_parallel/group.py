@@ -20,14 +20,15 @@ from torch import Tensor
 
 from attn_select.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
+from attn_select.runtime.context_parallel.agreement import check_step, do_alike
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.parts import (
     LocalBatches,
     OwnBatches,
     check_selection,
+    facts_of,
     local_capacity,
-    make_alike,
     part_of,
 )
 from attn_select.runtime.context_parallel.shares import Shares
@@ -88,7 +89,12 @@ class ContextParallelGroup(AttentionGroup):
             check_selection(selection, context_parallel, dispatch)
             self._make_parts(device, phases)
 
-        make_alike(make, selection, context_parallel, self.capacity)
+        do_alike(
+            context_parallel.collectives,
+            "attention_group",
+            make,
+            lambda: facts_of(selection, context_parallel, self.capacity),
+        )
 
     def _make_parts(self, device: torch.device | str | None, phases: Sequence[Phase] | None) -> None:
         ranks, config, selection = self.context_parallel, self.config, self.selection
@@ -131,7 +137,7 @@ class ContextParallelGroup(AttentionGroup):
         A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
         """
         common = common_attn_metadata
-        self.check_batch(common)
+        check_step(self, common)
         own = self._needs_own(common)
         local = self._local.shared(common, self._local.slots(common), own=own)
         shared = None
@@ -270,6 +276,12 @@ class AttentionAcrossRanks:
             self._shared(query, key, value, kv_cache, metadata.shared, output, lse)
             return
         assert self.own is not None
+        if key is None:
+            raise BatchError(
+                "key is None in a step with queries of several tokens: across ranks a layer attends to the step's own "
+                "keys and values apart, and this one has none",
+                hint="give layers that read another's cache context_parallel only for decodes of one token",
+            )
         if not self.group.nan_tail_safe:
             self.group.scratch.zero_()
         if metadata.shared is None:

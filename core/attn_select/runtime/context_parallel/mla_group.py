@@ -17,13 +17,14 @@ from torch import Tensor
 from attn_select.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.context_parallel.agreement import check_step, do_alike
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.parts import (
     LocalBatches,
     check_selection,
+    facts_of,
     local_capacity,
-    make_alike,
     part_of,
 )
 from attn_select.runtime.context_parallel.shares import Shares
@@ -100,7 +101,12 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
             )
             self._make_latent(selection, "decode" in wanted)
 
-        make_alike(make, selection, context_parallel, bounds)
+        do_alike(
+            context_parallel.collectives,
+            "attention_group",
+            make,
+            lambda: facts_of(selection, context_parallel, bounds),
+        )
 
     def _make_latent(self, selection: Selection, decodes: bool) -> None:
         """Make what decodes, and take over what the layers ask of both parts."""
@@ -137,7 +143,7 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
     ) -> MLAMetadata:
         """As ``MLAAttentionGroup.build``, from the scheduler's lengths, tables and slots, the same on all ranks."""
         common = common_attn_metadata
-        self.check_batch(common)
+        check_step(self, common)
         slots = self._local.slots(common)
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:

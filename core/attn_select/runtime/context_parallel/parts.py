@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_select.errors import AttnSelectError, ConfigError
+from attn_select.errors import ConfigError
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.context_parallel.agreement import agree
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.group import Capacity
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.mla_context import shifted
 from attn_select.selection import Selection
-
-
-def make_alike(
-    make: Callable[[], None], selection: Selection, context_parallel: ContextParallel, capacity: Capacity
-) -> None:
-    """Make this rank's group, and compare it with those of the other ranks.
-
-    Raises:
-        AttnSelectError: this rank's own error, which the others are told.
-        RankError: another rank failed, or made another group.
-    """
-    problem: AttnSelectError | None = None
-    try:
-        make()
-    except AttnSelectError as error:
-        problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    try:
-        agree(context_parallel.collectives, "attention_group", _facts(selection, context_parallel, capacity), text)
-    except AttnSelectError:
-        if problem is None:
-            raise
-    if problem is not None:
-        raise problem
 
 
 def check_selection(selection: Selection, context_parallel: ContextParallel, dispatch: str | None) -> None:
@@ -84,7 +59,7 @@ def local_capacity(capacity: Capacity, per_block: int, block_size: int) -> Capac
     return replace(capacity, max_model_len=-(-capacity.max_model_len // per_block) * block_size)
 
 
-def _facts(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
+def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
     """Return what all ranks of a group must have in common."""
     return {
         "selections": str({p: f"{n}, {selection.plans[p].kernel}" for p, n in selection.selected.items() if n}),

@@ -1,0 +1,83 @@
+"""Context parallelism between processes, by gloo: conformance, whole models, and what happens when ranks go wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_programs as programs
+import torch
+from processes import run_processes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
+
+
+@pytest.mark.parametrize("suite", [programs.Sdpa, programs.Mla])
+@pytest.mark.parametrize(("size", "num_layers"), [(2, 20), (4, 8)])
+def test_backends_give_the_oracles_results(tmp_path: Path, suite: Any, size: int, num_layers: int) -> None:
+    found = run_processes(size, tmp_path, programs.conformance, suite, num_layers)
+    assert found == [[]] * size
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "queries", "interleave"),
+    [
+        (2, "llama", "sharded", 1),
+        (4, "llama", "replicated", 4),
+        (2, "deepseek_v3", "sharded", 8),
+        (4, "deepseek_v3", "sharded", 1),
+    ],
+)
+def test_models_generate_the_tokens_of_one_process(
+    tmp_path: Path, size: int, name: str, queries: str, interleave: int
+) -> None:
+    pytest.importorskip("transformers")
+    import models_for_tests as models
+    from paged_engine import NEW_TOKENS, PROMPTS, generated
+
+    torch.manual_seed(0)
+    model = models.built(getattr(models, name))
+    prompts = [torch.randint(model.config.vocab_size, (length,)).tolist() for length in PROMPTS]
+    with torch.inference_mode():
+        alone = generated(model, prompts)
+    assert all(len(text) == length + NEW_TOKENS for text, length in zip(alone, PROMPTS, strict=True))
+    assert run_processes(size, tmp_path, programs.generation, name, prompts, queries, interleave) == [alone] * size
+
+
+def test_another_number_of_ranks_than_selected(tmp_path: Path) -> None:
+    asked = [{"decode_context_parallel_size": 4}] * 2
+    for text in run_processes(2, tmp_path, programs.group_of, asked):
+        assert text.startswith("ConfigError: decode_context_parallel_size = 4, but the process group has 2 ranks")
+
+
+def test_another_number_of_ranks_on_one_of_them(tmp_path: Path) -> None:
+    first, second = run_processes(2, tmp_path, programs.group_of, [{}, {"decode_context_parallel_size": 4}])
+    assert first.startswith("RankError: attention_group: rank 1: ConfigError: decode_context_parallel_size = 4")
+    assert second.startswith("ConfigError: decode_context_parallel_size = 4")
+
+
+def test_different_selections(tmp_path: Path) -> None:
+    for text in run_processes(2, tmp_path, programs.group_of, [{}, {"num_kv_heads": 1}]):
+        assert text.startswith("RankError: attention_group: the ranks of the group have different configs (rank 0: ")
+
+
+def test_different_lengths_in_checked_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in run_processes(2, tmp_path, programs.steps, [20, 21], environment={"ATTN_SELECT_CHECK": "1"}):
+        assert text.startswith(
+            "RankError: a step: the ranks of the group have different seq_lens (rank 0: [20], rank 1: [21])"
+        )
+
+
+def test_a_batch_that_one_rank_refuses(tmp_path: Path) -> None:
+    refused, other = run_processes(2, tmp_path, programs.steps, [300, 20], environment={"ATTN_SELECT_CHECK": "1"})
+    assert refused.startswith("BatchError: request 0: seq_lens = 300")
+    assert other.startswith("RankError: ")
+
+
+@pytest.mark.parametrize("how", ["ends", "sleeps"])
+def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(tmp_path: Path, how: str) -> None:
+    found = run_processes(2, tmp_path, programs.steps, [20, 20], 1, how, seconds=4)
+    assert found[0].startswith("RankError: all_gather failed on rank 0 of 2: ")
+    assert "within the group's timeout" in found[0]
+    assert found[1] is None or found[1].startswith("RankError")
