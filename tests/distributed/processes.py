@@ -69,7 +69,7 @@ def run_processes(
     processes = [
         _context.Process(
             target=_rank,
-            args=((rank, size), file, seconds, variables, (function, arguments), results),
+            args=(rank, size, file, seconds, variables, function, arguments, results),
             daemon=True,
         )
         for rank in range(size)
