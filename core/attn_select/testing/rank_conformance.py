@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -77,6 +78,8 @@ def check_on_group(
         except RuntimeMissingError:
             raise
         except Exception as error:
-            wrong.append(f"{config_text(config)}, {options}: {type(error).__name__}: {error}")
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{where.filename}:{where.lineno}"
+            wrong.append(f"{config_text(config)}, {options}: {type(error).__name__}: {error} ({place})")
             ran += 1
     return wrong if ran else [f"{suite.spec.name}: no layer could be run"]
