@@ -195,6 +195,8 @@ class BackendPlan:
         notes: further facts a user should know, one clause each.
         nan_tail_safe: False where a NaN behind a sequence's end in its last block can reach the result; then
             ``Capabilities.nan_tail_safe`` is False as well and says why.
+        trees_in_two_parts: with ``draft_tree``, that the kernel takes no mask. The runtime then attends to the context
+            by steps that are not causal, to the drafts by itself, and merges both; the plan must return the LSE.
         masks_chunks: whether the kernel keeps queries to their chunk of ``attention_chunk_size``. Where not, the
             runtime gives it every chunk as a request of its own (``attn_select.runtime.virtual_batches``), and the gate
             takes block sizes that divide a chunk and CUDA graphs of single-token decodes alone.
@@ -218,6 +220,7 @@ class BackendPlan:
     unverified: tuple[str, ...] = ()
     rounds_to: str | None = None
     masks_chunks: bool = False
+    trees_in_two_parts: bool = False
 
     @property
     def kernel_name(self) -> str | None:

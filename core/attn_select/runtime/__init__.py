@@ -50,6 +50,7 @@ from attn_select.runtime.mla_attention import MLAAttention
 from attn_select.runtime.mla_group import MLAAttentionGroup, MLAMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
+from attn_select.runtime.tree_group import DraftTreeGroup
 from attn_select.selection import Selection
 
 
@@ -58,6 +59,8 @@ def attention_group(
 ) -> AttentionGroup:
     """Return an ``MLAAttentionGroup`` for MLA layers, else an ``AttentionGroup``; arguments are theirs.
 
+    It is a ``DraftTreeGroup`` where a plan says ``trees_in_two_parts``.
+
     Args:
         context_parallel: the ranks that share the cache; every one of them makes the group.
     """
@@ -65,6 +68,8 @@ def attention_group(
         across = ContextParallelMLAGroup if selection.config.mla else ContextParallelGroup
         return across(selection, *arguments, context_parallel=context_parallel, **options)
     made = MLAAttentionGroup if selection.config.mla else AttentionGroup
+    if selection.config.draft_tree and any(plan.trees_in_two_parts for plan in selection.plans.values()):
+        made = DraftTreeGroup
     return made(selection, *arguments, **options)
 
 

@@ -159,6 +159,9 @@ class AttentionGroup:
         self.cuda_graphs = cuda_graphs
         self.checked = checks.checks_enabled()
         selection.require()
+        if self.config.draft_tree and any(plan.trees_in_two_parts for plan in selection.plans.values()):
+            text = "draft_tree: the selected kernel takes no mask, so trees are computed in two parts"
+            raise ConfigError(text, fields=["draft_tree"], hint="make the group with attention_group(selection)")
         self.kv_layout, self.block_size = selection.kv_layout, selection.block_size
         check_dispatch(dispatch, self.config)
         plans = self._plans(selection, phases)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
+from attn_select.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
 from attn_select.environment import Environment
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins
@@ -81,6 +82,7 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(True, f"{UPSTREAM_FA3} (descale is batch x KV heads)"),
     output_quantizations=Fact((), f"{VLLM_FA4} (output_scale: not with paged KV)"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
+    draft_tree=Fact(True, f"{_BOTH} (causal=False over the context, returns the LSE): {IN_TWO_PARTS}"),
     nan_tail_safe=Fact(
         True,
         f"{UPSTREAM_FA2} (flash_fwd_kernel.h fills V with zeros behind the last key); {UPSTREAM_FA3} (get_pagedkv_tma "
@@ -245,8 +247,11 @@ def plan(
         pins=pins,
         capability=capability,
     )
+    apart = reasons_against_two_parts(config)
     if not isinstance(chosen, FlashAttnBuild):
-        return chosen
+        return [*chosen, *apart]
+    if apart:
+        return apart
     why = why_this_build(chosen, capability)
     if pins:
         why = describe_pins(pins)
@@ -255,7 +260,8 @@ def plan(
     splits_keys = chosen.version != 4 or capability != HOPPER
     kernel = kernel_of(chosen, config.has_cache, splits_keys=splits_keys)
     made = _plan_with(chosen, kernel, config, options.hybrid, why, notes_on_build(chosen, capability))
-    return replace(made, unverified=(_WIDE_UNPROVEN,)) if config.head_size > 256 else made
+    made = replace(made, unverified=(_WIDE_UNPROVEN,)) if config.head_size > 256 else made
+    return in_two_parts(made, config)
 
 
 def _plan_with(

@@ -1,0 +1,261 @@
+"""``DraftTreeGroup``: trees of drafts on kernels that take no mask, in two parts that are merged by log-sum-exp.
+
+The context of a decode is the same for all of its drafts, so the kernel attends to it without a mask. The step's own
+tokens, a few per request, are attended to in torch, under the tree's mask (as SGLang's tree verification splits prefix
+and tree). Prefills and steps without a ``tree_mask`` run on the kernel as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attn_select.config import CudaGraphLevel, Phase
+from attn_select.dtypes import is_quantized
+from attn_select.runtime import ops
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.kv_cache import key_value_views
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.scales import Scales
+from attn_select.runtime.torch_dtypes import FP8_DTYPES
+from attn_select.selection import Selection
+
+
+@dataclass(slots=True)
+class DraftTreeMetadata(AttentionMetadata):
+    """One step's batch.
+
+    Attributes:
+        plain: what the kernel computes alone: prefills, or the whole step where it has no tree; None if there is none.
+        context: the decodes against what was cached before this step; None where nothing was.
+        num_decode_tokens: the first tokens, which are those of trees.
+        own: int64 ``(num_decode_tokens, M)``, the tokens of each one's request in this step; behind its last one any.
+        visible: bool, likewise: which of them it sees.
+    """
+
+    plain: AttentionMetadata | None = None
+    context: AttentionMetadata | None = None
+    num_decode_tokens: int = 0
+    own: Tensor | None = None
+    visible: Tensor | None = None
+
+
+class DraftTreeGroup(AttentionGroup):
+    """``AttentionGroup`` for layers with ``draft_tree`` whose kernels take no mask.
+
+    Args:
+        selection, device, capacity, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``.
+        cuda_graphs: must be False.
+
+    Attributes:
+        plain, context: the groups of the two kinds of batches that the kernel is given; each has its own builders.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        device: torch.device | str | None = None,
+        capacity: Capacity | None = None,
+        *,
+        cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
+        dispatch: str | None = None,
+    ) -> None:
+        if cuda_graphs or dispatch is not None:
+            raise BatchError(
+                "trees of drafts on a kernel that takes no mask are computed in two parts, which are neither captured "
+                "nor dispatched (accepted: cuda_graphs = False, dispatch = None)"
+            )
+        fields = {"draft_tree": False, "output_quantization": "none"}
+        part = replace(selection, config=selection.config.model_copy(update=fields))
+        self.selection, self.config, self.cuda_graphs = selection, selection.config, False
+        self.plain = AttentionGroup(part, device, capacity, phases=phases)
+        self.context = AttentionGroup(part, device, capacity, phases=phases)
+        plain = self.plain
+        self.capacity, self.device, self.checked = plain.capacity, plain.device, plain.checked
+        self.block_size, self.kv_layout, self.kernel_block_size = (
+            plain.block_size,
+            plain.kv_layout,
+            plain.kernel_block_size,
+        )
+        self.served, self.unified, self.backends, self.dispatch = plain.served, plain.unified, plain.backends, None
+        # This group checks what layers are given; contexts are shorter than the queries that see them.
+        self.plain.checked = self.context.checked = False
+
+    def build(
+        self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
+    ) -> DraftTreeMetadata:
+        """As ``AttentionGroup.build``. Where a tree is in the batch, ``common_prefix_len`` changes nothing."""
+        common = common_attn_metadata
+        self.check_batch(common)
+        if common.tree_mask is None or "decode" not in self.served:
+            plain = self.plain.build(replace(common, tree_mask=None), common_prefix_len, fast_build)
+            return self._metadata_of(common, plain.parts, plain=plain)
+        split = split_decodes_and_prefills(common, self.reorder_batch_threshold)
+        decodes, prefills = common.requests(0, split.num_decodes), common.requests(split.num_decodes, common.num_reqs)
+        beside = self.plain.build(replace(prefills, tree_mask=None), 0, fast_build) if split.num_prefills else None
+        if not split.num_decodes:
+            return self._metadata_of(common, () if beside is None else beside.parts, plain=beside)
+        context = None
+        if int(decodes.num_computed_tokens_cpu.max()) > 0:
+            lens = decodes.query_start_loc.diff()
+            cached = replace(
+                decodes,
+                seq_lens=(decodes.seq_lens - lens).clamp_min_(0),
+                seq_lens_cpu=decodes.num_computed_tokens_cpu.clamp_min(0),
+                causal=False,
+                tree_mask=None,
+                num_keys=None,
+                lead=None,
+            )
+            context = self.context.build(cached, 0, fast_build)
+        parts = next(each.parts for each in (context, beside, AttentionMetadata(self, common, 0, None, ())) if each)
+        own, visible = _own_tokens(decodes)
+        count = split.num_decode_tokens
+        extras: dict[str, Any] = {"num_decode_tokens": count, "own": own, "visible": visible}
+        return self._metadata_of(common, parts, plain=beside, context=context, **extras)
+
+    def _metadata_of(self, common: CommonAttentionMetadata, parts: Any, **extras: Any) -> DraftTreeMetadata:
+        return DraftTreeMetadata(self, common, common.num_actual_tokens, common.slot_mapping, parts, **extras)
+
+    @property
+    def cudagraph_support(self) -> CudaGraphLevel:
+        """Steps in two parts are not captured."""
+        return "NEVER"
+
+    @property
+    def reorder_batch_threshold(self) -> int:
+        """Decodes, whose drafts form trees, come first."""
+        return 1 + self.config.num_speculative_tokens
+
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """As ``AttentionGroup.workspace_bytes``, of both groups."""
+        return {name: 2 * size for name, size in self.plain.workspace_bytes.items()}
+
+    def allocate_kv_cache(self, num_blocks: int) -> Tensor:
+        """As ``AttentionGroup.allocate_kv_cache``."""
+        return self.plain.allocate_kv_cache(num_blocks)
+
+    def _cache_blocks(self) -> tuple[str, int, int]:
+        return self.plain._cache_blocks()
+
+    def across_ranks(self, layer: type[Any], **options: Any) -> DraftTreeAttention:
+        """Return what computes one layer of this group."""
+        return DraftTreeAttention(self, layer, **options)
+
+
+def _own_tokens(decodes: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Return the tokens of each token's request, int64 ``(T, M)``, and which of them it sees."""
+    assert decodes.tree_mask is not None
+    bounds, count, columns = decodes.query_start_loc, decodes.num_actual_tokens, decodes.tree_mask.shape[1]
+    token = torch.arange(count, device=bounds.device)
+    request = torch.searchsorted(bounds[1:], token, right=True).clamp_max_(decodes.num_reqs - 1)
+    first, end = bounds.index_select(0, request)[:, None], bounds.index_select(0, request + 1)[:, None]
+    place = torch.arange(columns, device=bounds.device)
+    own = first + place
+    # Behind the keys that there are, a request has padding: its first tokens stand before position 0.
+    lacking = (end - first - decodes.seq_lens.index_select(0, request)[:, None]).clamp_min(0)
+    there = (own < end) & (place >= lacking) & (own <= token[:, None])
+    return own.clamp_max(count - 1).long(), decodes.tree_mask[:count] & there
+
+
+class DraftTreeAttention:
+    """Computes one layer of a ``DraftTreeGroup``.
+
+    Args:
+        group: the layer's.
+        layer: the class of plain layers.
+        scale, sinks, scales: the layer's.
+    """
+
+    def __init__(
+        self, group: DraftTreeGroup, layer: type[Any], *, scale: float, sinks: Tensor | None, scales: Scales
+    ) -> None:
+        self.group, self.scale, self.sinks, self.scales = group, scale, sinks, scales
+        self.plain, self.context = (
+            layer(part, scale=scale, sinks=sinks, scales=scales) for part in (group.plain, group.context)
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        metadata: DraftTreeMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+        output_scale: Tensor | None,
+    ) -> None:
+        """Compute the layer as ``Attention.forward`` documents it."""
+        tokens = metadata.num_actual_tokens
+        if output_scale is not None:
+            merged = output.new_empty(tokens, *output.shape[1:], dtype=query.dtype)
+            self.forward(query, key, value, kv_cache, metadata, merged, output_lse, None)
+            stored = ops.quantize_fp8(merged, output_scale, output.dtype)
+            output[:tokens].view(torch.uint8).copy_(stored.view(torch.uint8))
+            return
+        decodes = metadata.num_decode_tokens
+        if not decodes:
+            if metadata.plain is not None:
+                self.plain.forward(query, key, value, kv_cache, metadata.plain, output, output_lse)
+            return
+        if key is not None and value is not None:
+            self.plain.write(key, value, kv_cache, metadata.slot_mapping)
+        first, rest = slice(0, decodes), slice(decodes, tokens)
+        if metadata.plain is not None:
+            lse = None if output_lse is None else output_lse[rest]
+            self.plain.forward(query[rest], None, None, kv_cache, metadata.plain, output[rest], lse)
+        output, lse = output[first], None if output_lse is None else output_lse[first]
+        own, own_lse = self._own(query[first], kv_cache, metadata)
+        own = own.to(output.dtype)
+        if metadata.context is None:
+            output.copy_(own)
+            if lse is not None:
+                lse.copy_(own_lse)
+            return
+        part, part_lse = torch.empty_like(output), torch.empty_like(own_lse)
+        self.context.forward(query[first], None, None, kv_cache, metadata.context, part, part_lse)
+        ops.merge_attn_states(output, part, part_lse, own, own_lse, lse)
+
+    def _own(self, query: Tensor, kv_cache: Tensor, metadata: DraftTreeMetadata) -> tuple[Tensor, Tensor]:
+        """Attend to the step's own tokens; return output ``(T, H, Dv)`` and LSE ``(T, H)``, sinks counted if alone."""
+        config, own, visible = self.group.config, metadata.own, metadata.visible
+        assert own is not None
+        assert visible is not None
+        assert metadata.slot_mapping is not None
+        plan = self.group.served["decode"].context.plans["decode"]
+        query = query.float()
+        if is_quantized(plan.query_dtype):
+            dtype = FP8_DTYPES[plan.query_dtype]
+            query = ops.quantize_fp8(query, self.scales.q, dtype).float() * self.scales.q
+        slots = metadata.slot_mapping[: len(query)].clamp_min(0)
+        views = key_value_views(kv_cache, cast(str, self.group.kv_layout), config)
+        keys, values = (
+            _read(view, slots, scale)[own] for view, scale in zip(views, (self.scales.k, self.scales.v), strict=True)
+        )
+        values = values.masked_fill(~visible[..., None, None], 0)  # padding has no slot, and 0 * NaN is NaN
+        group = config.num_heads // config.num_kv_heads
+        grouped = query.view(len(query), config.num_kv_heads, group, -1)
+        scores = torch.einsum("tkgd,tmkd->tkgm", grouped, keys).flatten(1, 2) * self.scale
+        if config.logits_soft_cap is not None:
+            scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
+        scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
+        lse = scores.logsumexp(-1)
+        if self.sinks is not None and metadata.context is None:
+            lse = torch.logaddexp(lse, self.sinks.float())
+        weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
+        weights = weights.view(len(query), config.num_kv_heads, group, -1)
+        return torch.einsum("tkgm,tmkd->tkgd", weights, values).flatten(1, 2), lse
+
+
+def _read(view: Tensor, slots: Tensor, scale: Tensor) -> Tensor:
+    """Return keys or values float32 ``(N, num_kv_heads, size)`` at slots of ``(num_blocks, block_size, ...)``."""
+    size, fp8 = view.shape[1], view.dtype in FP8_DTYPES.values()
+    stored = (view.view(torch.uint8) if fp8 else view)[slots // size, slots % size]  # torch indexes no FP8
+    return stored.view(view.dtype).float() * scale.reshape(-1, 1) if fp8 else stored.float()
