@@ -12,12 +12,17 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import torch
+
+from attn_select_transformers import captured
 from attn_select_transformers.paged import Cache, note_lens
 from attn_select_transformers.paged_caches import AllocatorLayer, GroupedLayer
 
 logger = logging.getLogger("attn_select_transformers")
 DENSE = "attn_select"
 PAGED = "attn_select_flash"
+TABLE_PAGES = 16
+"""Tokens: pages of a multiple are read by block tables, since the kernels' blocks are no smaller."""
 _WRAPPED = "_attn_select_wrapped"
 
 
@@ -27,13 +32,22 @@ def install() -> type:
     Raises:
         ImportError, AttributeError: the engine has other functions than the releases that are listed.
     """
-    from transformers.generation.continuous_batching import cache, continuous_api, initialization, input_outputs
+    from transformers.generation.continuous_batching import (
+        cache,
+        continuous_api,
+        initialization,
+        input_outputs,
+        model_runner,
+    )
 
     changes = (
         (continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch),
         (continuous_api, "resolve_continuous_batching_config", _resolve),
         (initialization, "ensure_decode_fast_path_is_available", _fast_path),
         (input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", _prepare),
+        (model_runner.ModelRunner, "maybe_pad_inputs", _pad),
+        (model_runner.ModelRunner, "compute_batch", _compute),
+        (model_runner.ModelRunner, "_capture_graph", _capture),
     )
     for owner, name, _ in changes:
         getattr(owner, name)  # all of them are there before the first is changed
@@ -77,23 +91,30 @@ def _switch(original: Callable[..., Any], manager: Any, model: Any, *arguments: 
 
 
 def _resolve(original: Callable[..., Any], config: Any, cb_config: Any, *arguments: Any, **options: Any) -> Any:
-    """Leave out CUDA graphs: a captured step would read lengths of the step that was captured."""
+    """Let decodes by block tables be captured; other steps bring lengths that no graph can hold."""
     if config._attn_implementation == PAGED:
-        wanted = cb_config.use_cuda_graph
-        if any(wanted) if isinstance(wanted, tuple | list) else wanted:
-            logger.warning("attn-select: continuous batching runs without CUDA graphs: use_cuda_graph is ignored")
         cb_config = deepcopy(cb_config)
-        cb_config.use_cuda_graph = False
+        wanted = cb_config.use_cuda_graph
+        mixed, decodes = wanted if isinstance(wanted, tuple | list) else (wanted, wanted)
+        able = torch.cuda.is_available() and not _has_windows(config)
+        if mixed or (decodes and not able):
+            which = "steps with prompts run" if able else "continuous batching runs"
+            logger.warning("attn-select: %s without CUDA graphs: use_cuda_graph = %s", which, wanted)
+        cb_config.use_cuda_graph = (False, able and decodes is not False)
     return original(config, cb_config, *arguments, **options)
+
+
+def _has_windows(config: Any) -> bool:
+    types = getattr(config, "layer_types", None) or ()
+    return "sliding_attention" in types or (not types and getattr(config, "sliding_window", None) is not None)
 
 
 def _fast_path(original: Callable[..., Any], config: Any, cb_config: Any, *arguments: Any, **options: Any) -> Any:
     """Let decodes come with block tables, which the engine gives to flash attention on GPUs alone."""
     if config._attn_implementation != PAGED:
         return original(config, cb_config, *arguments, **options)
-    types = getattr(config, "layer_types", None) or ()
-    windows = "sliding_attention" in types or (not types and getattr(config, "sliding_window", None) is not None)
-    if windows:  # their rings have no tables
+    page = cb_config.page_size if hasattr(cb_config, "page_size") else cb_config.block_size
+    if _has_windows(config) or page % TABLE_PAGES:  # rings of windows have no tables, other pages hold no whole blocks
         cb_config.max_blocks_per_request = 0
     return None
 
@@ -108,3 +129,26 @@ def _prepare(original: Callable[..., Any], io: Any, requests_in_batch: Any, *arg
             [request.state.position_offset for request in requests_in_batch],
         )
     return original(io, requests_in_batch, *arguments, **options)
+
+
+def _pad(
+    original: Callable[..., Any], runner: Any, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
+) -> Any:
+    """Leave steps as they are that are not captured."""
+    if runner.cache.config._attn_implementation == PAGED and not use_decode_fast_path:
+        return num_q_tokens, max_kv_read
+    return original(runner, num_q_tokens, max_kv_read, use_decode_fast_path)
+
+
+def _compute(original: Callable[..., Any], runner: Any, model: Any, batch_data: dict[str, Any]) -> Any:
+    """Bring a step of decodes to where its graph reads it."""
+    if runner.cache.config._attn_implementation == PAGED:
+        captured.load(runner, batch_data)
+    return original(runner, model, batch_data)
+
+
+def _capture(original: Callable[..., Any], runner: Any, forward: Callable[..., Any], *arguments: Any) -> Any:
+    """Capture a step of decodes with batches of fixed addresses."""
+    if runner.cache.config._attn_implementation == PAGED:
+        return captured.capture(runner, forward, *arguments)
+    return original(runner, forward, *arguments)

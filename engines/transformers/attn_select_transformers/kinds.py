@@ -22,18 +22,29 @@ class Kind:
         config: what the layers ask for.
         group: the loaded kernels; replaced by a larger one where a batch exceeds it.
         state: what a route keeps for the kind: the last metadata, scratch memory.
+
+    Args:
+        capacity: bounds of a batch to begin with.
+        cuda_graphs: whether steps will be captured. Such a kind must not outgrow its capacity.
     """
 
-    def __init__(self, config: AttentionConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: AttentionConfig,
+        device: torch.device,
+        capacity: Capacity | None = None,
+        cuda_graphs: bool = False,
+    ) -> None:
         self.config = config
         self.device = device
+        self.cuda_graphs = cuda_graphs
         self.selection: Selection = select(config, "cpu" if device.type == "cpu" else None)
-        self.group = self._made(Capacity())
+        self.group = self._made(capacity or Capacity())
         self.state: dict[str, Any] = {}
         self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Attention]] = weakref.WeakKeyDictionary()
 
     def _made(self, capacity: Capacity) -> AttentionGroup:
-        return AttentionGroup(self.selection, self.device, capacity)
+        return AttentionGroup(self.selection, self.device, capacity, cuda_graphs=self.cuda_graphs)
 
     def reserve(self, requests: int, tokens: int, longest: int) -> None:
         """Make room for a batch; metadata and layers of a smaller group are dropped."""

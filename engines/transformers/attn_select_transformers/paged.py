@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_select import layouts
+from attn_select.errors import ConfigError
 from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata
 from attn_select_transformers.dense import attend_runs
 from attn_select_transformers.kinds import Kind, choices_of, kind_of
@@ -58,9 +59,24 @@ class Cache(Protocol):
         """Write the step's keys and values; return all that is attended to, ``(1, heads, tokens, size)``."""
 
 
+class Captured(Protocol):
+    """Where the layers of a step that is captured find their kernels and metadata."""
+
+    def fixed(
+        self, kind: Kind, lens: Lens, layer: Cache, size: int, options: dict[str, Any]
+    ) -> tuple[Kind, AttentionMetadata]:
+        """Return the kind and the metadata to run with, for ``size`` requests with the padding."""
+
+
 def note_lens(cache: Any, queries: list[int], past: list[int]) -> None:
     """Remember a step's lengths with the engine's cache, before the step runs."""
     setattr(cache, _LENS, Lens(queries, past, {}))
+
+
+def lens_of(cache: Any) -> Lens:
+    """Return the lengths of the step that the engine prepared last."""
+    lens: Lens = getattr(cache, _LENS)
+    return lens
 
 
 def attend(
@@ -72,6 +88,7 @@ def attend(
     value: Tensor,
     scaling: float | None,
     options: dict[str, Any],
+    graphs: Captured | None = None,
 ) -> Tensor:
     """Write the step's keys and values into the engine's cache and attend.
 
@@ -82,21 +99,33 @@ def attend(
         scaling: factor on ``q . k``.
         options: the step's other arguments: ``cu_seq_lens_q``, ``read_index``, ``write_index``, ``block_table``, and
             the model's ``softcap`` and ``s_aux``.
+        graphs: where the step is captured.
 
     Returns:
         ``(1, T, num_heads, value_head_size)``.
+
+    Raises:
+        ConfigError: the step comes by block tables, and the kernel's blocks do not fill the engine's pages.
     """
-    lens: Lens = getattr(cache, _LENS)
+    lens = lens_of(cache)
     kind = kind_of(query, key, value, "decoder", layer.window, options)
     choices_of(module).kinds[kind] = None
     view = None if layer.window is not None else _view(kind, cache, module, layer)
     if view is None:
+        if options.get("block_table") is not None:
+            raise ConfigError(
+                f"pages of {layer.page} tokens: {kind.group.block_size} or a multiple are read by block tables",
+                hint="max_blocks_per_request=0 in ContinuousBatchingConfig turns the tables off",
+            )
         keys, values = layer.gathered(key, value, options)
         runs = _runs(lens, layer.window, query.shape[2], keys.shape[2])
         return attend_runs(kind, runs, module, query, keys, values, scaling, options.get("s_aux"))
-    metadata = _metadata(kind, lens, layer, query.device, options)
+    if graphs is None or options.get("block_table") is None:
+        own, metadata = kind, _metadata(kind, lens, layer, query.device, options)
+    else:
+        own, metadata = graphs.fixed(kind, lens, layer, query.shape[2], options)
     tokens = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-    output: Tensor = kind.layer(module, scaling, options.get("s_aux"))(*tokens, view, metadata)
+    output: Tensor = own.layer(module, scaling, options.get("s_aux"))(*tokens, view, metadata)
     return output.unsqueeze(0)
 
 
@@ -149,18 +178,20 @@ def _metadata(kind: Kind, lens: Lens, layer: Cache, device: torch.device, option
     """Return the step's metadata for the layers of a kind in one group of the cache, built once."""
     key = (id(kind), layer.index)
     if key not in lens.built:
-        seq_lens = [past + queries for past, queries in zip(lens.past, lens.queries, strict=True)]
-        kind.reserve(len(seq_lens), sum(lens.queries), max(seq_lens))
-        lens.built[key] = kind.group.build(_common(kind, lens, seq_lens, layer, device, options))
+        longest = max(past + queries for past, queries in zip(lens.past, lens.queries, strict=True))
+        kind.reserve(len(lens.queries), sum(lens.queries), longest)
+        lens.built[key] = kind.group.build(common_of(kind, lens, layer, device, options))
     metadata: AttentionMetadata = lens.built[key]
     return metadata
 
 
-def _common(
-    kind: Kind, lens: Lens, seq_lens: list[int], layer: Cache, device: torch.device, options: dict[str, Any]
+def common_of(
+    kind: Kind, lens: Lens, layer: Cache, device: torch.device, options: dict[str, Any]
 ) -> CommonAttentionMetadata:
+    """Return the step's batch in one group of the engine's cache, in blocks of the kind's group."""
     size = kind.group.block_size
     assert size is not None
+    seq_lens = [past + queries for past, queries in zip(lens.past, lens.queries, strict=True)]
     requests, longest = len(seq_lens), max(seq_lens)
     bounds = torch.tensor([0, *lens.queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     lens_cpu = torch.tensor(seq_lens, dtype=torch.int32)

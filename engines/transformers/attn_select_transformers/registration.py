@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_select.engines import MOVED, Adapter
-from attn_select_transformers import continuous, dense, paged
+from attn_select_transformers import captured, continuous, dense, paged
 from attn_select_transformers.continuous import DENSE, PAGED
 from attn_select_transformers.own_attention import leave_to_transformers
 from attn_select_transformers.releases import RELEASES
@@ -77,5 +77,6 @@ def attention(
     """Attend, in ``generate()`` and in continuous batching; see ``dense.attend`` and ``paged.attend``."""
     if cache is not None and isinstance(cache, tuple(_PAGED_CACHES)):
         layer = continuous.layer_of(cache, module.layer_idx)  # type: ignore[arg-type]
-        return paged.attend(layer, cache, module, query, key, value, scaling, options), None
+        graphs = captured.graphs_of(cache)
+        return paged.attend(layer, cache, module, query, key, value, scaling, options, graphs), None
     return dense.attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)

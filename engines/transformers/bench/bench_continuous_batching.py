@@ -1,11 +1,14 @@
 """Continuous batching of a random Llama on one GPU: attn-select against transformers' own routes, interleaved.
 
     python engines/transformers/bench/bench_continuous_batching.py [--layers 32] [--batch 64] [--repeats 3]
+    python engines/transformers/bench/bench_continuous_batching.py --routes attn_select,flash_attention_3
 
-Each repeat runs every route once, over the same prompts of uneven length, and counts generated tokens per second of the
-whole ``generate_batch`` call. Printed per route: the median and the range; then the median of the per-repeat ratios of
-attn-select to each other route. Routes that cannot run here are named with the reason. The share of tokens that agree
-with the first route is no test: in half precision different kernels round differently, and random weights amplify it.
+Each repeat runs every route once, over the same prompts of uneven length, and counts generated tokens per second from
+the first request's arrival until the last one is done; transformers' warm-up comes before. Graphs and asynchronous
+batching are as transformers decides for a route; "attn_select eager" has neither. Printed per route: the median and the
+range; then the median of the per-repeat ratios of the first route to each other one. Routes that cannot run here are
+named with the reason. The share of tokens that agree with the first route is no test: in half precision different
+kernels round differently, and random weights amplify it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 import attn_select_transformers
@@ -51,10 +55,16 @@ def model(options: argparse.Namespace) -> Any:
     return made
 
 
+EAGER = " eager"
+"""Behind a route's name: without CUDA graphs, and without asynchronous batching."""
+
+
 def routes() -> dict[str, str | None]:
     """Return the names of attention to compare, each with the reason if it cannot run here."""
     paged = any(name.startswith("paged|sdpa") for name in transformers.AttentionInterface._global_mapping)
-    found: dict[str, str | None] = {"attn_select": None, "paged|sdpa" if paged else "sdpa": None}
+    found: dict[str, str | None] = dict.fromkeys(
+        ("attn_select", f"attn_select{EAGER}", "paged|sdpa" if paged else "sdpa")
+    )
     for version, here in ((3, is_flash_attn_3_available()), (2, is_flash_attn_2_available())):
         found[f"flash_attention_{version}"] = None if here else f"flash attention {version} is not installed"
     return found
@@ -62,7 +72,7 @@ def routes() -> dict[str, str | None]:
 
 def run(made: Any, route: str, prompts: list[list[int]], options: argparse.Namespace) -> tuple[float, list[list[int]]]:
     """Return the tokens per second of one call, and the tokens."""
-    made.set_attn_implementation(route)
+    made.set_attn_implementation(route.removesuffix(EAGER))
     blocks = sum(-(-(len(prompt) + options.new) // PAGE) for prompt in prompts) + 8
     known = ContinuousBatchingConfig.__dataclass_fields__
     given = {
@@ -71,22 +81,26 @@ def run(made: Any, route: str, prompts: list[list[int]], options: argparse.Names
         "max_batch_tokens": options.max_batch_tokens,
         "auto_switch_to_flash": False,
         "max_requests_per_batch": len(prompts),
-        "use_async_batching": options.use_async or None,
     }
+    if route.endswith(EAGER):
+        given |= {"use_cuda_graph": False, "use_async_batching": False}
     batching = ContinuousBatchingConfig(**{name: value for name, value in given.items() if name in known})
     generation = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    if options.device != "cpu":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    found = made.generate_batch(
-        inputs=prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
-    )
-    took = time.perf_counter() - began
-    order = sorted(found, key=lambda name: int(name.rpartition("_")[2]))
-    tokens = [list(found[name].generated_tokens) for name in order]
-    assert len(tokens) == len(prompts)
-    assert all(len(own) == options.new for own in tokens)
-    return sum(map(len, tokens)) / took, tokens
+    hints = WorkloadHints(max(map(len, prompts)), options.new, len(prompts))
+    tokens: dict[str, list[int]] = {}
+    with made.continuous_batching_context_manager(
+        generation, continuous_batching_config=batching, workload_hints=hints
+    ) as manager:
+        began = time.perf_counter()
+        names = manager.add_requests(inputs=prompts, max_new_tokens=options.new)
+        while len(tokens) < len(prompts):
+            if (found := manager.get_result(timeout=1)) is not None and found.is_finished():
+                tokens[found.request_id] = list(found.generated_tokens)
+            elif found is None and not manager.is_running():
+                raise SystemExit(f"{route}: generation ended with {len(tokens)} of {len(prompts)} requests done")
+        took = time.perf_counter() - began
+    assert all(len(own) == options.new for own in tokens.values())
+    return options.new * len(prompts) / took, [tokens[name] for name in names]
 
 
 def main() -> None:
@@ -97,7 +111,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="the longest prompt; the shortest is an eighth")
     parser.add_argument("--new", type=int, default=128, help="tokens generated per request")
     parser.add_argument("--max-batch-tokens", type=int, default=4096, help="of one step")
-    parser.add_argument("--use-async", action="store_true", help="prepare a step while the one before it runs")
+    parser.add_argument("--routes", metavar="NAME,…", help="which to run, the first beside each other (default: all)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     made = model(options)
@@ -110,6 +124,8 @@ def main() -> None:
         f"{options.layers} layers, {options.batch} requests, {int(lengths.sum())} prompt tokens, {options.new} new each"
     )
     reasons = routes()
+    if options.routes:
+        reasons = {route: reasons[route] for route in options.routes.split(",")}
     names = [route for route, reason in reasons.items() if reason is None]
     for route, reason in reasons.items():
         if reason is not None:
@@ -135,7 +151,7 @@ def main() -> None:
         print(f"  {route:20} {statistics.median(own):9.0f} tokens/s ({min(own):.0f} to {max(own):.0f})")
     for route in names[1:]:
         ratios = [ours / theirs for ours, theirs in zip(speeds[names[0]], speeds[route], strict=True)]
-        print(f"  attn_select by {route:20} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        print(f"  {names[0]} by {route:20} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 import models_for_tests as models  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching import cache as engine_cache  # noqa: E402
-from transformers.generation.continuous_batching import continuous_api  # noqa: E402
+from transformers.generation.continuous_batching import continuous_api, model_runner  # noqa: E402
 
-from attn_select_transformers import continuous, explain_model, paged  # noqa: E402
+from attn_select_transformers import captured, continuous, explain_model, paged  # noqa: E402
 
 REQUESTS = 32
 NEW = 16
@@ -95,13 +95,13 @@ def test_full_layers_read_the_engines_pages_in_place(
 ) -> None:
     """By slots, and by block tables where every request decodes; the cache is gathered in neither."""
     seen: Counter[str] = Counter()
-    original = paged._common
+    original = paged.common_of
 
     def spy(*arguments: Any) -> Any:
         seen["table" if arguments[-1].get("block_table") is not None else "slots"] += 1
         return original(*arguments)
 
-    monkeypatch.setattr(paged, "_common", spy)
+    monkeypatch.setattr(paged, "common_of", spy)
     monkeypatch.setattr(paged, "attend_runs", lambda *_: pytest.fail("keys were gathered"))
     model, prompts = models.built(models.llama), requests()
     expected = alone(model, prompts)
@@ -127,6 +127,17 @@ def test_decodes_come_first_in_every_step(monkeypatch: pytest.MonkeyPatch) -> No
     mixed = [queries for queries in steps if 1 in queries and max(queries) > 1]
     assert mixed
     assert all(queries[: queries.count(1)] == [1] * queries.count(1) for queries in mixed)
+
+
+@pytest.mark.parametrize("page", [8, 24])
+def test_pages_that_no_block_fills_are_read_by_slots(page: int, calls: Counter[str]) -> None:
+    model, prompts = models.built(models.llama), requests()[:6]
+    expected = alone(model, prompts)
+    calls.clear()
+    known = ContinuousBatchingConfig.__dataclass_fields__
+    size = {"page_size" if "page_size" in known else "block_size": page}
+    assert tokens(model, "attn_select", prompts, **size, num_blocks=256, max_blocks_per_request=8) == expected
+    assert calls["paged"]
 
 
 def test_shared_prefixes(calls: Counter[str]) -> None:
@@ -202,3 +213,65 @@ def test_cuda_graphs_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> 
     model = models.built(models.llama)
     tokens(model, "attn_select", requests()[:2], use_cuda_graph=True)
     assert "runs without CUDA graphs" in caplog.text
+
+
+class Replayed:
+    """Stands for a CUDA graph on a CPU: runs the function again, with the batches of fixed addresses."""
+
+    replays = 0
+
+    def __init__(self, function: Any, graphs: Any) -> None:
+        self.function, self.graphs = function, graphs
+
+    def replay(self) -> None:
+        Replayed.replays += 1
+        self.graphs.recording = True
+        self.function()
+        self.graphs.recording = False
+
+    def reset(self) -> None:
+        """The engine calls it in the end."""
+
+
+def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine capture decodes on a CPU."""
+    made: list[Any] = []
+    plain = model_runner.ModelRunner.__init__
+
+    class Graphs(captured.Graphs):
+        def __init__(self, most_requests: int) -> None:
+            super().__init__(most_requests)
+            made.append(self)
+
+    def capturing(self: Any, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options)
+        self.use_cuda_graph_decode = self.pad_inputs = True
+
+    monkeypatch.setattr(Replayed, "replays", 0)
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", capturing)
+    monkeypatch.setattr(captured, "Graphs", Graphs)
+    monkeypatch.setattr(
+        captured, "recorded", lambda forward, arguments, *_: Replayed(lambda: forward(*arguments), made[-1])
+    )
+
+
+def test_captured_decodes_read_each_steps_batch(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with_graphs(monkeypatch)
+    monkeypatch.setattr(captured, "check_level", lambda _: None)
+    model, prompts = models.built(models.llama), requests()
+    expected = alone(model, prompts)
+    calls.clear()
+    assert tokens(model, "attn_select", prompts, max_blocks_per_request=8) == expected
+    assert Replayed.replays > 3
+    assert calls["paged"] == calls["kernel"]
+
+
+def test_kernels_that_cannot_be_captured_run_without_graphs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_graphs(monkeypatch)
+    model, prompts = models.built(models.llama), requests()[:4]
+    expected = alone(model, prompts)
+    assert tokens(model, "attn_select", prompts, max_blocks_per_request=8) == expected
+    assert not Replayed.replays
+    assert caplog.text.count("runs without CUDA graphs: CUDA graphs of uniform batches") == 1

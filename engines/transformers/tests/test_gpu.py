@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import models_for_tests as models  # noqa: E402
-from test_continuous_batching import requests, tokens  # noqa: E402
+from test_continuous_batching import alone, requests, tokens  # noqa: E402
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs  # noqa: E402
 
-from attn_select_transformers import paged  # noqa: E402
+from attn_select_transformers import captured, paged  # noqa: E402
 
 DEVICE = "cuda"
 pytestmark = [
@@ -91,6 +91,51 @@ def test_layers_of_continuous_batching(make: Any, calls: Counter[str], monkeypat
 
     monkeypatch.setattr(paged, "attend", checked)
     monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", remember)
-    tokens(on_gpu(make), "attn_select", requests())
+    tokens(on_gpu(make), "attn_select", requests(), use_cuda_graph=False)
     assert calls["kernel"]
     assert 0 < worst[0] < 2e-2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replayed_decodes(dtype: Any, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's replay computes what the same step computes when its kernels are launched."""
+    original, seen = captured.recorded, Counter[str]()
+
+    class Checked:
+        def __init__(self, forward: Any, arguments: Any, *rest: Any) -> None:
+            self.graph = original(forward, arguments, *rest)
+            self.forward, self.arguments = forward, arguments
+            self.graphs = made[-1]
+
+        def replay(self) -> None:
+            self.graph.replay()
+            rows = len(paged.lens_of(self.arguments[1]["cache"]).queries)
+            output = self.arguments[-1][0, :rows]
+            replayed = output.clone()
+            self.graphs.recording = True
+            self.forward(*self.arguments)
+            self.graphs.recording = False
+            seen["tokens"] += rows
+            seen["equal"] += int((output == replayed).sum())
+
+        def reset(self) -> None:
+            self.graph.reset()
+
+    class Graphs(captured.Graphs):
+        def __init__(self, most_requests: int) -> None:
+            super().__init__(most_requests)
+            made.append(self)
+
+    made: list[Any] = []
+    monkeypatch.setattr(captured, "Graphs", Graphs)
+    monkeypatch.setattr(captured, "recorded", Checked)
+    model = models.built(llama).to(DEVICE, dtype)
+    options = {"max_blocks_per_request": 8, "use_async_batching": asynchronous}
+    found = tokens(model, "attn_select", requests(), **options)
+    assert seen["tokens"] > 100
+    assert seen["equal"] >= 0.98 * seen["tokens"], "near ties may go either way: bounds that change splits are captured"
+    if dtype == torch.float32:
+        assert seen["equal"] == seen["tokens"]
+        assert found == alone(model, requests()), "prompts and decodes in one step, on kernels that want decodes first"
+        assert found == tokens(model, "attn_select", requests(), **options, use_cuda_graph=False)
