@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attn_select import AttentionConfig, select
+from attn_select import AttentionConfig, Environment, select
 from attn_select.detection import detect_device
+from attn_select.environment import parse_pins
 from attn_select.runtime import (
     Attention,
     Capacity,
@@ -56,7 +57,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 BATCHES = ((1, 1 << 20), (4, 1 << 20), (32, 1 << 17))
 """Requests, and tokens of each."""
-BACKENDS = {"gqa": ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"), "mla": ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA")}
+BACKENDS = {"gqa": ("FLASH_ATTN", "TRITON_ATTN"), "mla": ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA")}
 
 
 class Lines:
@@ -176,12 +177,14 @@ def batch_of(group: Any, requests: int, tokens: int) -> CommonAttentionMetadata:
 
 
 def layer_step(
-    config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any
+    config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any, pins: dict[str, str]
 ) -> tuple[Any, Selection]:
     """Return a step of one layer, and the selection that it runs."""
     requests, tokens = batch
     where = None if torch.cuda.is_available() else "cpu"
-    selection = select(config, where, backend=None if backend is None else {"decode": backend})
+    environment = Environment(pins=pins) if pins else None
+    choice = None if backend is None else {"decode": backend}
+    selection = select(config, where, backend=choice, environment=environment)
     given: dict[str, Any] = {"cuda_graphs": torch.cuda.is_available(), "phases": ["decode"], "context_parallel": ranks}
     group = attention_group(selection, None, Capacity(requests, requests, tokens), **given)
     common = batch_of(group, requests, tokens)
@@ -215,15 +218,17 @@ def decode(arguments: argparse.Namespace, lines: Lines) -> None:
     ranks = ContextParallel(None)
     batches = BATCHES if torch.cuda.is_available() else ((1, 200), (4, 100))
     layers = LAYERS if torch.cuda.is_available() else TINY
-    names = arguments.layer or list(layers)
+    names, pins = arguments.layer or list(layers), parse_pins(arguments.pins)
     for number, batch in enumerate(batches):
         for name in names:
             known = BACKENDS[name[:3]] if torch.cuda.is_available() else (None,)
             for backend in arguments.backend or known[: len(known) if number == 0 else arguments.most]:
                 try:
                     whole = AttentionConfig(**layers[name])
-                    step, alone_by = layer_step(whole, backend, batch, None)
+                    step, alone_by = layer_step(whole, backend, batch, None, pins)
                     alone = timed(step)
+                    step, _ = layer_step(whole, backend, (batch[0], batch[1] // ranks.size), None, pins)
+                    share = timed(step)
                     del step
                     torch.cuda.empty_cache() if torch.cuda.is_available() else None
                     result = {}
@@ -231,14 +236,14 @@ def decode(arguments: argparse.Namespace, lines: Lines) -> None:
                         part = {"num_heads": whole.num_heads // ranks.size, "decode_context_parallel_size": ranks.size}
                         config = whole.model_copy(update=part)
                         options = ContextParallel(None, merge=way, interleave=arguments.interleave)
-                        step, ranks_by = layer_step(config, backend, batch, options)
+                        step, ranks_by = layer_step(config, backend, batch, options, pins)
                         result[way] = round(timed(step), 2)
                         del step
                     best = min(result.values())
                     lines.write(
                         kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=batch[0],
-                        tokens=batch[1], ranks=ranks.size, alone_us=round(alone, 2), ranks_us=result,
-                        efficiency=round(alone / ranks.size / best, 4),
+                        tokens=batch[1], ranks=ranks.size, alone_us=round(alone, 2), share_us=round(share, 2),
+                        ranks_us=result, efficiency=round(alone / ranks.size / best, 4),
                     )  # fmt: skip
                     lines.measured(alone_by, batch, alone)
                     lines.measured(ranks_by, batch, best)
@@ -301,6 +306,7 @@ def main() -> None:
     part.add_argument("--layer", action="append", choices=LAYERS)
     part.add_argument("--backend", action="append")
     part.add_argument("--ways", nargs="+", default=["a2a", "ag_rs"])
+    part.add_argument("--with", dest="pins", action="append", default=[], metavar="NAME==VERSION", help="a library")
     part.add_argument("--interleave", type=int, default=1)
     part.add_argument("--most", type=int, default=2, help="backends for all batches but the first")
     commands.add_parser("merge")
