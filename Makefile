@@ -78,6 +78,7 @@ format: venv ## Rewrite the sources as `make test` wants them
 
 docs: venv ## Run the commands that the documents show and write their present output there
 	$(TEST_ENV)/bin/python tests/docs/console_blocks.py --write
+	$(TEST_ENV)/bin/python tests/decision/compare_vllm.py --write
 
 bench-select: venv ## Measure selection: cold start, cached and uncached select, a matrix
 	$(TEST_ENV)/bin/python tests/bench/bench_select.py $(ARGS)
