@@ -52,6 +52,7 @@ class BlockTable:
 
     Attributes:
         host: int32 ``(max_num_reqs, max_num_blocks_per_req)``; to be read, since only the methods below note a change.
+        row_starts: int64 ``(max_num_reqs,)`` on the host, where each row begins in ``host``.
         num_blocks_per_row: int32 ``(max_num_reqs,)`` on the host, blocks in each row; the columns behind them hold 0.
         device_table: the same as ``host`` on the device, at one address for good; rows are current after ``commit``.
     """
@@ -73,6 +74,7 @@ class BlockTable:
         self._ids = array("i", bytes(4 * max_num_reqs * max_num_blocks_per_req))
         self.host = torch.frombuffer(self._ids, dtype=torch.int32).view(max_num_reqs, max_num_blocks_per_req)
         on_host = self.device.type == "cpu"
+        self.row_starts = torch.arange(0, self.host.numel(), max_num_blocks_per_req)
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
         self.num_blocks_per_row = torch.zeros(max_num_reqs, dtype=torch.int32)
         self._changed, self._committed = True, (0, 0)  # since the last commit; its rows and columns
@@ -234,7 +236,8 @@ def prepare_batch(
             "of them, at least 1"
         )
     single = new_lens is query_lens and new_lens.count(1) == num_reqs  # most steps: one token each
-    if not single or min(seq_lens) < 1:
+    many = single and num_reqs > FEW_SLOTS
+    if not single or (not many and min(seq_lens) < 1):
         _check_lens("query_lens", query_lens, seq_lens, limited=new_lens is query_lens)
         _check_lens("new_lens", new_lens, seq_lens)
     num_tokens = num_reqs if single else sum(query_lens)
@@ -243,11 +246,16 @@ def prepare_batch(
     num_ints = 2 * num_reqs + 1
     ints = bytearray(4 * num_ints)
     struct.pack_into(f"{num_ints}i", ints, 0, 0, *accumulate(query_lens), *seq_lens)
-    slots_at, num_slots = -(-num_ints // 2) * 8, 0 if table is None else sum(new_lens)
+    slots_at, num_slots = -(-num_ints // 2) * 8, 0 if table is None else num_tokens if single else sum(new_lens)
     host = staging(slots_at + 8 * num_slots, target)
     header = host[: 4 * num_ints].view(torch.int32)
     header.copy_(torch.frombuffer(ints, dtype=torch.int32))
     bounds_cpu, seq_lens_cpu = bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
+    most: Tensor | int = 0
+    if many:
+        least, most = seq_lens_cpu.aminmax()  # of a list, min and max take longer
+        if int(least) < 1:
+            _check_lens("query_lens", query_lens, seq_lens)
     if block_table is not None:
         _check_rows(seq_lens_cpu, block_table)
         block_table.note_step(new_lens, seq_lens_cpu)
@@ -262,6 +270,8 @@ def prepare_batch(
         header = here[: 4 * num_ints].view(torch.int32)
         bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
     lead = None if single else lead_of(query_lens, seq_lens)
+    if not many:
+        most = max(seq_lens) if lead is None else max((lead.longest, *lead.seq_lens))
     return CommonAttentionMetadata(
         query_start_loc=bounds,
         query_start_loc_cpu=bounds_cpu,
@@ -270,7 +280,7 @@ def prepare_batch(
         num_reqs=num_reqs,
         num_actual_tokens=num_tokens,
         max_query_len=1 if single else max(query_lens),
-        max_seq_len=max(seq_lens) if lead is None else max((lead.longest, *lead.seq_lens)),
+        max_seq_len=int(most),
         block_table_tensor=table,
         slot_mapping=None if table is None else here[slots_at:].view(torch.int64),
         causal=causal,
@@ -286,15 +296,16 @@ def _fill_slots(slots: Tensor, lens: Sequence[int] | None, seq_lens: Tensor, blo
     """Write each new key's slot, ``block * block_size + offset``; ``lens`` None: one of each request."""
     num_slots, size = slots.shape[0], block_table.block_size
     if lens is None:  # no need to spread requests over tokens
-        request, positions = torch.arange(num_slots), seq_lens - 1
+        positions, rows = seq_lens - 1, block_table.row_starts[:num_slots]
     else:
         counts = torch.frombuffer(array("i", lens), dtype=torch.int32)
         request = torch.repeat_interleave(counts, output_size=num_slots)
         firsts = seq_lens - counts - prefix_sums(counts)[:-1]
-        positions = torch.arange(num_slots, dtype=torch.int32) + firsts[request]
-    column = positions // size
+        positions, rows = torch.arange(num_slots, dtype=torch.int32) + firsts[request], block_table.row_starts[request]
+    column = torch.floor_divide(positions, size)
+    blocks = block_table.host.view(-1).take(rows + column)
     # The offset is position - column * size, and so the slot position + (block - column) * size.
-    torch.add(positions, block_table.host[request, column].sub_(column), alpha=size, out=slots)
+    torch.add(positions, blocks.sub_(column), alpha=size, out=slots)
 
 
 def _check_lens(name: str, lens: Sequence[int], seq_lens: Sequence[int], *, limited: bool = True) -> None:

@@ -169,6 +169,10 @@ class Split:
     num_prefill_tokens: int
 
 
+FEW_REQUESTS = 32
+"""Up to as many, a loop over a list takes less time than operations on tensors."""
+
+
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, *, require_uniform: bool = False
 ) -> Split:
@@ -184,6 +188,11 @@ def split_decodes_and_prefills(
     known = common.num_decodes
     if known is None and not require_uniform and common.max_query_len <= decode_threshold:
         return Split(num_reqs, 0, tokens, 0)
+    if known is None and not require_uniform and num_reqs <= FEW_REQUESTS:
+        bounds = common.query_start_loc_cpu.tolist()
+        first = next((each for each in range(num_reqs) if bounds[each + 1] - bounds[each] > decode_threshold), num_reqs)
+        if all(bounds[each + 1] - bounds[each] > decode_threshold for each in range(first + 1, num_reqs)):
+            return Split(first, num_reqs - first, bounds[first], tokens - bounds[first])
     lens = common.query_lens_cpu
     is_prefill = lens > decode_threshold if known is None else torch.arange(num_reqs) >= known
     if require_uniform:

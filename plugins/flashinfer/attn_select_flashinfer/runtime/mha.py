@@ -246,7 +246,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         kernel, table, workspace = self._trtllm[phase], common.block_table_tensor, self.workspace
         assert table is not None
         assert workspace is not None
-        bounds = common.query_start_loc_cpu
+        bounds = common.query_start_loc_cpu.numpy()
         return {
             "phase": phase,
             "label": str(kernel),
@@ -277,6 +277,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         XQA takes no others. trtllm-gen does, but before flashinfer-python 0.6.18 it counts the parts of a shorter
         query's keys by the longest query and can lose the last one (csrc/fmhaReduction.cu v0.6.14).
         """
+        if common.num_actual_tokens == common.num_reqs == decodes and common.max_query_len == 1:
+            return [self._trtllm_decode(common, 0, decodes, 1)]  # one token each: no length is 0
         lens = common.query_lens_cpu[:decodes].tolist()
         parts, first = [], 0
         for length, run in groupby(lens):
@@ -305,7 +307,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     def _keyless(self, common: CommonAttentionMetadata, first: int, last: int, length: int) -> Tensor | None:
         """Return which rows belong to requests without keys; None without any, as far as the host knows."""
-        if not bool((common.seq_lens_cpu[first:last] == 0).any()):
+        if common.seq_lens_cpu.numpy()[first:last].all():
             return None
         empty = common.seq_lens[first:last] == 0
         return empty if length == 1 else empty.repeat_interleave(length)

@@ -39,7 +39,7 @@ class NativeBuilder:
     def _planned_decode(self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists) -> FIDecode:
         given = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
         plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
-        end = len(lists.seq_lens)
+        end = lists.num_reqs
         return FIDecode(phase="decode", label=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists)
 
     def prefill(
@@ -116,7 +116,7 @@ class NativeBuilder:
         """Gather the page indices on the device, where the table is; the plan has not read them."""
         rows = common.block_table_tensor
         assert rows is not None
-        requests = len(lists.seq_lens)
+        requests = lists.num_reqs
         if requests < common.num_reqs:
             rows = rows[first : first + requests]
         if skipped:

@@ -170,6 +170,11 @@ class PageLists:
     paged_kv_last_page_len: Tensor
     seq_lens: Tensor
 
+    @property
+    def num_reqs(self) -> int:
+        """How many requests there are; ``len`` of a subclass of ``Tensor`` takes 2 us."""
+        return self.paged_kv_last_page_len.shape[0]
+
     @classmethod
     def of(cls, seq_lens: Tensor, page_size: int, indices: Tensor | None, device: torch.device) -> PageLists:
         """Return the lists of requests with these lengths, int32 ``(B,)`` on the host.
@@ -180,8 +185,10 @@ class PageLists:
         lens = seq_lens.numpy().copy()  # a copy: a batch may be planned again after the caller has changed its lengths
         pages = (lens + (page_size - 1)) // page_size
         indptr = np.zeros(len(lens) + 1, dtype=np.int32)
-        pages.cumsum(dtype=np.int32, out=indptr[1:])
-        last = lens - np.maximum(pages - 1, 0) * page_size
+        np.add.accumulate(pages, out=indptr[1:])
+        last = lens - (pages - 1) * page_size
+        if not lens.all():
+            last[lens == 0] = 0
         total = max(1, int(indptr[-1]))
         made = torch.empty(total, dtype=torch.int32, device=device) if indices is None else indices[:total]
         lengths = torch.from_numpy(lens).as_subclass(HostLengths)
