@@ -21,7 +21,7 @@ from attn_select.testing import Problem, error_bound, random_problem, same_bits
 from attn_select.testing.running import common_of
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TILE
 from attn_select_torch.runtime.flex import FlexImpl
-from attn_select_torch.runtime.flex_builder import FlexBuilder, FlexMetadata
+from attn_select_torch.runtime.flex_builder import FlexBuilder, FlexMetadata, Tails
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 another_kind = pytest.mark.slow(guard="the tests of the usual kind of layer, which is compiled once for them all")
@@ -283,3 +283,14 @@ def test_graph_replays_other_lengths_and_tables() -> None:
         rig.builder.build(0, common_of(problem))
         graph.replay()
         rig.assert_right(problem, cache, output, lse)
+
+
+def test_tokens_behind_a_batch_s_keys_are_kept() -> None:
+    """A batch against the context alone: this step's tokens lie behind its last key, and are of use."""
+    values = torch.randn(40, 2, 8)
+    values[3], values[5, 0, 0], values[6] = torch.nan, torch.inf, -torch.inf
+    before = values.clone()
+    Tails(torch.tensor([2, 3, 4, 5, 6]), torch.tensor([False, True, True, True, True])).clear(values)
+    wanted = before.clone()
+    wanted[3], wanted[5, 0, 0], wanted[6] = 0, 0, 0
+    assert torch.equal(values, wanted)

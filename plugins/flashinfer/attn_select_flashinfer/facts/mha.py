@@ -10,6 +10,7 @@ from pydantic import Field
 
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.device import Device
+from attn_select.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
 from attn_select.environment import Environment
 from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.spec import (
@@ -88,6 +89,7 @@ CAPABILITIES = Capabilities(
     ),
     per_head_quant_scales=Fact(True, f"{RAN} (fa3 with an FP8 query: prefill and decode)"),
     output_quantizations=Fact(("fp8", "fp4"), f"{DECODE} and {PREFILL} out_dtype; {RAN} (XQA to FP8)"),
+    draft_tree=Fact(True, f"{RAN} (native kernels, causal=False over the context, return the LSE): {IN_TWO_PARTS}"),
     decode_context_parallel=Fact(True, f"{RAN} (native kernels return the LSE, base 2); {LAUNCHER} (trtllm-gen too)"),
     nan_tail_safe=Fact(
         False, "; ".join(f"{name}: {fact.value} ({fact.source})" for name, fact in NAN_TAIL_SAFE.items())
@@ -141,6 +143,8 @@ def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashInferOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Plan one phase: native or TRT-LLM, which kernel, and why; or every reason why neither runs."""
+    if config.draft_tree:
+        return _tree_plan(config, device, environment, options, phase)
     capability = device.compute_capability
     if capability is None or capability < (7, 5):
         return wrong_device(CAPABILITIES, device)
@@ -169,6 +173,22 @@ def plan(
     if turing:
         return replace(made, unverified=(_TURING_UNPROVEN,))
     return replace(made, unverified=(_SINKS_UNPROVEN,)) if config.sinks and capability[0] == 8 else made
+
+
+def _tree_plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashInferOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Plan a layer whose drafts form trees: native kernels attend to the context, by steps that are not causal."""
+    reasons = reasons_against_two_parts(config)
+    if options.use_trtllm is True:
+        text = "trees of drafts run on native kernels, and use_trtllm is set to true (supported: auto, false)"
+        reasons.append(Reason("pinned-kernel", text, True, ["auto", False]))
+    context = config.model_copy(update={"draft_tree": False, "non_causal": True})
+    native = options.model_copy(update={"use_trtllm": False})
+    found = plan(context, device, environment, native, phase)
+    if isinstance(found, list):
+        return [*found, *reasons]
+    return reasons or in_two_parts(found, config)
 
 
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:

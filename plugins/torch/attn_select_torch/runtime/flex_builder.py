@@ -79,9 +79,13 @@ class Tails:
     unused: Tensor
 
     def clear(self, values: Tensor) -> None:
-        """Write zeros into the unused slots of ``values``, ``(num_slots, num_kv_heads, value_head_size)``."""
-        kept = values.index_select(0, self.slots).masked_fill_(self.unused[:, None, None], 0)
-        values.index_copy_(0, self.slots, kept)
+        """Write zeros where unused slots of ``values``, ``(num_slots, num_kv_heads, value_head_size)``, are not finite.
+
+        Finite numbers stay: they may be tokens that this batch does not attend to, such as the step's own ones where
+        its context is attended to alone.
+        """
+        kept = values.index_select(0, self.slots)
+        values.index_copy_(0, self.slots, kept.masked_fill_(self.unused[:, None, None] & ~kept.isfinite(), 0))
 
 
 @dataclass(slots=True)

@@ -22,8 +22,10 @@ QUANTIZED_ROWS = 16
 """Rows of one program that quantises."""
 KEYS, BLOCK_N = 1024, 128
 """Keys of one token that a program scores, and of one step of it."""
-TOPK_BLOCK = 2048
-"""Scores of one step of the selection."""
+TOPK_BLOCK, LONG_TOPK_BLOCK = 2048, 4096
+"""Scores of one step of the selection; the latter where requests are long, with twice as many warps."""
+LONG = 16384
+"""Keys of such a request."""
 MOST_LOGITS = 2**26
 """Scores that are held at once: 256 MiB."""
 
@@ -199,6 +201,7 @@ def indexer_topk(
     step = max(1, MOST_LOGITS // rows.max_seq_len)
     logits = torch.empty(min(step, tokens), rows.max_seq_len, dtype=torch.float32, device=query.device)
     table, top_k = rows.block_table, topk_indices.shape[1]
+    topk_block, warps = (LONG_TOPK_BLOCK, 16) if rows.max_seq_len > LONG else (TOPK_BLOCK, 8)
     block_h, block_d = max(16, launch.power_of_two(heads)), max(32, launch.power_of_two(size))
     widen = fp8 and query.device.type != "cuda"  # the interpreter has no products of FP8
     for first in range(0, tokens, step):
@@ -213,5 +216,5 @@ def indexer_topk(
             )  # fmt: skip
         index_topk_kernel[(count,)](
             logits, table, request, num_keys, topk_indices[part], logits.stride(0), table.stride(0),
-            topk_indices.stride(0), top_k, block_size, TOPK_BLOCK, num_warps=8,
+            topk_indices.stride(0), top_k, block_size, topk_block, num_warps=warps,
         )  # fmt: skip
