@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_select.config import AttentionConfig
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
-from attn_select.times.dispatch import Names, Requests, StepChoice, by_phase, lead_of
+from attn_select.times.dispatch import WORTH, Names, Requests, StepChoice, by_phase, lead_of
 from attn_select.times.model import Prediction
 from attn_select.times.workload import parse_workload
 
@@ -104,7 +104,20 @@ def test_one_backend_that_serves_both_phases_takes_the_batch_whole() -> None:
 
 def test_the_first_of_equal_ones_runs() -> None:
     same = Known(lambda batch: 7.0)
-    assert ask(choice_of(decode={"B": same, "SHORT": same}), "q1s9")[1] == "B"
+    assert ask(choice_of(decode={"B": same, "C": same}), "q1s9")[1] == "B"
+
+
+def test_the_chosen_one_runs_where_none_is_much_faster() -> None:
+    def among(other_us: float) -> Mapping[str, Known]:
+        return {"OTHER": Known(lambda _: other_us), "SHORT": Known(lambda _: 100.0)}
+
+    near, far = among(100 / WORTH + 0.1), among(100 / WORTH - 0.1)
+    for text in ("q1s9", "q64", "q64_q1s9"):
+        assert ask(choice_of(prefill=near, decode=near), text) == ("SHORT", "SHORT")
+        assert ask(choice_of(prefill=far, decode=far), text) == ("OTHER", "OTHER")
+    shapes = parse_workload("8q1s8k").of_phase("decode", LAYER)
+    assert choice_of(decode=near).captured(4, 1, shapes, [*near])[1] == "SHORT"
+    assert choice_of(decode=far).captured(4, 1, shapes, [*far])[1] == "OTHER"
 
 
 @pytest.mark.parametrize(("together", "expected"), [(90.0, ("P", "P")), (40.0, ("D", "D")), (61.0, ("P", "D"))])
