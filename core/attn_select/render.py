@@ -209,7 +209,7 @@ def plan_lines(
         if not plan.nan_tail_safe:
             lines.append([(" " * _MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
         lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
-    if runs and selection.cache_shape is not None and selection.bytes_per_token is not None:
+    if selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
         text += f"{selection.bytes_per_token} bytes per token and layer"

@@ -32,6 +32,7 @@ from attn_select import (
     select_model,
     selector,
 )
+from attn_select.config import PHASES
 from attn_select.decide import Choice, Decider
 from attn_select.detection import Detection
 from attn_select.device import CPU, Device, local_device, lookup
@@ -45,6 +46,17 @@ from attn_select.times.evidence import Evidence
 
 DENSE_MLA = {"num_heads": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+
+
+def test_a_backend_that_was_asked_for_leads_the_ranked_ones() -> None:
+    by_rules = [candidate.backend for candidate in select(GQA, "h100").ranked(PHASES)]
+    last = by_rules[-1]
+    assert [candidate.backend for candidate in select(GQA, "h100", backend=last).ranked(PHASES)] == [
+        last,
+        *by_rules[:-1],
+    ]
+    halves = select(GQA, "h100", backend=f"decode={last}").ranked(PHASES)
+    assert [candidate.backend for candidate in halves] == by_rules
 
 
 def test_selections_are_cached_by_identity_and_by_value() -> None:

@@ -71,6 +71,12 @@ def test_any_batch(make_toy: Factory, make_group: Factory, requests: list[tuple[
         assert toy.builds[0].common.num_reqs <= group.backends[0].context.max_num_seqs
 
 
+def test_chunks_of_one_token_see_themselves_alone(make_toy: Factory, make_group: Factory) -> None:
+    toy = make_toy(kernel_block_sizes=(1,))
+    assert_solved(make_group(chunked(1, block_size=4), toy), 11, ((1, 1), (3, 3), (2, 5), (4, 2)), block_size=4)
+    assert toy.builds[0].common.query_lens_cpu.tolist()[:6] == [1] * 6
+
+
 def test_blocks_are_split_until_they_divide_a_chunk(make_toy: Factory, make_group: Factory) -> None:
     toy = make_toy(kernel_block_sizes=(16, 8), width_multiple=4)
     group = make_group(chunked(24, block_size=16), toy)

@@ -13,7 +13,7 @@ from attn_select.config import AttentionConfig
 from attn_select.device import lookup
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
 from attn_select.times.regions import Region, find_regions, next_batch, order_in
-from attn_select.times.tuning import HELD_OUT, TIE, Domain, Tuning
+from attn_select.times.tuning import FIRST, HELD_OUT, TIE, Domain, Tuning
 
 H100 = lookup("h100")
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -138,6 +138,12 @@ def test_batches_between_powers_of_two_are_measured_too() -> None:
     batches = [*tuned(DECODE, 18, 0.0, seed=1).fitted]
     odd = [batch for batch in batches if batch.num_kv_tokens & (batch.num_kv_tokens - 1)]
     assert 3 <= len(odd) < len(batches)
+
+
+def test_half_of_the_first_batches_lie_on_the_grid() -> None:
+    grid = set(DECODE.cells(1))
+    first = list(tuned(DECODE, FIRST, 0.0, seed=1).samples)
+    assert [batch in grid for batch in first] == [True] * (FIRST // 2) + [False] * (FIRST - FIRST // 2)
 
 
 def test_held_out_batches_teach_nothing() -> None:

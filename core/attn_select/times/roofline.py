@@ -9,6 +9,7 @@ cache were warm and nothing were read twice. FLOPs count a multiplication and an
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attn_select import dtypes
@@ -216,6 +217,7 @@ def matmul_rate(config: AttentionConfig, device: Device) -> float | None:
     return tflops * 1e12 if tflops else None
 
 
+@lru_cache(maxsize=1024)  # all candidates without times ask the same
 def roofline_us(
     config: AttentionConfig,
     batch: BatchShape,
