@@ -31,6 +31,8 @@ COLOURS = (
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 """Of series, so that colour is not all that tells them apart."""
 _SIZE = (4.6, 3.3)
+_MARGINS = {"left": 0.17, "bottom": 0.15, "right": 0.97, "top": 0.97}
+"""Of charts of lines, with room for numbers of six digits. A layout that fits them would draw each chart twice."""
 _PLACEHOLDER = re.compile(r"#fa00(\d\d)")
 _NAMED = {"#fa0101": "var(--ink)", "#fa0102": "var(--line)"}
 
@@ -100,7 +102,8 @@ def lines(
         top: where the y axis ends; None for what the series need.
     """
     with matplotlib.rc_context(_style(theme)):
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        figure = Figure(figsize=_SIZE)
+        figure.subplots_adjust(**_MARGINS)
         axes = figure.add_subplot()
         axes.set_xscale("log", base=2)
         if log_y:
