@@ -143,6 +143,44 @@ def test_speculative_queries_and_prefills_in_one_batch(device: torch.device) -> 
     layers.check(group, problem)
 
 
+TREES = (
+    {},
+    {"sliding_window": 20, "sinks": True},
+    {"logits_soft_cap": 5.0, "alibi": True, "num_heads": 14},
+    {"num_kv_heads": 1, "head_size": 64, "num_speculative_tokens": 8, "batch_invariant": True},
+    {"kv_cache_dtype": "fp8_e4m3", "dtype": "float16", "block_size": 48},
+)
+
+
+@pytest.mark.parametrize("sms", [1, 100], ids=["whole", "split"])
+@pytest.mark.parametrize("fields", TREES, ids=str)
+def test_trees_of_drafts_and_prefills_in_one_batch(fields: dict[str, Any], sms: int, device: torch.device) -> None:
+    config = layers.layer_config(**{"num_speculative_tokens": 3, "draft_tree": True, **fields})
+    group = many_sms(layers.made(device, config), sms)
+    problem = layers.problem_of(group, ((4, 600), (1, 30), (3, 3), (4, 65), (2, 70), (40, 60)))
+    assert problem.tree_mask is not None
+    output, _ = layers.check(group, problem)
+    chains = dataclasses.replace(problem, tree_mask=None)
+    assert not torch.equal(layers.run(group, chains)[0], output)
+
+
+def test_drafts_without_a_tree_are_chains(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config(num_speculative_tokens=3, draft_tree=True))
+    problem = layers.problem_of(group, ((4, 40), (2, 9)))
+    layers.check(group, dataclasses.replace(problem, tree_mask=None))
+
+
+def test_captured_decodes_read_the_trees_of_each_replay(device: torch.device) -> None:
+    config = layers.layer_config(num_speculative_tokens=3, draft_tree=True)
+    group = layers.made(device, config, cuda_graphs=True)
+    assert group.cudagraph_support == "UNIFORM_BATCH"
+    batch = StaticBatch(group, 4)
+    metadata = group.build_for_cudagraph_capture(batch.dummy(2))
+    address = metadata.parts[0].metadata.parts[0].decode._tree.data_ptr()
+    assert batch.tree_mask is not None
+    assert address == batch.tree_mask.data_ptr()
+
+
 # --- Prefills -------------------------------------------------------------------------------------
 
 

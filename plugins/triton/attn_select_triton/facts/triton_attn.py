@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ CAPABILITIES = Capabilities(
     per_head_quant_scales=Fact(False, f"{OWN}: one scale per tensor"),
     output_quantizations=Fact((), f"{OWN}: no output scale"),
     decode_context_parallel=Fact(True, f"{OWN}: returns the log-sum-exp; positions come from a tensor"),
+    draft_tree=Fact(True, MASK),
     nan_tail_safe=NAN_TAIL_SAFE,
 )
 
@@ -93,6 +95,7 @@ _NO_CACHE = "reads the step's own K and V, no cache"
 _DECODE = "splits the keys until every SM has its share of them, then merges by log-sum-exp"
 _FIXED = "splits by the length of a request alone: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits grow with the longest sequence and are reserved for its maximum"
+_TREES = "trees of draft tokens: run in Triton's interpreter and compiled, not run on a GPU"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
 _HALF = (
     "FP8 keys read in place are multiplied as float16, also with a bfloat16 query, whose largest number is then 65504"
@@ -203,6 +206,8 @@ def plan(
         workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
     prefill = prefill_way(config, device, environment, options) if phase == "prefill" else None
     made = _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
+    if config.draft_tree:  # a captured mixed step runs decodes by the prefill's kernel, which knows no trees
+        made = replace(made, cuda_graph="UNIFORM_BATCH", unverified=(*made.unverified, _TREES))
     return marked(made, config, device.compute_capability)
 
 
@@ -255,6 +260,7 @@ def compile_key(config: AttentionConfig) -> object:
         config.num_heads,
         config.num_kv_heads,
         config.num_speculative_tokens,
+        config.draft_tree,
         config.dtype,
         config.cache_dtype,
         config.block_size,

@@ -51,7 +51,7 @@ E4M3_SHIFT = 256.0
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "split_tokens", "row_tiles", "window", "stride_table"],
+    do_not_specialize=["num_splits", "split_tokens", "row_tiles", "window", "stride_table", "stride_tree"],
     do_not_specialize_on_alignment=SLICED,
 )
 def decode_kernel(
@@ -68,6 +68,7 @@ def decode_kernel(
     slopes_ptr,
     sinks_ptr,
     ranges_ptr,
+    tree_ptr,
     num_splits,
     split_tokens,
     split_tokens_ptr,
@@ -81,6 +82,7 @@ def decode_kernel(
     stride_ot,
     stride_oh,
     stride_table,
+    stride_tree,
     stride_kb,
     stride_kt,
     stride_kh,
@@ -97,6 +99,7 @@ def decode_kernel(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     RANGES: tl.constexpr,
+    TREE: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -136,8 +139,12 @@ def decode_kernel(
     if RANGES > 0:
         ranges_ptr += request * 2 * RANGES
     last_row = context + tl.minimum(first + BLOCK_M - 1, query_len * GROUP - 1) // GROUP
+    first_row = context + first // GROUP
+    if TREE > 0:  # of the step's own keys none is seen by every row for sure
+        first_row = context - 1
+        tree_ptr += query_start.to(tl.int64) * stride_tree
     low, full_low, full_high, high = key_bounds(
-        context + first // GROUP, last_row, seq_len, window, ranges_ptr, CAUSAL, WINDOW, RANGES, BLOCK_N
+        first_row, last_row, seq_len, window, ranges_ptr, CAUSAL, WINDOW, RANGES, BLOCK_N
     )
     split_low = low
     split_high = high
@@ -174,7 +181,7 @@ def decode_kernel(
     table_ptr += request.to(tl.int64) * stride_table
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES)
+    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, TREE)
     TILES: tl.constexpr = TileShape(
         True, False, False, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV, 0, PACK, PAIRS, PRECISION, BLOCK_N
     )
@@ -187,7 +194,8 @@ def decode_kernel(
         origin, full_low, full_high, split_high, low,
         Operand(k_ptr, stride_kb, stride_kt, stride_kd, 0, 0),
         Operand(v_ptr, stride_vb, stride_vt, stride_vd, 0, 0),
-        k_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr), TERMS, TILES,
+        k_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr, tree_ptr, stride_tree, context),
+        TERMS, TILES,
     )  # fmt: skip
 
     SIZE: tl.constexpr = 2 * DV if PAIRS > 0 else DV
@@ -256,6 +264,8 @@ class Decode:
             captured kernel reads at each replay.
         workspace: float32, ``decode_workspace`` elements at least; with splits.
         first_token: row of the first request's first token, as ``query_start_loc`` has it.
+        tree_mask: bool ``(T, columns)``, which of its request's tokens in this step a token of the query sees;
+            ``max_query_len`` is at most ``columns``. None: those up to itself, with causal terms.
         launch: another than the table's.
 
     Raises:
@@ -275,6 +285,7 @@ class Decode:
         split_tokens: int | Tensor = 1,
         workspace: Tensor | None = None,
         first_token: int = 0,
+        tree_mask: Tensor | None = None,
         launch: Launch | None = None,
     ) -> None:
         requests, group = len(seq_lens), shape.heads // shape.kv_heads
@@ -304,6 +315,8 @@ class Decode:
             self._parts, self._part_lse = workspace[:partials], workspace[partials:wanted]
         each, pointer = (1, split_tokens) if isinstance(split_tokens, Tensor) else (split_tokens, None)
         self._tensors = (self._parts, self._part_lse, block_table, query_start_loc, seq_lens)
+        self._tree = None if tree_mask is None else tree_mask.view(torch.uint8)
+        self._columns, self._stride_tree = (0, 0) if tree_mask is None else (tree_mask.shape[1], tree_mask.stride(0))
         self.splits = (num_splits, each, pointer, row_tiles)
         self._tile = (PRECISION, compute, launch.block_m, launch.block_n)
         self._stride_table = block_table.stride(0)
@@ -338,11 +351,12 @@ class Decode:
         query_token, query_head, _ = query.stride()
         output_token, output_head, _ = output.stride()
         strides = (
-            query_token, query_head, output_token, output_head, self._stride_table, *k_strides, *v_strides
+            query_token, query_head, output_token, output_head, self._stride_table, self._stride_tree, *k_strides,
+            *v_strides,
         )  # fmt: skip
         flags = (
             terms.causal, terms.window > 0, terms.soft_cap > 0, slopes is not None, sinks is not None,
-            0 if ranges is None else ranges.shape[1], output_lse is not None,
+            0 if ranges is None else ranges.shape[1], self._columns, output_lse is not None,
         )  # fmt: skip
         aligned = query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, output.data_ptr() % 16
         layer = (*aligned, None if sinks is None else sinks.dtype)
@@ -351,7 +365,8 @@ class Decode:
             self._found, self._seen = self._lookup(strides, flags, (block_size, pack, pairs), layer), seen
         constants, decode, merge = self._found
         decode(
-            self._grid, query, key, value, output, output_lse, *self._tensors, slopes, sinks, ranges, *self.splits,
+            self._grid, query, key, value, output, output_lse, *self._tensors, slopes, sinks, ranges, self._tree,
+            *self.splits,
             scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window, *strides, *constants,
         )  # fmt: skip
         if self._parts is None:
@@ -379,8 +394,8 @@ class Decode:
             shape.heads, shape.heads // shape.kv_heads, *flags, self.num_splits > 1, block_size, shape.head_size,
             power_of_two(shape.head_size), size, power_of_two(size), pack, pairs, *self._tile,
         )  # fmt: skip
-        # The table's stride is not specialised on, and differs from step to step.
-        kind = (self._kind, strides[:4], strides[5:], constants, layer)
+        # The strides of the table and of the tree are not specialised on; the table's differs from step to step.
+        kind = (self._kind, strides[:4], strides[6:], constants, layer)
         if kind not in _launches:
             _launches[kind] = (
                 Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages),
@@ -407,6 +422,7 @@ def decode_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     output_lse: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
     """Attend from few query tokens per request over a paged cache, all at once: a ``Decode`` for one layer.
@@ -414,7 +430,7 @@ def decode_attention(
     Args:
         query, key, value, output, query_start_loc, seq_lens, scale, block_table, k_scale, v_scale, output_lse: as
             ``prefill_attention`` has them. All T rows of ``output`` are written where splits are merged.
-        max_query_len, num_splits, workspace, launch: as ``Decode`` has them.
+        max_query_len, num_splits, workspace, tree_mask, launch: as ``Decode`` has them.
         split_tokens: keys that a split should have, so that a request's result does not depend on the others' (with
             ``num_splits`` of them for the longest); 0: every request in ``num_splits`` shares.
 
@@ -427,6 +443,6 @@ def decode_attention(
     step = Decode(
         shape, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, tokens=tokens,
         max_query_len=max_query_len, num_splits=num_splits, split_tokens=max(1, split_tokens), workspace=workspace,
-        launch=launch,
+        tree_mask=tree_mask, launch=launch,
     )  # fmt: skip
     step(query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale, output_lse=output_lse)

@@ -173,7 +173,7 @@ def prefill_kernel(
             first_key = tl.load(key_start_loc_ptr + request).to(tl.int64)
             k_ptr += first_key * stride_kt
             v_ptr += first_key * stride_vt
-    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES)
+    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, 0)
     TILES: tl.constexpr = TileShape(
         PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV, REST, PACK, 0, PRECISION, BLOCK_N
     )
@@ -183,7 +183,7 @@ def prefill_kernel(
         origin, full_low, full_high, high, low,
         Operand(k_ptr, stride_kb, stride_kt, stride_kd, k_row, k_column),
         Operand(v_ptr, stride_vb, stride_vt, stride_vd, v_row, v_column),
-        rest_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr), TERMS, TILES,
+        rest_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr, 0, 0, 0), TERMS, TILES,
     )  # fmt: skip
 
     width = tl.arange(0, BLOCK_DV)

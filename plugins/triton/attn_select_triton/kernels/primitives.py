@@ -269,6 +269,9 @@ class Scores(NamedTuple):
         window: as ``launch.Terms`` has it.
         seq_len: keys of the request.
         ranges_ptr: int32 ``(ranges, 2)`` of this request, inclusive positions; first > last where unused.
+        tree_ptr, stride_tree: bytes of this request's tokens, ``TermFlags.tree`` of them each: whether a token sees
+            token j of its step. Read with a tree.
+        context: keys before the step's own.
     """
 
     scale: Any
@@ -276,16 +279,25 @@ class Scores(NamedTuple):
     window: Any
     seq_len: Any
     ranges_ptr: Any
+    tree_ptr: Any
+    stride_tree: Any
+    context: Any
 
 
 class TermFlags(NamedTuple):
-    """Which of ``launch.Terms`` a kernel is compiled for; ``ranges`` is the number of image ranges per request."""
+    """Which of ``launch.Terms`` a kernel is compiled for.
+
+    Attributes:
+        ranges: image ranges of a request.
+        tree: tokens of a step at most, where they form a tree of drafts; 0: they do not.
+    """
 
     causal: bool
     window: bool
     soft_cap: bool
     alibi: bool
     ranges: int
+    tree: int
 
 
 class TileShape(NamedTuple):
@@ -341,6 +353,11 @@ def final_scores(products, query, keys, inside, scores, TERMS: tl.constexpr, MAS
         else:
             for index in tl.static_range(TERMS.ranges):
                 seen = seen | in_range(rows, keys, scores.ranges_ptr, index)
+        if TERMS.tree > 0:
+            own = keys - scores.context
+            drafts = ((own >= 0) & (own < TERMS.tree))[None, :] & seen
+            places = (rows - scores.context)[:, None] * scores.stride_tree + own[None, :]
+            seen = seen & (tl.load(scores.tree_ptr + places, mask=drafts, other=1) != 0)
         found = tl.where(seen & inside[None, :], found, float("-inf"))
     return found
 

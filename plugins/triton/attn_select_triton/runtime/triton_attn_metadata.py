@@ -240,7 +240,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             query_len = self._longest_decode
         seq_lens = common.seq_lens_cpu[:count]
         keys = int(seq_lens.max()), int(seq_lens.sum())
-        return self._splitting(common, 0, count, tokens, query_len, keys, self._split_tokens)
+        return self._splitting(common, 0, count, tokens, query_len, keys, self._split_tokens, common.tree_mask)
 
     def _splitting(
         self,
@@ -251,6 +251,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         query_len: int,
         keys: tuple[int, int],
         split_tokens: Tensor | None = None,
+        tree_mask: Tensor | None = None,
     ) -> Part:
         """Return the launch of the decode kernel for requests ``first .. last - 1``.
 
@@ -259,6 +260,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             query_len: of the longest.
             keys: of the longest, and of all.
             split_tokens: where the size of a split is to be written, for captured steps.
+            tree_mask: of the step, where its drafts form trees.
         """
         assert self._workspace is not None
         launch, requests = self._launch(last - first, query_len), last - first
@@ -288,6 +290,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             split_tokens=each if split_tokens is None or self._fixed_split else split_tokens,
             workspace=self._workspace,
             first_token=int(common.query_start_loc_cpu[first]) if first else 0,
+            tree_mask=tree_mask,
             launch=launch,
         )
         return Part(self._causal and common.causal, self._ranges(common, first, last), decode)

@@ -108,6 +108,7 @@ class Tensors:
         self.seq_lens = cut(rows, dtype=torch.int32)
         self.table = cut(rows, width, dtype=torch.int32)
         self.slots = cut(tokens, dtype=torch.int64)
+        self.trees = cut(tokens, 1 + config.num_speculative_tokens, dtype=torch.bool) if config.draft_tree else None
         self.scale = tensor(1, dtype=torch.float32)[0]
         if config.has_cache:
             layout = MLA if config.kv_lora_rank else shape.layout
@@ -139,7 +140,7 @@ def _decode(t: Tensors, splits: int, split_tokens: int = 0, lse: torch.Tensor | 
     decode.decode_attention(
         t.query, t.k_cache, t.v_cache, t.output, **t.batch, block_table=t.table, max_query_len=t.query_len, scale=0.1,
         num_splits=splits, split_tokens=split_tokens, workspace=tensor(size, dtype=torch.float32), terms=t.terms,
-        output_lse=lse,
+        output_lse=lse, tree_mask=t.trees,
     )  # fmt: skip
 
 
@@ -361,6 +362,7 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield attention(*both, dtype=usual, block_size=64, layout=FLASHINFER_HND)
     yield attention(*both, dtype=usual, **everything)
     yield attention(split_decode, dtype=usual, **tall)
+    yield attention(split_decode, dtype=usual, query_len=4, num_speculative_tokens=3, draft_tree=True)
     yield attention(split_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=64)
     yield attention(*both, dtype=usual, head_size=80)
     yield attention(split_decode, gathered_prefill, paged_prefill, dtype=usual, head_size=256)
