@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -120,3 +123,17 @@ def test_refused(gpu: str, cache: str, sparse: bool, reason: tuple[str, str | No
 @pytest.mark.parametrize("heads", [16, 128])
 def test_blackwell_decodes_with_it(gpu: str, cache: str, heads: int) -> None:
     assert verdicts(gpu, cache, heads)["decode"].verdict == "selected"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend"),
+    [
+        ("--mla --num-heads 128 --with flashinfer-python==0.7.2.post1", "FLASHINFER_MLA"),
+        ("--num-heads 16 --num-kv-heads 2 --head-size 256 --block-size 16", "FLASHINFER"),
+    ],
+)
+def test_decode_on_blackwell_on_the_command_line(arguments: str, backend: str) -> None:
+    """With the release that vLLM 0.33 pins, and with the pages and heads that 0.4.1 computed wrongly."""
+    command = [sys.executable, "-m", "attn_select", "explain", "--gpu", "10.0", *arguments.split(), "--json"]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    assert found["layers"][0]["selected"]["decode"] == backend

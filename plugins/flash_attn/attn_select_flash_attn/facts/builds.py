@@ -251,6 +251,8 @@ def fa4_accepts(build: FlashAttnBuild, head_size: int, v_head_size: int, major: 
         most = FA4_ON_HOPPER.value[build.distribution]
         if max(head_size, v_head_size) > most:
             return f"up to {most}"
+        if head_size <= 96 and v_head_size > NARROW_V.value:
+            return f"V head sizes up to {NARROW_V.value} with head sizes up to 96"
         return None if not paged or _gathers(head_size, v_head_size) else _GATHERED.value
     wide = FA4_WIDE.value[build.distribution]
     if max(head_size, v_head_size) <= 128 or (head_size, v_head_size) in wide:
@@ -258,12 +260,19 @@ def fa4_accepts(build: FlashAttnBuild, head_size: int, v_head_size: int, major: 
     return " and ".join(["up to 128", *(f"{qk} with V head size {v}" for qk, v in wide)])
 
 
+NARROW_V = Fact(
+    128,
+    "ran on H200, 2026-11-22: 192 rows of queries with V of 192 or 256 do not compile, do not launch, or read outside "
+    "memory (64 or 96 with 192 or 256, 32 with 256); 64 with 128 and 128 with 256 are right",
+)
+"""The widest V that FA4 takes on 9.0 beside the head sizes whose tile has 192 rows (_tile_size_fwd_sm90)."""
+
 _GATHERED = Fact(
     "16, 32, 48, 64, 112, 128, 192 and 256 with a paged cache",
     "flash-attn-4 4.0.0b36 flash_attn/cute/paged_kv.py load_KV (128 threads gather rows in waves, and the last one is "
     "not cut at the end of a tile) and interface.py _tile_size_fwd_sm90 (tiles of keys by head size and mask); ran on "
-    "H200, 2026-11-22: 224 reads outside memory; 80, 96, 112, 128, 192 with 128 and 128 with 64 are right under "
-    "causality",
+    "H200, 2026-11-22: 160 and 224 read outside memory; 32, 80, 96, 112, 128, 256, 64 with 128, 128 with 64, 192 with "
+    "64 and 128, and 256 with 64 and 128 are right under causality",
 )
 
 

@@ -224,6 +224,9 @@ def test_v_head_size_off_hopper_and_with_sinks() -> None:
         ((9, 0), {"kv_cache_dtype": "fp8"}, {"kv-cache-dtype"}),
         ((9, 0), {"batch_invariant": True}, set()),
         ((9, 0), {"head_size": 64, "v_head_size": 128}, {"v-head-size"}),
+        ((9, 0), {"head_size": 64, "v_head_size": 128, "attn_type": "encoder_only"}, set()),
+        ((9, 0), {"head_size": 64, "v_head_size": 192, "attn_type": "encoder_only"}, {"head-size"}),  # on an H200 too
+        ((9, 0), {"head_size": 128, "v_head_size": 256, "attn_type": "encoder_only"}, set()),
         ((10, 0), {"head_size": 256}, set()),
         ((10, 0), {"head_size": 192}, {"head-size"}),
         ((10, 0), {"head_size": 192, "v_head_size": 128}, set()),
@@ -240,6 +243,15 @@ def test_what_fa4_takes(device: tuple[int, int], fields: dict[str, Any], codes: 
     options = {"provider": "flash-attn-4"}
     outcome = ask(FLASH_ATTN, gqa_layer(**fields), device, phase="prefill", options=options)
     assert (set() if isinstance(outcome, BackendPlan) else {reason.code for reason in outcome}) == codes
+
+
+def test_head_size_512_on_hopper_is_vllms_fa4() -> None:
+    plan = plan_of(FLASH_ATTN, gqa_layer(head_size=512), (9, 0), environment=installed(vllm="0.33.0"))
+    assert (plan.kernel.version, plan.kernel.provider) == (4, "vllm")
+    assert plan.unverified
+    environment = installed(vllm="0.32.0")
+    assert "head-size" in reasons_of(FLASH_ATTN, gqa_layer(head_size=512), (9, 0), environment=environment)
+    assert set(reasons_of(FLASH_ATTN, gqa_layer(head_size=512), (10, 0))) == {"head-size"}
 
 
 def test_vllms_fa4_leaves_heads_of_256_on_blackwell_to_fa2() -> None:
