@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +84,14 @@ def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(tmp_path: Path, 
     assert found[0].startswith("RankError: all_gather failed on rank 0 of 2: ")
     assert "within the group's timeout" in found[0]
     assert found[1] is None or found[1].startswith("RankError")
+
+
+def test_the_documented_program_prints_what_the_document_shows(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "context-parallel.md").read_text("utf-8")
+    block = re.search(r"(?ms)^```text\n\$ torchrun (.*?)\n(.*?)^```$", text)
+    assert block is not None
+    found = [sys.executable, "-m", "torch.distributed.run", "--standalone", *block[1].split()]
+    done = subprocess.run(found, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == block[2]

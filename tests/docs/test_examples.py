@@ -1,4 +1,4 @@
-"""The excerpts in docs/runtime.md stand in the programs that they name."""
+"""The excerpts in documents stand in the programs that they name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ EXCERPT = re.compile(r"```python\n# (examples/\S+)\n(.*?)```", re.DOTALL)
 
 
 def test_excerpts_are_what_the_programs_say() -> None:
-    excerpts = EXCERPT.findall((ROOT / "docs" / "runtime.md").read_text("utf-8"))
-    assert len(excerpts) >= 5
+    documents = [(ROOT / "docs" / name).read_text("utf-8") for name in ("runtime.md", "context-parallel.md")]
+    excerpts = [excerpt for text in documents for excerpt in EXCERPT.findall(text)]
+    assert len(excerpts) >= 7
     for program, excerpt in excerpts:
         lines = (ROOT / program).read_text("utf-8").splitlines()
         wanted = excerpt.splitlines()

@@ -50,9 +50,12 @@ class ContextParallel:
         """Return the query heads that every rank's kernel computes, of ``num_heads`` per rank."""
         return num_heads * self.size if self.sharded else num_heads
 
-    def merge_way(self, tokens: int, heads: int, width: int) -> str:
-        """Return the way to merge ``(tokens, heads, width)`` results of one rank's own heads.
+    @property
+    def merge_way(self) -> str:
+        """How results are merged; ``auto`` is ``a2a``: one collective less, and it rounds once.
 
-        ``auto`` exchanges them (``a2a``): it is one collective less, and rounds once.
+        On two H200 over NVLink ``a2a`` took less time than ``ag_rs`` in 17 of 18 sizes from 1 to 2048 tokens, 11.4 to
+        118 us against 15.4 to 135 at 32 heads of 128, and 12.1 to 707 against 15.1 to 740 at 64 heads of 512. In the
+        other (128 tokens, 64 heads of 512) it took 2 % more.
         """
-        return "a2a" if self.merge == "auto" else self.merge  # and batch-invariant layers need it
+        return "a2a" if self.merge == "auto" else self.merge

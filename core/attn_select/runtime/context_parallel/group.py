@@ -314,5 +314,5 @@ class AttentionAcrossRanks:
         partial = query.new_empty(tokens, self._heads, self._width)
         partial_lse = query.new_empty(tokens, self._heads, dtype=torch.float32)
         self.shared.forward(gathered, key, value, kv_cache, metadata, partial, partial_lse)
-        way = group.context_parallel.merge_way(*output.shape)
+        way = group.context_parallel.merge_way
         group.merger.merge(way, partial, partial_lse, output, output_lse, self.gathered_sinks)

@@ -341,7 +341,7 @@ class LatentsAcrossRanks:
         if self._projects_first:
             latent, partial = partial, torch.empty_like(output, memory_format=torch.contiguous_format)
             project(latent, partial)
-        way = self.group.context_parallel.merge_way(*merged.shape)
+        way = self.group.context_parallel.merge_way
         merger.merge(way, partial, lse, merged, output_lse, self.sinks)
         if not self._projects_first:
             project(merged, output)
