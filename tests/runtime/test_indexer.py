@@ -216,3 +216,17 @@ def test_dense_layers_have_no_indexer() -> None:
     dense = MLAAttentionGroup(select(mla_layer(dtype="float32"), device="cpu"), "cpu")
     with pytest.raises(ConfigError, match="not sparse MLA"):
         SparseIndexer(dense)
+
+
+@pytest.mark.parametrize("wrong", [-2, 60 * BLOCK])
+def test_checked_mode_names_an_index_that_is_no_slot(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+    group = group_on("cpu")
+    step = Step(((2, 5),), "fp8_e4m3", "cpu", group)
+    chosen = step.run()
+    layer = MLAAttention(group, torch.zeros(3 * (16 + 24), 32))
+    inputs = (torch.randn(2, 3, 24), torch.randn(2, 32), torch.randn(2, 8), group.allocate_kv_cache(60), step.metadata)
+    layer(*inputs, topk_indices=chosen)
+    chosen[1, 3] = wrong
+    with pytest.raises(BatchError, match=rf"topk_indices\[1, 3\] = {wrong}: accepted are slots 0 to 959, and -1 for"):
+        layer(*inputs, topk_indices=chosen)

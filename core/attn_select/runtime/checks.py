@@ -234,6 +234,21 @@ def check_strides(name: str, tensor: Tensor, device: torch.device) -> None:
         raise BatchError(f"{name} has strides {tensor.stride()}: the last dimension must be contiguous")
 
 
+def check_indices(indices: Tensor, num_slots: int) -> None:
+    """Compare the indices ``(T, top_k)`` of sparse MLA with what a cache holds. Synchronises.
+
+    Raises:
+        BatchError: one is neither -1 nor a slot; names the first and where it stands.
+    """
+    wrong = ((indices < -1) | (indices >= num_slots)).nonzero()
+    if len(wrong):
+        token, place = wrong[0].tolist()
+        raise BatchError(
+            f"topk_indices[{token}, {place}] = {int(indices[token, place])}: accepted are slots 0 to {num_slots - 1}, "
+            "and -1 for none"
+        )
+
+
 def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) -> None:
     """Compare a batch's tree mask with its layers. Cheap: no device is asked.
 

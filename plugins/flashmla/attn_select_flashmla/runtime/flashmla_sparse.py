@@ -26,9 +26,8 @@ from attn_select.runtime.backend import (
     MLAAttentionImpl,
 )
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.kv_cache import CacheView
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select_flashmla.facts.builds import FlashMLAKernel
 from attn_select_flashmla.facts.flashmla_sparse import MOST_HEADS
 from attn_select_flashmla.runtime.adapters import RANK, adapter_for
@@ -165,7 +164,6 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         adapter = adapter_for(_kernels(context)[0])
         self._decode, self._prefill = adapter.sparse_decode, adapter.sparse_prefill
-        self._checked = checks_enabled()
         heads = context.config.num_heads
         self._heads, self._padded = heads, _padded_heads(heads)
         self._writes_output = adapter.writes_output and self._padded == heads
@@ -188,14 +186,9 @@ class FlashMLASparseImpl(MLAAttentionImpl):
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` is bfloat16 ``(blocks, size, 576)`` or bytes
         ``(blocks, 64, 656)``. Padding of ``topk_indices`` is exactly -1: the decode kernel takes any other negative
-        number for an address.
-
-        Raises:
-            BatchError: in checked mode, an index is neither -1 nor a slot of the cache; names it.
+        number for an address. Checked mode refuses it.
         """
         assert topk_indices is not None
-        if self._checked:
-            check_indices(topk_indices, kv_cache.shape[0] * kv_cache.shape[1])
         spans = attn_metadata.spans
         if len(spans) == 1 and spans[0].rows.stop == query.shape[0] and not spans[0].rows.start:
             if query.shape[0]:
@@ -242,23 +235,6 @@ class FlashMLASparseImpl(MLAAttentionImpl):
             output.copy_(found.reshape(-1, padded, RANK)[:, :heads])
         if output_lse is not None:
             store_lse(output_lse, lse.reshape(-1, padded)[:, :heads], self._own_sinks)
-
-
-def check_indices(indices: Tensor, num_slots: int) -> None:
-    """Compare indices ``(T, top_k)`` with what a cache holds. Synchronises, and checks nothing inside a CUDA graph.
-
-    Raises:
-        BatchError: one is neither -1 nor a slot; names the first and where it stands.
-    """
-    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    wrong = ((indices < -1) | (indices >= num_slots)).nonzero()
-    if len(wrong):
-        token, place = wrong[0].tolist()
-        raise BatchError(
-            f"topk_indices[{token}, {place}] = {int(indices[token, place])}: accepted are slots 0 to {num_slots - 1}, "
-            "and -1 for none"
-        )
 
 
 def dequantised(kv_cache: Tensor, blocks: Tensor) -> Tensor:
