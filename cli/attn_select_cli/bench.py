@@ -99,7 +99,7 @@ def command(
         bench: Bench = benching.Bench(explanation.decider.environment, rules, rounds, say)
         file = None if no_save else output or times_file(bench)
         layers = [
-            LayerBench(one, None if layer is not None else benching.unserved(one.selection.config))
+            LayerBench(one, None if layer is not None else benching.untimed(one.selection.config))
             for one in chosen_layers(explanation.layers, layer)
         ]
         todo = []

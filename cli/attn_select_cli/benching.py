@@ -471,13 +471,18 @@ class Bench:
         }
 
 
+def untimed(config: AttentionConfig) -> str | None:
+    """Return why the steps of a layer cannot be made up; None where they can."""
+    return "sparse MLA needs an indexer's choice of tokens" if config.sparse else unserved(config)
+
+
 def check_runnable(config: AttentionConfig, batch: BatchShape) -> None:
     """Make sure that a batch can be made for a layer.
 
     Raises:
         ConfigError: it cannot; says why.
     """
-    if (reason := unserved(config)) is not None:
+    if (reason := untimed(config)) is not None:
         raise ConfigError(f"this layer cannot be timed alone: {reason}", fields=["sparse_top_k", "attn_type"])
     if not config.has_cache and any(group.query_len != group.seq_len for group in batch.groups):
         text = f"batch = {str(batch)!r}: a layer without a KV cache attends to the new tokens alone"

@@ -112,7 +112,7 @@ def command(
         found = tuner.Tuner(bench, output or times_file(bench), asked)
         for each in chosen_layers(explanation.layers, layer):
             config = each.selection.config
-            if layer is None and (reason := benching.unserved(config)) is not None:
+            if layer is None and (reason := benching.untimed(config)) is not None:
                 found.skipped[each.kind] = reason
                 continue
             for one in config.phases if phase is None else (phase,):
