@@ -82,6 +82,7 @@ CLAIMS: dict[str, Callable[[Block], bool]] = {
     "test_third_party installs it": lambda b: b.text in EXAMPLE,
     "test_third_party compares it": lambda b: (b.file, b.language) == ("plugins.md", "text"),
     "test_a_shown_run": lambda b: b.language == "text" and b.first.startswith("$ attn-select run"),
+    "test_shown_ranks": lambda b: b.language == "text" and b.first.startswith("$ torchrun"),
     "test_rules": lambda b: b.language == "toml" and "[[rules]]" in b.text and b.text not in EXAMPLE,
     "test_a_workload": lambda b: b.language == "toml" and "[[shapes]]" in b.text,
     "test_an_entry_point": lambda b: b.language == "toml" and b.first.startswith("[project.entry-points"),
@@ -440,3 +441,14 @@ def test_a_shown_run(block: Block, tmp_path: Path) -> None:
         return [re.sub(r"\d+\.\d+(e-\d+)?", "N", line).split() for line in "\n".join(lines).strip().splitlines()]
 
     assert plain(check_command(command, tmp_path)) == plain(block.text)[1:]
+
+
+@pytest.mark.slow(guard="tests/distributed, which runs ranks without torchrun")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the block shows CPUs")
+@pytest.mark.parametrize("block", claimed("test_shown_ranks"))
+def test_shown_ranks(block: Block) -> None:
+    (command,) = block.commands
+    words = shlex.split(command.replace("torchrun", "torch.distributed.run --standalone"))
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == block.text.partition("\n")[2]
