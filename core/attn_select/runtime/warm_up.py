@@ -75,7 +75,7 @@ def steps_of(
     def add(requests: int, query: int, keys: int, captured: bool = False) -> None:
         keys = min(keys, length)
         query = min(query, keys)
-        requests = min(requests, max(1, tokens // query))
+        requests = min(requests, most[0], max(1, tokens // query))
         if query <= tokens:
             found.append(Step(((query, query if own_keys else keys),) * requests, captured))
 
