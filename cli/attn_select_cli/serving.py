@@ -30,10 +30,11 @@ from attn_select.runtime import (
     attention_group,
 )
 from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime.metadata import decodes_first
 from attn_select.runtime.mla_group import MLAAttentionGroup
 from attn_select.selection import Selection
 from attn_select.testing.comparison import ErrorBound, RelativeError, error_bound, relative_error
-from attn_select.testing.oracle import attention_options, attention_reference
+from attn_select.testing.oracle import AttentionOptions, attention_options, attention_reference
 from attn_select.testing.oracle_indexer import index_scores_reference, topk_reference, wrong_choice
 from attn_select.testing.oracle_mla import absorb_query, mla_absorbed_reference, mla_reference, project_output
 from attn_select.testing.oracle_quant import decode, encode, pack_fp8_ds_mla, quantize_query, unpack_fp8_ds_mla
@@ -79,8 +80,11 @@ class Workload:
         shorter = [rng.randint(-(-self.prompt_tokens // 2), self.prompt_tokens) for _ in range(self.num_requests - 1)]
         return [self.prompt_tokens, *shorter]
 
-    def steps(self, has_cache: bool) -> Iterator[Batch]:
-        """Yield the batches: decodes first, then prompts as far as the budget goes; whole prompts without a cache."""
+    def steps(self, has_cache: bool, drafts: int = 0) -> Iterator[Batch]:
+        """Yield the batches: decodes first, then prompts as far as the budget goes; whole prompts without a cache.
+
+        Decodes have up to ``drafts`` tokens more than one, as far as the budget goes.
+        """
         prompts = self.prompts()
         if not has_cache:
             yield from ([(request, 0, length)] for request, length in enumerate(prompts))
@@ -88,8 +92,9 @@ class Workload:
         done = [0] * len(prompts)
         while True:
             running = [r for r, prompt in enumerate(prompts) if prompt <= done[r] < prompt + self.decode_steps]
-            batch = [(r, done[r], 1) for r in running]
-            budget = self.max_num_batched_tokens - len(batch)
+            most = min(1 + drafts, self.max_num_batched_tokens // max(1, len(running)))
+            batch = [(r, done[r], min(most, prompts[r] + self.decode_steps - done[r])) for r in running]
+            budget = self.max_num_batched_tokens - sum(tokens for _, _, tokens in batch)
             for request, prompt in enumerate(prompts):
                 if done[request] < prompt and budget:
                     tokens = min(budget, prompt - done[request])
@@ -171,7 +176,7 @@ def serve(selection: Selection, workload: Workload, progress: Callable[[int], No
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     for checked in (True, False):
         layer.restart()
-        for batch in workload.steps(config.has_cache):
+        for batch in layer.batches():
             began = time.perf_counter()
             output, num_decode_tokens = layer.step(batch)
             seconds = time.perf_counter() - began
@@ -252,6 +257,37 @@ class _Layer:
         self.kv_cache = self.group.allocate_kv_cache(needed + 1) if self.config.has_cache else None
         self.index_cache = None if self.indexer is None else self.indexer.allocate_cache(needed + 1)
 
+    def batches(self) -> Iterator[Batch]:
+        """Yield the workload's batches, in the order that the group wants; drafts only where they form trees."""
+        drafts = self.config.num_speculative_tokens if self.config.draft_tree else 0
+        for batch in self.workload.steps(self.config.has_cache, drafts):
+            order = decodes_first([tokens for _, _, tokens in batch], self.group.reorder_batch_threshold or 0)
+            yield [batch[index] for index in order]
+
+    def _tree(self, part: tuple[int, int, int]) -> Tensor:
+        """Return bool ``(T, T)``, which of its own tokens each token of a request sees.
+
+        The parent of a draft is the token at half its place; a short prompt is no tree.
+        """
+        request, start, tokens = part
+        if start < self.workload.prompts()[request]:
+            return torch.ones(tokens, tokens, dtype=torch.bool, device=self.group.device).tril_()
+        tree = torch.eye(tokens, dtype=torch.bool, device=self.group.device)
+        for token in range(1, tokens):
+            tree[token] |= tree[(token - 1) // 2]
+        return tree
+
+    def _tree_mask(self, batch: Batch) -> Tensor:
+        """Return the batch's ``tree_mask``."""
+        columns = 1 + self.config.num_speculative_tokens
+        rows = sum(tokens for _, _, tokens in batch)
+        mask, first = torch.zeros(rows, columns, dtype=torch.bool, device=self.group.device), 0
+        for part in batch:
+            if part[2] <= columns:
+                mask[first : first + part[2], : part[2]] = self._tree(part)
+            first += part[2]
+        return mask
+
     def step(self, batch: Batch) -> tuple[Tensor, int]:
         """Run one batch; return the output and how many of its tokens went the decode path of MLA."""
         query_lens, seq_lens = [n for _, _, n in batch], [start + n for _, start, n in batch]
@@ -261,7 +297,9 @@ class _Layer:
                 self.pool.allocate(request, start + tokens)
                 table.set_row(row, self.pool.blocks(request))
         images = [self._images(request, start + n) for request, start, n in batch] if self.config.mm_prefix else None
-        common = prepare_batch(query_lens, seq_lens, table, device=self.group.device, mm_prefix_ranges=images)
+        trees = self._tree_mask(batch) if self.config.draft_tree else None
+        made: dict[str, Any] = {"mm_prefix_ranges": images, "tree_mask": trees}
+        common = prepare_batch(query_lens, seq_lens, table, device=self.group.device, **made)
         metadata = self.group.build(common)
         tensors = [torch.cat(parts) for parts in zip(*(self._slices(part) for part in batch), strict=True)]
         extras = {}
@@ -294,15 +332,18 @@ class _Layer:
                 chosen = self._chosen(request, start, index, self.chosen[first : first + tokens])
                 outputs.append(self._sparse(query[start:], key, value, chosen))
                 continue
-            images = self._images(request, start + tokens)
-            query = self._quantized(query[start:], "decode" if tokens == 1 else "prefill")
+            short = tokens <= 1 + self.config.num_speculative_tokens
+            masks: AttentionOptions = {"mm_prefix_ranges": self._images(request, start + tokens)}
+            if self.config.draft_tree and short:
+                masks["tree_mask"] = self._tree((request, start, tokens))
+            query = self._quantized(query[start:], "decode" if short else "prefill")
             if self.config.mla:
                 is_decode = sum(map(len, outputs)) < num_decode_tokens
-                outputs.append(self._mla(query, key, value, start + tokens if is_decode else start, images))
+                outputs.append(self._mla(query, key, value, start + tokens if is_decode else start, masks))
                 continue
             k, v = self._stored(key, self.scales.k), self._stored(value, self.scales.v)
             options = attention_options(self.config, self.slopes, self.sinks)
-            options["mm_prefix_ranges"] = images
+            options |= masks
             outputs.append(attention_reference(query, k, v, scale=self.scale, **options)[0])
         return torch.cat(outputs)
 
@@ -356,15 +397,13 @@ class _Layer:
         dtype = self.plans[phase].query_dtype if phase in self.plans else self.config.dtype
         return quantize_query(query, dtype, self.scales.q) if dtype.startswith("fp8") and not self.config.mla else query
 
-    def _mla(
-        self, query: Tensor, latent: Tensor, rope: Tensor, cached: int, images: Sequence[tuple[int, int]]
-    ) -> Tensor:
+    def _mla(self, query: Tensor, latent: Tensor, rope: Tensor, cached: int, masks: AttentionOptions) -> Tensor:
         """Attend decompressed to the first ``cached`` tokens as the cache holds them and to the rest as they are."""
         both = torch.cat([latent, rope], dim=-1)
         stored = self._stored(both[:, None], self.scales.k)[:, 0]
         both = torch.cat([stored[:cached], both[cached:].double()])
         options = attention_options(self.config, self.slopes, self.sinks)
-        options["mm_prefix_ranges"] = images
+        options |= masks
         by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
         return mla_reference(
             query[..., : self.nope],

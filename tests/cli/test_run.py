@@ -85,14 +85,22 @@ def test_models(run: Any, model: str, backends: set[str]) -> None:
 
 @CPU_ONLY
 @pytest.mark.parametrize("chunk", ["192", "30"])
-def test_an_image_is_seen_in_both_directions(run: Any, monkeypatch: pytest.MonkeyPatch, chunk: str) -> None:
-    """Also where a chunk of the prompt ends inside the image."""
-    asked = ("run", *SMALL, "--mm-prefix", "--prompt-tokens", "60", "--max-num-batched-tokens", chunk)
+@pytest.mark.parametrize(
+    ("flags", "without"),
+    [
+        (("--mm-prefix",), {"mm_prefix_ranges": ()}),
+        (("--draft-tree", "--speculative-tokens", "5", "--decode-steps", "9"), {"tree_mask": None}),
+    ],
+    ids=["image", "tree"],
+)
+def test_images_and_trees_of_drafts_are_masked(
+    run: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], without: dict[str, Any], chunk: str
+) -> None:
+    """Also where a chunk of the prompt ends inside the image; a reference without the mask is another one."""
+    asked = ("run", *SMALL, *flags, "--prompt-tokens", "60", "--max-num-batched-tokens", chunk)
     assert run(*asked).code == 0
     reference = serving.attention_reference
-    monkeypatch.setattr(
-        serving, "attention_reference", lambda *a, **options: reference(*a, **{**options, "mm_prefix_ranges": ()})
-    )
+    monkeypatch.setattr(serving, "attention_reference", lambda *a, **options: reference(*a, **{**options, **without}))
     result = run(*asked)
     assert result.code == 1
     assert "ABOVE" in result.out
