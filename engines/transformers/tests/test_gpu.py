@@ -85,9 +85,9 @@ def test_layers_of_continuous_batching(make: Any, calls: Counter[str], monkeypat
             row += new
         return output
 
-    def remember(io: Any, requests_in_batch: Any, *arguments: Any, **options: Any) -> Any:
-        steps.append([request.state.request_id for request in requests_in_batch])
-        return prepare(io, requests_in_batch, *arguments, **options)
+    def remember(io: Any, requests_in_batch: Any, *arguments: Any, **options: Any) -> None:
+        prepare(io, requests_in_batch, *arguments, **options)
+        steps.append([request.state.request_id for request in io.requests_in_batch])
 
     monkeypatch.setattr(paged, "attend", checked)
     monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", remember)
