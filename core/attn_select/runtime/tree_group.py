@@ -16,10 +16,11 @@ from torch import Tensor
 
 from attn_select.config import CudaGraphLevel, Phase
 from attn_select.dtypes import is_quantized
+from attn_select.errors import ConfigError
 from attn_select.runtime import ops
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
 from attn_select.runtime.kv_cache import key_value_views
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select.selection import Selection
@@ -53,6 +54,9 @@ class DraftTreeGroup(AttentionGroup):
 
     Attributes:
         plain, context: the groups of the two kinds of batches that the kernel is given; each has its own builders.
+
+    Raises:
+        ConfigError: besides those of ``AttentionGroup``: graphs or dispatch are asked for.
     """
 
     def __init__(
@@ -66,9 +70,10 @@ class DraftTreeGroup(AttentionGroup):
         dispatch: str | None = None,
     ) -> None:
         if cuda_graphs or dispatch is not None:
-            raise BatchError(
-                "trees of drafts on a kernel that takes no mask are computed in two parts, which are neither captured "
-                "nor dispatched (accepted: cuda_graphs = False, dispatch = None)"
+            raise ConfigError(
+                f"cuda_graphs = {cuda_graphs}, dispatch = {dispatch!r}: trees of drafts on a kernel that takes no mask "
+                "are computed in two parts, which are neither captured nor dispatched (accepted: False, None)",
+                fields=["cuda_graphs", "dispatch"],
             )
         fields = {"draft_tree": False, "output_quantization": "none"}
         part = replace(selection, config=selection.config.model_copy(update=fields))

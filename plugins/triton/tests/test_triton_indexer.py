@@ -125,6 +125,15 @@ def test_equal_scores_are_kept_from_the_first_on(device: torch.device) -> None:
     assert chosen[0].tolist() == batch.slots(0)[:40].tolist()
 
 
+def test_requests_without_keys_choose_nothing(device: torch.device) -> None:
+    batch = Batch(((2, 0), (1, 0)), 32, torch.float32, torch.float32, device)
+    chosen = torch.empty(3, 40, dtype=torch.int32, device=device)
+    indexer.indexer_topk(
+        numbers(device, 3, 4, 32), torch.ones(3, 4, device=device), batch.cache, batch.rows, BLOCK, chosen
+    )
+    assert bool((chosen == -1).all())
+
+
 def test_negative_scores_are_in_order_too(device: torch.device) -> None:
     batch = Batch(((1, 100),), 32, torch.float32, torch.float32, device)
     query = numbers(device, 1, 4, 32)

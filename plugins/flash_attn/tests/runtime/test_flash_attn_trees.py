@@ -56,6 +56,12 @@ def test_a_plain_group_is_refused(emulate: Callable[[str], Any]) -> None:
         AttentionGroup(selection_of(FLASH_ATTN, gqa_layer(**TREES), "h100"), "cpu")
 
 
+@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {"dispatch": "measured"}])
+def test_steps_in_two_parts_are_neither_captured_nor_dispatched(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="neither captured nor dispatched"):
+        attention_group(selection_of(FLASH_ATTN, gqa_layer(**TREES), "h100"), "cpu", **options)
+
+
 def test_the_gate_says_what_two_parts_lack() -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(**TREES), "h100", "decode")
     assert (plan.trees_in_two_parts, plan.cuda_graph) == (True, "NEVER")

@@ -198,7 +198,7 @@ def indexer_topk(
         by_row = codes.view(-1, 1, size)
         _quantized(query.view(-1, size), by_row, query_scales.view(-1, 1), None, 1)
         query = codes
-    step = max(1, MOST_LOGITS // rows.max_seq_len)
+    step = max(1, MOST_LOGITS // max(1, rows.max_seq_len))
     logits = torch.empty(min(step, tokens), rows.max_seq_len, dtype=torch.float32, device=query.device)
     table, top_k = rows.block_table, topk_indices.shape[1]
     topk_block, warps = (LONG_TOPK_BLOCK, 16) if rows.max_seq_len > LONG else (TOPK_BLOCK, 8)
