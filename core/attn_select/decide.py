@@ -224,7 +224,8 @@ class Decider:
             if 0 < len(unverified) < len(runs):
                 rankings = rankings.with_behind(phase, unverified)
                 for name, rank in rankings[phase].ranks.items():
-                    candidates[name] = candidates[name].with_verdict(phase, rank=rank)
+                    if candidates[name].phases[phase].rank != rank:
+                        candidates[name] = candidates[name].with_verdict(phase, rank=rank)
             names: Iterable[str] = rankings[phase].ranks
             if phase in forced:
                 names = [forced[phase]]
@@ -330,7 +331,7 @@ class Decider:
         wanted, sizes, kept = demands.wanted, demands.other_sizes, self._refusals
         candidates: dict[str, Candidate] = {}
         for row in rows:
-            name, key = row.name, (row, wanted.among(row.looks_at), sizes)
+            name, key = row.name, (row, wanted.among[row.looks_at], sizes)
             candidate = kept.get(key)
             if candidate is None:
                 if len(kept) >= _MOST_REFUSALS:

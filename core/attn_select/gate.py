@@ -197,16 +197,31 @@ _NOBODY = 1 << len(FEATURES)
 """The bit of a combination of features that no backend has."""
 
 
+class _Among(dict[int, tuple[object, ...]]):
+    """The bits of some features → what is asked for among them; equal where layers ask for the same."""
+
+    __slots__ = ("_features", "_nobody")
+
+    def __init__(self, features: Sequence[tuple[int, Feature, Any]], nobody: Sequence[Reason]) -> None:
+        self._features, self._nobody = features, nobody
+
+    def __missing__(self, bits: int) -> tuple[object, ...]:
+        seen = [(bit, value) for bit, _, value in self._features if bit & bits]
+        found = self[bits] = (*seen, *[reason.message for reason in self._nobody])
+        return found
+
+
 class Wanted:
     """The features that layers of one kind ask for. Layers that ask for the same share one object.
 
     Attributes:
         bits: one bit per feature that is asked for, and one for a combination that nobody has.
         features: these features, each with its bit and the value asked for.
+        among: the bits of some features → what a backend sees that looks at these alone.
         unverified: the marks that every plan for such a layer gets.
     """
 
-    __slots__ = ("_among", "_nobody", "_refusals", "bits", "features", "unverified")
+    __slots__ = ("_nobody", "_refusals", "among", "bits", "features", "unverified")
 
     def __init__(self, values: Sequence[Any], mla: bool, sparse: bool) -> None:
         self.features = [
@@ -223,7 +238,7 @@ class Wanted:
         self._nobody = _beyond_ranks(asked, mla)
         self.bits = sum([bit for bit, _, _ in self.features], _NOBODY if self._nobody else 0)
         self._refusals: dict[int, list[Reason]] = {}
-        self._among: dict[int, tuple[object, ...]] = {}
+        self.among = _Among(self.features, self._nobody)
 
     def refusals(self, lacked: int) -> list[Reason]:
         """Return the reasons against a backend that lacks what these bits stand for. The list is shared."""
@@ -232,14 +247,6 @@ class Wanted:
             found = [*self._nobody]
             found += [_refusal(feature, value, False) for bit, feature, value in self.features if bit & lacked]
             self._refusals[lacked] = found
-        return found
-
-    def among(self, bits: int) -> tuple[object, ...]:
-        """Return what a backend sees that looks at these features alone: equal for layers that ask for the same."""
-        found = self._among.get(bits)
-        if found is None:
-            seen = [(bit, value) for bit, _, value in self.features if bit & bits]
-            found = self._among[bits] = (*seen, *[reason.message for reason in self._nobody])
         return found
 
 
