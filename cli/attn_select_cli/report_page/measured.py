@@ -121,9 +121,11 @@ def timed_on(stored: Stored, titles: Mapping[tuple[TimedLayer, str], str] | None
             layer, batch = layer_from_dict(found.config), parse_batch_shape(found.batch)
         except ConfigError:
             continue  # `measurements check` names such lines
-        ranks, layer = _on_one_rank(layer)
-        device = find_gpu(found.gpu)
-        if found.source != MEASURED or (titles is not None and (layer, device.name if device else "") not in titles):
+        device, ranks = find_gpu(found.gpu), 1
+        name = device.name if device else ""
+        if titles is None or (layer, name) not in titles:
+            ranks, layer = _on_one_rank(layer)
+        if found.source != MEASURED or (titles is not None and (layer, name) not in titles):
             continue
         known = groups.setdefault((layer, found.gpu), defaultdict(dict))[ranks]
         before = known.get((found.backend, batch))
