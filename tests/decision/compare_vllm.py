@@ -1,6 +1,6 @@
 """Count where our decisions and those of vLLM 0.33.0's selector are the same, and why the others differ.
 
-    python tests/decision/compare_vllm.py # the tables, with --write into docs/decisions.md
+    python tests/decision/compare_vllm.py  # the tables, with --write into docs/decisions.md
     python tests/decision/compare_vllm.py --list 'page sizes'  # the decisions of one class
 
 vLLM's answers were written by ``ask_vllm.py``, without a network and without a GPU. Ours count every library as
@@ -29,11 +29,8 @@ ANSWERS = Path(__file__).with_name("vllm_0_33_0.json.xz")
 PINS = {"vllm": "0.33.0", "flashinfer-python": "0.7.2.post1"}
 """What runs in an installation of vLLM 0.33.0."""
 OURS_ALONE = ("TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE", "PAGED_ATTENTION", "CUDNN_ATTN")
-SAME = {
-    "FLASHINFER_MLA_SPARSE_SM120": "FLASHINFER_MLA_SPARSE",
-    "FLASHINFER_MLA_SPARSE_SM90": "FLASHINFER_MLA_SPARSE",
-    "FLASH_ATTN_MLA_SPARSE_FA4": "FLASH_ATTN_MLA_SPARSE",
-}
+SAME = {"FLASHINFER_MLA_SPARSE_SM120": "FLASHINFER_MLA_SPARSE"}
+"""Our names of vLLM's backends where they differ; those that this project does not have are passed over."""
 PREFILLS = {"FLASH_ATTN": "FLASH_ATTN_MLA", "FLASHINFER": "FLASHINFER_MLA", "TRTLLM_RAGGED": "FLASHINFER_MLA"}
 """vLLM's names of MLA prefill by ours."""
 
@@ -46,7 +43,6 @@ class Difference:
         vllm, ours: what each chose; None: nothing that both have.
         against: why we refuse vLLM's choice, as (code, message), empty where we accept it.
         refused: why vLLM refuses ours, empty where it accepts it.
-        rule: the rule that put ours first where both accept both.
         unverified: whether our plan for vLLM's choice is marked so.
     """
 
@@ -57,7 +53,6 @@ class Difference:
     ours: str | None
     against: tuple[tuple[str, str], ...]
     refused: tuple[str, ...]
-    rule: str
     unverified: bool
 
     def refuses(self, backend: str, code: str) -> bool:
@@ -298,7 +293,6 @@ def _compared(
     if ours == theirs:
         return kind, theirs, None
     judged = verdicts[theirs] if theirs else None
-    rule = " + ".join(each.name for each in found.rules if each.phase in (None, phase))
     different = Difference(
         kind,
         capability,
@@ -307,7 +301,6 @@ def _compared(
         ours,
         tuple((reason.code, reason.message) for reason in judged.reasons) if judged else (),
         refused.get(ours or "", ()) if ours not in accepted else (),
-        rule,
         bool(judged and judged.plan and judged.plan.unverified),
     )
     return kind, theirs, different
