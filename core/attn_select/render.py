@@ -216,8 +216,32 @@ def plan_lines(
         if count is not None and count > 1:
             text += f", {byte_text(selection.bytes_per_token * count)} per token for all {count}"
         lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
+    lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
     if selection.evidence is not None:
         lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
+    return lines
+
+
+def _rank_lines(selection: Outcome) -> list[tuple[str, str]]:
+    """Say what context parallelism saves and adds, in lines of a label and a text; none for layers of one rank."""
+    if selection.config.decode_context_parallel_size == 1:
+        return []
+    from attn_select.times.ranks import MEASURED_ON, rank_costs  # few layers have ranks
+
+    costs = rank_costs(selection)
+    if costs is None:
+        return []
+    text = f"{costs.ranks} share the cache: {costs.bytes_per_token:g} of {selection.bytes_per_token} bytes per token "
+    lines = [("  Ranks", text + "and layer on each")]
+    for step in costs.steps:
+        pays = "saves memory, no time: the heads of all ranks keep each one busy"
+        if step.pays_from is not None:
+            pays = f"pays from {step.pays_from} tokens of context on"
+        text = f"{step.batch}: attention takes {us_text(step.ranks_us)} instead of {us_text(step.alone_us)} (at peak "
+        text += f"rates), collectives add {us_text(step.collectives_us)} (as on {MEASURED_ON}); {pays}"
+        lines.append(("", text))
+    if not costs.steps:
+        lines.append(("", f"times of collectives on {selection.device.name} are not known"))
     return lines
 
 

@@ -95,7 +95,29 @@ class Selection(Outcome):
             "cache_shape": self.cache_shape,
             "cache_dtype": self.stored_dtype,
             "bytes_per_token": self.bytes_per_token,
+            "ranks": self._rank_dict(),
         }
+
+    def _rank_dict(self) -> dict[str, Any] | None:
+        """Return what context parallelism costs and saves; None for layers of one rank."""
+        if self.config.decode_context_parallel_size == 1:
+            return None
+        from attn_select.times.ranks import rank_costs  # few layers have ranks
+
+        costs = rank_costs(self)
+        if costs is None:
+            return None
+        steps = [
+            {
+                "batch": str(step.batch),
+                "alone_us": step.alone_us,
+                "ranks_us": step.ranks_us,
+                "collectives_us": step.collectives_us,
+                "pays_from": step.pays_from,
+            }
+            for step in costs.steps
+        ]
+        return {"size": costs.ranks, "bytes_per_token": costs.bytes_per_token, "steps": steps}
 
 
 def _backend_plan_dict(plan: BackendPlan) -> dict[str, Any]:

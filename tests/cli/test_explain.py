@@ -238,3 +238,12 @@ def test_an_internal_bug_is_exit_3(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert result.code == 3
     assert "ZeroDivisionError: boom" in result.err
     assert "ATTN_SELECT_TRACEBACK" in result.err
+
+
+def test_ranks_and_what_they_cost(run: Any) -> None:
+    asked = ["explain", "--model", "llama-3-8b", "--gpu", "h200", "--dcp", "2", "--workload", "1q1s128k"]
+    assert "2 share the cache: 2048 of 4096 bytes" in run(*asked).out
+    found = run(*asked, "--json").json
+    jsonschema.validate(found, SCHEMA)
+    ranks = found["layers"][0]["plan"]["ranks"]
+    assert (ranks["size"], [step["batch"] for step in ranks["steps"]]) == (2, ["q1s128k"])

@@ -1,0 +1,106 @@
+"""What decode context parallelism costs and saves, estimated: bytes of cache, attention spared, collectives added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attn_select.config import AttentionConfig
+from attn_select.device import Device
+from attn_select.dtypes import BITS
+from attn_select.outcome import Outcome
+from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.roofline import roofline_us
+
+GATHER = (8.9, 7.0)
+"""us of gathering query heads, and us per MB (10^6 bytes) that a rank gets from each other rank.
+
+Measured on two H200 over NVLink with NCCL in torch 2.11, CUDA graphs (docs/context-parallel.md): within a fifth from 1
+to 2048 tokens of 32 heads of 128 and 64 heads of 576."""
+MERGE = (11.4, 5.8)
+"""The same of exchanging and merging results (``a2a``), 32 heads of 128 and 64 heads of 512."""
+MEASURED_ON = "2 H200 over NVLink"
+LONGEST = 1 << 27
+"""Tokens of context beyond which nothing is said to pay."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """Decodes of one batch.
+
+    Attributes:
+        batch: as in vLLM's benchmarks.
+        alone_us: attention of one rank's heads over the whole context, at the device's peak rates.
+        ranks_us: attention of all ranks' heads over one rank's share, likewise.
+        collectives_us: gathering query heads and merging results.
+        pays_from: tokens of context, of as many requests, from which the collectives take less than is spared; None:
+            never, since the heads of all ranks keep each busy.
+    """
+
+    batch: BatchShape
+    alone_us: float
+    ranks_us: float
+    collectives_us: float
+    pays_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """One kind of layers whose cache lies on several ranks.
+
+    Attributes:
+        ranks: their number.
+        bytes_per_token: of one layer on each rank, of a token of context.
+        steps: decodes of the workload, or of one request; empty where the device's rates are unknown.
+    """
+
+    ranks: int
+    bytes_per_token: float
+    steps: tuple[RankStep, ...]
+
+
+def collectives_us(config: AttentionConfig, tokens: int) -> float:
+    """Return the time of the two collectives of a decode of ``tokens`` queries, us, in the compute dtype."""
+    others, element = config.decode_context_parallel_size - 1, BITS[config.dtype] / 8
+    rows = tokens * config.num_heads * others / 1e6
+    width = config.kv_lora_rank or config.value_head_size
+    gathered, merged = rows * config.head_size * element, rows * (width * element + 4)
+    return GATHER[0] + gathered * GATHER[1] + MERGE[0] + merged * MERGE[1]
+
+
+def rank_costs(selection: Outcome) -> RankCosts | None:
+    """Return what the ranks of a selection cost and save; None for layers of one rank, or without a cache."""
+    config, stored = selection.config, selection.bytes_per_token
+    ranks = config.decode_context_parallel_size
+    if ranks == 1 or stored is None:
+        return None
+    batches = [BatchShape((RequestGroup(1, 1, 131072),))]
+    if selection.workload is not None:
+        batches = [each.batch for each in selection.workload.of_phase("decode", config)]
+    steps = [_step(config, batch, selection.device) for batch in batches]
+    return RankCosts(ranks, stored / ranks, tuple(step for step in steps if step is not None))
+
+
+def _step(config: AttentionConfig, batch: BatchShape, device: Device) -> RankStep | None:
+    alone_us, ranks_us = _attention_us(config, batch, device)
+    if alone_us is None or ranks_us is None:
+        return None
+    least = collectives_us(config, batch.num_tokens)
+    low, high = batch.max_query_len, LONGEST
+    while low < high:
+        middle = (low + high) // 2
+        groups = tuple(replace(group, seq_len=max(group.query_len, middle)) for group in batch.groups)
+        alone, shared = _attention_us(config, BatchShape(groups), device)
+        assert alone is not None
+        assert shared is not None
+        low, high = (low, middle) if alone - shared > least else (middle + 1, high)
+    return RankStep(batch, alone_us, ranks_us, least, low if low < LONGEST else None)
+
+
+def _attention_us(config: AttentionConfig, batch: BatchShape, device: Device) -> tuple[float | None, float | None]:
+    """Return the least time of one rank's attention without and with context parallelism, us."""
+    ranks = config.decode_context_parallel_size
+    alone = config.model_copy(update={"decode_context_parallel_size": 1})
+    gathered = alone.model_copy(update={"num_heads": config.num_heads * ranks})
+    share = tuple(replace(group, seq_len=max(group.query_len, -(-group.seq_len // ranks))) for group in batch.groups)
+    only = {"cache_write": False, "projections": False}
+    return roofline_us(alone, batch, device, **only), roofline_us(gathered, BatchShape(share), device, **only)
