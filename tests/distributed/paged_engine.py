@@ -25,6 +25,8 @@ from attn_select.runtime import (
 
 NEW_TOKENS = 64
 PROMPTS = (5, 37, 18, 70)
+IMAGE = (1, 4)
+"""Positions of an image's tokens in every prompt, where a model takes images."""
 MAX_TOKENS = 48
 """Of one step: the longer prompts take two or more."""
 
@@ -52,8 +54,10 @@ class Engine:
         self.source: list[int] = []
         """``source_of`` each layer."""
         self.metadata: dict[AttentionGroup, Any] = {}
-        for module in (layer.self_attn for layer in model.model.layers):
-            config = self.config_of(module, block_size)
+        text = getattr(model.model, "language_model", None)
+        self.images = [] if text is None else [IMAGE]
+        for module in (layer.self_attn for layer in (text or model.model).layers):
+            config = self.config_of(module, block_size).model_copy(update={"mm_prefix": bool(self.images)})
             if ranks is not None:
                 shares = {"decode_context_parallel_size": ranks.size, "block_size": block_size // ranks.size}
                 config = config.model_copy(update={**shares, "num_heads": config.num_heads // self.shards})
@@ -155,7 +159,8 @@ class Engine:
             self.pool.allocate(request, seq_lens[row])
             self.table.set_row(row, self.pool.blocks(request))
         lens = [len(part) for part in tokens]
-        common = prepare_batch(lens, seq_lens, self.table)
+        images = [self.images] * len(lens) if self.images else None
+        common = prepare_batch(lens, seq_lens, self.table, mm_prefix_ranges=images)
         self.metadata = {group: group.build(common) for group in self.groups.values()}
         positions = [torch.arange(seq_len - count, seq_len) for seq_len, count in zip(seq_lens, lens, strict=True)]
         packed = torch.tensor([token for part in tokens for token in part])

@@ -14,11 +14,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import models_for_tests as models  # noqa: E402
-from paged_engine import NEW_TOKENS, PROMPTS, generated  # noqa: E402
+from paged_engine import IMAGE, NEW_TOKENS, PROMPTS, generated  # noqa: E402
 
 LONGER = (
     *(models.mistral, models.gemma2, models.llama4, models.gemma4, models.deepseek_v3),
-    *(models.deepseek_v32, models.glm_moe_dsa),
+    *(models.deepseek_v32, models.glm_moe_dsa, models.gemma3_images),
 )
 
 
@@ -30,13 +30,22 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+def image_types(prompt: list[int]) -> dict[str, torch.Tensor]:
+    """Return the argument that says which tokens are an image's."""
+    places = torch.arange(len(prompt))
+    return {"token_type_ids": ((places >= IMAGE[0]) & (places <= IMAGE[1])).long()[None]}
+
+
 @pytest.mark.parametrize(
     "make",
     [models.llama, *(pytest.param(make, marks=pytest.mark.slow(guard="llama")) for make in LONGER)],
 )
 def test_tokens_are_those_of_eager_attention(make: Any) -> None:
     model = models.built(make)
-    prompts = [torch.randint(model.config.vocab_size, (length,)).tolist() for length in PROMPTS]
+    config = model.config.get_text_config()
+    prompts = [torch.randint(config.vocab_size, (length,)).tolist() for length in PROMPTS]
+    has_image = hasattr(model.config, "vision_config")
+    prompts = [[token % 90 for token in prompt] for prompt in prompts] if has_image else prompts  # no image is encoded
     with torch.inference_mode():
         model.set_attn_implementation("eager")
         wanted = [
@@ -45,6 +54,7 @@ def test_tokens_are_those_of_eager_attention(make: Any) -> None:
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 do_sample=False,
                 max_new_tokens=NEW_TOKENS,
+                **(image_types(prompt) if has_image else {}),
             )[0].tolist()
             for prompt in prompts
         ]

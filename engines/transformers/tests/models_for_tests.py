@@ -71,6 +71,23 @@ def gemma3() -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def gemma3_images() -> Any:
+    """Gemma 3 with a vision tower: tokens of an image, those of type 1, see each other in both directions."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**GQA, "head_dim": 16, "sliding_window": 12, "layer_types": kinds},
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=95,
+        boi_token_index=93,
+        eoi_token_index=94,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
 def llama4() -> Any:
     """Three layers inside chunks, and one without rope that sees all."""
     config = transformers.Llama4TextConfig(

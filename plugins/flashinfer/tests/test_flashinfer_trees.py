@@ -38,4 +38,5 @@ def test_the_kernel_is_one_that_returns_the_log_sum_exp(gpu: str) -> None:
         plan = plan_of(FLASHINFER, gqa_layer(**TREES), gpu, phase)
         assert (plan.trees_in_two_parts, plan.returns_lse, plan.cuda_graph) == (True, True, "NEVER")
         assert "native" in plan.path
+        assert any("never on a GPU" in mark for mark in plan.unverified)
     assert "draft-tree-in-two-parts" in codes_of(FLASHINFER, gqa_layer(**TREES, sliding_window=8), gpu, "decode")
