@@ -227,6 +227,15 @@ def test_a_window_bounds_what_is_gathered() -> None:
     assert chunk.starts is None
 
 
+def test_requests_without_keys_are_gathered_with_others() -> None:
+    """Prompts whose context lies on other ranks: first, and behind a request that does not fit."""
+    (chunk,) = schedule.gathered_chunks([7, 3], [0, 5], 0, 64)
+    assert (chunk.first, chunk.last, chunk.tokens, chunk.starts) == (0, 2, 10, [0, 0])
+    alone, behind = schedule.gathered_chunks([7, 3], [100, 0], 0, 64)
+    assert (alone.starts, behind.starts) == (None, [0])
+    assert (behind.first, behind.last, behind.tokens) == (1, 2, 3)
+
+
 @pytest.mark.parametrize(("capability", "triton_version"), [((9, 0), "3.7.0"), ((10, 0), "3.6.0")])
 def test_a_plan_for_gluon_is_refused_where_it_was_not_run(
     capability: tuple[int, int], triton_version: str, monkeypatch: pytest.MonkeyPatch

@@ -168,7 +168,7 @@ def gathered_chunks(query_lens: Sequence[int], seq_lens: Sequence[int], window: 
             chunks.append(Chunk(request, request + 1, query_len, None, 0))
             used = room
             continue
-        if used + rows > room:
+        if not chunks or chunks[-1].starts is None or used + rows > room:  # a request without keys needs no room
             chunks.append(Chunk(request, request, 0, [], 0))
             used = 0
         chunk = chunks[-1]
