@@ -150,9 +150,9 @@ def test_an_engine_without_any_of_the_order(run: Any) -> None:
     assert none.code == 1
     assert "--attn-implementation" not in none.out
     assert "transformers has none of its backends, and the default of transformers runs there" in none.out
-    sparse = run("flags", "-e", "vllm", "-m", "deepseek-v3.2", "-g", "a100")
-    assert sparse.code == 1
-    assert "no backend of attn-select is valid" in sparse.out
+    nvfp4 = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "a100", "--kv-cache-dtype", "nvfp4")
+    assert nvfp4.code == 1
+    assert "no backend of attn-select is valid" in nvfp4.out
 
 
 def test_wrong_input(run: Any) -> None:
