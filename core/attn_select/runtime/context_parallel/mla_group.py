@@ -284,10 +284,6 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         level = self._decoder().cudagraph_support if self.latent is not None else super().cudagraph_support
         return level if level == "NEVER" else "UNIFORM_BATCH"
 
-    def allocate_kv_cache(self, num_blocks: int) -> Tensor:
-        """Return this rank's cache for ``num_blocks`` of the scheduler's blocks: ``1 / size`` of their positions."""
-        return super().allocate_kv_cache(num_blocks)
-
     def _cache_blocks(self) -> tuple[str, int, int]:
         layout, kernel_block_size, ratio = super()._cache_blocks()
         return layout, kernel_block_size, ratio // self.context_parallel.size

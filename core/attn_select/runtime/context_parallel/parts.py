@@ -100,7 +100,9 @@ class LocalBatches:
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor at the address that it always has."""
-        return tensor if self._kept is None else self._kept[name][: len(tensor)].copy_(tensor)
+        if self._kept is None or len(tensor) > len(self._kept[name]):  # an encoder's slots, which no graph reads
+            return tensor
+        return self._kept[name][: len(tensor)].copy_(tensor)
 
     def keep_table(self, table: Tensor) -> Tensor:
         """Return a block table at the address that it always has, as wide as the longest request needs."""
