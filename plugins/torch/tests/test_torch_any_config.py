@@ -85,9 +85,12 @@ def test_plan_answers_every_config(config: AttentionConfig, capability: tuple[in
         hash(spec.compile_key(config))
 
 
-def measures_distance_across_ranks(config: AttentionConfig) -> bool:
-    """Whether the gate refuses the layer for every backend: distances do not survive interleaved shares."""
-    return config.decode_context_parallel_size > 1 and (config.alibi or config.sliding_window is not None)
+def rank_codes(config: AttentionConfig) -> set[str]:
+    """Return the codes against what no backend does over several ranks: distances, and FP4 outputs of merged parts."""
+    if config.decode_context_parallel_size == 1:
+        return set()
+    found = {"decode-context-parallel-distance"} if config.alibi or config.sliding_window is not None else set()
+    return found | ({"decode-context-parallel-output"} if config.output_quantization == "fp4" else set())
 
 
 def graph_codes(config: AttentionConfig, phase: str) -> set[str]:
@@ -98,13 +101,11 @@ def graph_codes(config: AttentionConfig, phase: str) -> set[str]:
 
 @given(config=configs(mla=False), capability=st.sampled_from([None, *GPUS]))
 def test_sdpa_takes_every_layer_without_mla(config: AttentionConfig, capability: tuple[int, int] | None) -> None:
-    expected = set()
+    expected = rank_codes(config)
     if config.kv_cache_dtype == "nvfp4":
         expected.add("kv-cache-dtype")
     if config.output_quantization != "none":
         expected.add("output-quantization")
-    if measures_distance_across_ranks(config):
-        expected.add("decode-context-parallel-distance")
     for phase in config.phases:
         outcome = check(TORCH_SDPA, config, device_of(capability), ASSUMED, TORCH_SDPA.options(), phase)
         assert codes(outcome) == expected | graph_codes(config, phase)
@@ -118,14 +119,12 @@ def test_torch_mla_takes_every_dense_mla_layer(config: AttentionConfig, capabili
         assert "sparse-unsupported" in codes(outcome)
         return
     for phase in config.phases:
-        expected = set()
+        expected = rank_codes(config)
         if config.kv_cache_dtype == "nvfp4":  # which nothing can allocate, so that prefill refuses it too
             expected.add("kv-cache-dtype")
         if config.output_quantization != "none":
             expected.add("output-quantization")
         expected |= graph_codes(config, phase)
-        if measures_distance_across_ranks(config):
-            expected.add("decode-context-parallel-distance")
         assert codes(check(TORCH_MLA, config, device, ASSUMED, TORCH_MLA.options(), phase)) == expected
 
 
