@@ -159,6 +159,8 @@ class Capabilities:
     output_quantizations: Fact[tuple[str, ...]] = Fact((), "default")
     """Beside ``none``: ``fp8``, ``fp4``."""
     decode_context_parallel: Fact[bool] = Fact(False, "default")
+    """Whether layers whose cache lies on several ranks are served: every plan returns the LSE, and a batch that is not
+    causal (``CommonAttentionMetadata.causal``) attends to all keys of its tables, fewer than its queries among them."""
     nan_tail_safe: Fact[bool] = Fact(True, "default: every backend's duty, which the conformance suite tests")
     """Whether a request's result is right whatever the unused tail of its last block holds, NaN included. Blocks are
     handed from request to request: a backend that is not safe shows one request's NaN to the next. False where any path

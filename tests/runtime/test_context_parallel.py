@@ -163,6 +163,17 @@ def test_a_rank_that_cannot_make_its_group_tells_the_others() -> None:
     assert isinstance(left, ConfigError)
 
 
+def test_what_ranks_cannot_run_is_refused() -> None:
+    first = select(layer(batch_invariant=True), "cpu")
+    for error in _errors_of(lambda rank: (first, {"merge": "ag_rs"})):
+        assert "merge = 'ag_rs' with batch_invariant = True" in str(error)
+    mla = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    sparse = AttentionConfig(num_heads=4, sparse_top_k=64, dtype="float32", decode_context_parallel_size=2, **mla)
+    chosen = select(sparse, "cpu")
+    for error in _errors_of(lambda rank: (chosen, {})):
+        assert "sparse_top_k = 64: sparse MLA does not run over several ranks yet" in str(error)
+
+
 def test_a_group_of_decodes_refuses_longer_queries() -> None:
     selection = select(layer(), "cpu")
 

@@ -398,6 +398,13 @@ def test_a_plugin_without_runtime_is_skipped(right: Variant) -> None:
     assert suite.summary()[1:] == [f"  {ACCEPTED} not run: ACME_ATTN: facts alone"]
 
 
+def test_a_backend_that_masks_other_ranks_contexts_is_found(right: Variant) -> None:
+    """The example's kernel is causal whatever the batch says, so it hides a share's keys from longer queries."""
+    found = failures(right.declaring(decode_context_parallel=YES).suite(num_configs=120))
+    assert found
+    assert all("decode_context_parallel_size=2" in text for text in found)
+
+
 def test_what_no_machine_can_run_is_no_test_and_is_marked(right: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     # A plan that nothing can run and that is not marked is found.
     monkeypatch.setattr(conformance, "NEVER_RUN", {lambda config: config.sinks: "of sinks"})
