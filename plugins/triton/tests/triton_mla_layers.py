@@ -12,6 +12,7 @@ import torch
 from attn_select import AttentionConfig, select
 from attn_select.runtime import BlockTable, Capacity, Scales, attention_group, prepare_batch
 from attn_select.testing import attention_reference, lse_error, relative_error, selection_of
+from attn_select.testing.oracle_quant import quantize_query
 from attn_select_triton.facts.triton_mla import TRITON_MLA
 
 ON_GPU = torch.cuda.is_available()
@@ -92,9 +93,12 @@ def decode(group: Any, common: Any, cache: Any, query: Any, scale: float = 1.0, 
 
 def expected(group: Any, common: Any, query: Any, latents: Any, *, causal: bool = True, scale: float = 1.0) -> Any:
     rank, found = group.config.kv_lora_rank, []
+    query, seen_as = query.cpu(), group.served["decode"].context.plans["decode"].query_dtype
+    if seen_as in FP8:
+        query = quantize_query(query, seen_as)
     for latent, (first, last) in zip(latents, itertools.pairwise(common.query_start_loc_cpu.tolist()), strict=True):
         keys = latent.double().unsqueeze(1) * scale
-        found.append(attention_reference(query[first:last].cpu(), keys, keys[..., :rank], scale=0.125, causal=causal))
+        found.append(attention_reference(query[first:last], keys, keys[..., :rank], scale=0.125, causal=causal))
     return torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
 
 
