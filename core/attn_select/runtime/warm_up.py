@@ -81,7 +81,7 @@ def steps_of(
 
     if "decode" in phases:
         for query in dict.fromkeys((1, 1 + config.num_speculative_tokens)):
-            for requests, keys in ((1, SHORT), (1, LONG), (many, USUAL)):
+            for requests, keys in ((1, SHORT), (1, LONG), (many, USUAL), (most[0], USUAL)):
                 add(requests, query, keys)
                 if captured:
                     add(requests, query, keys, True)
