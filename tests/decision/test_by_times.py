@@ -16,11 +16,13 @@ from attn_select.device import Device
 from attn_select.environment import Environment
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.times.choice import fastest
 from attn_select.times.evidence import Evidence
 from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.model import fit
 from attn_select.times.store import MeasurementFile, Stored, StoredMeasurement
+from attn_select.times.timing import Timing
 from attn_select.times.workload import parse_workload
 
 LAYER = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -593,3 +595,31 @@ def test_no_phase_without_a_backend_is_chosen_by_times(decider: Any, spec: Any) 
 def test_a_tie_goes_to_the_order_of_the_rules_not_of_the_names(decider: Any) -> None:
     rule = {"name": "packaged-prefer", "layer": 0, "prefer": ["C", "B"]}
     assert ranks(decide(decider(rule), decode({"A": 100, "B": 100, "C": 100}))) == ["C", "B", "A"]
+
+
+def test_what_two_pairs_have_in_common_blurs_no_difference() -> None:
+    """The decode's wide margin is the same in both pairs, whose prefills differ by far more than theirs."""
+
+    def timing(time_us: float, margin: float) -> Timing:
+        return Timing(
+            time_us=time_us,
+            margin=margin,
+            share=0.5,
+            kind="measured here",
+            source="measured",
+            method=None,
+            measured_shapes=1,
+            shapes=1,
+            kernel={},
+            libraries={},
+        )
+
+    rivals: dict[Phase, dict[str, Timing]] = {
+        "prefill": {"SLOW": timing(120.0, 0.01), "QUICK": timing(100.0, 0.01)},
+        "decode": {"SLOW": timing(1000.0, 0.5)},
+    }
+    found = fastest({"prefill": "SLOW", "decode": "SLOW"}, rivals, lambda pair: True)
+    assert found == {"prefill": "SLOW", "decode": "SLOW"}  # 20 of 1100 us are less than 2 %
+    rivals["prefill"]["SLOW"] = timing(200.0, 0.01)
+    found = fastest({"prefill": "SLOW", "decode": "SLOW"}, rivals, lambda pair: True)
+    assert found == {"prefill": "QUICK", "decode": "SLOW"}
