@@ -67,13 +67,13 @@ class Attention(nn.Module):
             self.kv_sharing_target = kv_sharing_target.layer_name
         slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
         logits = per_head("sinks", sinks, config.sinks, group, None)
-        self._across = group.across_ranks(Attention, scale=self.scale, sinks=logits, scales=self.scales)
+        self._in_parts = group.layer_in_parts(Attention, scale=self.scale, sinks=logits, scales=self.scales)
         self._by_name: dict[str, AttentionImpl[Any]] = {}
-        for served in group.backends if self._across is None else ():
+        for served in group.backends if self._in_parts is None else ():
             impl = cast(type[AttentionImpl[Any]], served.backend.impl_cls)
             made = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
             self._by_name[served.spec.name] = made
-        impls = {} if self._across is not None else {p: self._by_name[s.spec.name] for p, s in group.served.items()}
+        impls = {} if self._in_parts is not None else {p: self._by_name[s.spec.name] for p, s in group.served.items()}
         self.impls: dict[Phase, AttentionImpl[Any]] = impls
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
         separate = [s.spec.name for s in group.backends if not s.backend.forward_includes_kv_cache_update]
@@ -151,8 +151,8 @@ class Attention(nn.Module):
         if self.group.checked:
             named = {"query": query, "key": key, "value": value, "output": output, "output_lse": output_lse}
             self.group.check_contents(self.scales, named, kv_cache, attn_metadata.common)
-        if self._across is not None:
-            self._across.forward(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
+        if self._in_parts is not None:
+            self._in_parts.forward(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
             return output
         if key is not None and value is not None and self._writer is not None:
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)

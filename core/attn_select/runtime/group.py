@@ -294,8 +294,8 @@ class AttentionGroup:
             found[name] = sum(by_kernel.values())
         return found
 
-    def across_ranks(self, layer: type[Any], **options: Any) -> Any:
-        """Return what computes one layer whose cache lies on several ranks; None where it lies on one."""
+    def layer_in_parts(self, layer: type[Any], **options: Any) -> Any:
+        """Return what computes a layer in parts (ranks, trees of drafts); None where the kernels alone do."""
         return None
 
     def explain(self) -> str:

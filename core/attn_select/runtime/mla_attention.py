@@ -80,7 +80,7 @@ class MLAAttention(nn.Module):
         self._absorb(kv_b_proj)
         slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
         logits = per_head("sinks", sinks, config.sinks, group, None)
-        self._across = group.across_ranks(MLAAttention, sinks=logits)
+        self._in_parts = group.layer_in_parts(MLAAttention, sinks=logits)
         self._by_plan: dict[tuple[str, Phase], MLAAttentionImpl] = {}
         for served in group.backends:
             # What is merged across ranks counts its sinks there.
@@ -221,8 +221,8 @@ class MLAAttention(nn.Module):
         rope_query.copy_(rope)
         _project(nope, self.w_uk_t, latent_query, part.spans)
         view = self._view(impl, kv_cache)
-        if self._across is not None:
-            self._across.forward(
+        if self._in_parts is not None:
+            self._in_parts.forward(
                 absorbed,
                 lambda gathered, latent, own: impl.forward_mqa(self, gathered, view, part.metadata, latent, own),
                 lambda latent, projected: _project(latent, self.w_uv, projected, part.spans),

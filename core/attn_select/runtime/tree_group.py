@@ -20,6 +20,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import ops
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
 from attn_select.runtime.kv_cache import key_value_views
+from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
@@ -149,7 +150,7 @@ class DraftTreeGroup(AttentionGroup):
     def _cache_blocks(self) -> tuple[str, int, int]:
         return self.plain._cache_blocks()
 
-    def across_ranks(self, layer: type[Any], **options: Any) -> DraftTreeAttention:
+    def layer_in_parts(self, layer: type[Any], **options: Any) -> DraftTreeAttention:
         """Return what computes one layer of this group."""
         return DraftTreeAttention(self, layer, **options)
 
@@ -169,7 +170,7 @@ def _own_tokens(decodes: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     return own.clamp_max(count - 1).long(), decodes.tree_mask[:count] & there
 
 
-class DraftTreeAttention:
+class DraftTreeAttention(LayerInParts):
     """Computes one layer of a ``DraftTreeGroup``.
 
     Args:
@@ -186,7 +187,7 @@ class DraftTreeAttention:
             layer(part, scale=scale, sinks=sinks, scales=scales) for part in (group.plain, group.context)
         )
 
-    def forward(
+    def merged(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -195,16 +196,9 @@ class DraftTreeAttention:
         metadata: DraftTreeMetadata,
         output: Tensor,
         output_lse: Tensor | None,
-        output_scale: Tensor | None,
     ) -> None:
-        """Compute the layer as ``Attention.forward`` documents it."""
+        """As ``LayerInParts.merged``."""
         tokens = metadata.num_actual_tokens
-        if output_scale is not None:
-            merged = output.new_empty(tokens, *output.shape[1:], dtype=query.dtype)
-            self.forward(query, key, value, kv_cache, metadata, merged, output_lse, None)
-            stored = ops.quantize_fp8(merged, output_scale, output.dtype)
-            output[:tokens].view(torch.uint8).copy_(stored.view(torch.uint8))
-            return
         decodes = metadata.num_decode_tokens
         if not decodes:
             if metadata.plain is not None:

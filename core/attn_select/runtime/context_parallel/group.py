@@ -33,6 +33,7 @@ from attn_select.runtime.context_parallel.parts import (
 )
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.selection import Selection
@@ -221,12 +222,12 @@ class ContextParallelGroup(AttentionGroup):
     def _cache_blocks(self) -> tuple[str, int, int]:
         return self.shared._cache_blocks()
 
-    def across_ranks(self, layer: type[Any], **options: Any) -> AttentionAcrossRanks:
+    def layer_in_parts(self, layer: type[Any], **options: Any) -> AttentionAcrossRanks:
         """Return what computes one layer of this group; every rank calls it for the same layer."""
         return AttentionAcrossRanks(self, layer, **options)
 
 
-class AttentionAcrossRanks:
+class AttentionAcrossRanks(LayerInParts):
     """Computes one layer of a ``ContextParallelGroup``.
 
     Args:
@@ -250,7 +251,7 @@ class AttentionAcrossRanks:
         self._heads = group.shared.config.num_heads
         self._width = config.value_head_size
 
-    def forward(
+    def merged(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -259,16 +260,9 @@ class AttentionAcrossRanks:
         metadata: ContextParallelMetadata,
         output: Tensor,
         output_lse: Tensor | None,
-        output_scale: Tensor | None,
     ) -> None:
-        """Compute the layer as ``Attention.forward`` documents it."""
+        """As ``LayerInParts.merged``."""
         tokens = metadata.num_actual_tokens
-        if output_scale is not None:
-            merged = output.new_empty(tokens, *output.shape[1:], dtype=query.dtype)
-            self.forward(query, key, value, kv_cache, metadata, merged, output_lse, None)
-            stored = ops.quantize_fp8(merged, output_scale, output.dtype)
-            output[:tokens].view(torch.uint8).copy_(stored.view(torch.uint8))
-            return
         query, output = query[:tokens], output[:tokens]
         lse = None if output_lse is None else output_lse[:tokens]
         if metadata.own is None:

@@ -288,7 +288,7 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         layout, kernel_block_size, ratio = super()._cache_blocks()
         return layout, kernel_block_size, ratio // self.context_parallel.size
 
-    def across_ranks(self, layer: type[Any], **options: Any) -> LatentsAcrossRanks:
+    def layer_in_parts(self, layer: type[Any], **options: Any) -> LatentsAcrossRanks:
         """Return what decodes one layer of this group; every rank calls it for the same layer."""
         return LatentsAcrossRanks(self, **options)
 
