@@ -147,22 +147,28 @@ def objections(
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
         dims = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"
         found.append(Objection("mla-dims", "512 + 64", f"kv_lora_rank + qk_rope_head_dim {dims}", dims))
-    if config.num_heads > HEADS:
-        found.append(Objection("num-heads", f"1 to {HEADS}", f"{config.num_heads} query heads", config.num_heads))
+    ranks, heads = config.decode_context_parallel_size, _gathered_heads(config)
+    if heads > HEADS:
+        what = f"{heads} query heads" + f", {config.num_heads} from each of {ranks} ranks" * (ranks > 1)
+        found.append(Objection("num-heads", f"1 to {HEADS}", what, heads))
     if capability not in build.compute_capabilities.value:
         accepts = ", ".join(f"{major}.{minor}" for major, minor in build.compute_capabilities.value)
         seen = f"{capability[0]}.{capability[1]}"
         found.append(Objection("compute-capability", accepts, f"compute capability {seen}", seen))
     if config.kv_cache_dtype == "fp8_e4m3" and not build.fp8.value:
         found.append(Objection("kv-cache-dtype", f"auto, {config.dtype}", "KV-cache dtype fp8_e4m3", "fp8_e4m3"))
-    if config.decode_context_parallel_size > 1 and not build.returns_lse.value:
-        size = config.decode_context_parallel_size
-        what = f"decode context parallel size {size}, which needs the LSE"
-        found.append(Objection("decode-context-parallel", 1, what, size))
+    if ranks > 1 and not build.returns_lse.value:
+        what = f"decode context parallel size {ranks}, which needs the LSE"
+        found.append(Objection("decode-context-parallel", 1, what, ranks))
     if splits_fixed_by is not None and not build.splits.value:
         what = f"a number of KV splits fixed by {splits_fixed_by}"
         found.append(Objection("num-kv-splits", -1, what, splits_fixed_by))
     return found
+
+
+def _gathered_heads(config: AttentionConfig) -> int:
+    """Return how many query heads the kernel gets: those of all context-parallel ranks."""
+    return config.num_heads * config.decode_context_parallel_size
 
 
 def _parse_splits(text: str) -> int | None:
@@ -187,8 +193,9 @@ def _plan(
         notes = (*notes, _SCALES)
         if config.dtype == "float16":
             notes = (*notes, _CONVERTED)
-    if config.num_heads != HEADS:
-        notes = (*notes, f"query heads are padded from {config.num_heads} to {HEADS}")
+    heads = _gathered_heads(config)
+    if heads != HEADS:
+        notes = (*notes, f"query heads are padded from {heads} to {HEADS}")
     if fixed_by is not None:
         notes = (*notes, f"KV splits fixed by {fixed_by}")
     path, number = "CUTLASS MLA", kernel.num_kv_splits

@@ -93,6 +93,14 @@ def test_heads_are_padded(heads: int, padded: bool) -> None:
     assert list(reasons_of(num_heads=129)) == ["num-heads"]
 
 
+def test_the_heads_of_all_ranks_are_gathered() -> None:
+    """A rank's decode gets the heads of all ranks: two of 64 fill the kernel, and two of 65 are too many."""
+    assert not [note for note in plan_of(num_heads=64, decode_context_parallel_size=2).notes if "padded" in note]
+    refused = reasons_of(num_heads=65, decode_context_parallel_size=2)
+    assert list(refused) == ["num-heads"]
+    assert "130 query heads, 65 from each of 2 ranks" in str(refused["num-heads"])
+
+
 def test_caches() -> None:
     assert plan_of(dtype="float16").query_dtype == "float16"
     plan = plan_of(kv_cache_dtype="fp8")
@@ -181,7 +189,7 @@ def test_sgl_kernel_has_no_code_for_10_3() -> None:
     ("fields", "code"),
     [
         ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
-        ({"decode_context_parallel_size": 2}, "decode-context-parallel"),
+        ({"num_heads": 64, "decode_context_parallel_size": 2}, "decode-context-parallel"),
     ],
 )
 def test_only_vllms_kernel_takes(there: dict[str, str], fields: dict[str, Any], code: str) -> None:
