@@ -209,14 +209,15 @@ def plan_lines(
         if not plan.nan_tail_safe:
             lines.append([(" " * _MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
         lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
-    if selection.cache_shape is not None and selection.bytes_per_token is not None:
+    if runs and selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
         text += f"{selection.bytes_per_token} bytes per token and layer"
         if count is not None and count > 1:
             text += f", {byte_text(selection.bytes_per_token * count)} per token for all {count}"
         lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
-    lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
+    if runs:
+        lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
     if selection.evidence is not None:
         lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
     return lines

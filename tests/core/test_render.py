@@ -109,6 +109,14 @@ def test_outside_a_clone_a_missing_plugin_comes_with_a_note(
     assert (distributions.NOT_ON_AN_INDEX in text) is said
 
 
+def test_of_kernels_that_an_engine_runs_itself_no_facts_are_shown() -> None:
+    """Buffers, graphs and caches are those of attn-select's kernels, and so is what ranks cost."""
+    chosen = select(GQA.model_copy(update={"decode_context_parallel_size": 2}), "h100")
+    ours, engines = (plain(plan_lines(chosen, runs=runs)) for runs in (True, False))
+    for fact in ("CUDA graphs ", "KV cache  ", "Ranks  "):
+        assert (fact in ours, fact in engines) == (True, False)
+
+
 def test_nearest_misses_are_the_backends_above_the_chosen_one_that_one_remedy_admits(
     spec: MakeSpec, capabilities: MakeCapabilities
 ) -> None:
