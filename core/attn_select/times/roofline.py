@@ -108,7 +108,10 @@ class WorkRates:
 
 
 def work_rates(config: AttentionConfig, decode: bool) -> WorkRates:
-    """Return the rates of a layer's decodes, or of its prefills. They differ with MLA alone."""
+    """Return the rates of a layer's decodes, or of its prefills. They differ with MLA alone.
+
+    A context-parallel rank reads its share of the keys, but with the heads of all ranks: the products stay as many.
+    """
     width = dtypes.BITS[config.dtype] / 8
     ranks = config.decode_context_parallel_size
     if config.mla:
@@ -121,7 +124,7 @@ def work_rates(config: AttentionConfig, decode: bool) -> WorkRates:
         kv_bytes_per_key=cached / ranks,
         query_bytes_per_token=config.num_heads * both * width,
         cache_write_bytes_per_token=config.num_kv_heads * both * width + cached if config.has_cache else 0,
-        attention_flops_per_pair=2 * config.num_heads * both / ranks,
+        attention_flops_per_pair=2 * config.num_heads * both,
     )
 
 
@@ -135,7 +138,7 @@ def _mla_rates(config: AttentionConfig, width: float, ranks: int, absorb: bool) 
             kv_bytes_per_key=token / ranks,
             query_bytes_per_token=heads * (2 * rank + rope) * width,
             cache_write_bytes_per_token=write,
-            attention_flops_per_pair=2 * heads * (2 * rank + rope) / ranks,
+            attention_flops_per_pair=2 * heads * (2 * rank + rope),
             projection_bytes_per_token=heads * (nope + value + 2 * rank) * width,
             projection_flops_per_token=2 * heads * rank * (nope + value),
         )
