@@ -30,7 +30,9 @@ TESTS = Path(__file__).parents[1] / "tests"
 KERNELS = Path(__file__).parents[1] / "attn_select_triton" / "kernels"
 SELECTED = {  # of a file's tests, those whose names match; the slowest files first
     "prefill_hopper": r"pages\[\{\}-(8-2-16|14-2-48|71-1-64)-FLASHINFER_NHD|pages\[\{\}-2-2-256-FLASHINFER_HND|"
-    r"pages\[\{'non_causal': True\}-8-2-16-FLASH_ATTN_NHD|as_they_come",
+    r"pages\[\{'non_causal': True\}-8-2-16-FLASH_ATTN_NHD|as_they_come|"
+    r"pages\[\{.*(64|30\.0|100|True)\}-14-2-48-FLASHINFER_HND",
+    "mla_gpu": r"deepseek_layers_on_a_gpu\[(1-1|16-4|71-1|128-2)-",
     "prefill": r"terms\[(plain|window|not causal|ranges|all)\]|layouts|shapes\[|test_fp8\[|gathered|no_cache|"
     r"described\[.*(plain|window)|on_a_gpu\[(64-16-window|96-16-plain|128-(16|64)-plain|256-64-plain)\]|mla_prefill",
     "mla_decode": r"page_boundaries|two\[3-[46]|different_numbers|another_dtype|share|descriptors|strides|fixed_splits|"
@@ -40,6 +42,8 @@ SELECTED = {  # of a file's tests, those whose names match; the slowest files fi
     "paged_kernels": r"edges|heads': (7|71),|dtypes\[float16-fp8|alibi\[heads1|random_shapes\[[0-3]|launches\[2|"
     r"several_partitions|without_a_query|rows\[(8-auto|32-fp8_e4m3)|on_a_gpu\[\(32, 8, 128\)-32-auto",
     "invariance": r"test_(decode|prefill)\[|test_mla_decode$",
+    "attn_run": r"test_trees_of_drafts",
+    "indexer": r"best_tokens|equal|negative|few_scores|cached\[(32|128)",
     "mla_cache": r"gathers\[(48-16-|3-2-auto|512-64-fp8_e4m3)|many_requests",
     "cache": r"reference_writes\[(auto|fp8_e4m3)|narrower|per_head|gather\[",
     "ops": r"quantize_fp8\[(fp80|fp81-dtype1)|division|and_cache\[\{\}|transposed|gathered|"
