@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,23 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
+from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.errors import ConfigError
 from attn_select.render import byte_text
 from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
-from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext, Progress
+from attn_select.runtime.backend import AttentionBackend, BackendContext, Progress
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.custom_op import layer_of
 from attn_select.runtime.dispatch import Dispatch, check_dispatch, make_dispatch
 from attn_select.runtime.kernel_blocks import KernelTables, kernel_block_sizes, shared_block_sizes, width_multiple
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Split, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
-from attn_select.runtime.warm_up import Step, Warmable, WarmUp, batch_of, steps_of
+from attn_select.runtime.warm_up import WarmUp, warm_up
+from attn_select.runtime.ways import Served, Way, Ways
 from attn_select.selection import Selection
 from attn_select.spec import BackendPlan, BackendSpec
-from attn_select.times.dispatch import Names, by_phase, lead_of
 
 
 @dataclass(slots=True)
@@ -47,33 +45,6 @@ class Capacity:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from 1", fields=[name])
-
-
-@dataclass(slots=True)
-class Served:
-    """One backend as a group uses it: what was chosen, loaded, and the builder that all layers share.
-
-    ``chunks`` cuts its batches where the layers attend inside chunks and the kernel does not mask them; else None.
-    """
-
-    spec: BackendSpec
-    backend: type[AttentionBackend]
-    context: BackendContext
-    builder: AttentionMetadataBuilder[Any]
-    chunks: VirtualBatches | None = None
-
-
-@dataclass(slots=True)
-class Way:
-    """Which backend computes which phase of a step.
-
-    Attributes:
-        served: the backends per phase; the same object in both where one serves both.
-        unified: whether one backend serves every phase that the layers have: then batches are not split.
-    """
-
-    served: dict[Phase, Served]
-    unified: bool
 
 
 @dataclass(slots=True)
@@ -177,12 +148,11 @@ class AttentionGroup:
         self.kernel_block_size = max(sizes.values(), default=None)
         self._by_name = {name: self._serve(specs[name], own, sizes.get(name)) for name, own in plans.items()}
         self.backends = tuple(self._by_name.values())
-        self._way = self._way_of(names)
+        self._ways = Ways(self.config, self._by_name, names, self.dispatch, selection.workload)
+        self._way = self._ways.usual
         self.served, self.unified = self._way.served, self._way.unified
-        self._ways: dict[Names, Way] = {}
-        self._captured: dict[tuple[int, int, int], Way] = {}
         if self.dispatch is not None:
-            self._check_thresholds(self.dispatch)
+            self._ways.check_threshold(self.reorder_batch_threshold)
             most = self.capacity.max_num_seqs, self.capacity.max_num_batched_tokens, self.capacity.max_model_len
             self.dispatch.choice.prepare(*most)
         self._tables = KernelTables(self.block_size, self.capacity.max_num_seqs, self.capacity.max_model_len)
@@ -222,68 +192,6 @@ class AttentionGroup:
         )
         chunks = None if chunk is None else VirtualBatches(chunk, context, width_multiple(context))
         return Served(spec, backend, context, backend.builder_cls(context), chunks)
-
-    def _check_thresholds(self, dispatch: Dispatch) -> None:
-        """Make sure that all backends count the same requests as decodes."""
-        least = self.reorder_batch_threshold
-        if least is not None and least < dispatch.choice.longest_decode:
-            name = next(s.spec.name for s in self.backends if s.builder.reorder_batch_threshold == least)
-            raise ConfigError(
-                f"dispatch = 'measured': {name} takes queries of up to {least} tokens for decodes, but with "
-                f"num_speculative_tokens = {self.config.num_speculative_tokens} decodes have "
-                f"{dispatch.choice.longest_decode}",
-                fields=["dispatch", "num_speculative_tokens"],
-            )
-
-    def _way_of(self, names: Mapping[Phase, str]) -> Way:
-        """Return the way of a step whose phases are computed by these backends."""
-        served = {phase: self._by_name[name] for phase, name in names.items()}
-        return Way(served, len(set(names.values())) == 1 and len(names) == len(self.config.phases))
-
-    def _way_for(self, common: CommonAttentionMetadata) -> Way:
-        """Return the way of a step."""
-        if self.dispatch is None:
-            return self._way
-        size = common.num_reqs, common.num_actual_tokens, common.max_query_len
-        if self._captured and size in self._captured:
-            return self._captured[size]
-        num_keys = int(common.seq_lens_cpu.sum()) if common.num_keys is None else common.num_keys
-        choice = self.dispatch.choice
-        whole, choice = (*size, num_keys, common.max_seq_len), self.dispatch.choice
-        if common.max_query_len <= choice.longest_decode:
-            names = choice(None, whole)
-        else:
-            lead = common.lead or lead_of(common.query_lens_cpu.tolist(), common.seq_lens_cpu.tolist())
-            names = choice(*by_phase(whole, lead, choice.longest_decode))
-        return self._ways.get(names) or self._dispatched(names)
-
-    def _dispatched(self, names: Names) -> Way:
-        phases: tuple[tuple[Phase, str | None], ...] = ("prefill", names[0]), ("decode", names[1])
-        way = self._ways[names] = self._way_of({phase: name for phase, name in phases if name is not None})
-        return way
-
-    def _way_to_capture(self, common: CommonAttentionMetadata) -> Way:
-        """Return the way of a captured size, which all its replays go: that of its first capture.
-
-        Decodes are predicted with the workload's lengths, mixed batches run as the selection says.
-        """
-        if self.dispatch is None:
-            return self._way
-        size = common.num_reqs, common.num_actual_tokens, common.max_query_len
-        if size not in self._captured:
-            way, workload = self._way, self.selection.workload
-            if common.max_query_len <= self.dispatch.choice.longest_decode and workload is not None:
-                least = CUDA_GRAPH_LEVELS.index(self.cudagraph_support)
-                able = [
-                    name
-                    for name, served in self._by_name.items()
-                    if CUDA_GRAPH_LEVELS.index(served.builder.cudagraph_support) >= least
-                ]
-                shapes = workload.of_phase("decode", self.config)
-                names = self.dispatch.choice.captured(common.num_reqs, common.max_query_len, shapes, able)
-                way = self._ways.get(names) or self._dispatched(names)
-            self._captured[size] = way
-        return self._captured[size]
 
     @property
     def workspace_bytes(self) -> dict[str, int]:
@@ -406,7 +314,7 @@ class AttentionGroup:
         self.check_batch(common_attn_metadata)
         if common_prefix_len:
             self._check_prefix(common_attn_metadata, common_prefix_len)
-        way = self._way_for(common_attn_metadata)
+        way = self._ways.of_step(common_attn_metadata)
         if way.unified:
             part = self._whole(way, common_attn_metadata, common_prefix_len, fast_build)
             return self._metadata(common_attn_metadata, [part])
@@ -429,7 +337,7 @@ class AttentionGroup:
         tokens.
         """
         self.check_batch(common_attn_metadata)
-        way = self._way_to_capture(common_attn_metadata)
+        way = self._ways.to_capture(common_attn_metadata, self.cudagraph_support)
         phase = self._only_phase(way, common_attn_metadata)
         served = self._server(way, phase)
         common = self._for_kernel(served, common_attn_metadata, self._decodes(served, common_attn_metadata))
@@ -452,43 +360,7 @@ class AttentionGroup:
         Raises:
             ConfigError: the group has no layer yet.
         """
-        began = time.perf_counter()
-        layer: Warmable | None = layer_of(self)
-        if layer is None:
-            raise ConfigError("warm_up runs a layer of the group, and there is none: make the layers before")
-        capacity = self.capacity
-        steps = steps_of(
-            self.config,
-            (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len),
-            set(self.served),
-            mixed=self.unified or self.config.mla,
-            captured=self.cuda_graphs and "decode" in self.served and self.cudagraph_support != "NEVER",
-        )
-        cache = self.allocate_kv_cache(1) if self.config.has_cache else None
-        tell = progress or (lambda name, done, known: None)
-        kernels: set[str] = set()
-
-        def count(name: str, done: int, known: int) -> None:
-            kernels.add(f"{name} {done}")
-            tell(name, done, known)
-
-        # Of several backends one could read indices that a kernel of another one, which did not run, was to write.
-        kinds = {served.backend.compiling for served in self.backends}
-        if len(kinds) == 1 and (compiling := kinds.pop()) is not None:
-            with compiling(count):
-                for step in steps:
-                    self._warm(layer, step, cache)
-        for done, step in enumerate(steps, 1):
-            self._warm(layer, step, cache)
-            tell(str(step), done, len(steps))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return WarmUp(len(kernels), len(steps), time.perf_counter() - began)
-
-    def _warm(self, layer: Warmable, step: Step, cache: Tensor | None) -> None:
-        common = batch_of(step, self.config, self.block_size, self.device)
-        metadata = (self.build_for_cudagraph_capture if step.captured else self.build)(common)
-        layer(**layer.dummy_inputs(common.num_actual_tokens), kv_cache=cache, attn_metadata=metadata)
+        return warm_up(self, progress)
 
     def _only_phase(self, way: Way, common: CommonAttentionMetadata) -> Phase:
         if way.unified:

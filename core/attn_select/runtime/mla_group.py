@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_select.config import Phase
 from attn_select.errors import ConfigError
 from attn_select.runtime import ops
-from attn_select.runtime.group import AttentionGroup, Capacity, Served, Way
+from attn_select.runtime.group import AttentionGroup, Capacity
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import (
     BatchError,
@@ -31,6 +31,7 @@ from attn_select.runtime.mla_context import ContextChunk, Spans, context_chunks,
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
+from attn_select.runtime.ways import Served, Way
 from attn_select.selection import Selection
 
 WORKSPACE_TOKENS = 8192
@@ -130,7 +131,7 @@ class MLAAttentionGroup(AttentionGroup):
         """As ``AttentionGroup.build``; MLA layers use no cascade, so ``common_prefix_len`` changes nothing."""
         self.check_batch(common_attn_metadata)
         common, parts = common_attn_metadata, []
-        way = self._way_for(common)
+        way = self._ways.of_step(common)
         if self._latent_alone():
             return self._mla_metadata(common, self._latent_part(way, "decode", common, 0, fast_build))
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
@@ -152,7 +153,8 @@ class MLAAttentionGroup(AttentionGroup):
             BatchError: queries are longer than a decode's, so that replayed steps would be prefills.
         """
         self._check_capture(common_attn_metadata)
-        served = self._server(self._way_to_capture(common_attn_metadata), "decode")
+        way = self._ways.to_capture(common_attn_metadata, self.cudagraph_support)
+        served = self._server(way, "decode")
         common = self._tables.in_kernel_blocks(served.context, common_attn_metadata)
         decode = served.builder.build_for_cudagraph_capture(common)
         spans = spans_of(self.config, common.query_start_loc_cpu)

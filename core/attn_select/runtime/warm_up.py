@@ -1,7 +1,8 @@
-"""The steps that ``AttentionGroup.warm_up`` runs, so that no kernel is compiled in the middle of serving."""
+"""``AttentionGroup.warm_up``: steps that run before serving, so that no kernel is compiled in the middle of it."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from attn_select.config import AttentionConfig, Phase
+from attn_select.errors import ConfigError
+from attn_select.runtime.backend import Progress
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.custom_op import layer_of
 from attn_select.runtime.metadata import CommonAttentionMetadata
 
 SHORT, USUAL, LONG = 64, 2048, 32768
@@ -121,3 +125,48 @@ def batch_of(
         slot_mapping=slots,
         block_size=block_size,
     )
+
+
+def warm_up(group: Any, progress: Progress | None) -> WarmUp:
+    """Run steps through a layer of an ``AttentionGroup``, whose ``warm_up`` says more.
+
+    Raises:
+        ConfigError: the group has no layer yet.
+    """
+    began = time.perf_counter()
+    layer: Warmable | None = layer_of(group)
+    if layer is None:
+        raise ConfigError("warm_up runs a layer of the group, and there is none: make the layers before")
+    config, capacity = group.config, group.capacity
+    steps = steps_of(
+        config,
+        (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len),
+        set(group.served),
+        mixed=group.unified or config.mla,
+        captured=group.cuda_graphs and "decode" in group.served and group.cudagraph_support != "NEVER",
+    )
+    cache = group.allocate_kv_cache(1) if config.has_cache else None
+    tell = progress or (lambda name, done, known: None)
+    kernels: set[str] = set()
+
+    def count(name: str, done: int, known: int) -> None:
+        kernels.add(f"{name} {done}")
+        tell(name, done, known)
+
+    def run(step: Step) -> None:
+        common = batch_of(step, config, group.block_size, group.device)
+        metadata = (group.build_for_cudagraph_capture if step.captured else group.build)(common)
+        layer(**layer.dummy_inputs(common.num_actual_tokens), kv_cache=cache, attn_metadata=metadata)
+
+    # Of several backends one could read indices that a kernel of another one, which did not run, was to write.
+    kinds = {served.backend.compiling for served in group.backends}
+    if len(kinds) == 1 and (compiling := kinds.pop()) is not None:
+        with compiling(count):
+            for step in steps:
+                run(step)
+    for done, step in enumerate(steps, 1):
+        run(step)
+        tell(str(step), done, len(steps))
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    return WarmUp(len(kernels), len(steps), time.perf_counter() - began)

@@ -28,12 +28,13 @@ from attn_select.runtime.context_parallel.parts import (
     part_of,
 )
 from attn_select.runtime.context_parallel.shares import Shares
-from attn_select.runtime.group import Capacity, Served
+from attn_select.runtime.group import Capacity
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata, Split, prefix_sums, split_decodes_and_prefills
 from attn_select.runtime.mla_context import ContextChunk, context_chunks, context_parts
 from attn_select.runtime.mla_group import WORKSPACE_TOKENS, MLAAttentionGroup, MLAMetadata, MLAPart
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.ways import Served
 from attn_select.selection import Selection
 
 
