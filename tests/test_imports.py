@@ -134,6 +134,12 @@ def test_explain_is_light() -> None:
     assert found <= LIGHT | {CLI.name, "click", *PLUGINS}
 
 
+def test_the_oracle_needs_no_pytest() -> None:
+    pytest.importorskip("torch")
+    light = "import sys, attn_select.testing\nassert not {'pytest', 'attn_select.runtime'} & set(sys.modules)"
+    assert {"torch", "pytest"} <= loaded(f"{light}\nfrom attn_select.testing import BackendConformance")
+
+
 def test_core_imports_nobody_above_it() -> None:
     for file in core_files(tensors=True):
         found = top_names(read_imports(CORE, file, top_level=False))

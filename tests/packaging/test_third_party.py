@@ -143,7 +143,7 @@ def test_the_example_passes_as_the_documentation_shows(run: Run, tmp_path: Path)
     assert _shown("0 failed, 0 not run") <= _tested(run, source)
 
 
-@pytest.mark.slow(guard="test_conformance.test_a_wrong_kernel_is_found")
+@pytest.mark.slow(guard="test_conformance_kernels.test_a_wrong_kernel_is_found")
 def test_the_suite_says_what_the_documentation_shows(run: Run, tmp_path: Path) -> None:
     source = shutil.copytree(EXAMPLE, tmp_path / "acme")
     runtime = source / "acme_runtime.py"

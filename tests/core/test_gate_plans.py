@@ -1,0 +1,211 @@
+"""``plan()`` as the gate asks it: when, what its answer may be, and what the gate makes of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gate_cases import (
+    ASSUMED,
+    H100,
+    MLA,
+    PLAIN,
+    SPARSE,
+    T4,
+    WIDE_HEADS,
+    MakeCapabilities,
+    MakePlan,
+    MakeSpec,
+    check,
+    reasons,
+)
+
+from attn_select import gate
+from attn_select.config import CUDA_GRAPH_LEVELS, PHASES, AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.spec import BackendOptions, BackendPlan, Reason
+
+
+def test_no_reason_means_a_plan(spec: MakeSpec) -> None:
+    for phase in PHASES:
+        assert isinstance(check(spec(), PLAIN, phase=phase), BackendPlan)
+
+
+def test_plan_is_asked_even_when_a_capability_speaks_against(spec: MakeSpec) -> None:
+    backend = spec(plan=lambda *_: [Reason("special", "no luck", 1, 2)])
+    assert [reason.code for reason in reasons(backend, PLAIN)] == ["special"]
+    assert [reason.code for reason in reasons(backend, {**PLAIN, "sinks": True})] == ["sinks", "special"]
+
+
+def test_plan_is_not_asked_about_another_kind_of_attention(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
+    asked: list[Phase] = []
+
+    def plan(
+        config: AttentionConfig, device: Device, environment: Environment, options: Any, phase: Phase
+    ) -> list[Reason]:
+        asked.append(phase)
+        return [Reason("special", "no luck")]
+
+    backend = spec(plan=plan, capabilities={"decode": capabilities(mla=True, **WIDE_HEADS)})
+    assert [reason.code for reason in reasons(backend, PLAIN)] == ["mla-only"]
+    assert [reason.code for reason in reasons(backend, SPARSE)] == ["sparse-unsupported"]
+    assert [reason.code for reason in reasons(backend, MLA, phase="prefill")] == ["phase-not-served"]
+    assert asked == []
+    assert [reason.code for reason in reasons(backend, MLA)] == ["special"]
+    assert asked == ["decode"]
+
+
+def test_one_code_is_given_once_as_the_plan_says_it(spec: MakeSpec) -> None:
+    """Capabilities hold for every device, the plan knows this one."""
+    backend = spec(plan=lambda *_: [Reason("special", "no luck"), Reason("block-size", "of the plan")])
+    found = reasons(backend, {**PLAIN, "block_size": 24})
+    assert [(reason.code, reason.message) for reason in found] == [
+        ("block-size", "of the plan"),
+        ("special", "no luck"),
+    ]
+
+
+def test_what_the_gate_says_of_the_device_stands(spec: MakeSpec) -> None:
+    backend = spec(plan=lambda *_: [Reason("compute-capability", "of the plan")])
+    (found,) = reasons(backend, PLAIN, device=T4)
+    assert "7.5" in found.message
+
+
+def test_a_plan_does_not_outweigh_a_reason(spec: MakeSpec) -> None:
+    assert [reason.code for reason in reasons(spec(), {**PLAIN, "sinks": True})] == ["sinks"]
+
+
+def test_plan_gets_what_it_needs(spec: MakeSpec, plan: MakePlan) -> None:
+    seen: list[Any] = []
+    made = plan()
+
+    def function(*arguments: Any) -> BackendPlan:
+        seen.append(arguments)
+        return made
+
+    config, options = AttentionConfig(**PLAIN), BackendOptions()
+    assert gate.check(spec(plan=function), config, H100, ASSUMED, options, "prefill") is made
+    assert seen == [(config, H100, ASSUMED, options, "prefill")]
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raise_(error: BaseException) -> Callable[..., Any]:
+    def plan(*_: Any) -> Any:
+        raise error
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (raise_(ZeroDivisionError("no kernels")), "ZeroDivisionError: no kernels"),
+        (raise_(KeyError("a\nb")), "KeyError"),
+        (raise_(UnprintableError()), "UnprintableError"),
+        (lambda *_: None, "None"),
+        (lambda *_: [], "[]"),
+        (lambda *_: ["a string"], "a string"),
+        (lambda *_: (), "()"),
+        (lambda *_: True, "True"),
+        (lambda *_: Unprintable(), "Unprintable"),
+    ],
+)
+def test_a_bug_in_plan_is_shown_and_not_hidden(spec: MakeSpec, function: Any, named: str) -> None:
+    found = reasons(spec(plan=function), {**PLAIN, "sinks": True})
+    assert [reason.code for reason in found] == ["sinks", "plugin-error"]
+    assert "PLAIN" in found[1].message
+    assert named in found[1].message
+    assert found[1].message.isprintable()
+    assert [reason.code for reason in reasons(spec(plan=function), PLAIN)] == ["plugin-error"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cuda_graph": "SOMETIMES"},
+        {"kernel_block_sizes": ()},
+        {"kernel_block_sizes": (16, 0)},
+        {"kv_layouts": ("FLASH_ATTN_NHD", "NO_SUCH_LAYOUT")},
+        {"unverified": "a string"},
+        {"unverified": ["a list"]},
+        {"unverified": (3,)},
+    ],
+)
+def test_a_plan_of_the_wrong_shape_is_a_bug_of_the_plugin(
+    spec: MakeSpec, plan: MakePlan, changes: dict[str, Any]
+) -> None:
+    found = reasons(spec(plan=lambda *_: plan(**changes)), PLAIN)
+    assert [reason.code for reason in found] == ["plugin-error"]
+    assert next(iter(changes)) in found[0].message
+
+
+def test_a_plan_that_reads_no_cache_needs_no_block_size(spec: MakeSpec, plan: MakePlan) -> None:
+    assert reasons(spec(plan=lambda *_: plan(kv_layouts=(), kernel_block_sizes=())), PLAIN) == []
+
+
+@pytest.mark.parametrize("wanted", CUDA_GRAPH_LEVELS)
+@pytest.mark.parametrize("offered", CUDA_GRAPH_LEVELS)
+def test_levels_of_cuda_graphs(spec: MakeSpec, plan: MakePlan, wanted: str, offered: str) -> None:
+    backend = spec(plan=lambda *_: plan(cuda_graph=offered))
+    found = reasons(backend, {**PLAIN, "cuda_graph": wanted})
+    if CUDA_GRAPH_LEVELS.index(offered) >= CUDA_GRAPH_LEVELS.index(wanted):
+        assert found == []
+        return
+    (reason,) = found
+    assert (reason.code, reason.observed, reason.supported) == ("cuda-graph-level", wanted, offered)
+    assert reason.remedy == f"--cuda-graph {offered}"
+    assert wanted in reason.message
+    assert offered in reason.message
+
+
+CHUNKED = {**PLAIN, "attention_chunk_size": 48}
+
+
+def test_chunks_are_requests_of_their_own(spec: MakeSpec, plan: MakePlan) -> None:
+    """The blocks of such a plan divide a chunk, and captured steps hold one token of each request."""
+    wide = spec(plan=lambda *_: plan(kernel_block_sizes=(64, 48, 16), notes=("slow",)))
+    for size, kept in ((48, (48, 16)), (128, (64, 16))):
+        found = check(wide, {**CHUNKED, "attention_chunk_size": size})
+        assert isinstance(found, BackendPlan)
+        assert (found.kernel_block_sizes, found.cuda_graph) == (kept, "UNIFORM_SINGLE_TOKEN_DECODE")
+        assert found.notes[0] == "slow"
+        assert "each chunk is a request of its own" in found.notes[1]
+    of_32 = check(wide, {**CHUNKED, "block_size": 32})
+    assert isinstance(of_32, BackendPlan)
+    assert of_32.kernel_block_sizes == (16,)
+
+
+def test_a_kernel_that_masks_chunks_keeps_its_plan(spec: MakeSpec, plan: MakePlan) -> None:
+    masks = plan(masks_chunks=True, kernel_block_sizes=(64,))
+    assert check(spec(plan=lambda *_: masks), CHUNKED) is masks
+
+
+def test_chunks_that_no_block_divides_are_refused(spec: MakeSpec, plan: MakePlan) -> None:
+    backend = spec(plan=lambda *_: plan(kernel_block_sizes=(64, 32)))
+    (reason,) = reasons(backend, CHUNKED)
+    assert (reason.code, reason.observed) == ("attention-chunk-size", 48)
+    assert reason.message == (
+        "attention inside chunks of 48 (supported: multiples of a block size of the kernel, 64 or 32)"
+    )
+    assert reasons(backend, {**CHUNKED, "attention_chunk_size": 96}) == []
+    (reason,) = reasons(backend, {**CHUNKED, "attention_chunk_size": 64, "cuda_graph": "ALWAYS"})
+    assert reason.code == "cuda-graph-level"
+
+
+def test_chunks_are_not_measured_across_ranks(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
+    both = capabilities(decode_context_parallel=True)
+    backend = spec(capabilities={"prefill": both, "decode": both})
+    (reason,) = reasons(backend, {**CHUNKED, "decode_context_parallel_size": 2})
+    assert reason.code == "decode-context-parallel-distance"
+    assert reason.message.startswith("chunks of 48 over 2 ranks")
