@@ -140,6 +140,23 @@ def test_commit_is_as_wide_as_the_longest_row_and_stays_where_it_is() -> None:
     assert table.commit(3).shape == (3, 5)
 
 
+def test_every_change_of_a_row_is_committed() -> None:
+    """A table that has not changed is returned as it was; the width follows each change."""
+    table = BlockTable(3, 8, 4, "cpu")
+    table.append_row(0, [5, 6, 7])
+    committed = table.commit(2)
+    assert table.commit(2) is committed
+    assert table.commit(1).shape == (1, 3)
+    table.move_row(0, 2)
+    assert table.commit(2).shape == (2, 1)
+    table.swap_rows(1, 2)
+    assert table.commit(2).tolist() == [[0, 0, 0], [5, 6, 7]]
+    table.set_row(1, [9])
+    assert table.commit(2).tolist() == [[0], [9]]
+    table.clear_row(1)
+    assert table.commit(2).tolist() == [[0], [0]]
+
+
 def test_commit_of_empty_rows_has_one_column() -> None:
     assert BlockTable(2, 3, 4, "cpu").commit(2).shape == (2, 1)
 
@@ -242,6 +259,22 @@ def test_a_decode_of_many_requests(wrong: int | None) -> None:
     assert common.slot_mapping is not None
     assert common.slot_mapping.tolist() == reference_slots(table, requests)
     assert (common.num_actual_tokens, common.max_query_len) == (40, 1)
+
+
+@pytest.mark.parametrize("number", [32, 33, 1500])
+def test_bounds_and_room_of_many_single_tokens(number: int) -> None:
+    """Few are checked one by one, more at once, and the bounds of up to 1024 are ready."""
+    table = BlockTable(number, 2, 4, "cpu")
+    for row in range(number):
+        table.append_row(row, [2 * row, 2 * row + 1])
+    common = prepare_batch([1] * number, [8] * number, table)
+    assert common.query_start_loc.tolist() == [*range(number + 1)]
+    assert common.slot_mapping is not None
+    assert common.slot_mapping.tolist() == [8 * row + 7 for row in range(number)]
+    seq_lens = [8] * number
+    seq_lens[number - 2] = 9
+    with pytest.raises(BatchError, match=rf"request {number - 2}: seq_lens = 9, but its row .* holds 2 blocks of 4"):
+        prepare_batch([1] * number, seq_lens, table)
 
 
 def test_requests_without_queries_beside_longer_ones() -> None:

@@ -24,6 +24,10 @@ FEW_SLOTS = 32
 """Up to as many, slots are worked out one by one: fewer take less time than the tensor operations for all at once."""
 
 
+_COUNTED = array("i", range(1025)).tobytes()
+"""The prefix sums of up to 1024 queries of one token, int32."""
+
+
 def staging(num_bytes: int, device: torch.device) -> Tensor:
     """Return uninitialised host bytes that can be copied to ``device`` asynchronously."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -76,8 +80,10 @@ class BlockTable:
         on_host = self.device.type == "cpu"
         self.row_starts = torch.arange(0, self.host.numel(), max_num_blocks_per_req)
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
-        self.num_blocks_per_row = torch.zeros(max_num_reqs, dtype=torch.int32)
-        self._changed, self._committed = True, (0, 0)  # since the last commit; its rows and columns
+        self._held = array("i", bytes(4 * max_num_reqs))
+        self.num_blocks_per_row = torch.frombuffer(self._held, dtype=torch.int32)
+        self._changed, self._committed = True, (0, 0)  # since the last copy; its rows and columns
+        self._returned: Tensor | None = None  # by the last commit
         # What checked mode knows of each row's last step: tokens cached before it, tokens after it, blocks held in it.
         self._last_step = torch.zeros(max_num_reqs, 3, dtype=torch.int32) if checks_enabled() else None
 
@@ -88,7 +94,7 @@ class BlockTable:
             BatchError: there is no such row, or it has no room for them.
         """
         self._check_row(row)
-        start = int(self.num_blocks_per_row[row])
+        start = self._held[row]
         end = start + len(block_ids)
         if end > self.host.shape[1]:
             raise BatchError(
@@ -96,7 +102,7 @@ class BlockTable:
             )
         first = row * self.host.shape[1]
         self._ids[first + start : first + end] = array("i", block_ids)
-        self.num_blocks_per_row[row] = end
+        self._held[row] = end
         self._changed = True
 
     def set_row(self, row: int, block_ids: Sequence[int]) -> None:
@@ -108,7 +114,7 @@ class BlockTable:
         """Empty a row when its request has finished or was preempted. ``BlockPool.free`` gives the blocks back."""
         self._check_row(row)
         self._changed = True
-        self.host[row, : int(self.num_blocks_per_row[row])] = 0
+        self.host[row, : self._held[row]] = 0
         for of_row in self._per_row():
             of_row[row] = 0
 
@@ -177,6 +183,26 @@ class BlockTable:
             for position in range(end - count, end)
         ]
 
+    def check_room(self, seq_lens: Sequence[int], seq_lens_cpu: Tensor) -> None:
+        """Raise BatchError for the first request whose row holds too few blocks for its sequence.
+
+        Args:
+            seq_lens: keys of the requests of the first rows.
+            seq_lens_cpu: the same, int32 on the host.
+        """
+        size, held = self.block_size, self._held
+        if len(seq_lens) <= FEW_SLOTS:
+            missing = any(map(gt, seq_lens, [size * count for count in held[: len(seq_lens)]]))
+        else:
+            rows = self.num_blocks_per_row[: len(seq_lens)]
+            missing = int(torch.add(seq_lens_cpu, rows, alpha=-size).max()) > 0
+        if missing:
+            request = next(index for index, keys in enumerate(seq_lens) if keys > size * held[index])
+            raise BatchError(
+                f"request {request}: seq_lens = {seq_lens[request]}, but its row of the block table holds "
+                f"{held[request]} blocks of {size} tokens"
+            )
+
     def commit(self, num_reqs: int) -> Tensor:
         """Copy the first rows to the device, not waiting; return int32 ``(num_reqs, W)``, W the longest row in use.
 
@@ -185,16 +211,20 @@ class BlockTable:
         Raises:
             BatchError: no request, or more than there are rows.
         """
+        table = self._returned
+        if table is not None and not self._changed and table.shape[0] == num_reqs:
+            return table
         if not 0 < num_reqs <= self.host.shape[0]:
             raise BatchError(f"{num_reqs} requests: the block table has rows for 1 to {len(self.host)} (max_num_reqs)")
-        width = max(1, int(self.num_blocks_per_row[:num_reqs].max()))
-        table = self.device_table[:num_reqs, :width]
+        width = max(1, *self._held[:num_reqs])
+        table = self._returned = self.device_table[:num_reqs, :width]
         rows, columns = self._committed
-        if self.device_table is not self.host and (self._changed or num_reqs > rows or width > columns):
+        if self._changed or num_reqs > rows or width > columns:
             self._changed, self._committed = False, (num_reqs, width)
-            pinned = torch.empty(num_reqs, width, dtype=torch.int32, pin_memory=True)
-            pinned.copy_(self.host[:num_reqs, :width])
-            table.copy_(pinned, non_blocking=True)
+            if self.device_table is not self.host:
+                pinned = torch.empty(num_reqs, width, dtype=torch.int32, pin_memory=True)
+                pinned.copy_(self.host[:num_reqs, :width])
+                table.copy_(pinned, non_blocking=True)
         return table
 
 
@@ -242,33 +272,30 @@ def prepare_batch(
         _check_lens("new_lens", new_lens, seq_lens)
     num_tokens = num_reqs if single else sum(query_lens)
     table = None if block_table is None else block_table.commit(num_reqs)
-    # One buffer, since a tensor made of a list takes far longer; int64 slots behind it, aligned.
-    num_ints = 2 * num_reqs + 1
-    ints = bytearray(4 * num_ints)
-    struct.pack_into(f"{num_ints}i", ints, 0, 0, *accumulate(query_lens), *seq_lens)
-    slots_at, num_slots = -(-num_ints // 2) * 8, 0 if table is None else num_tokens if single else sum(new_lens)
-    host = staging(slots_at + 8 * num_slots, target)
-    header = host[: 4 * num_ints].view(torch.int32)
-    header.copy_(torch.frombuffer(ints, dtype=torch.int32))
-    bounds_cpu, seq_lens_cpu = bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
+    # One buffer: bounds, lengths, one number that aligns the int64 slots behind it, and these. The front is packed by
+    # Python, since a tensor made of a list takes far longer.
+    num_slots = 0 if table is None else num_tokens if single else sum(new_lens)
+    sizes = (num_reqs + 1, num_reqs, 1, 2 * num_slots)
+    front = bytearray(_bounds(query_lens, single) + struct.pack(f"{num_reqs + 1}i", *seq_lens, 0))
+    host = staging(4 * sum(sizes), target).view(torch.int32)
+    bounds_cpu, seq_lens_cpu, _, slots_cpu = host.split_with_sizes(sizes)
+    host[: 2 * num_reqs + 2].copy_(torch.frombuffer(front, dtype=torch.int32))
     most: Tensor | int = 0
     if many:
         least, most = seq_lens_cpu.aminmax()  # of a list, min and max take longer
         if int(least) < 1:
             _check_lens("query_lens", query_lens, seq_lens)
     if block_table is not None:
-        _check_rows(seq_lens_cpu, block_table)
+        block_table.check_room(seq_lens, seq_lens_cpu)
         block_table.note_step(new_lens, seq_lens_cpu)
-        slots = host[slots_at:].view(torch.int64)
-        if 0 < num_slots <= FEW_SLOTS:
-            slots.copy_(torch.frombuffer(array("q", block_table.slots(new_lens, seq_lens)), dtype=torch.int64))
+        if num_slots > FEW_SLOTS:
+            _fill_slots(slots_cpu.view(torch.int64), None if single else new_lens, seq_lens_cpu, block_table)
         elif num_slots:
-            _fill_slots(slots, None if single else new_lens, seq_lens_cpu, block_table)
-    here = host
+            found = array("q", block_table.slots(new_lens, seq_lens))
+            slots_cpu.copy_(torch.frombuffer(found, dtype=torch.int32))
+    bounds, on_device, slots = bounds_cpu, seq_lens_cpu, slots_cpu
     if target.type != "cpu":
-        here = host.to(target, non_blocking=True)
-        header = here[: 4 * num_ints].view(torch.int32)
-        bounds, on_device = header[: num_reqs + 1], header[num_reqs + 1 :]
+        bounds, on_device, _, slots = host.to(target, non_blocking=True).split_with_sizes(sizes)
     lead = None if single else lead_of(query_lens, seq_lens)
     if not many:
         most = max(seq_lens) if lead is None else max((lead.longest, *lead.seq_lens))
@@ -282,7 +309,7 @@ def prepare_batch(
         max_query_len=1 if single else max(query_lens),
         max_seq_len=int(most),
         block_table_tensor=table,
-        slot_mapping=None if table is None else here[slots_at:].view(torch.int64),
+        slot_mapping=None if table is None else slots.view(torch.int64),
         causal=causal,
         mm_prefix_ranges=mm_prefix_ranges,
         tree_mask=tree_mask,
@@ -290,6 +317,13 @@ def prepare_batch(
         num_keys=sum(seq_lens),
         lead=lead,
     )
+
+
+def _bounds(query_lens: Sequence[int], single: bool) -> bytes:
+    """Return the prefix sums of the queries' lengths, int32; ``single``: each is 1."""
+    if single and len(query_lens) < len(_COUNTED) // 4:
+        return _COUNTED[: 4 * len(query_lens) + 4]
+    return struct.pack(f"{len(query_lens) + 1}i", 0, *accumulate(query_lens))
 
 
 def _fill_slots(slots: Tensor, lens: Sequence[int] | None, seq_lens: Tensor, block_table: BlockTable) -> None:
@@ -316,16 +350,4 @@ def _check_lens(name: str, lens: Sequence[int], seq_lens: Sequence[int], *, limi
         raise BatchError(
             f"request {request}: {name} = {lens[request]} with seq_lens = {seq_lens[request]}: accepted is 0 "
             "to seq_lens, which includes this step's tokens (in cross-attention any query from 0)"
-        )
-
-
-def _check_rows(seq_lens: Tensor, block_table: BlockTable) -> None:
-    """Raise BatchError for the first request whose row holds too few blocks for its sequence."""
-    size, held = block_table.block_size, block_table.num_blocks_per_row[: seq_lens.shape[0]]
-    missing = torch.add(seq_lens, held, alpha=-size)
-    if int(missing.max()) > 0:
-        request = int((missing > 0).int().argmax())
-        raise BatchError(
-            f"request {request}: seq_lens = {int(seq_lens[request])}, but its row of the block table holds "
-            f"{int(held[request])} blocks of {size} tokens"
         )
