@@ -215,16 +215,23 @@ def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | G
 
 def _fit(requests: int, most: int, total: int, limits: Limits) -> bool:
     """Whether requests with up to ``most`` and in all ``total`` keys make a group: up to a third of it is padding."""
-    return requests * most <= min(limits.group_keys, max(limits.few_keys, 1.5 * total))
+    taken = requests * most
+    return taken <= limits.group_keys and (taken <= limits.few_keys or taken <= 1.5 * total)
 
 
 def _by_length(keys: Sequence[int], limits: Limits) -> Iterator[Range]:
-    """Yield ``(first, last)`` requests of groups; ``keys`` ascend."""
-    first, held = 0, 0
-    if not _fit(len(keys), keys[-1], sum(keys), limits):
+    """Yield ``(first, last)`` requests of groups, each as many as fit; ``keys`` ascend."""
+    first, held, total, most, few = 0, 0, len(keys), limits.group_keys, limits.few_keys
+    if keys[0] == keys[-1]:
+        together = max(1, most // keys[0])
+        yield from ((first, min(total, first + together)) for first in range(0, total, together))
+        return
+    if not _fit(total, keys[-1], sum(keys), limits):
         for last, count in enumerate(keys):
-            if last > first and not _fit(last - first + 1, count, held + count, limits):
-                yield first, last
-                first, held = last, 0
             held += count
-    yield first, len(keys)
+            taken = (last - first + 1) * count
+            if taken > most or (taken > few and taken > 1.5 * held):  # not _fit: a call takes longer
+                if last > first:
+                    yield first, last
+                first, held = last, count
+    yield first, total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +107,21 @@ def functions(context: BackendContext) -> dict[Phase, SdpaFunction]:
     return found
 
 
+@dataclass(slots=True)
+class _Chosen:
+    """The requests of a group on the device.
+
+    Attributes:
+        table: their rows of the block table.
+        seq_lens: their keys ``(B,)``.
+        tokens: as ``Piece`` has them.
+    """
+
+    table: Tensor
+    seq_lens: Tensor
+    tokens: slice | Tensor
+
+
 class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
     """Cuts a batch into pieces; takes requests in any order. Reads host copies only."""
 
@@ -123,6 +138,8 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
         self._bands: dict[tuple[bool, int | None], BandMask] = {}
+        self._columns = torch.empty(0, dtype=torch.int64, device=device)
+        self._seen, self._hidden = (torch.tensor(bias, dtype=self.dtype, device=device) for bias in (0.0, -torch.inf))
         threads = torch.get_num_threads() if device.type == "cpu" else 1
         kind = "cpu" if device.type == "cpu" else "cuda"
         # A CPU's kernel hands out tiles of 64 rows of each KV head to its threads.
@@ -163,9 +180,11 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         if groups is None:
             requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
             groups = grouped(requests, self.limits)
+        groups = [*groups]
+        chosen = self._chosen(common, [group for group in groups if isinstance(group, Group)])
         for group in groups:
             if isinstance(group, Group):
-                metadata.pieces.append(self._together(common, group, band))
+                metadata.pieces.append(self._together(group, next(chosen), band))
             else:
                 metadata.pieces.append(self._single(common, group, band))
         return metadata
@@ -232,36 +251,62 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         part = slice(request.low - first * size, request.high - first * size)
         return self.gather.rows(blocks.reshape(-1)[part], offsets.reshape(-1)[part])
 
-    def _together(self, common: CommonAttentionMetadata, group: Group, band: BandMask) -> Piece:
+    def _chosen(self, common: CommonAttentionMetadata, groups: Sequence[Group]) -> Iterator[_Chosen]:
+        """Yield what the device needs of each group; the numbers of all of them are one copy."""
+        table, seq_lens = common.block_table_tensor, common.seq_lens
+        numbers, sizes = array("q"), []
+        for group in groups:
+            for part in _apart(group):
+                numbers.extend(part)
+                sizes.append(len(part))
+        parts: Iterator[Tensor] = iter(())
+        if sizes:
+            host = torch.frombuffer(numbers, dtype=torch.int64)
+            parts = iter(to_device(host, self.context.device).split_with_sizes(sizes))
+        for group in groups:
+            assert table is not None
+            requests, tokens = _run(group.index, 1), _run(group.first_tokens, group.rows)
+            if requests is None:
+                rows, lens = table.index_select(0, next(parts)), next(parts)
+            else:
+                rows, lens = table[requests], seq_lens[requests]
+            yield _Chosen(rows, lens, next(parts) if tokens is None else tokens)
+
+    def _together(self, group: Group, chosen: _Chosen, band: BandMask) -> Piece:
         assert self.gather is not None
-        assert common.block_table_tensor is not None
         device, size = self.context.device, self.gather.block_size
         batch, rows = len(group.index), group.rows
         keys = rounded(group.keys) if self._rounds else group.keys
-        table, seq_lens = common.block_table_tensor, common.seq_lens
-        if batch < common.num_reqs:
-            numbers = torch.frombuffer(array("i", (*group.index, *group.seq_lens)), dtype=torch.int32)
-            index, seq_lens = to_device(numbers, device).view(2, batch).unbind(0)
-            table = table.index_select(0, index)
-        positions = (seq_lens - keys)[:, None] + torch.arange(keys, device=device)  # int64, as indices are
+        if len(self._columns) < keys:
+            self._columns = torch.arange(1 << (keys - 1).bit_length(), device=device)
+        positions = (chosen.seq_lens - keys)[:, None] + self._columns[:keys]  # int64, as indices are
         padding = None
         # Fewer keys than others have only requests that see their first one: windows cut all to one length.
         if group.padded or keys > group.keys:
-            padding = torch.zeros(batch, 1, 1, keys, dtype=self.dtype, device=device)
-            padding.masked_fill_((positions < 0)[:, None, None], -torch.inf)
+            padding = torch.where(positions < 0, self._hidden, self._seen)[:, None, None]
             positions.clamp_(min=0)  # what is masked must be finite too
         columns = torch.div(positions, size, rounding_mode="floor")
-        blocks = table.gather(1, columns)
+        blocks = chosen.table.gather(1, columns)
         offsets = torch.sub(positions, columns, alpha=size)
-        starts = group.first_tokens
-        tokens: slice | Tensor = slice(starts[0], starts[0] + batch * rows)
-        if not isinstance(starts, range) and starts != list(range(starts[0], starts[0] + batch * rows, rows)):
-            ids = torch.tensor(starts)[:, None] + torch.arange(rows)
-            tokens = to_device(ids.flatten(), device)
         tile = Tile(0, rows, 0, keys, 1 - keys)
         key_offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
         gathered = self.gather.rows(blocks.flatten(), offsets.flatten())
-        return Piece(batch, tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
+        return Piece(batch, chosen.tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
+
+
+def _run(numbers: Sequence[int], step: int) -> slice | None:
+    """Return what numbers that rise by at least ``step`` cover, where each rises by it."""
+    first, last = numbers[0], numbers[-1]
+    return slice(first, last + step) if last - first == step * (len(numbers) - 1) else None
+
+
+def _apart(group: Group) -> Iterator[Sequence[int]]:
+    """Yield the requests, lengths and tokens of a group, as far as they are not slices."""
+    if _run(group.index, 1) is None:
+        yield group.index
+        yield group.seq_lens
+    if _run(group.first_tokens, group.rows) is None:
+        yield [token for start in group.first_tokens for token in range(start, start + group.rows)]
 
 
 def _mask(band: BandMask, tile: Tile) -> Tensor | None:
