@@ -261,7 +261,7 @@ def test_a_decode_of_many_requests(wrong: int | None) -> None:
     assert (common.num_actual_tokens, common.max_query_len) == (40, 1)
 
 
-@pytest.mark.parametrize("number", [32, 33, 1500])
+@pytest.mark.parametrize("number", [32, 33, 1025])
 def test_bounds_and_room_of_many_single_tokens(number: int) -> None:
     """Few are checked one by one, more at once, and the bounds of up to 1024 are ready."""
     table = BlockTable(number, 2, 4, "cpu")
