@@ -15,7 +15,7 @@ import triton_attn_layers as layers
 
 from attn_select.errors import KernelMismatchError
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.runtime import Capacity
+from attn_select.runtime import Capacity, torch_ops
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
@@ -179,6 +179,50 @@ def test_captured_decodes_read_the_trees_of_each_replay(device: torch.device) ->
     address = metadata.parts[0].metadata.parts[0].decode._tree.data_ptr()
     assert batch.tree_mask is not None
     assert address == batch.tree_mask.data_ptr()
+
+
+# --- Outputs in FP8 -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.0005], ids=["fits", "saturates"])
+@pytest.mark.parametrize("sms", [1, 100], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"sliding_window": 20, "sinks": True}, {"kv_cache_dtype": "fp8_e4m3"}, {"attn_type": "encoder"}],
+    ids=str,
+)
+def test_outputs_are_rounded_to_e4m3_over_their_scale(
+    fields: dict[str, Any], sms: int, scale: float, device: torch.device
+) -> None:
+    config = layers.layer_config(dtype="float32", **fields)
+    requests = ((40, 40), (5, 5)) if "attn_type" in fields else MIXED
+    plain = many_sms(layers.made(device, config), sms)
+    group = many_sms(layers.made(device, config.model_copy(update={"output_quantization": "fp8"})), sms)
+    problem = layers.problem_of(plain, requests)
+    wanted, wanted_lse = layers.check(plain, problem)
+    output_scale = torch.tensor(scale, device=device)
+    output, lse = layers.run(group, problem, output_scale=output_scale)
+    stored = torch_ops.quantize_fp8(wanted, output_scale, torch.float8_e4m3fn)
+    assert bool((stored.float().abs() == 448).any()) == (scale < 0.001)
+    off = (output.view(torch.uint8).int() - stored.view(torch.uint8).int()).abs()
+    assert off.max() <= 1  # compiled for another output, a result may differ in its last bit
+    assert (off > 0).float().mean() < 1e-3
+    assert torch.allclose(lse, wanted_lse, atol=1e-5)
+
+
+def test_a_cascade_is_merged_before_its_output_is_rounded(device: torch.device) -> None:
+    config = layers.layer_config(dtype="float32", output_quantization="fp8")
+    group = layers.made(device, config)
+    builder_of(group).least_cascade_bytes = 0
+    requests = (*((1, 256 + 10 + i) for i in range(7)), (20, 290))
+    problem = shared_prefix(layers.problem_of(group, requests), 256 // group.block_size)
+    metadata = group.build(common_of(problem), common_prefix_len=256)
+    assert metadata.parts[0].metadata.prefix is not None
+    scale = torch.tensor(0.01, device=device)
+    output, lse = layers.run(group, problem, metadata, output_scale=scale)
+    wanted, wanted_lse = problem.reference()
+    assert relative_error(output.float() * scale, wanted).row < 3 * 2.0**-4
+    assert lse_error(lse, wanted_lse) < 1e-5
 
 
 # --- Prefills -------------------------------------------------------------------------------------

@@ -100,12 +100,23 @@ def test_old_gpus_are_warned() -> None:
         ({"block_size": 48}, set()),
         ({"block_size": 8}, {"block-size"}),
         ({"kv_cache_dtype": "fp8", "per_head_quant_scales": True}, {"per-head-quant-scales"}),
-        ({"output_quantization": "fp8"}, {"output-quantization"}),
+        ({"output_quantization": "fp8"}, set()),
+        ({"output_quantization": "fp4"}, {"output-quantization"}),
     ],
 )
 def test_triton_attn_rules(asked: dict[str, Any], expected: set[str]) -> None:
     for phase in ("prefill", "decode"):
         assert codes(ask(TRITON_ATTN, (9, 0), phase, **asked)) == expected
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_fp8_output_needs_casts_to_e4m3(phase: str) -> None:
+    (reason,) = ask(TRITON_ATTN, (8, 6), phase, output_quantization="fp8")
+    assert (reason.code, reason.supported, reason.remedy) == (
+        "output-quantization", ["none"], "--output-quantization none",
+    )  # fmt: skip
+    assert "compute capability 8.6" in reason.message
+    assert not isinstance(ask(TRITON_ATTN, (8, 9), phase, output_quantization="fp8"), list)
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])

@@ -16,6 +16,7 @@ from attn_select.config import AttentionConfig
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.runtime import Capacity
 from attn_select.runtime.kv_cache import key_value_views
+from attn_select.runtime.torch_ops import quantize_fp8
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
 from attn_select.testing.running import common_of
 from attn_select_triton.kernels import prefill_hopper as kernel
@@ -85,6 +86,29 @@ def test_keys_and_values_as_they_come(head_size: int, causal: bool) -> None:
     )  # fmt: skip
     assert relative_error(output, wanted).row < 2e-2
     assert lse_error(lse, wanted_lse) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", CHANGES[2:], ids=str)
+def test_outputs_in_e4m3(changes: dict[str, Any], terms_of: Callable[[Any], Terms]) -> None:
+    """Within a step of e4m3 of what the same kernel writes in 16 bits, saturated where the scale is too small."""
+    needs_hopper()
+    config = config_of(8, 2, **changes)
+    problem = random_problem(1, config, FLASHINFER_NHD, requests=REQUESTS, device="cuda")
+    views = key_value_views(problem.written_cache(), FLASHINFER_NHD, config)
+    given: dict[str, Any] = {
+        "query_start_loc": problem.query_start_loc, "seq_lens": problem.seq_lens, "scale": problem.scale,
+        "block_table": problem.block_table, "terms": terms_of(problem),
+    }  # fmt: skip
+    wanted = torch.full_like(problem.query, torch.nan)
+    prefill_hopper(problem.query, *views, wanted, **given)
+    for size in (0.01, 0.0005):
+        scale, output = torch.tensor(size, device="cuda"), torch.full_like(wanted, torch.nan).to(torch.float8_e4m3fn)
+        prefill_hopper(problem.query, *views, output, output_scale=scale, **given)
+        stored = quantize_fp8(wanted, scale, torch.float8_e4m3fn)
+        off = (output.view(torch.uint8).int() - stored.view(torch.uint8).int()).abs()
+        assert off.max() <= 1
+        assert (off > 0).float().mean() < 0.1  # 16 bits come between in both, before and behind the scale
 
 
 STEPS = {"mixed": ((1, 700), (1, 3), (200, 900), (130, 130)), "extend": ((16, 2000), (0, 40)), "long": ((600, 5000),)}

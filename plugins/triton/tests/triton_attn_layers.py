@@ -43,25 +43,34 @@ def problem_of(group: AttentionGroup, requests: Any, seed: int = 1, **options: A
 
 
 def run(
-    group: AttentionGroup, problem: Problem, metadata: Any = None, padding: int = 2, **build: Any
+    group: AttentionGroup,
+    problem: Problem,
+    metadata: Any = None,
+    padding: int = 2,
+    output_scale: torch.Tensor | None = None,
+    **build: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a step on poisoned outputs with padding behind them, and return output and LSE without it.
 
-    The LSE is handed over transposed, as FlashAttention has it: no kernel may take it for contiguous.
+    With ``output_scale`` the output is in e4m3. The LSE is handed over transposed, as FlashAttention has it: no kernel
+    may take it for contiguous.
     """
     tokens, config = len(problem.query), group.config
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_full((padding, *tensor.shape[1:]), torch.nan)])
 
-    output = problem.query.new_full((tokens + padding, config.num_heads, config.value_head_size), torch.nan)
+    shape, dtype = (tokens + padding, config.num_heads, config.value_head_size), problem.query.dtype
+    output = torch.full(shape, torch.nan, device=group.device).to(
+        dtype if output_scale is None else torch.float8_e4m3fn
+    )
     lse = torch.full((config.num_heads, tokens + padding), torch.nan, device=group.device).T
     if metadata is None:
         metadata = group.build(common_of(problem), **build)
     new = (None, None) if config.attn_type == "encoder_decoder" else (padded(problem.key), padded(problem.value))
     kv_cache = None if problem.kv_cache is None else problem.kv_cache.clone()
-    layer_of(group, problem).forward(padded(problem.query), *new, kv_cache, metadata, output, lse)
-    assert output[tokens:].isnan().all()
+    layer_of(group, problem).forward(padded(problem.query), *new, kv_cache, metadata, output, lse, output_scale)
+    assert output[tokens:].float().isnan().all()
     assert lse[tokens:].isnan().all()
     return output[:tokens], lse[:tokens].contiguous()
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels without a GPU: made faster, and to work with the tests' NumPy. Import it."""
+"""Triton's interpreter, which runs kernels without a GPU: faster, with the tests' NumPy, and with FP8 rounded right."""
 
 from __future__ import annotations
 
@@ -40,6 +40,25 @@ def _remember_builtins() -> None:
     interpreter._patch_builtin = patch
 
 
+def _round_to_fp8() -> None:
+    """Round float32 to FP8 as a GPU does: the interpreter loses the carry into the exponent."""
+    import numpy as np
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    converted = interpreter._convert_float
+    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def convert(numbers: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source != tl.float32 or target not in kinds:
+            return converted(numbers, source, target, rounding_mode)
+        floats = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        return floats.to(kinds[target]).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert
+
+
 def _leave_out_unused_checks() -> None:
     """Compute no conditions of overflow: without ``debug``, which the interpreter never sets, nothing looks at them."""
     from triton.runtime import interpreter
@@ -51,4 +70,5 @@ def _leave_out_unused_checks() -> None:
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     _teach_the_interpreter_numpy()
     _remember_builtins()
+    _round_to_fp8()
     _leave_out_unused_checks()

@@ -18,6 +18,7 @@ from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILER_VARIABLES,
     DTYPES,
+    E4M3_FROM,
     GLUON_CAPABILITY,
     GLUON_TRITON,
     KV_CACHE_DTYPES,
@@ -68,7 +69,7 @@ CAPABILITIES = Capabilities(
     non_causal=Fact(True, MASK),
     batch_invariant=Fact(True, f"{OWN}: splits of a fixed number of tokens"),
     per_head_quant_scales=Fact(False, f"{OWN}: one scale per tensor"),
-    output_quantizations=Fact((), f"{OWN}: no output scale"),
+    output_quantizations=Fact(("fp8",), f"{OWN}: results over their scale are rounded to e4m3 as they are written"),
     decode_context_parallel=Fact(True, f"{OWN}: returns the log-sum-exp; positions come from a tensor"),
     draft_tree=Fact(True, MASK),
     nan_tail_safe=NAN_TAIL_SAFE,
@@ -180,6 +181,10 @@ def plan(
     width = config.v_head_size
     if width is not None and not PREFILL_HEAD_SIZES.accepts(width):
         reasons.append(_v_reason(width))
+    capability = device.compute_capability
+    if config.output_quantization == "fp8" and capability is not None and capability < E4M3_FROM:
+        text = f"FP8 output on compute capability {device.capability_text} (supported: none; e4m3 from 8.9 on)"
+        reasons.append(Reason("output-quantization", text, "fp8", ["none"], "--output-quantization none"))
     if reasons:
         return reasons
     said = notes(config, device)
@@ -271,6 +276,7 @@ def compile_key(config: AttentionConfig) -> object:
         config.alibi,
         config.sinks,
         config.mm_prefix,
+        config.output_quantization,
     )
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_select_triton.kernels.launch import FP8, SLICED, cache_strides, power_of_two
+from attn_select_triton.kernels.primitives import saturated
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 GATHER_ALIGN = 64
@@ -138,13 +139,6 @@ def gather_pages(
         (-(-max_keys // GATHER_TOKENS), len(seq_lens), 1), *tensors, *of_step, window, block_table.stride(0), *strides,
         *sizes, power_of_two(heads * block_d), power_of_two(heads * block_dv), GATHER_ALIGN, GATHER_TOKENS,
     )  # fmt: skip
-
-
-@triton.jit
-def saturated(numbers, scale, limit):
-    """Return float32 ``numbers / scale`` within the limits of an FP8 dtype; the division is exact, NaN stays NaN."""
-    scaled = tl.div_rn(numbers.to(tl.float32), scale)
-    return tl.clamp(scaled, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_select_triton.kernels.cache import saturated
 from attn_select_triton.kernels.launch import FP8
+from attn_select_triton.kernels.primitives import saturated
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 QUANTIZE_BLOCK = 2048

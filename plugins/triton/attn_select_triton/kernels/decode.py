@@ -35,6 +35,7 @@ from attn_select_triton.kernels.primitives import (
     Scores,
     TermFlags,
     TileShape,
+    as_output,
     attend_visible,
     key_bounds,
     natural_lse,
@@ -59,6 +60,7 @@ def decode_kernel(
     k_ptr,
     v_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     part_ptr,
     part_lse_ptr,
@@ -214,7 +216,8 @@ def decode_kernel(
             tl.store(part_ptr + parts[:, None] * SIZE + width[None, :], result, mask=o_mask)
     if splits == 1:
         o_rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
-        tl.store(out_ptr + o_rows[:, None] + width[None, :], result.to(out_ptr.dtype.element_ty), mask=o_mask)
+        stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + o_rows[:, None] + width[None, :], stored, mask=o_mask)
         if LSE:
             tl.store(lse_ptr + row, lse, mask=in_rows)
 
@@ -231,7 +234,7 @@ class Shape:
     Attributes:
         heads, kv_heads: of the query, and of K and V.
         head_size, value_size: of Q and K, and of V.
-        dtype, cache_dtype: of the query and output, and of K and V.
+        dtype, cache_dtype: of the query, and of K and V.
         device: where they live.
     """
 
@@ -336,6 +339,7 @@ class Decode:
         terms: Terms = PLAIN,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        output_scale: Tensor | None = None,
         output_lse: Tensor | None = None,
     ) -> None:
         """Launch it for one layer, whose tensors are as ``prefill_attention`` has them."""
@@ -359,14 +363,14 @@ class Decode:
             0 if ranges is None else ranges.shape[1], self._columns, output_lse is not None,
         )  # fmt: skip
         aligned = query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, output.data_ptr() % 16
-        layer = (*aligned, None if sinks is None else sinks.dtype)
+        layer = (*aligned, None if sinks is None else sinks.dtype, output.dtype)
         seen = (strides, flags, layer, block_size, pack, pairs)
         if seen != self._seen or self._found is None:
             self._found, self._seen = self._lookup(strides, flags, (block_size, pack, pairs), layer), seen
         constants, decode, merge = self._found
         decode(
-            self._grid, query, key, value, output, output_lse, *self._tensors, slopes, sinks, ranges, self._tree,
-            *self.splits,
+            self._grid, query, key, value, output, output_scale, output_lse, *self._tensors,
+            slopes, sinks, ranges, self._tree, *self.splits,
             scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window, *strides, *constants,
         )  # fmt: skip
         if self._parts is None:
@@ -375,7 +379,8 @@ class Decode:
             output, output_lse = output[self._rows], None if output_lse is None else output_lse[self._rows]
         shape = self.shape
         merge(
-            (self.tokens * shape.heads, 1, 1), self._parts, self._part_lse, output, output_lse, self.num_splits,
+            (self.tokens * shape.heads, 1, 1), self._parts, self._part_lse, output, output_scale, output_lse,
+            self.num_splits,
             output_token, output_head, shape.heads, shape.value_size, power_of_two(shape.value_size), MERGE_CHUNK,
             output_lse is not None, True,
         )  # fmt: skip
@@ -421,6 +426,7 @@ def decode_attention(
     terms: Terms = PLAIN,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    output_scale: Tensor | None = None,
     output_lse: Tensor | None = None,
     tree_mask: Tensor | None = None,
     launch: Launch | None = None,
@@ -428,8 +434,8 @@ def decode_attention(
     """Attend from few query tokens per request over a paged cache, all at once: a ``Decode`` for one layer.
 
     Args:
-        query, key, value, output, query_start_loc, seq_lens, scale, block_table, k_scale, v_scale, output_lse: as
-            ``prefill_attention`` has them. All T rows of ``output`` are written where splits are merged.
+        query, key, value, output, query_start_loc, seq_lens, scale, block_table, k_scale, v_scale, output_scale,
+            output_lse: as ``prefill_attention`` has them. All T rows of ``output`` are written where splits are merged.
         max_query_len, num_splits, workspace, tree_mask, launch: as ``Decode`` has them.
         split_tokens: keys that a split should have, so that a request's result does not depend on the others' (with
             ``num_splits`` of them for the longest); 0: every request in ``num_splits`` shares.
@@ -445,4 +451,7 @@ def decode_attention(
         max_query_len=max_query_len, num_splits=num_splits, split_tokens=max(1, split_tokens), workspace=workspace,
         tree_mask=tree_mask, launch=launch,
     )  # fmt: skip
-    step(query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale, output_lse=output_lse)
+    step(
+        query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale,
+        output_scale=output_scale, output_lse=output_lse,
+    )  # fmt: skip

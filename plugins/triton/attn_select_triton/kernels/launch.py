@@ -36,7 +36,7 @@ WORTH = 0.95
 SLICED = [
     "table_ptr", "query_start_loc_ptr", "key_start_loc_ptr", "seq_lens_ptr", "slot_ptr",
     "lse_ptr", "prefix_lse_ptr", "suffix_lse_ptr", "slopes_ptr", "sinks_ptr", "ranges_ptr", "tree_ptr",
-    "k_scale_ptr", "v_scale_ptr",
+    "k_scale_ptr", "v_scale_ptr", "out_scale_ptr",
 ]  # fmt: skip
 """Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both."""
 PRECISION = "ieee"

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_select_triton.kernels import launch
-from attn_select_triton.kernels.primitives import LOG2E, natural_lse
+from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 DIRECT = tl.constexpr(float("inf"))
@@ -21,6 +21,7 @@ def merge_splits_kernel(
     part_ptr,
     part_lse_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     num_splits,
     stride_ot,
@@ -61,7 +62,8 @@ def merge_splits_kernel(
         row_max = new_max
     result = accumulator / tl.where(row_sum > 0, row_sum, 1.0)
     out_row = row // HEADS * stride_ot + row % HEADS * stride_oh
-    tl.store(out_ptr + out_row + width, result.to(out_ptr.dtype.element_ty), mask=width < DV)
+    stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row + width, stored, mask=width < DV)
     if LSE:
         tl.store(lse_ptr + row, natural_lse(row_max, row_sum))
 

@@ -510,5 +510,5 @@ def mla_decode(
     )  # fmt: skip
     if split:
         prepared.merge(
-            (tokens * heads, 1, 1), parts, part_lse, output, output_lse, num_splits, *prepared.merge_constants
+            (tokens * heads, 1, 1), parts, part_lse, output, None, output_lse, num_splits, *prepared.merge_constants
         )

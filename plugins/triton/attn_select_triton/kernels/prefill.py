@@ -35,6 +35,7 @@ from attn_select_triton.kernels.primitives import (
     Scores,
     TermFlags,
     TileShape,
+    as_output,
     attend_visible,
     find_request,
     key_bounds,
@@ -50,6 +51,7 @@ def prefill_kernel(
     v_ptr,
     rest_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     table_ptr,
     query_start_loc_ptr,
@@ -192,7 +194,8 @@ def prefill_kernel(
     if DV != BLOCK_DV:
         o_mask = o_mask & (width < DV)[None, :]
     result = normalised(accumulator, row_sum) * v_scale
-    tl.store(out_ptr + o_rows[:, None] + width[None, :], result.to(out_ptr.dtype.element_ty), mask=o_mask)
+    stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + o_rows[:, None] + width[None, :], stored, mask=o_mask)
     if LSE:
         tl.store(lse_ptr + (query_start + token) * HEADS + head, natural_lse(row_max, row_sum), mask=in_rows)
 
@@ -212,6 +215,7 @@ def prefill_attention(
     terms: Terms = PLAIN,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    output_scale: Tensor | None = None,
     output_lse: Tensor | None = None,
     clean: bool = False,
     num_tokens: int | None = None,
@@ -236,6 +240,7 @@ def prefill_attention(
         block_table: int32 ``(B, W)``.
         key_start_loc: int32 ``(B,)``, without a block table the row of each request's first key.
         k_scale: of an FP8 cache, positive; v_scale likewise.
+        output_scale: float32 ``()``, with an output of e4m3: what its numbers are to be multiplied with.
         output_lse: float32 ``(T, H)``, contiguous; natural logarithm.
         clean: rows between the requests' keys hold finite numbers (``gather_pages`` sees to it).
         num_tokens: of these requests, or any bound above it; None: T.
@@ -273,8 +278,8 @@ def prefill_attention(
     tokens = tokens if num_tokens is None else num_tokens
     relaunch.launch(
         prefill_kernel, (tokens * group // block_m + requests, kv_heads),
-        query, *sources, rest_keys, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens,
-        terms.slopes, terms.sinks, terms.ranges,
+        query, *sources, rest_keys, output, output_scale, output_lse,
+        block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes, terms.sinks, terms.ranges,
         requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
         query.stride(0), query.stride(1), output.stride(0), output.stride(1),
         0 if block_table is None else block_table.stride(0), *k_strides, *v_strides,

@@ -30,9 +30,11 @@ from triton.experimental.gluon.nvidia import hopper
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
 from attn_select_triton.kernels import relaunch
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe
+from attn_select_triton.kernels.primitives import E4M3_MAX as E4M3_LIMIT
 from attn_select_triton.kernels.primitives import LOG2E
 
 LN2 = gl.constexpr(0.6931471805599453)
+E4M3_MAX = gl.constexpr(E4M3_LIMIT.value)
 ROWS = gl.constexpr(64)
 """Query rows of a compute group."""
 TILES = {(64, 64): (128, 4), (128, 128): (128, 3), (192, 128): (128, 2), (256, 256): (64, 2)}
@@ -218,7 +220,7 @@ def attend_rows(
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     FLAGS: gl.constexpr = (WINDOW, SOFT_CAP)
     SHAPE: gl.constexpr = (PARTS, V_PARTS, KEYS, STAGES)
-    q_ptr, out_ptr, lse_ptr, sinks_ptr = pointers
+    q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr = pointers
     tile_first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles = position
     score_scale, v_scale, cap_log2, window = scales
     stride_qt, stride_qh, stride_ot, stride_oh = strides
@@ -267,17 +269,25 @@ def attend_rows(
         )  # fmt: skip
 
     # The query's memory is free by now: through it, a thread writes 16 bytes of a row and not 4.
-    norm = gl.convert_layout(gl.where(row_sum > 0, v_scale / row_sum, 0.0), gl.SliceLayout(1, ACC))[:, None]
+    norm = gl.where(row_sum > 0, v_scale / row_sum, 0.0)
+    if out_scale_ptr is not None:
+        norm = norm / gl.load(out_scale_ptr)
+    norm = gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
     for part in gl.static_range(V_PARTS):
-        q_smem.index(part).store((accumulators[part] * norm).to(q_smem.dtype))
+        result = accumulators[part] * norm
+        if out_scale_ptr is not None:
+            result = gl.minimum(gl.maximum(result, -E4M3_MAX), E4M3_MAX)
+        q_smem.index(part).store(result.to(q_smem.dtype))
     gl.thread_barrier()
     out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     out_places = (query_start + out_flat // GROUP).to(gl.int64) * stride_ot
     out_places += (kv_head * GROUP + out_flat % GROUP) * stride_oh
     target = out_ptr + out_places[:, None] + columns[None, :]
     for part in gl.static_range(V_PARTS):
-        result = q_smem.index(part).load(T).to(out_ptr.dtype.element_ty)
-        gl.store(target + part * PART, result, mask=(out_flat < rows)[:, None])
+        result = q_smem.index(part).load(T)
+        if out_scale_ptr is not None:
+            result = result.to(gl.float32)
+        gl.store(target + part * PART, result.to(out_ptr.dtype.element_ty), mask=(out_flat < rows)[:, None])
     if LSE:
         lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         lse_row = (query_start + flat // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + flat % GROUP
@@ -290,6 +300,7 @@ def prefill_hopper_kernel(
     k_descriptor,
     v_descriptor,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     table_ptr,
     query_start_loc_ptr,
@@ -385,7 +396,7 @@ def prefill_hopper_kernel(
     fence_async_shared()
     smem = (k_smem, v_smem)
     barriers = (k_ready, k_empty, v_ready, v_empty)
-    pointers = (q_ptr, out_ptr, lse_ptr, sinks_ptr)
+    pointers = (q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr)
     position = (first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles)
     scales = (score_scale, v_scale, cap_log2, window)
     strides = (stride_qt, stride_qh, stride_ot, stride_oh)
@@ -442,6 +453,7 @@ def prefill_hopper(
     terms: Terms = PLAIN,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    output_scale: Tensor | None = None,
     output_lse: Tensor | None = None,
     num_tokens: int | None = None,
 ) -> None:
@@ -459,8 +471,8 @@ def prefill_hopper(
     tokens = tokens if num_tokens is None else num_tokens
     relaunch.launch(
         prefill_hopper_kernel, (tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2]),
-        query, keys, values, output, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.sinks,
-        len(seq_lens), scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
+        query, keys, values, output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens,
+        terms.sinks, len(seq_lens), scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
         *query.stride()[:2], *output.stride()[:2], 0 if block_table is None else block_table.stride(0), *k_places,
         *v_places, heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0, terms.sinks is not None,
         output_lse is not None, paged, block_size, head_size, value.shape[-1], keys_of_tile, stages, box,

@@ -15,6 +15,22 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def saturated(numbers, scale, limit):
+    """Return float32 ``numbers / scale`` within the limits of an FP8 dtype; the division is exact, NaN stays NaN."""
+    scaled = tl.div_rn(numbers.to(tl.float32), scale)
+    return tl.clamp(scaled, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def as_output(result, scale_ptr, element: tl.constexpr):
+    """Return float32 results as the output holds them: e4m3 over their scale and saturated where there is one."""
+    if scale_ptr is not None:
+        result = saturated(result, tl.load(scale_ptr), E4M3_MAX)
+    return result.to(element)
 
 
 @triton.jit

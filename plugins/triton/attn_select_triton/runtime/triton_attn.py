@@ -37,6 +37,7 @@ class _Call:
     Attributes:
         query: rows of the step. key, value: views of the cache, or without one the step's own.
         k_scale, v_scale: of an FP8 cache, else 1.
+        output_scale: of an output in e4m3, on the device.
     """
 
     query: Tensor
@@ -44,6 +45,7 @@ class _Call:
     value: Tensor
     k_scale: float
     v_scale: float
+    output_scale: Tensor | None
 
 
 class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
@@ -91,7 +93,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         assert key is not None
         assert value is not None
         scales = (layer.scales.k_float, layer.scales.v_float) if self._fp8 else (1.0, 1.0)
-        call = _Call(query, key, value, *scales)
+        call = _Call(query, key, value, *scales, output_scale)
         if output_lse is None or output_lse.is_contiguous():
             self._attend(call, attn_metadata, output, output_lse)
         else:  # the kernels write rows that lie one behind the other
@@ -106,9 +108,10 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             for part in metadata.parts:
                 self._run(part, self._terms[part.causal], call, output, lse)
             return
-        # The rest's result goes where the whole is to be; the prefix's is merged into it.
-        tokens = metadata.num_actual_tokens
-        whole = output[:tokens]
+        # The rest's result goes where the whole is to be, or is quantised from; the prefix's is merged into it.
+        tokens, scale = metadata.num_actual_tokens, call.output_scale
+        quantised, call.output_scale = output[:tokens], None
+        whole = quantised if scale is None else quantised.new_empty(quantised.shape, dtype=call.query.dtype)
         lse = whole.new_empty(whole.shape[:2], dtype=torch.float32) if lse is None else lse[:tokens]
         prefix, prefix_lse = torch.empty_like(whole), torch.empty_like(lse)
         for part in metadata.prefix:
@@ -116,11 +119,18 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         for part in metadata.parts:
             self._run(part, self._terms[part.causal], call, whole, lse)
         ops.merge_attn_states(whole, prefix, prefix_lse, whole, lse, lse)
+        if scale is not None:
+            quantised.copy_(ops.quantize_fp8(whole, scale, quantised.dtype))
 
     def _run(self, part: Part, terms: Terms, call: _Call, output: Tensor, lse: Tensor | None) -> None:
         if part.ranges is not None:
             terms = replace(terms, ranges=part.ranges)
-        scales: dict[str, Any] = {"scale": self.scale, "k_scale": call.k_scale, "v_scale": call.v_scale}
+        scales: dict[str, Any] = {
+            "scale": self.scale,
+            "k_scale": call.k_scale,
+            "v_scale": call.v_scale,
+            "output_scale": call.output_scale,
+        }
         if part.decode is not None:
             part.decode(call.query, call.key, call.value, output, terms=terms, output_lse=lse, **scales)
             return
@@ -130,9 +140,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             key, value = part.gather.rows
         if part.warps and self._warps.readable(key, value) and (terms.causal or not terms.window):
             given = {name: argument for name, argument in part.prefill.items() if name != "max_seq_len"}
-            self._warps.prefill_hopper(
-                call.query, key, value, output, terms=terms, output_lse=lse, scale=self.scale, **given
-            )
+            self._warps.prefill_hopper(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **given)
             return
         prefill_attention(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill)
 

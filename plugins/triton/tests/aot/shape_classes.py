@@ -101,7 +101,9 @@ class Tensors:
 
         self.query = cut(tokens, self.heads, config.head_size)
         value_size = config.value_head_size
-        self.output = cut(tokens, self.heads, config.kv_lora_rank or value_size)
+        quantised = config.output_quantization == "fp8"
+        written = torch.float8_e4m3fn if quantised else self.dtype
+        self.output = cut(tokens, self.heads, config.kv_lora_rank or value_size, dtype=written)
         self.lse = cut(tokens, self.heads, dtype=torch.float32)
         self.key, self.value = cut(tokens, kv_heads, config.head_size), cut(tokens, kv_heads, value_size)
         self.query_start_loc = cut(slice(first, first + requests + 1), dtype=torch.int32)
@@ -110,6 +112,7 @@ class Tensors:
         self.slots = cut(tokens, dtype=torch.int64)
         self.trees = cut(tokens, 1 + config.num_speculative_tokens, dtype=torch.bool) if config.draft_tree else None
         self.scale = tensor(1, dtype=torch.float32)[0]
+        self.output_scale = self.scale if quantised else None
         if config.has_cache:
             layout = MLA if config.kv_lora_rank else shape.layout
             sizes = kv_cache_shape(layout, config, BLOCKS, shape.block_size)
@@ -140,7 +143,7 @@ def _decode(t: Tensors, splits: int, split_tokens: int = 0, lse: torch.Tensor | 
     decode.decode_attention(
         t.query, t.k_cache, t.v_cache, t.output, **t.batch, block_table=t.table, max_query_len=t.query_len, scale=0.1,
         num_splits=splits, split_tokens=split_tokens, workspace=tensor(size, dtype=torch.float32), terms=t.terms,
-        output_lse=lse, tree_mask=t.trees,
+        output_scale=t.output_scale, output_lse=lse, tree_mask=t.trees,
     )  # fmt: skip
 
 
@@ -165,7 +168,7 @@ def _prefill(t: Tensors, lse: torch.Tensor | None, **where: Any) -> None:
     key, value = where.pop("key", None), where.pop("value", None)
     prefill.prefill_attention(
         t.query, t.k_cache if key is None else key, t.v_cache if value is None else value, t.output, **t.batch,
-        max_seq_len=t.longest, scale=0.1, terms=t.terms, output_lse=lse, **where,
+        max_seq_len=t.longest, scale=0.1, terms=t.terms, output_scale=t.output_scale, output_lse=lse, **where,
     )  # fmt: skip
 
 
@@ -198,13 +201,13 @@ def short_gathered_prefill(t: Tensors) -> None:
 
 def hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel, straight from the pages."""
-    options = {"scale": 0.1, "output_lse": t.lse, "terms": t.terms, **t.batch}
+    options = {"scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, **t.batch}
     prefill_hopper.prefill_hopper(t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, **options)
 
 
 def plain_hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel over K and V as they come."""
-    options = {"scale": 0.1, "output_lse": t.lse, "terms": t.terms, **t.batch}
+    options = {"scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, **t.batch}
     prefill_hopper.prefill_hopper(t.query, t.key, t.value, t.output, key_start_loc=t.seq_lens, **options)
 
 
@@ -374,9 +377,11 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield attention(*both, dtype=usual, kv_cache_dtype=fp8, head_size=256)
     yield attention(write, split_decode, dtype=usual, kv_cache_dtype=other_fp8)
     yield attention(plain_prefill, dtype=usual, attn_type="encoder_only")
+    yield attention(split_decode, whole_decode, paged_prefill, dtype=usual, output_quantization="fp8")
 
     if target == 90:
         yield attention(hopper_prefill, plain_hopper_prefill, dtype=usual)
+        yield attention(hopper_prefill, dtype=usual, output_quantization="fp8")
         yield attention(hopper_prefill, dtype=usual, head_size=256, logits_soft_cap=30.0)
         yield attention(hopper_prefill, dtype=usual, head_size=64, sliding_window=100, sinks=True)
         yield attention(plain_hopper_prefill, dtype=usual, num_kv_heads=32, head_size=192, v_head_size=128)
@@ -427,7 +432,7 @@ def random_shape_classes(target: int, count: int, seed: int) -> Iterator[ShapeCl
             kv_heads, group = rng.choice([1, 2, 8]), rng.choice([1, 2, 4, 5, 7, 8, 16, 71])
             terms: dict[str, Any] = {
                 "sliding_window": 100, "logits_soft_cap": 30.0, "alibi": True, "sinks": True, "mm_prefix": True,
-                "non_causal": True, "v_head_size": rng.randrange(32, 257, 8),
+                "non_causal": True, "v_head_size": rng.randrange(32, 257, 8), "output_quantization": "fp8",
             }  # fmt: skip
             drawn = {name: value for name, value in terms.items() if rng.random() < 0.2}
             sizes = [rng.randrange(32, 257, 8), 64, 128, 256]
