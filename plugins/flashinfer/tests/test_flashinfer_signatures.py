@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 import flashinfer_emulated as fi
 import flashinfer_groups as groups
 import make_signatures
-from flashinfer_emulated import mla06, trtllm, trtllm_mla, wrappers
+from flashinfer_emulated import mla06, mla_lists, trtllm, trtllm_mla, wrappers
 from make_signatures import FOLDER
 
 from attn_select.environment import installed_version, version_matches
@@ -28,6 +28,7 @@ from attn_select.runtime.providers import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 from attn_select_flashinfer.plugin import attn_select_register_backends
 from attn_select_flashinfer.runtime import library, plans
+from attn_select_flashinfer.runtime.mla_schedule import TILE_KEYS
 
 MLA = "BatchMLAPagedAttentionWrapper"
 EMULATED = {release: fi.entries(release) for release in fi.RELEASES}
@@ -162,6 +163,11 @@ def test_the_numbers_that_the_emulation_rests_on() -> None:
     plan = scheduler.split("inline cudaError_t MLAPlan(")[1].split("\ninline ")[0]
     for text in (f"max_total_num_works = {mla06.MAX_WORKS};", "avg_packed_qo_len > 64", "cta_tile_q = 64;"):
         assert text in plan, f"MLAPlan has no {text!r}"
+    vector = scheduler.split("struct MLAPlanInfo {")[1].split("return {")[1].split("};")[0]
+    lists = [f"{name}_offset" for name in mla_lists.ORDER]
+    assert "".join(vector.split()) == ",".join(["num_blks_x,num_blks_y", *lists, "partial_o_offset,partial_lse_offset"])
+    kernel = source("data/include/flashinfer/attention/mla_hopper.cuh")
+    assert f"constexpr uint32_t CTA_TILE_KV = {TILE_KEYS};" in kernel
     assert f"max_batch_size = {trtllm_mla.MAX_BATCH};" in source("data/csrc/trtllm_fmha_kernel_launcher.cu")
 
 

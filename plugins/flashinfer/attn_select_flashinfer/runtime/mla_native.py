@@ -9,6 +9,8 @@ that a request has (mla/_batch_mla/_planning.py 0.7.2.post1), so tables are flat
 returned, and it is made before a layer asks for one, so it always is. Every plan allocates a schedule of 8 MiB; a
 captured wrapper keeps its first one.
 
+The fa3 kernel of 0.6 runs decodes of one token by a schedule of our own where it can (``mla_schedule``).
+
 Under causality the kernels end the loop over keys at ``kv_len - q_len + tile_end // num_heads``, one key too early for
 a query that a tile of 64 or 128 rows cuts in two (include/flashinfer/attention/mla.cuh and mla_hopper.cuh v0.6.14;
 0.7.2 refuses such plans). There every query becomes a request of its own, which shares its request's pages.
@@ -31,6 +33,7 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.facts.mla_kernels import TILE
 from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.mla_schedule import MOST_SMS, BalancedPlan, MLALists
 from attn_select_flashinfer.runtime.plans import PinnedKeeper, PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
 from attn_select_flashinfer.runtime.scores import power_for
 
@@ -38,7 +41,6 @@ MAX_WORKS = 16384
 """Pieces of work that a schedule holds; MLAPlan in attention/scheduler.cuh v0.6.14 does not check it."""
 SCHEDULE_BYTES = MIB
 """Eleven lists of ``MAX_WORKS`` and five of an entry per SM, int32."""
-MOST_SMS = 256
 
 
 class Lists(NamedTuple):
@@ -70,7 +72,13 @@ class NativeDecode:
         memory: dict[str, Any] = {"dtype": torch.uint8, "device": context.device}
         self._workspace = torch.empty(context.plans["decode"].workspace_bytes - INT_WORKSPACE, **memory)
         # One for all wrappers. ``Plan.ready`` makes sure that a step finds its own plan there.
-        self._schedule = Schedule(torch.empty(SCHEDULE_BYTES, **memory) if self._metadata is None else None)
+        self._schedule, self._balanced = Schedule(), None
+        if self._metadata is None:
+            own = kernel == "fa3" and self._heads <= TILE.value // 2  # clusters of two CTAs have not been run so
+            size = SCHEDULE_BYTES + (MLALists.num_bytes(self._most) if own else 0)
+            self._schedule.memory = torch.empty(size, **memory)
+            if own:
+                self._balanced = MLALists(self._schedule.memory, SCHEDULE_BYTES, self._most, self._heads)
         self._indices: Tensor | None = None
         self._eager = self._wrapper()
         self._captured: dict[int, Wrapper] = {}
@@ -136,16 +144,17 @@ class NativeDecode:
             BatchError: a block table of more tokens than the kernels count.
         """
         causal = self._causal and common.causal and common.max_query_len > 1
-        lists = self._lists(common)
+        lists, single = self._lists(common), common.max_query_len == 1
         if causal and self._by_token(common):
-            lists, causal = self._as_requests(lists), False
+            lists, causal, single = self._as_requests(lists), False, True
         wrapper = self._captured.get(len(lists.keys), self._eager)
         if self._metadata is None:
             given = self._given(lists, _rows(common))
         else:
             given = {"metadata": self._metadata.csr(**self._flattened(common, lists, wrapper))}
         arguments = {**given, "causal": causal, **self._fixed}
-        return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale)
+        balanced = BalancedPlan(self._balanced, *lists) if single and self._balanced is not None else None
+        return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale, balanced)
 
     def _given(self, lists: Lists, indices: Tensor) -> dict[str, Tensor]:
         return {

@@ -25,6 +25,7 @@ from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError, KernelMismatchError
 from attn_select.runtime.metadata import BatchError
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, READ
+from attn_select_flashinfer.runtime.mla_schedule import BalancedPlan
 
 _ATTRIBUTE = "_pin_memory_int_workspace_buffer"
 
@@ -223,9 +224,10 @@ class ScaledPlan(Plan):
         num_tokens: queries.
         arguments: of the plan, but for the scale.
         shared: the builder's scale.
+        balanced: the schedule to put in the place of FlashInfer's, if any.
     """
 
-    __slots__ = ("_arguments", "_ran", "_ring", "_scale", "_shared", "num_tokens")
+    __slots__ = ("_arguments", "_balanced", "_ran", "_ring", "_scale", "_shared", "num_tokens")
 
     def __init__(
         self,
@@ -234,14 +236,17 @@ class ScaledPlan(Plan):
         ring: PinnedRing | PinnedKeeper,
         arguments: dict[str, Any],
         shared: SharedScale,
+        balanced: BalancedPlan | None = None,
     ) -> None:
         self.num_tokens, self._ring, self._arguments, self._shared = num_tokens, ring, arguments, shared
-        self._scale, self._ran = shared.value, False
+        self._scale, self._ran, self._balanced = shared.value, False, balanced
         super().__init__(wrapper)
 
     def write(self) -> None:
         """Call ``plan``, not waiting for the device."""
         self._ring.plan(self.wrapper.made, sm_scale=self._scale, **self._arguments)
+        if self._balanced is not None:
+            self._balanced.put(self.wrapper.made)
 
     def ready_for(self, scale: float) -> Any:
         """Return FlashInfer's wrapper, planned for this call and scale.

@@ -16,6 +16,7 @@ from torch import Tensor
 import flashinfer_emulated as fi
 from attn_select.testing import attention_reference
 from flashinfer_emulated import need
+from flashinfer_emulated.mla_lists import Lists
 from flashinfer_emulated.wrappers import SMS, send
 
 MAX_WORKS = 16384
@@ -115,6 +116,10 @@ class BatchMLAPagedAttentionWrapper:
         wanted = 2 * clusters * 64 * self._planned.cluster * (2 * head_dim_ckv + 4)
         size = self._float_workspace_buffer.numel() * self._float_workspace_buffer.element_size()
         need(wanted <= size, f"Failed to allocate memory for mla_partial_o: {wanted} of {size} bytes", RuntimeError)
+        # The numbers of MLAPlanInfo. ``MLASchedule`` stands for the lists at these offsets.
+        lists = range(0, 14 * 4 * MAX_WORKS, 4 * MAX_WORKS)
+        self._plan_info = [self._planned.cluster, clusters, *lists, 0, wanted]
+        self._own = list(self._plan_info)
         self._dtypes, self._dims = (q_data_type, kv_data_type), (head_dim_ckv, head_dim_kpe)
         self._call = {"page_size": page_size, "scale": sm_scale}
         pinned, device = self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
@@ -185,6 +190,8 @@ class BatchMLAPagedAttentionWrapper:
             "factors": (float(ckv_scale or 1.0), float(kpe_scale or 1.0)), "natural": return_lse_base_on_e,
         }  # fmt: skip
         parts = (fi.moment(q_nope), fi.moment(q_pe), ckv_cache, kpe_cache)
+        if self._plan_info != self._own:  # the lists of another schedule
+            call["lists"] = Lists(fi.moment(self._int_workspace_buffer), tuple(self._plan_info))
         fi.launch(partial(self._attend, parts, fi.moment(self._kv_indices_buf), out, lse if return_lse else None, call))
         return (out, lse) if return_lse else out
 
@@ -198,21 +205,35 @@ class BatchMLAPagedAttentionWrapper:
         need(not self._use_cuda_graph or self._kv_len_arr_buf.tolist() == list(found.kv_lens), "another batch's lists")
         fi.scribble(self._float_workspace_buffer)
         q_nope, q_pe, ckv, kpe = parts
-        for request, length in enumerate(found.kv_lens):
-            rows = slice(*found.q_indptr[request : request + 2])
-            first, size = found.kv_indptr[request], call["page_size"]
+        size = call["page_size"]
+
+        def keys_of(first: int, length: int) -> tuple[Tensor, Tensor]:
             pages = indices[first : first - (-length // size)].tolist()
             halves = (fi.gather(half, pages, length, "NHD").double() for half in (ckv, kpe))
             latent, rope = (half * factor for half, factor in zip(halves, call["factors"], strict=True))
-            keys = torch.cat([latent, rope], dim=1)[:, None]
-            query = torch.cat([q_nope[rows], q_pe[rows]], dim=-1).double()
-            for row, seen in enumerate(_visible(found, request)):
-                mine = slice(rows.start + row, rows.start + row + 1)
-                part = {"scale": call["scale"], "causal": False}
-                values, its_lse = attention_reference(query[row : row + 1], keys[:seen], latent[:seen, None], **part)
-                out[mine] = values.to(out.dtype)
+            return torch.cat([latent, rope], dim=1)[:, None], latent[:, None]
+
+        def attend(row: int, first: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+            keys, latent = keys_of(first, end)
+            query = torch.cat([q_nope[row], q_pe[row]], dim=-1).double()[None]
+            part = {"scale": call["scale"], "causal": False}
+            values, its_lse = attention_reference(query, keys[start:], latent[start:], **part)
+            return values[0], its_lse[0]
+
+        if lists := call.get("lists"):
+            tokens, heads = found.q_indptr[-1], found.heads
+            rows, row_lses = torch.empty(tokens * heads, out.shape[-1], dtype=out.dtype), torch.empty(tokens * heads)
+            lists.run(attend, heads, rows, row_lses)
+            out[:tokens] = rows.view(tokens, heads, -1)
+            if lse is not None:
+                lse[:tokens] = row_lses.view(tokens, heads) * (1.0 if call["natural"] else fi.LOG2E)
+            return
+        for request in range(len(found.kv_lens)):
+            for row, seen in enumerate(_visible(found, request), start=found.q_indptr[request]):
+                values, its_lse = attend(row, found.kv_indptr[request], 0, seen)
+                out[row] = values.to(out.dtype)
                 if lse is not None:
-                    lse[mine] = (its_lse if call["natural"] else its_lse * fi.LOG2E).float()
+                    lse[row] = (its_lse if call["natural"] else its_lse * fi.LOG2E).float()
 
 
 def _visible(schedule: MLASchedule, request: int) -> list[int]:

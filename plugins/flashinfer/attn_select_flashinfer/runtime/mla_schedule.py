@@ -1,0 +1,201 @@
+"""Which cluster of the fa3 MLA kernel attends to which keys: a balanced schedule in the place of FlashInfer's.
+
+Each cluster of CTAs runs a list of pieces, a request's query on some of its keys, and then the pieces of requests that
+were cut are merged (include/flashinfer/attention/mla_hopper.cuh v0.6.14). FlashInfer's plan (``MLAPlan`` in
+attention/scheduler.cuh) cuts all requests at multiples of one length, which is itself a multiple of 256 keys, and deals
+the pieces out in the order of requests. Where requests are a little longer than such a multiple, clusters that already
+have a long piece get their short last pieces.
+
+Here the keys of all requests lie on one line, which is cut into equal parts, one per cluster. A piece costs
+``PIECE_TILES`` beside its tiles of keys. Cuts through requests that are equally long would only add pieces, so that
+whole requests, or equal parts of them, are dealt out where no cluster gets more to do by that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attn_select.errors import KernelMismatchError
+from attn_select.runtime.batch import staging
+from attn_select_flashinfer.facts.libraries import READ
+
+Ints = NDArray[np.int64]
+
+TILE_KEYS = 64
+"""Keys of a step of the kernel's loop (``CTA_TILE_KV``); pieces begin at multiples of it."""
+PIECE_TILES = 4
+"""As many more tiles take as long as the start and the end of a piece, where nothing else runs on its SM.
+
+Measured on an H200 (16 heads, 64 requests of 6008, 6240 and 6400 keys): 2.4 us a tile, 8 to 9 us a second piece.
+"""
+MOST_SMS = 256
+_INFO = "_plan_info"
+_FIELDS = 18
+"""Numbers in ``MLAPlanInfo::ToVector``: the grid, the offsets of 14 lists, the offsets of two scratch buffers."""
+_LISTS = 14
+_FIRST = np.ones(1, dtype=bool)
+
+
+class Pieces(NamedTuple):
+    """What clusters do, one piece behind the other: request and range of keys ``(P,)``.
+
+    Attributes:
+        first: ``(clusters + 1,)``, each cluster's first piece, and how many there are.
+    """
+
+    request: Ints
+    start: Ints
+    end: Ints
+    first: Ints
+
+
+def balanced(keys: Ints, clusters: int) -> Pieces:
+    """Return the pieces of requests with ``keys (B,)``, at least one each, ``B`` at least 1."""
+    tiles = (keys + (TILE_KEYS - 1)) // TILE_KEYS
+    span = int(tiles.max()) + 1  # a place is a request's number times this, and a tile of its keys
+    ends = (tiles + PIECE_TILES).cumsum()
+    cuts = _whole_parts(tiles, int(ends[-1]), clusters, span)
+    if cuts is None:
+        cuts = _equal_parts(tiles, ends, clusters, span)
+    places = np.concatenate((np.arange(0, len(keys) * span, span), cuts))
+    places.sort()
+    places = places[np.concatenate((_FIRST, places[1:] != places[:-1]))]
+    request = places // span
+    start = (places - request * span) * TILE_KEYS
+    end = keys[request]
+    goes_on = (request[1:] == request[:-1]).nonzero()[0]
+    end[goes_on] = start[goes_on + 1]
+    first = np.empty(clusters + 1, dtype=np.int64)
+    first[0], first[len(cuts) + 1 :] = 0, len(places)
+    first[1 : len(cuts) + 1] = places.searchsorted(cuts)
+    return Pieces(request, start, end, first)
+
+
+def _equal_parts(tiles: Ints, ends: Ints, clusters: int, span: int) -> Ints:
+    """Return the places where all clusters but the first begin, for equal parts of the line."""
+    at = np.arange(1, clusters) * ends[-1] // clusters
+    request: Ints = ends.searchsorted(at, side="right")
+    # A request's line begins with what a piece costs; a part that would begin there begins with the request.
+    tile: Ints = np.maximum(at - (ends - tiles)[request], 0)
+    return request * span + tile
+
+
+def _whole_parts(tiles: Ints, cost: int, clusters: int, span: int) -> Ints | None:
+    """Return the same for equal parts of each request, or for whole requests; None where that takes longer."""
+    count, longest = len(tiles), span - 1
+    parts, each = max(1, clusters // count), -(-count // clusters)
+    if each * (-(-longest // parts) + PIECE_TILES) > -(-cost // clusters) + PIECE_TILES:
+        return None
+    if parts == 1:
+        return np.arange(each, count, each) * span
+    at = np.arange(1, count * parts)
+    request = at // parts
+    tile: Ints = tiles[request] * (at - request * parts) // parts
+    return request * span + tile
+
+
+@dataclass(slots=True, eq=False)
+class MLALists:
+    """Where such schedules lie on the device, always in the same place: graphs hold the addresses.
+
+    Args:
+        memory: uint8, a wrapper's ``_int_workspace_buffer``.
+        offset: in it, behind what FlashInfer writes.
+        requests: of a batch, at most.
+        heads: of a query, no more rows than a cluster has.
+    """
+
+    memory: Tensor
+    offset: int
+    requests: int
+    heads: int
+
+    @staticmethod
+    def width(requests: int) -> int:
+        """Return the entries of each list: a piece per request, and one more per cut."""
+        return requests + MOST_SMS + 1
+
+    @staticmethod
+    def num_bytes(requests: int) -> int:
+        """Return the size of the lists."""
+        return 4 * _LISTS * MLALists.width(requests)
+
+
+@dataclass(slots=True, eq=False)
+class BalancedPlan:
+    """The schedule of one batch in which each request has a query of one token, or none.
+
+    Args:
+        place: where it goes.
+        queries: int32 ``(B + 1,)`` on the host, prefix sums of query lengths.
+        pages: int32 ``(B,)`` or longer on the host, where each request's page indices begin.
+        keys: int32 ``(B,)`` on the host.
+    """
+
+    place: MLALists
+    queries: Tensor
+    pages: Tensor
+    keys: Tensor
+    _host: Tensor | None = None
+
+    def put(self, wrapper: Any) -> None:
+        """Put the schedule into the place of the one that ``wrapper`` has just planned, not waiting for the device.
+
+        Raises:
+            KernelMismatchError: the wrapper's plan is not the one that this module knows.
+        """
+        info = getattr(wrapper, _INFO, None)
+        if info is None or len(info) != _FIELDS:
+            text = f"{type(wrapper).__name__}.{_INFO} of the installed FlashInfer is {info!r}, not {_FIELDS} numbers"
+            raise KernelMismatchError(text, hint=READ)
+        place = self.place
+        width = place.width(place.requests)
+        if self._host is None:
+            self._host = staging(place.num_bytes(place.requests), place.memory.device)
+            self._fill(self._host.view(torch.int32).view(_LISTS, width).numpy(), int(info[0]), int(info[1]))
+        place.memory[place.offset : place.offset + len(self._host)].copy_(self._host, non_blocking=True)
+        offsets = range(place.offset, place.offset + len(self._host), 4 * width)
+        setattr(wrapper, _INFO, type(info)([*info[:2], *offsets, *info[-2:]]))
+
+    def _fill(self, lists: NDArray[np.int32], ctas: int, clusters: int) -> None:
+        """Write the lists of a grid in the order of ``MLAPlanInfo``."""
+        rows, begins = self.place.heads, self.queries.numpy()
+        lens = begins[1:] - begins[:-1]
+        keys = np.multiply(self.keys.numpy(), lens, dtype=np.int64)
+        pieces = balanced(keys, clusters)
+        request, count = pieces.request, len(pieces.request)
+        of = np.bincount(request, minlength=len(keys))
+        is_cut = of > 1
+        lists[0, :count] = begins[request]
+        lists[1, :count] = self.pages.numpy()[request]
+        lists[2, :count] = -1
+        lists[8, :count] = lens[request]
+        lists[9, :count] = keys[request]
+        lists[10, :count] = 0
+        lists[11, :count] = pieces.start
+        lists[12, :count] = pieces.end
+        lists[13, : clusters + 1] = pieces.first
+        lists[3:8, : ctas * clusters] = 0
+        cut = is_cut.nonzero()[0]
+        if not len(cut):
+            return
+        in_parts = is_cut[request].nonzero()[0]
+        lists[2, in_parts] = np.arange(0, len(in_parts) * rows, rows)
+        # The CTAs share the rows of the requests that were cut, each in as many parts as there are CTAs for it.
+        part = -(-rows // (ctas * clusters // len(cut)))
+        row = np.arange(0, rows, part)
+        behind = of[cut].cumsum() * rows
+        before = behind - of[cut] * rows
+        merges = len(cut) * len(row)
+        output = (begins[cut] * rows)[:, None]
+        lists[3, :merges] = (output + row).ravel()
+        lists[4, :merges] = (output + np.minimum(row + part, rows)).ravel()
+        lists[5, :merges] = (before[:, None] + row).ravel()
+        lists[6, :merges] = np.repeat(behind, len(row))
+        lists[7, :merges] = rows
