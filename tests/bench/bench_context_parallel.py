@@ -42,6 +42,7 @@ from attn_select.testing.rank_conformance import check_on_group
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
+from attn_select.times.ranks import collectives_us
 from attn_select.times.store import append_measurements
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -52,7 +53,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 """All ranks' heads together."""
 TINY: dict[str, dict[str, Any]] = {
-    "gqa": {"num_heads": 8, "num_kv_heads": 2, "head_size": 32},
+    "gqa": {"num_heads": 16, "num_kv_heads": 2, "head_size": 32},
     "mla": {"num_heads": 8, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
 }
 BATCHES = ((1, 1 << 20), (4, 1 << 20), (32, 1 << 17))
@@ -215,7 +216,6 @@ def layer_step(
 
 
 def decode(arguments: argparse.Namespace, lines: Lines) -> None:
-    ranks = ContextParallel(None)
     batches = BATCHES if torch.cuda.is_available() else ((1, 200), (4, 100))
     layers = LAYERS if torch.cuda.is_available() else TINY
     names, pins = arguments.layer or list(layers), parse_pins(arguments.pins)
@@ -224,34 +224,46 @@ def decode(arguments: argparse.Namespace, lines: Lines) -> None:
             known = BACKENDS[name[:3]] if torch.cuda.is_available() else (None,)
             for backend in arguments.backend or known[: len(known) if number == 0 else arguments.most]:
                 try:
-                    whole = AttentionConfig(**layers[name])
-                    step, alone_by = layer_step(whole, backend, batch, None, pins)
-                    alone = timed(step)
-                    step, _ = layer_step(whole, backend, (batch[0], batch[1] // ranks.size), None, pins)
-                    share = timed(step)
-                    del step
-                    torch.cuda.empty_cache() if torch.cuda.is_available() else None
-                    result = {}
-                    for way in arguments.ways:
-                        part = {"num_heads": whole.num_heads // ranks.size, "decode_context_parallel_size": ranks.size}
-                        config = whole.model_copy(update=part)
-                        options = ContextParallel(None, merge=way, interleave=arguments.interleave)
-                        step, ranks_by = layer_step(config, backend, batch, options, pins)
-                        result[way] = round(timed(step), 2)
-                        del step
-                    best = min(result.values())
-                    lines.write(
-                        kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=batch[0],
-                        tokens=batch[1], ranks=ranks.size, alone_us=round(alone, 2), share_us=round(share, 2),
-                        ranks_us=result, efficiency=round(alone / ranks.size / best, 4),
-                    )  # fmt: skip
-                    lines.measured(alone_by, batch, alone)
-                    lines.measured(ranks_by, batch, best)
+                    decode_times(AttentionConfig(**layers[name]), name, backend, batch, pins, arguments, lines)
                 except Exception as error:  # the next one may run
                     text = f"{type(error).__name__}: {error}"
                     lines.write(kind="decode", layer=name, backend=str(backend), batch=batch, error=text[:500])
                 finally:
                     torch.cuda.empty_cache() if torch.cuda.is_available() else None
+
+
+def decode_times(
+    whole: AttentionConfig, name: str, backend: str | None, batch: tuple[int, int], pins: dict[str, str],
+    arguments: argparse.Namespace, lines: Lines,
+) -> None:  # fmt: skip
+    """Time one layer with its whole cache, with shares of it, and on all ranks; compare with what is predicted."""
+    size, (requests, tokens) = dist.get_world_size(), batch
+
+    def time_of(config: AttentionConfig, tokens: int, ranks: Any) -> tuple[float, Selection]:
+        step, selection = layer_step(config, backend, (requests, tokens), ranks, pins)
+        return timed(step), selection
+
+    alone, alone_by = time_of(whole, tokens, None)
+    shares = {count: time_of(whole, tokens // count, None)[0] for count in sorted({size, *arguments.shares})}
+    parts = {
+        count: whole.model_copy(update={"num_heads": whole.num_heads // count, "decode_context_parallel_size": count})
+        for count in shares
+    }
+    predicted = {count: share + collectives_us(parts[count], requests) for count, share in shares.items()}
+    result = {}
+    for way in arguments.ways:
+        options = ContextParallel(None, merge=way, interleave=arguments.interleave)
+        result[way], ranks_by = time_of(parts[size], tokens, options)
+    first = result[arguments.ways[0]]
+    lines.write(
+        kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=requests, tokens=tokens,
+        ranks=size, alone_us=round(alone, 2), shares_us={count: round(share, 2) for count, share in shares.items()},
+        predicted_us={count: round(time_us, 2) for count, time_us in predicted.items()},
+        ranks_us={way: round(time_us, 2) for way, time_us in result.items()},
+        efficiency=round(alone / size / first, 4), prediction=round(predicted[size] / first, 4),
+    )  # fmt: skip
+    lines.measured(alone_by, batch, alone)
+    lines.measured(ranks_by, batch, first)
 
 
 def merge_cases() -> Iterator[tuple[str, int, int, int, int]]:
@@ -266,7 +278,9 @@ def merge_times(ranks: ContextParallel, case: tuple[int, int, int, int], query_w
     (tokens, heads, kv_heads, width), collectives, size = case, ranks.collectives, ranks.size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    merger = Merger(collectives, kv_heads, True)
+    merger, shared = Merger(collectives, kv_heads, True), Merger(collectives, kv_heads, True)
+    shares = shared.share_memory(tokens, heads * size, query_width, width, torch.bfloat16, device)
+    shares = shares and shared.holds(tokens)
     partial = torch.randn(tokens, heads * size, width, **made)
     lse = torch.randn(tokens, heads * size, device=device)
     output, output_lse = torch.empty(tokens, heads, width, **made), torch.empty(tokens, heads, device=device)
@@ -274,10 +288,17 @@ def merge_times(ranks: ContextParallel, case: tuple[int, int, int, int], query_w
     rows = partial.view(size, -1)
     gathered, moved = query.new_empty(size, *query.shape), torch.empty_like(rows)
     lses = lse.new_empty(size, *lse.shape)
+
+    def through_memory() -> None:
+        shared.gather_queries(query)
+        shared.merge("a2a", *shared.partials(query, heads * size, width), output, output_lse)
+
     steps: dict[str, Callable[[], Any]] = {
         "ag_rs": lambda: merger.merge("ag_rs", partial, lse, output, output_lse),
         "a2a": lambda: merger.merge("a2a", partial, lse, output, output_lse),
         "gather_heads": lambda: merger.gather_heads(query),
+        "both by a2a": lambda: (merger.gather_heads(query), merger.merge("a2a", partial, lse, output, output_lse)),
+        **({"both by symm": through_memory} if shares else {}),
         "nccl all_gather of queries": lambda: collectives.all_gather(gathered, query),
         "nccl all_to_all of outputs": lambda: collectives.all_to_all(moved, rows),
         "nccl reduce_scatter of outputs": lambda: collectives.reduce_scatter(moved[0], rows),
@@ -305,7 +326,8 @@ def main() -> None:
     part = commands.add_parser("decode")
     part.add_argument("--layer", action="append", choices=LAYERS)
     part.add_argument("--backend", action="append")
-    part.add_argument("--ways", nargs="+", default=["a2a", "ag_rs"])
+    part.add_argument("--ways", nargs="+", default=["auto", "a2a", "ag_rs"], help="the first is compared")
+    part.add_argument("--shares", nargs="*", type=int, default=[4, 8], help="other numbers of ranks to predict")
     part.add_argument("--with", dest="pins", action="append", default=[], metavar="NAME==VERSION", help="a library")
     part.add_argument("--interleave", type=int, default=1)
     part.add_argument("--most", type=int, default=2, help="backends for all batches but the first")

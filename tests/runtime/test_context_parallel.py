@@ -22,6 +22,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.runtime.rank_memory import RankLayout
 from attn_select.testing.ranks import ThreadCollectives, run_ranks
 
 CAPACITY = Capacity(4, 64, 256)
@@ -60,7 +61,7 @@ def test_an_interleave_that_does_not_divide_the_block_size() -> None:
 def test_arguments_are_checked() -> None:
     for given, text in (
         ({"interleave": 0}, "interleave = 0: accepted are integers from 1"),
-        ({"merge": "ring"}, "merge = 'ring': accepted are auto, ag_rs, a2a"),
+        ({"merge": "ring"}, "merge = 'ring': accepted are auto, ag_rs, a2a, symm"),
         ({"queries": "split"}, "queries = 'split': accepted are sharded, replicated"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -69,7 +70,7 @@ def test_arguments_are_checked() -> None:
         ContextParallel()
 
 
-@pytest.mark.parametrize("way", ["ag_rs", "a2a"])
+@pytest.mark.parametrize("way", ["ag_rs", "a2a", "symm"])
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("with_sinks", [True, False])
@@ -89,6 +90,8 @@ def test_merged_results_are_those_over_all_keys(way: str, sharded: bool, kv_head
     def run(collectives: ThreadCollectives) -> tuple[Tensor, Tensor]:
         output, output_lse = torch.full((tokens, heads, width), torch.nan), torch.full((tokens, heads), torch.nan)
         merger = Merger(collectives, kv_heads, sharded)
+        if way == "symm":
+            assert merger.share_memory(tokens, every, 16, width, torch.float32, torch.device("cpu"))
         merger.merge(way, partial[collectives.rank], lse[collectives.rank], output, output_lse, sinks)
         return output, output_lse
 
@@ -97,6 +100,89 @@ def test_merged_results_are_those_over_all_keys(way: str, sharded: bool, kv_head
         own = held[:, rank if sharded else 0].flatten()
         torch.testing.assert_close(output.double(), wanted[:, own], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(output_lse.double(), wanted_lse[:, own], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_steps_one_after_the_other_through_the_same_memory(sharded: bool) -> None:
+    size, kv_heads, heads, width = 2, 2, 4, 8
+    every = heads * size if sharded else heads
+
+    def run(collectives: ThreadCollectives) -> None:
+        merger = Merger(collectives, kv_heads, sharded)
+        assert merger.share_memory(6, every, 16, width, torch.float32, torch.device("cpu"))
+        draw = torch.Generator().manual_seed(0)  # the same numbers on all ranks
+        for tokens in (3, 6, 7, 1, 6):
+            queries = torch.randn(size, tokens, heads, 16, generator=draw)
+            partial, lse = torch.randn(size, tokens, every, width, generator=draw), torch.randn(size, tokens, every)
+            lse = lse.mul_(0).add_(torch.arange(size).view(-1, 1, 1))
+            gathered = merger.gather_queries(queries[collectives.rank])
+            assert torch.equal(gathered, Merger(collectives, kv_heads, sharded).gather_heads(queries[collectives.rank]))
+            own, own_lse = merger.partials(gathered, every, width)
+            memory = merger.memory
+            assert memory is not None
+            begins, ends = memory.buffers[collectives.rank].data_ptr(), memory.layout.num_bytes
+            assert (0 <= own.data_ptr() - begins < ends) is (tokens < 7)  # more tokens go by collectives
+            own.copy_(partial[collectives.rank])
+            own_lse.copy_(lse[collectives.rank])
+            output = torch.full((tokens, heads, width), torch.nan)
+            merger.merge("a2a", own, own_lse, output)
+            held = torch.arange(every).view(kv_heads, size if sharded else 1, -1)
+            held = held[:, collectives.rank if sharded else 0].flatten()
+            wanted = (lse.softmax(0).unsqueeze(-1) * partial).sum(0)[:, held]
+            torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
+
+    run_ranks(size, run)
+
+
+def test_results_elsewhere_and_of_another_dtype_are_merged_too() -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        merger = Merger(collectives, 1, True)
+        assert merger.share_memory(4, 4, 16, 8, torch.float32, torch.device("cpu"))
+        for dtype in (torch.float32, torch.float64):
+            partial, lse = torch.ones(3, 4, 8, dtype=dtype), torch.zeros(3, 4)
+            output = torch.full((3, 2, 8), torch.nan, dtype=dtype)
+            merger.merge("a2a", partial * (1 + collectives.rank), lse, output)
+            assert torch.equal(output, torch.full_like(output, 1.5))
+
+    run_ranks(2, run)
+
+
+class Apart(ThreadCollectives):
+    """Ranks that share no memory."""
+
+    def share_memory(self, layout: RankLayout, device: torch.device) -> None:
+        return None
+
+
+@pytest.mark.parametrize("merge", ["auto", "symm"])
+def test_ranks_that_share_no_memory(merge: str) -> None:
+    selection = select(layer(), "cpu")
+
+    def run(collectives: ThreadCollectives) -> str:
+        ranks = ContextParallel(Apart(collectives._turns, collectives.rank), merge=merge)
+        try:
+            return str(attention_group(selection, capacity=CAPACITY, context_parallel=ranks).merger.memory)
+        except ConfigError as error:
+            return str(error)
+
+    wanted = (
+        "None" if merge == "auto" else "merge = 'symm': these ranks cannot read each other's memory (accepted: auto"
+    )
+    assert all(found.startswith(wanted) for found in run_ranks(2, run))
+
+
+@pytest.mark.parametrize(
+    ("fields", "merge", "shares"),
+    [({}, "auto", True), ({}, "a2a", False), ({"batch_invariant": True}, "auto", False)],
+)
+def test_when_memory_is_shared(fields: dict[str, Any], merge: str, shares: bool) -> None:
+    selection = select(layer(**fields), "cpu")
+
+    def run(collectives: ThreadCollectives) -> bool:
+        ranks = ContextParallel(collectives, merge=merge)
+        return attention_group(selection, capacity=CAPACITY, context_parallel=ranks).merger.memory is not None
+
+    assert run_ranks(2, run) == [shares] * 2
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

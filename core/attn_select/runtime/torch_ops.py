@@ -8,6 +8,7 @@ from torch import Tensor
 from attn_select.config import AttentionConfig
 from attn_select.layouts import FP8_DS_MLA, PAGED_ATTENTION
 from attn_select.runtime.kv_cache import key_value_views, paged_attention_views
+from attn_select.runtime.rank_memory import RankMemory
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
@@ -262,3 +263,50 @@ def merge_rank_states(
     output.copy_(torch.where(weights == 0, 0.0, weights * parts.float()).sum(0))
     if output_lse is not None:
         output_lse.copy_(most + torch.log(total))
+
+
+def gather_rank_heads(rows: Tensor, memory: RankMemory, kv_heads: int) -> Tensor:
+    """Write this rank's heads into the memory of all ranks, and wait for theirs.
+
+    Args:
+        rows: ``(T, H, query_width)`` of this rank's heads, as many on all ranks.
+        memory: the ranks'.
+        kv_heads: the gathered heads lie KV head by KV head, and within one rank by rank.
+
+    Returns:
+        ``(T, N * H, query_width)`` in this rank's memory.
+    """
+    (tokens, heads, width), size = rows.shape, len(memory.buffers)
+    shape = (heads // kv_heads, width)
+    for rank in range(size):
+        there = memory.queries(rank, tokens).view(tokens, kv_heads, size, *shape)
+        there[:, :, memory.rank] = rows.view(tokens, kv_heads, *shape)
+    memory.meet()
+    return memory.queries(memory.rank, tokens)
+
+
+def merge_rank_memory(
+    output: Tensor, output_lse: Tensor | None, sinks: Tensor | None, memory: RankMemory, kv_heads: int, sharded: bool
+) -> None:
+    """Wait until all ranks have their partial results in their memory, and merge those of this rank's heads.
+
+    Args:
+        output: ``(T, H, Dv)``, written.
+        output_lse: float32 ``(T, H)``, written where given.
+        sinks: float32 logits that are counted once, of the partial results' heads; None for none.
+        memory: the ranks'.
+        kv_heads: the heads of the results lie KV head by KV head, and within one rank by rank.
+        sharded: whether this rank's heads are one of N shares; else they are all.
+    """
+    memory.meet()
+    (tokens, heads, width), ranks = output.shape, range(len(memory.buffers))
+    split, own = (len(ranks), memory.rank) if sharded else (1, 0)
+    held, shape = (tokens, kv_heads, split, heads // kv_heads), (tokens, kv_heads, heads // kv_heads)
+    merge_rank_states(
+        torch.stack([memory.partial(rank, tokens).view(*held, width)[:, :, own] for rank in ranks]),
+        torch.stack([memory.lse(rank, tokens).view(held)[:, :, own] for rank in ranks]),
+        -1,
+        None if sinks is None else sinks.view(held[1:])[:, own],
+        output.view(*shape, width),
+        None if output_lse is None else output_lse.view(shape),
+    )

@@ -34,7 +34,6 @@ from attn_select.errors import RuntimeMissingError
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.context_parallel.context_parallel import QUERIES
-from attn_select.runtime.context_parallel.merging import WAYS
 from attn_select.selection import Selection
 from attn_select.selector import environment_for
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec
@@ -353,7 +352,7 @@ def rank_options(rng: random.Random, selection: Selection) -> dict[str, Any]:
     block_size = selection.block_size or 1
     return {
         "interleave": rng.choice([count for count in (1, 4, block_size) if block_size % count == 0]),
-        "merge": rng.choice(("a2a",) if selection.config.batch_invariant else WAYS),
+        "merge": rng.choice(("auto", "a2a") if selection.config.batch_invariant else ("auto", "a2a", "ag_rs")),
         "queries": rng.choice(QUERIES),
     }
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_select.runtime.context_parallel.collectives import RankError
+from attn_select.runtime.rank_memory import RankLayout, RankMemory
 
 T = TypeVar("T")
 
@@ -76,6 +78,11 @@ class ThreadCollectives:
 
     def gather_objects(self, own: Any) -> list[Any]:
         return self._exchange(own)
+
+    def share_memory(self, layout: RankLayout, device: torch.device) -> RankMemory:
+        own = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        buffers = [each for (each,) in self._exchange((own,))]
+        return RankMemory(layout, self.rank, buffers, partial(self._exchange, None))
 
 
 def run_ranks(size: int, function: Callable[[ThreadCollectives], T]) -> list[T]:

@@ -81,6 +81,16 @@ def merge_rank_states(device: torch.device) -> Operation | None:
     return _served("merge_rank_states", device)
 
 
+def gather_rank_heads(device: torch.device) -> Operation | None:
+    """Return the gathering of query heads through the ranks' memory."""
+    return _served("gather_rank_heads", device)
+
+
+def merge_rank_memory(device: torch.device) -> Operation | None:
+    """Return the merge of the partial results in the ranks' memory."""
+    return _served("merge_rank_memory", device)
+
+
 def quantize_fp8(device: torch.device) -> Operation | None:
     """Return the FP8 quantisation."""
     return _served("quantize_fp8", device)

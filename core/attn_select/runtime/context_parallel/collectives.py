@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from attn_select.errors import AttnSelectError
+from attn_select.runtime.rank_memory import PROGRAMS, RankLayout, RankMemory
+
+MOST_SHARING = 8
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+"""Set while memory is shared: multicast over NVLink is not needed, and some hosts cannot do it."""
 
 
 class RankError(AttnSelectError, RuntimeError):
@@ -45,6 +54,9 @@ class Collectives(Protocol):
     def gather_objects(self, own: Any) -> list[Any]:
         """Return every rank's object; they are pickled. Synchronises."""
 
+    def share_memory(self, layout: RankLayout, device: torch.device) -> RankMemory | None:
+        """Return memory that all ranks read and write; None on every rank where they cannot. Synchronises."""
+
 
 # torch 2.13 renamed them.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,7 +79,7 @@ class ProcessGroupCollectives:
                 "torch.distributed is not initialised, so there is no process group",
                 hint="call torch.distributed.init_process_group first, and start the program with torchrun",
             )
-        self.group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise RankError("this process is not in the process group", hint="give each process its own group")
@@ -89,6 +101,53 @@ class ProcessGroupCollectives:
         found: list[Any] = [None] * self.size
         self._run("gather_objects", dist.all_gather_object, found, own)
         return found
+
+    def share_memory(self, layout: RankLayout, device: torch.device) -> RankMemory | None:
+        """Share memory by torch's symmetric memory, between up to ``MOST_SHARING`` GPUs of one host; without multicast.
+
+        Warns where they should be able to and cannot.
+        """
+        if device.type != "cuda" or self.size > MOST_SHARING:
+            return None
+        places = self.gather_objects((platform.node(), device.index))
+        others = [index for rank, (_, index) in enumerate(places) if rank != self.rank]
+        alike = len({host for host, _ in places}) == 1 and len(set(places)) == self.size
+        reached = alike and all(torch.cuda.can_device_access_peer(device, other) for other in others)
+        if not all(self.gather_objects(reached)):
+            return None
+        memory, problem = None, None
+        try:
+            memory = self._symmetric(layout, device)
+        except (ImportError, RuntimeError, TypeError) as error:
+            problem = f"rank {self.rank}: {type(error).__name__}: {str(error).splitlines()[0]}"
+        problems = [each for each in self.gather_objects(problem) if each is not None]
+        if problems:
+            text = f"the ranks of a group cannot share memory, and use collectives ({'; '.join(problems)})"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            return None
+        return memory
+
+    def _symmetric(self, layout: RankLayout, device: torch.device) -> RankMemory:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        before = os.environ.get(NO_MULTICAST)
+        os.environ[NO_MULTICAST] = "1"  # torch reads it here
+        try:
+            own = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+            own.zero_()
+            torch.cuda.synchronize(device)
+            handle = symmetric.rendezvous(own, self.group)
+        finally:
+            if before is None:
+                del os.environ[NO_MULTICAST]
+            else:
+                os.environ[NO_MULTICAST] = before
+        buffers = [handle.get_buffer(rank, (layout.num_bytes,), torch.uint8) for rank in range(self.size)]
+        options = getattr(self.group._get_backend(device), "options", None)
+        limit = getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
+        met = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)
+        addresses = tuple(int(address) for address in handle.buffer_ptrs)
+        return RankMemory(layout, self.rank, buffers, handle.barrier, addresses, met, max(1, int(limit)))
 
     def _run(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -18,7 +18,8 @@ class ContextParallel:
         group: a ``torch.distributed`` process group, NCCL's for CUDA tensors, gloo's for CPUs; None: the default group.
             Anything else is taken for ``Collectives``.
         interleave: neighbouring positions that one rank keeps; divides the block size of a rank's cache.
-        merge: how partial results are merged, a name of ``merging.WAYS``; ``auto``: what ``merge_way`` says.
+        merge: how partial results are merged, a name of ``merging.WAYS``; ``auto``: ``symm`` where the ranks can share
+            memory, else ``a2a``.
         queries: ``sharded``: every rank holds other query heads (tensor parallelism), which are gathered; the config's
             ``num_heads`` are one rank's. ``replicated``: every rank holds all query heads, and gets all outputs.
 
@@ -52,10 +53,10 @@ class ContextParallel:
 
     @property
     def merge_way(self) -> str:
-        """How results are merged; ``auto`` is ``a2a``: one collective less, and it rounds once.
+        """How results are merged that do not go by ``symm``: ``a2a`` unless ``ag_rs`` is asked for.
 
-        On two H200 over NVLink ``a2a`` took less time than ``ag_rs`` in 17 of 18 sizes from 1 to 2048 tokens, 11.4 to
-        118 us against 15.4 to 135 at 32 heads of 128, and 12.1 to 707 against 15.1 to 740 at 64 heads of 512. In the
-        other (128 tokens, 64 heads of 512) it took 2 % more.
+        ``a2a`` is one collective less than ``ag_rs``, and rounds once. On two H200 over NVLink it took less time in 17
+        of 18 sizes from 1 to 2048 tokens, 11.4 to 118 us against 15.4 to 135 at 32 heads of 128, and 12.1 to 707
+        against 15.1 to 740 at 64 heads of 512. In the other (128 tokens, 64 heads of 512) it took 2 % more.
         """
-        return "a2a" if self.merge == "auto" else self.merge
+        return "ag_rs" if self.merge == "ag_rs" else "a2a"

@@ -30,6 +30,7 @@ from attn_select.runtime.context_parallel.parts import (
     facts_of,
     local_capacity,
     part_of,
+    share_memory,
 )
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
@@ -96,6 +97,8 @@ class ContextParallelGroup(AttentionGroup):
             make,
             lambda: facts_of(selection, context_parallel, self.capacity),
         )
+        tokens, width = self.capacity.max_num_batched_tokens, self.config.value_head_size
+        share_memory(self.merger, self.config, context_parallel, tokens, width, self.device)
 
     def _make_parts(self, device: torch.device | str | None, phases: Sequence[Phase] | None) -> None:
         ranks, config, selection = self.context_parallel, self.config, self.selection
@@ -303,10 +306,9 @@ class AttentionAcrossRanks(LayerInParts):
         output_lse: Tensor | None,
     ) -> None:
         """Attend to the cache on all ranks."""
-        group, tokens = self.group, len(query)
-        gathered = group.merger.gather_heads(query)
-        partial = query.new_empty(tokens, self._heads, self._width)
-        partial_lse = query.new_empty(tokens, self._heads, dtype=torch.float32)
+        group = self.group
+        gathered = group.merger.gather_queries(query)
+        partial, partial_lse = group.merger.partials(query, self._heads, self._width)
         self.shared.forward(gathered, key, value, kv_cache, metadata, partial, partial_lse)
         way = group.context_parallel.merge_way
         group.merger.merge(way, partial, partial_lse, output, output_lse, self.gathered_sinks)

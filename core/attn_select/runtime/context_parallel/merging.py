@@ -13,13 +13,18 @@ from torch import Tensor
 
 from attn_select.runtime import ops
 from attn_select.runtime.context_parallel.collectives import Collectives
+from attn_select.runtime.rank_memory import RankLayout, RankMemory
 
-WAYS = ("ag_rs", "a2a")
+WAYS = ("ag_rs", "a2a", "symm")
 """``ag_rs``: the LSEs are gathered, each rank scales its outputs by its weights, and the outputs are summed while they
 are scattered: two collectives, and the sum is rounded in the outputs' dtype. ``a2a``: outputs and LSEs are exchanged
-head by head in one message, and each rank merges those of its own heads in float32."""
+head by head in one message, and each rank merges those of its own heads in float32.
+``symm``: heads and results lie in memory that all ranks read and write, so neither takes a collective; steps of more
+tokens than it holds go by ``a2a``."""
 ALIGNED = 16
 """Bytes: every message to a rank begins at a multiple."""
+MOST_SHARED_BYTES = 64 << 20
+"""Of one rank's memory for ``symm``."""
 
 
 class Merger:
@@ -33,6 +38,55 @@ class Merger:
 
     def __init__(self, collectives: Collectives, num_kv_heads: int, sharded: bool) -> None:
         self.collectives, self.kv_heads, self.sharded = collectives, num_kv_heads, sharded
+        self.memory: RankMemory | None = None
+
+    def share_memory(
+        self, tokens: int, heads: int, query_width: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        """Let steps of few tokens go by ``symm``, if the ranks can share memory; return whether. Every rank calls it.
+
+        Args:
+            tokens: the most of a step.
+            heads: query heads of a partial result.
+            query_width: of a query's head.
+            width: of a result's.
+            dtype: of both.
+            device: where they are.
+        """
+        query_width = query_width if self.sharded else 0
+        per_token = heads * ((query_width + width) * dtype.itemsize + 4)
+        layout = RankLayout(
+            self.collectives.size, min(tokens, MOST_SHARED_BYTES // per_token), heads, query_width, width, dtype
+        )
+        self.memory = self.collectives.share_memory(layout, device)
+        return self.memory is not None
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a step of so many tokens goes by ``symm``."""
+        return self.memory is not None and 0 < tokens <= self.memory.layout.tokens
+
+    def _memory_for(self, rows: Tensor) -> RankMemory | None:
+        """Return the memory that a step's queries or results go through; None if by collectives."""
+        memory = self.memory
+        return memory if memory is not None and self.holds(len(rows)) and rows.dtype == memory.layout.dtype else None
+
+    def gather_queries(self, query: Tensor) -> Tensor:
+        """As ``gather_heads``; ``merge`` of the same step's results must follow."""
+        memory = self._memory_for(query)
+        if memory is None:
+            return self.gather_heads(query)
+        if not self.sharded:
+            memory.meet()
+            return query
+        gathered: Tensor = ops.gather_rank_heads(query, memory, self.kv_heads)
+        return gathered
+
+    def partials(self, query: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return where partial results go: ``(T, heads, width)`` and the LSEs, float32 ``(T, heads)``."""
+        tokens, memory = len(query), self._memory_for(query)
+        if memory is None:
+            return query.new_empty(tokens, heads, width), query.new_empty(tokens, heads, dtype=torch.float32)
+        return memory.partial(memory.rank, tokens), memory.lse(memory.rank, tokens)
 
     def gather_heads(self, rows: Tensor) -> Tensor:
         """Return ``(T, N * H, D)`` of every rank's ``(T, H, D)``; the rows themselves where each rank has all heads."""
@@ -58,7 +112,7 @@ class Merger:
         """Merge this rank's partial result with the other ranks'.
 
         Args:
-            way: one of ``WAYS``.
+            way: ``ag_rs`` or ``a2a``, for steps that do not go by ``symm``.
             partial: ``(T, N * H, D)`` over this rank's keys, of gathered heads; ``(T, H, D)`` where all have all heads.
             partial_lse: float32, as many rows.
             output: ``(T, H, D)``, written: the result of this rank's own heads.
@@ -66,6 +120,16 @@ class Merger:
             sinks: ``(N * H,)`` or ``(H,)`` logits that are counted once, of the partial's heads.
         """
         if not partial.shape[0]:
+            return
+        if (memory := self._memory_for(output)) is not None:
+            tokens = len(output)
+            for own, brought in (
+                (memory.partial(memory.rank, tokens), partial),
+                (memory.lse(memory.rank, tokens), partial_lse),
+            ):
+                if own.data_ptr() != brought.data_ptr():
+                    own.copy_(brought)
+            ops.merge_rank_memory(output, output_lse, sinks, memory, self.kv_heads, self.sharded)
             return
         merge = self._exchange if way == "a2a" else self._scatter
         merge(partial, partial_lse, output, output_lse, sinks)

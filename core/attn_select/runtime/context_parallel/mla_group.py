@@ -26,6 +26,7 @@ from attn_select.runtime.context_parallel.parts import (
     facts_of,
     local_capacity,
     part_of,
+    share_memory,
 )
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.group import Capacity
@@ -67,6 +68,7 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
     Attributes:
         block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
         latent: the decodes of all ranks' heads; None where the group serves prefill alone.
+        merged_width: of partial results when they are merged: of a latent, or of a value.
 
     Raises:
         ConfigError: besides those of ``MLAAttentionGroup``: the selection was made for another number of ranks, or
@@ -108,6 +110,9 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
             make,
             lambda: facts_of(selection, context_parallel, bounds),
         )
+        share_memory(
+            self.merger, self.config, context_parallel, self._queries.max_num_seqs, self.merged_width, self.device
+        )
 
     def _make_latent(self, selection: Selection, decodes: bool) -> None:
         """Make what decodes, and take over what the layers ask of both parts."""
@@ -117,6 +122,11 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         self.block_size = size * ranks.size
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self.merger = Merger(ranks.collectives, 1, ranks.sharded)
+        value, rank = self.config.v_head_dim, self.config.kv_lora_rank
+        assert value is not None
+        assert rank is not None
+        # Where every rank has all heads, each projects its own partial results, if there is less to send then.
+        self.merged_width = rank if ranks.sharded else min(rank, value)
         queries = capacity.max_num_seqs * (1 + self.config.num_speculative_tokens)
         self._queries = Capacity(
             min(queries, capacity.max_num_batched_tokens), capacity.max_num_batched_tokens, capacity.max_model_len
@@ -305,12 +315,9 @@ class LatentsAcrossRanks:
     def __init__(self, group: ContextParallelMLAGroup, *, sinks: Tensor | None) -> None:
         self.group = group
         self.sinks = None if sinks is None else group.merger.gather_heads(sinks.float().view(1, -1, 1)).flatten()
-        ranks, config = group.context_parallel, group.config
-        assert config.v_head_dim is not None
-        assert config.kv_lora_rank is not None
-        # Where every rank has all heads, each projects its own partial results, if there is less to send then.
-        self._projects_first = not ranks.sharded and config.v_head_dim < config.kv_lora_rank
-        self._heads, self._rank = ranks.gathered_heads(config.num_heads), config.kv_lora_rank
+        assert group.config.kv_lora_rank is not None
+        self._rank = group.config.kv_lora_rank
+        self._heads = group.context_parallel.gathered_heads(group.config.num_heads)
 
     def forward(
         self,
@@ -329,16 +336,14 @@ class LatentsAcrossRanks:
             output: ``(T, num_heads, V)``, written.
             output_lse: float32 ``(T, num_heads)``, written where given.
         """
-        merger, tokens = self.group.merger, len(query)
-        query = merger.gather_heads(query)
-        partial = query.new_empty(tokens, self._heads, self._rank)
-        lse = query.new_empty(tokens, self._heads, dtype=torch.float32)
+        group, merger, way = self.group, self.group.merger, self.group.context_parallel.merge_way
+        query = merger.gather_queries(query)
+        partial, lse = merger.partials(query, self._heads, group.merged_width)
+        if group.merged_width < self._rank:
+            project(attend(query, query.new_empty(len(query), self._heads, self._rank), lse), partial)
+            merger.merge(way, partial, lse, output, output_lse, self.sinks)
+            return
         partial = attend(query, partial, lse)
-        merged = output if self._projects_first else output.new_empty(*output.shape[:2], self._rank)
-        if self._projects_first:
-            latent, partial = partial, torch.empty_like(output, memory_format=torch.contiguous_format)
-            project(latent, partial)
-        way = self.group.context_parallel.merge_way
+        merged = output.new_empty(*output.shape[:2], self._rank)
         merger.merge(way, partial, lse, merged, output_lse, self.sinks)
-        if not self._projects_first:
-            project(merged, output)
+        project(merged, output)

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
+from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.group import Capacity
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.mla_context import shifted
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.selection import Selection
 
 
@@ -57,6 +60,37 @@ def part_of(selection: Selection, num_heads: int, **changes: Any) -> Selection:
 def local_capacity(capacity: Capacity, per_block: int, block_size: int) -> Capacity:
     """Return the capacity of one rank's share: blocks of ``per_block`` positions, of which it keeps ``block_size``."""
     return replace(capacity, max_model_len=-(-capacity.max_model_len // per_block) * block_size)
+
+
+def share_memory(
+    merger: Merger,
+    config: AttentionConfig,
+    context_parallel: ContextParallel,
+    tokens: int,
+    width: int,
+    device: torch.device,
+) -> None:
+    """Let steps go by ``symm`` where that is asked for, or ``auto`` and possible. Every rank calls it.
+
+    Args:
+        merger: of the layers.
+        config: of one rank's layers.
+        context_parallel: the ranks.
+        tokens: the most of a step.
+        width: of what is merged.
+        device: where layers run.
+
+    Raises:
+        ConfigError: it is asked for, and the ranks share no memory.
+    """
+    merge = context_parallel.merge
+    if merge not in ("auto", "symm") or (merge == "auto" and config.batch_invariant):
+        return
+    heads = context_parallel.gathered_heads(config.num_heads)
+    shared = merger.share_memory(tokens, heads, config.head_size, width, PLAIN_DTYPES[config.dtype], device)
+    if merge == "symm" and not shared:
+        text = "merge = 'symm': these ranks cannot read each other's memory (accepted: auto, ag_rs, a2a)"
+        raise ConfigError(text, fields=["merge"], hint="it needs CUDA devices of one host with peer access")
 
 
 def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:

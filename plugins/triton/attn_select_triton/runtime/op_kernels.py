@@ -14,10 +14,11 @@ from attn_select import layouts
 from attn_select.config import AttentionConfig
 from attn_select.runtime import torch_indexer, torch_ops
 from attn_select.runtime.kv_cache import key_value_unchecked, paged_attention_views
+from attn_select.runtime.rank_memory import RankMemory
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select_triton.facts.triton_support import E4M3_FROM
-from attn_select_triton.kernels import cache, convert, indexer, mla_cache
+from attn_select_triton.kernels import cache, convert, indexer, mla_cache, rank_memory
 from attn_select_triton.kernels.convert import flatten_block_table
 from attn_select_triton.kernels.merge import merge_attn_states
 from attn_select_triton.kernels.rank_merge import merge_rank_states, pack_attn_states
@@ -26,9 +27,11 @@ __all__ = [
     "concat_and_cache_mla",
     "flatten_block_table",
     "gather_cache_mla",
+    "gather_rank_heads",
     "indexer_k_quant_and_cache",
     "indexer_topk",
     "merge_attn_states",
+    "merge_rank_memory",
     "merge_rank_states",
     "pack_attn_states",
     "quantize_fp8",
@@ -129,3 +132,17 @@ def indexer_topk(
     """Choose tokens by two kernels, one that scores and one that selects."""
     chosen = indexer if _indexes(index_cache) else torch_indexer
     chosen.indexer_topk(query, weights, index_cache, rows, block_size, topk_indices)
+
+
+def gather_rank_heads(rows: Tensor, memory: RankMemory, kv_heads: int) -> Tensor:
+    """Write heads into all ranks' memory; torch does where no kernel may wait for another rank."""
+    gather = torch_ops.gather_rank_heads if memory.addresses is None else rank_memory.gather_rank_heads
+    return gather(rows, memory, kv_heads)
+
+
+def merge_rank_memory(
+    output: Tensor, output_lse: Tensor | None, sinks: Tensor | None, memory: RankMemory, kv_heads: int, sharded: bool
+) -> None:
+    """Merge the results in all ranks' memory; torch does where no kernel may wait for another rank."""
+    merge = torch_ops.merge_rank_memory if memory.addresses is None else rank_memory.merge_rank_memory
+    merge(output, output_lse, sinks, memory, kv_heads, sharded)
