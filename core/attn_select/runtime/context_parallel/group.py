@@ -210,8 +210,11 @@ class ContextParallelGroup(AttentionGroup):
 
     @property
     def workspace_bytes(self) -> dict[str, int]:
-        """As ``AttentionGroup.workspace_bytes``, of both parts; ``scratch`` holds a step's own tokens."""
-        found = dict(self.shared.workspace_bytes)
+        """As ``AttentionGroup.workspace_bytes``, of both parts.
+
+        ``scratch`` holds a step's own tokens, ``ranks`` is shared by the ranks.
+        """
+        found = {**self.shared.workspace_bytes, **self.merger.workspace_bytes}
         if self.own is not None:
             for name, size in self.own.workspace_bytes.items():
                 found[name] = found.get(name, 0) + size

@@ -61,6 +61,11 @@ class Merger:
         self.memory = self.collectives.share_memory(layout, device)
         return self.memory is not None
 
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """What ``symm`` takes of this rank's device memory, as ``AttentionGroup.workspace_bytes`` has it."""
+        return {} if self.memory is None else {"ranks": self.memory.layout.num_bytes}
+
     def holds(self, tokens: int) -> bool:
         """Whether a step of so many tokens goes by ``symm``."""
         return self.memory is not None and 0 < tokens <= self.memory.layout.tokens

@@ -295,6 +295,14 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         level = self._decoder().cudagraph_support if self.latent is not None else super().cudagraph_support
         return level if level == "NEVER" else "UNIFORM_BATCH"
 
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """As ``AttentionGroup.workspace_bytes``, of both parts; ``ranks`` is shared by the ranks."""
+        found = dict(super().workspace_bytes)
+        for name, size in self.latent.workspace_bytes.items() if self.latent is not None else ():
+            found[name] = found.get(name, 0) + size
+        return {**found, **self.merger.workspace_bytes}
+
     def _cache_blocks(self) -> tuple[str, int, int]:
         layout, kernel_block_size, ratio = super()._cache_blocks()
         return layout, kernel_block_size, ratio // self.context_parallel.size

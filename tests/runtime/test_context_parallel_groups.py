@@ -1,0 +1,129 @@
+"""What else an engine asks of a group whose cache lies on several ranks, besides building and running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_select import AttentionConfig, select
+from attn_select.runtime import (
+    Attention,
+    BlockPool,
+    BlockTable,
+    Capacity,
+    ContextParallel,
+    MLAAttention,
+    attention_group,
+    prepare_batch,
+)
+from attn_select.testing import mla_layer
+from attn_select.testing.ranks import ThreadCollectives, run_ranks
+
+CAPACITY = Capacity(4, 64, 256)
+DENSE = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=8)
+LAYERS = pytest.mark.parametrize("config", [DENSE, mla_layer(block_size=8)], ids=["dense", "mla"])
+
+
+def group_of(collectives: ThreadCollectives, config: AttentionConfig, **options: Any) -> Any:
+    selection = select(config.model_copy(update={"decode_context_parallel_size": collectives.size}), "cpu")
+    return attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives), **options)
+
+
+def layer_of(group: Any) -> Any:
+    config = group.config
+    if not config.mla:
+        return Attention(group)
+    width = config.qk_nope_head_dim + config.v_head_dim
+    return MLAAttention(group, torch.ones(config.num_heads * width, config.kv_lora_rank))
+
+
+@LAYERS
+def test_explain_names_what_runs_on_each_rank(config: AttentionConfig) -> None:
+    alone = attention_group(select(config, "cpu"), capacity=CAPACITY).explain().splitlines()
+    for text in run_ranks(2, lambda each: group_of(each, config).explain()):
+        lines = text.splitlines()
+        assert [line.split()[:2] for line in lines[:-1]] == [line.split()[:2] for line in alone[:-1]]
+        assert lines[-1].startswith("workspace")
+
+
+@LAYERS
+def test_workspace_counts_both_parts_and_what_ranks_share(config: AttentionConfig) -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        group = group_of(collectives, config)
+        found = group.workspace_bytes
+        assert found.pop("ranks") == group.merger.memory.layout.num_bytes
+        parts = [group.latent] if config.mla else [group.shared, group.own]
+        names = {name for part in parts for name in part.workspace_bytes}
+        assert names <= set(found)
+        for name in names:
+            assert found[name] >= sum(part.workspace_bytes.get(name, 0) for part in parts)
+        if not config.mla:
+            assert found["scratch"] == group.scratch.nbytes
+
+    run_ranks(2, run)
+
+
+def test_workspace_without_decodes_or_longer_queries() -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        assert "scratch" not in group_of(collectives, DENSE, phases=["decode"]).workspace_bytes
+        prefill = group_of(collectives, mla_layer(block_size=8), phases=["prefill"])
+        assert set(prefill.workspace_bytes) == {"TORCH_MLA", "ranks"}
+
+    run_ranks(2, run)
+
+
+@LAYERS
+def test_warm_up_runs_every_kind_of_step_on_all_ranks(config: AttentionConfig) -> None:
+    def run(collectives: ThreadCollectives) -> int:
+        group = group_of(collectives, config)
+        kept = layer_of(group)  # the group refers to its layers weakly
+        done: list[str] = []
+        found = group.warm_up(lambda name, *_: done.append(name))
+        assert kept is not None
+        assert found.steps == len(done) > 0
+        return found.steps
+
+    assert len(set(run_ranks(2, run))) == 1
+
+
+@LAYERS
+def test_zeroed_blocks_are_the_schedulers(config: AttentionConfig) -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        group = group_of(collectives, config)
+        cache = group.allocate_kv_cache(5).fill_(1)
+        group.zero_blocks(cache, [1, 3])
+        tokens = 5 * 8  # of this rank's share
+        by_block = cache.flatten().view(-1, tokens, cache.numel() // tokens // (1 if config.mla else 2))
+        clean = (by_block == 0).all(-1).all(0).view(5, 8)
+        assert torch.equal(clean.any(1), clean.all(1))
+        assert clean.any(1).nonzero().flatten().tolist() == [1, 3]
+        assert bool((by_block[:, ~clean.flatten()] == 1).all())
+        with pytest.raises(ValueError, match="block_ids holds 5: accepted are the cache's blocks, 0 to 4"):
+            group.zero_blocks(cache, [5])
+
+    run_ranks(2, run)
+
+
+@LAYERS
+def test_a_nan_behind_a_requests_end_is_left_alone_as_the_group_says(config: AttentionConfig) -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        group = group_of(collectives, config)
+        alone = attention_group(select(config, "cpu"), capacity=CAPACITY)
+        assert group.nan_tail_safe is alone.nan_tail_safe
+        layer, pool = layer_of(group), BlockPool(3, group.block_size)
+        table = BlockTable(1, 2, group.block_size, "cpu")
+        cache = group.allocate_kv_cache(3).fill_(torch.nan)
+        pool.allocate(0, 11)
+        table.set_row(0, pool.blocks(0))
+        if not group.nan_tail_safe:
+            group.zero_blocks(cache, pool.blocks(0))
+        for new, length in ((9, 9), (1, 10), (1, 11)):
+            given = layer.dummy_inputs(new)
+            metadata = group.build(prepare_batch([new], [length], table))
+            given = {name: torch.ones_like(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+            output = layer(**given, kv_cache=cache, attn_metadata=metadata)
+            assert output.isfinite().all()
+
+    run_ranks(2, run)
