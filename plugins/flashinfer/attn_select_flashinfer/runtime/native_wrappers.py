@@ -186,9 +186,7 @@ class PageLists:
         pages = (lens + (page_size - 1)) // page_size
         indptr = np.zeros(len(lens) + 1, dtype=np.int32)
         np.add.accumulate(pages, out=indptr[1:])
-        last = lens - (pages - 1) * page_size
-        if not lens.all():
-            last[lens == 0] = 0
+        last = lens - np.maximum(pages - 1, 0) * page_size
         total = max(1, int(indptr[-1]))
         made = torch.empty(total, dtype=torch.int32, device=device) if indices is None else indices[:total]
         lengths = torch.from_numpy(lens).as_subclass(HostLengths)

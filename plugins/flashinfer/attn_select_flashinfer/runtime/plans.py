@@ -33,7 +33,7 @@ _ATTRIBUTE = "_pin_memory_int_workspace_buffer"
 class _Passed:
     """The event of a device without streams."""
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -41,7 +41,7 @@ class _Passed:
 
 def new_event(device: torch.device) -> Any:
     """Return an event that says whether the copies before it have finished."""
-    return torch.cuda.Event() if device.type == "cuda" else _Passed()  # type: ignore[no-untyped-call]
+    return torch.Event(device) if device.type == "cuda" else _Passed()  # torch.cuda's takes four times as long
 
 
 class PinnedRing:
@@ -78,7 +78,7 @@ class PinnedRing:
         if cleared:
             buffer[:cleared].zero_()
         wrapper.plan(*args, **kwargs)
-        _record(event, self._device)
+        event.record()
 
     def _free(self) -> tuple[Tensor, Any]:
         for slot in self._slots:
@@ -116,7 +116,7 @@ class PinnedKeeper:
         self._kept = [each for each in self._kept if not each[1].query()]
         wrapper.plan(**kwargs)
         pinned, event = _pinned_of(wrapper), new_event(self._device)
-        _record(event, self._device)
+        event.record()
         self._kept.append((pinned, event))
 
 
@@ -127,10 +127,6 @@ def _pinned_of(wrapper: Any) -> Tensor:
         text = f"{name} of the installed FlashInfer has no {_ATTRIBUTE}, so that its plans may overwrite each other"
         raise KernelMismatchError(text, hint=READ)
     return pinned
-
-
-def _record(event: Any, device: torch.device) -> None:
-    event.record(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
 @dataclass(slots=True, eq=False)

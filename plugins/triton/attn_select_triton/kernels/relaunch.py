@@ -11,6 +11,7 @@ from typing import Any
 
 import triton
 from torch import Tensor
+from triton.runtime.driver import driver
 
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton is one whose compiled kernels were seen to take all arguments, constants included."""
@@ -41,6 +42,21 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
     return None
 
 
+def relaunch(compiled: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    """Launch a compiled kernel on the current stream, as ``compiled[grid](*arguments)`` does.
+
+    Without hooks, which profilers set, nothing is made for them (triton/compiler/compiler.py 3.6, ``__getitem__``).
+    """
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[grid](*arguments)
+        return
+    current = driver.active
+    stream = current.get_current_stream(current.get_current_device())
+    kernel = compiled.function, compiled.packed_metadata, None, None, None
+    compiled.run(*grid, stream, *kernel, *arguments)
+
+
 class Relaunch:
     """One specialisation of a kernel.
 
@@ -64,7 +80,7 @@ class Relaunch:
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch with all of the kernel's arguments in order."""
         if self._compiled is not None:
-            self._compiled[grid](*arguments)
+            relaunch(self._compiled, grid, arguments)
             return
         compiled = launch(self._function, grid, *arguments, **self._options)
         if KNOWN:
