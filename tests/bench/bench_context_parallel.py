@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,11 @@ def conformance(arguments: argparse.Namespace, lines: Lines) -> None:
     for text in arguments.suites:
         start = time.time()
         suite = suite_of(text)
-        options = {"cuda_graphs": torch.cuda.is_available(), "fields": json.loads(arguments.fields)}
+        options = {
+            "cuda_graphs": torch.cuda.is_available(),
+            "fields": json.loads(arguments.fields),
+            "merge": arguments.merge,
+        }
         wrong = check_on_group(suite, None, arguments.layers, **options)
         lines.write(
             kind="conformance", suite=text.rpartition(":")[2], backend=suite.spec.name, layers=arguments.layers,
@@ -266,21 +270,17 @@ def decode_times(
     lines.measured(ranks_by, batch, first)
 
 
-def merge_cases() -> Iterator[tuple[str, int, int, int, int]]:
-    """Yield name, tokens, heads of one rank, KV heads and width."""
-    for tokens in (1, 4, 8, 16, 32, 64, 128, 512, 2048):
-        yield "gqa", tokens, 32, 8, 128
-        yield "mla", tokens, 64, 1, 512
+MERGES = {"gqa": (32, 8, 128, 128), "mla": (64, 1, 576, 512)}
+"""Heads of one rank, KV heads, and the widths of queries and results."""
+MERGE_TOKENS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
 
 
-def merge_times(ranks: ContextParallel, case: tuple[int, int, int, int], query_width: int) -> dict[str, float]:
+def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) -> dict[str, float]:
     """Return the times in us of the ways to merge one case's results, and of the collectives by themselves."""
-    (tokens, heads, kv_heads, width), collectives, size = case, ranks.collectives, ranks.size
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    (heads, kv_heads, query_width, width), collectives, size = MERGES[name], ranks.collectives, ranks.size
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    merger, shared = Merger(collectives, kv_heads, True), Merger(collectives, kv_heads, True)
-    shares = shared.share_memory(tokens, heads * size, query_width, width, torch.bfloat16, device)
-    shares = shares and shared.holds(tokens)
+    merger = Merger(collectives, kv_heads, True)
     partial = torch.randn(tokens, heads * size, width, **made)
     lse = torch.randn(tokens, heads * size, device=device)
     output, output_lse = torch.empty(tokens, heads, width, **made), torch.empty(tokens, heads, device=device)
@@ -298,7 +298,7 @@ def merge_times(ranks: ContextParallel, case: tuple[int, int, int, int], query_w
         "a2a": lambda: merger.merge("a2a", partial, lse, output, output_lse),
         "gather_heads": lambda: merger.gather_heads(query),
         "both by a2a": lambda: (merger.gather_heads(query), merger.merge("a2a", partial, lse, output, output_lse)),
-        **({"both by symm": through_memory} if shares else {}),
+        **({"both by symm": through_memory} if shared.holds(tokens) else {}),
         "nccl all_gather of queries": lambda: collectives.all_gather(gathered, query),
         "nccl all_to_all of outputs": lambda: collectives.all_to_all(moved, rows),
         "nccl reduce_scatter of outputs": lambda: collectives.reduce_scatter(moved[0], rows),
@@ -310,9 +310,14 @@ def merge_times(ranks: ContextParallel, case: tuple[int, int, int, int], query_w
 
 def merge(arguments: argparse.Namespace, lines: Lines) -> None:
     ranks = ContextParallel(None)
-    for name, tokens, heads, kv_heads, width in merge_cases():
-        times = merge_times(ranks, (tokens, heads, kv_heads, width), width + (64 if name == "mla" else 0))
-        lines.write(kind="merge", layer=name, tokens=tokens, heads=heads, width=width, ranks=ranks.size, us=times)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    for name, (heads, kv_heads, query_width, width) in MERGES.items():
+        shared = Merger(ranks.collectives, kv_heads, True)
+        sizes = heads * ranks.size, query_width, width, torch.bfloat16, device
+        shared.share_memory(max(MERGE_TOKENS), *sizes, most_bytes=1 << 30)
+        for tokens in MERGE_TOKENS:
+            times = merge_times(ranks, name, tokens, shared)
+            lines.write(kind="merge", layer=name, tokens=tokens, heads=heads, width=width, ranks=ranks.size, us=times)
 
 
 def main() -> None:
@@ -322,6 +327,7 @@ def main() -> None:
     part = commands.add_parser("conformance")
     part.add_argument("suites", nargs="+", metavar="FILE:CLASS")
     part.add_argument("--layers", type=int, default=10)
+    part.add_argument("--merge", help="of all layers; else drawn")
     part.add_argument("--fields", default="{}", metavar="JSON", help="of all layers")
     part = commands.add_parser("decode")
     part.add_argument("--layer", action="append", choices=LAYERS)

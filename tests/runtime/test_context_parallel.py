@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -251,8 +252,9 @@ def test_a_rank_that_cannot_make_its_group_tells_the_others() -> None:
 
 def test_what_ranks_cannot_run_is_refused() -> None:
     first = select(layer(batch_invariant=True), "cpu")
-    for error in _errors_of(lambda rank: (first, {"merge": "ag_rs"})):
-        assert "merge = 'ag_rs' with batch_invariant = True" in str(error)
+    for merge in ("ag_rs", "symm"):
+        for error in _errors_of(partial(lambda rank, merge: (first, {"merge": merge}), merge=merge)):
+            assert f"merge = '{merge}' with batch_invariant = True" in str(error)
     mla = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
     sparse = AttentionConfig(num_heads=4, sparse_top_k=64, dtype="float32", decode_context_parallel_size=2, **mla)
     chosen = select(sparse, "cpu")

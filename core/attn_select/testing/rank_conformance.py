@@ -48,6 +48,7 @@ def check_on_group(
     *,
     cuda_graphs: bool = False,
     fields: Mapping[str, Any] | None = None,
+    merge: str | None = None,
 ) -> list[str]:
     """Run a suite's first layers over the ranks of a process group; every rank calls it.
 
@@ -56,6 +57,7 @@ def check_on_group(
         num_layers: to run.
         cuda_graphs: replay graphs as well.
         fields: of all configurations.
+        merge: how results are merged, as ``ContextParallel`` has it; None: drawn for each layer.
 
     Returns:
         What went wrong, the same on all ranks: per failure the layer as an expression, the options, and the error.
@@ -67,6 +69,8 @@ def check_on_group(
         if ran == num_layers:
             break
         options = rank_options(random.Random(f"ranks {index}"), selection)
+        if merge is not None:
+            options["merge"] = merge
         ranks = ContextParallel(group, **options)
         config: AttentionConfig = selection.config
         try:

@@ -109,6 +109,8 @@ class ProcessGroupCollectives:
         """
         if device.type != "cuda" or self.size > MOST_SHARING:
             return None
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         places = self.gather_objects((platform.node(), device.index))
         others = [index for rank, (_, index) in enumerate(places) if rank != self.rank]
         alike = len({host for host, _ in places}) == 1 and len(set(places)) == self.size

@@ -41,7 +41,14 @@ class Merger:
         self.memory: RankMemory | None = None
 
     def share_memory(
-        self, tokens: int, heads: int, query_width: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        tokens: int,
+        heads: int,
+        query_width: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_bytes: int = MOST_SHARED_BYTES,
     ) -> bool:
         """Let steps of few tokens go by ``symm``, if the ranks can share memory; return whether. Every rank calls it.
 
@@ -52,11 +59,12 @@ class Merger:
             width: of a result's.
             dtype: of both.
             device: where they are.
+            most_bytes: of one rank's memory; fewer tokens than a step's most may fit.
         """
         query_width = query_width if self.sharded else 0
         per_token = heads * ((query_width + width) * dtype.itemsize + 4)
         layout = RankLayout(
-            self.collectives.size, min(tokens, MOST_SHARED_BYTES // per_token), heads, query_width, width, dtype
+            self.collectives.size, min(tokens, most_bytes // per_token), heads, query_width, width, dtype
         )
         self.memory = self.collectives.share_memory(layout, device)
         return self.memory is not None

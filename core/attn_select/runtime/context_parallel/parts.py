@@ -38,8 +38,8 @@ def check_selection(selection: Selection, context_parallel: ContextParallel, dis
             fields=["decode_context_parallel_size"],
             hint=f"select with decode_context_parallel_size = {context_parallel.size}, or start {ranks} ranks",
         )
-    if selection.config.batch_invariant and context_parallel.merge == "ag_rs":
-        text = "merge = 'ag_rs' with batch_invariant = True: where a sum is cut for the ranks depends on the batch"
+    if selection.config.batch_invariant and (merge := context_parallel.merge) in ("ag_rs", "symm"):
+        text = f"merge = {merge!r} with batch_invariant = True: how results are summed depends on the batch"
         raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
     if selection.config.sparse:
         text = f"sparse_top_k = {selection.config.sparse_top_k}: sparse MLA does not run over several ranks yet"
