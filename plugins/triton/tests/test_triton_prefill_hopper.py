@@ -20,6 +20,7 @@ from attn_select.runtime.torch_ops import quantize_fp8
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
 from attn_select.testing.running import common_of
 from attn_select_triton.kernels import prefill_hopper as kernel
+from attn_select_triton.kernels.decode import decode_workspace
 from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, readable
 from attn_select_triton.runtime import schedule
@@ -86,6 +87,33 @@ def test_keys_and_values_as_they_come(head_size: int, causal: bool) -> None:
     )  # fmt: skip
     assert relative_error(output, wanted).row < 2e-2
     assert lse_error(lse, wanted_lse) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_keys_are_split(changes: dict[str, Any], num_splits: int, terms_of: Callable[[Any], Terms]) -> None:
+    """Short requests into one share, long ones into all; rows of other requests, before and behind, are left alone."""
+    needs_hopper()
+    config = config_of(14, 2, **changes)
+    problem = random_problem(2, config, FLASHINFER_NHD, requests=REQUESTS, device="cuda")
+    kv_cache = problem.written_cache()
+    wanted, wanted_lse = problem.reference(kv_cache=kv_cache)
+    first, last = int(problem.query_start_loc[1]), int(problem.query_start_loc[-2])
+    output = torch.full_like(problem.query, torch.nan)
+    lse = torch.full(output.shape[:2], torch.nan, device="cuda")
+    size = decode_workspace(last - first, 14, output.shape[2], num_splits)
+    prefill_hopper(
+        problem.query, *key_value_views(kv_cache, FLASHINFER_NHD, config), output,
+        query_start_loc=problem.query_start_loc[1:-1], seq_lens=problem.seq_lens[1:-1], scale=problem.scale,
+        block_table=problem.block_table[1:-1], output_lse=lse, terms=terms_of(problem), num_tokens=last - first,
+        num_splits=num_splits, split_keys=128, workspace=torch.full((size,), torch.nan, device="cuda"),
+        first_token=first,
+    )  # fmt: skip
+    assert output[:first].isnan().all()
+    assert output[last:].isnan().all()
+    assert relative_error(output[first:last], wanted[first:last]).row < 2e-2
+    assert lse_error(lse[first:last], wanted_lse[first:last]) < 1e-2
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
+from attn_select_triton.kernels.relaunch import launch as relaunch
 
 DIRECT = tl.constexpr(float("inf"))
 """LSE of a first split that had all keys and wrote its result itself."""
@@ -70,6 +71,28 @@ def merge_splits_kernel(
 
 MERGE_CHUNK = 16
 """Splits that one step of the merge takes."""
+
+
+def merge_splits(
+    parts: Tensor,
+    part_lse: Tensor,
+    output: Tensor,
+    output_scale: Tensor | None,
+    output_lse: Tensor | None,
+    num_splits: int,
+) -> None:
+    """Merge float32 partial results ``(T, H, num_splits, Dv)`` and LSEs ``(T, H, num_splits)``, one behind the other.
+
+    Args:
+        output: ``(T, H, Dv)``, last dimension contiguous; output_lse float32 ``(T, H)``, contiguous.
+        output_scale: as ``prefill_attention`` has it.
+    """
+    tokens, heads, size = output.shape
+    relaunch(
+        merge_splits_kernel, (tokens * heads, 1, 1), parts, part_lse, output, output_scale, output_lse, num_splits,
+        *output.stride()[:2], heads, size, launch.power_of_two(size), MERGE_CHUNK, output_lse is not None, False,
+        num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(

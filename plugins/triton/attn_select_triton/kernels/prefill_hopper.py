@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia import hopper
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
 from attn_select_triton.kernels import relaunch
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe
+from attn_select_triton.kernels.merge import merge_splits
 from attn_select_triton.kernels.primitives import E4M3_MAX as E4M3_LIMIT
 from attn_select_triton.kernels.primitives import LOG2E
 
@@ -209,12 +210,12 @@ def attend_tile(
 
 @gluon.jit
 def attend_rows(
-    pointers, q_smem, smem, barriers, position, scales, strides,
+    pointers, q_smem, smem, barriers, position, scales, strides, parts,
     HEADS: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr, PARTS: gl.constexpr, V_PARTS: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SECOND: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
-    """Attend from one group's 64 rows to all tiles, and write their output."""
+    """Attend from one group's 64 rows to all tiles, and write their output, or with ``SPLIT`` their partial result."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -224,6 +225,7 @@ def attend_rows(
     tile_first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles = position
     score_scale, v_scale, cap_log2, window = scales
     stride_qt, stride_qh, stride_ot, stride_oh = strides
+    part_ptr, part_lse_ptr, first_token, split, num_splits = parts
     first = tile_first + (ROWS if SECOND else 0)
     rows = query_len * GROUP
 
@@ -243,15 +245,16 @@ def attend_rows(
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     if SINKS:
-        row_max = gl.load(sinks_ptr + kv_head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
-        row_sum = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+        sinks = gl.load(sinks_ptr + kv_head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
+        row_max = gl.where(split == 0, sinks, row_max)
+        row_sum += gl.where(split == 0, 1.0, 0.0)
     accumulators = ()
     for _ in gl.static_range(V_PARTS):
         accumulators = accumulators + (gl.zeros([ROWS, PART], gl.float32, ACC),)
     scores_like = (score_scale, cap_log2, window)
     middle = start
     if WINDOW:
-        middle = gl.minimum(full_start, tiles)
+        middle = gl.maximum(gl.minimum(full_start, tiles), start)
         for tile in range(start, middle):
             accumulators, row_max, row_sum = attend_tile(
                 tile, tile - start, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
@@ -268,33 +271,45 @@ def attend_rows(
             barriers, True, FLAGS, SHAPE, S, ACC, T,
         )  # fmt: skip
 
-    # The query's memory is free by now: through it, a thread writes 16 bytes of a row and not 4.
+    lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
     norm = gl.where(row_sum > 0, v_scale / row_sum, 0.0)
-    if out_scale_ptr is not None:
-        norm = norm / gl.load(out_scale_ptr)
     norm = gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
-    for part in gl.static_range(V_PARTS):
-        result = accumulators[part] * norm
+    lse_row = (query_start + flat // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + flat % GROUP
+    if SPLIT:
+        lse_row = (lse_row - first_token.to(gl.int64) * HEADS) * num_splits + split
+        gl.store(part_lse_ptr + lse_row, lse, mask=flat < rows)
+        row = gl.convert_layout(lse_row, gl.SliceLayout(1, ACC))
+        inside = gl.convert_layout(flat < rows, gl.SliceLayout(1, ACC))
+        target = (part_ptr + row * (V_PARTS * PART))[:, None] + gl.arange(0, PART, gl.SliceLayout(0, ACC))[None, :]
+        for part in gl.static_range(V_PARTS):
+            gl.store(target + part * PART, accumulators[part] * norm, mask=inside[:, None] & (tiles > start))
+    else:
+        if LSE:
+            gl.store(lse_ptr + lse_row, lse, mask=flat < rows)
+        # The query's memory is free by now: through it, a thread writes 16 bytes of a row and not 4.
         if out_scale_ptr is not None:
-            result = gl.minimum(gl.maximum(result, -E4M3_MAX), E4M3_MAX)
-        q_smem.index(part).store(result.to(q_smem.dtype))
-    gl.thread_barrier()
-    out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
-    out_places = (query_start + out_flat // GROUP).to(gl.int64) * stride_ot
-    out_places += (kv_head * GROUP + out_flat % GROUP) * stride_oh
-    target = out_ptr + out_places[:, None] + columns[None, :]
-    for part in gl.static_range(V_PARTS):
-        result = q_smem.index(part).load(T)
-        if out_scale_ptr is not None:
-            result = result.to(gl.float32)
-        gl.store(target + part * PART, result.to(out_ptr.dtype.element_ty), mask=(out_flat < rows)[:, None])
-    if LSE:
-        lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
-        lse_row = (query_start + flat // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + flat % GROUP
-        gl.store(lse_ptr + lse_row, lse, mask=flat < rows)
+            norm = norm / gl.load(out_scale_ptr)
+        for part in gl.static_range(V_PARTS):
+            result = accumulators[part] * norm
+            if out_scale_ptr is not None:
+                result = gl.minimum(gl.maximum(result, -E4M3_MAX), E4M3_MAX)
+            q_smem.index(part).store(result.to(q_smem.dtype))
+        gl.thread_barrier()
+        out_flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
+        out_places = (query_start + out_flat // GROUP).to(gl.int64) * stride_ot
+        out_places += (kv_head * GROUP + out_flat % GROUP) * stride_oh
+        target = out_ptr + out_places[:, None] + columns[None, :]
+        for part in gl.static_range(V_PARTS):
+            result = q_smem.index(part).load(T)
+            if out_scale_ptr is not None:
+                result = result.to(gl.float32)
+            gl.store(target + part * PART, result.to(out_ptr.dtype.element_ty), mask=(out_flat < rows)[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_requests", "window", "stride_table"], do_not_specialize_on_alignment=SLICED)
+@gluon.jit(
+    do_not_specialize=["num_splits", "split_tiles", "num_requests", "window", "stride_table"],
+    do_not_specialize_on_alignment=SLICED,
+)
 def prefill_hopper_kernel(
     q_ptr,
     k_descriptor,
@@ -307,6 +322,10 @@ def prefill_hopper_kernel(
     key_start_loc_ptr,
     seq_lens_ptr,
     sinks_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_splits,
+    split_tiles,
     num_requests,
     score_scale,
     v_scale,
@@ -330,6 +349,7 @@ def prefill_hopper_kernel(
     SOFT_CAP: gl.constexpr,
     SINKS: gl.constexpr,
     LSE: gl.constexpr,
+    SPLIT: gl.constexpr,
     PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     D: gl.constexpr,
@@ -338,7 +358,8 @@ def prefill_hopper_kernel(
     STAGES: gl.constexpr,
     BOX: gl.constexpr,
 ):
-    """One program: 128 rows (token-major, the heads of a KV head's group within a token) against all keys they see.
+    """One program: 128 rows (token-major, the heads of a KV head's group within a token) against all keys they see, or
+    with ``SPLIT`` against one of at most ``num_splits`` even shares of them, of ``split_tiles`` tiles at least.
 
     Tiles as ``prefill_kernel`` deals them out. On chip: the query ``(128, D)`` and ``STAGES`` tiles each of K
     ``(KEYS, D)`` and V ``(KEYS, DV)`` in shared memory; of each group scores ``(64, KEYS)`` and output ``(64, DV)`` in
@@ -370,6 +391,13 @@ def prefill_hopper_kernel(
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
         start = gl.minimum(gl.maximum(context + first // GROUP - window + 1, 0) // KEYS, tiles)
         full_start = (gl.maximum(context + last_token - window + 1, 0) + KEYS - 1) // KEYS
+    split = gl.program_id(2)
+    if SPLIT:
+        splits = gl.maximum(gl.minimum((tiles - start + split_tiles - 1) // split_tiles, num_splits), 1)
+        share = (tiles - start + splits - 1) // splits
+        start = gl.minimum(start + split * share, tiles)
+        tiles = gl.minimum(start + share, tiles)
+        full = gl.minimum(full, tiles)
     k_row = kv_head * k_head_rows
     v_row = kv_head * v_head_rows
     if PAGED:
@@ -400,13 +428,14 @@ def prefill_hopper_kernel(
     position = (first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles)
     scales = (score_scale, v_scale, cap_log2, window)
     strides = (stride_qt, stride_qh, stride_ot, stride_oh)
+    parts = (part_ptr, part_lse_ptr, query_start - tokens_before, split, num_splits)
     places = (k_row, kv_head * k_head_columns, v_row, kv_head * v_head_columns)
     gl.warp_specialize(
         [
-            (attend_rows, (pointers, q_first, smem, barriers, position, scales, strides, HEADS, GROUP, CAUSAL, WINDOW,
-             SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, False)),
-            (attend_rows, (pointers, q_second, smem, barriers, position, scales, strides, HEADS, GROUP, CAUSAL, WINDOW,
-             SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, True)),
+            (attend_rows, (pointers, q_first, smem, barriers, position, scales, strides, parts, HEADS, GROUP, CAUSAL,
+             WINDOW, SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, SPLIT, False)),
+            (attend_rows, (pointers, q_second, smem, barriers, position, scales, strides, parts, HEADS, GROUP, CAUSAL,
+             WINDOW, SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, SPLIT, True)),
             (load_tiles, (k_descriptor, v_descriptor, smem, barriers, table_ptr, places, (k_pages, v_pages), start,
              tiles, seq_len, PAGED, BLOCK_SIZE, BOX, PARTS, V_PARTS, KEYS, STAGES, LAYOUT)),
         ],
@@ -456,11 +485,21 @@ def prefill_hopper(
     output_scale: Tensor | None = None,
     output_lse: Tensor | None = None,
     num_tokens: int | None = None,
+    num_splits: int = 1,
+    split_keys: int = 0,
+    workspace: Tensor | None = None,
+    first_token: int = 0,
 ) -> None:
     """Attend from many query tokens per request; arguments as ``prefill_attention`` has them.
 
     Takes bfloat16 and float16, K and V that are ``readable``; rows between the requests' keys may hold anything. No
     ALiBi and no image ranges, and a window only where it is causal.
+
+    Args:
+        num_splits: programs that may share the keys of 128 rows; their results are merged.
+        split_keys: keys that one of them should have at least.
+        workspace: float32, ``decode.decode_workspace`` elements at least; with splits.
+        first_token: row of the first request's first token, as ``query_start_loc`` has it; with splits.
     """
     tokens, heads, head_size = query.shape
     group, paged = heads // value.shape[-2], block_table is not None
@@ -469,12 +508,21 @@ def prefill_hopper(
     box = box_rows(block_size, paged, keys_of_tile)
     (keys, k_places), (values, v_places) = _boxes(key, box), _boxes(value, box)
     tokens = tokens if num_tokens is None else num_tokens
+    parts = part_lse = None
+    if num_splits > 1:
+        assert workspace is not None
+        parts, part_lse = workspace, workspace[tokens * heads * num_splits * value.shape[-1] :]
     relaunch.launch(
-        prefill_hopper_kernel, (tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2]),
+        prefill_hopper_kernel, (tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2], num_splits),
         query, keys, values, output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens,
-        terms.sinks, len(seq_lens), scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
+        terms.sinks, parts, part_lse, num_splits, max(1, split_keys // keys_of_tile), len(seq_lens),
+        scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
         *query.stride()[:2], *output.stride()[:2], 0 if block_table is None else block_table.stride(0), *k_places,
         *v_places, heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0, terms.sinks is not None,
-        output_lse is not None, paged, block_size, head_size, value.shape[-1], keys_of_tile, stages, box,
-        num_warps=4, maxnreg=168,
+        output_lse is not None, num_splits > 1, paged, block_size, head_size, value.shape[-1], keys_of_tile, stages,
+        box, num_warps=4, maxnreg=168,
     )  # fmt: skip
+    if parts is not None and part_lse is not None:
+        rows = slice(first_token, first_token + tokens)
+        lse = None if output_lse is None else output_lse[rows]
+        merge_splits(parts, part_lse, output[rows], output_scale, lse, num_splits)

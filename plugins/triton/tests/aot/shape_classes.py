@@ -205,6 +205,16 @@ def hopper_prefill(t: Tensors) -> None:
     prefill_hopper.prefill_hopper(t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, **options)
 
 
+def split_hopper_prefill(t: Tensors) -> None:
+    """The Gluon kernel, the keys split."""
+    size = decode.decode_workspace(len(t.query), t.heads, t.config.value_head_size, 4)
+    prefill_hopper.prefill_hopper(
+        t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, scale=0.1, output_scale=t.output_scale,
+        output_lse=t.lse, terms=t.terms, **t.batch, num_splits=4, split_keys=512,
+        workspace=tensor(size, dtype=torch.float32),
+    )  # fmt: skip
+
+
 def plain_hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel over K and V as they come."""
     options = {"scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, **t.batch}
@@ -380,9 +390,9 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield attention(split_decode, whole_decode, paged_prefill, dtype=usual, output_quantization="fp8")
 
     if target == 90:
-        yield attention(hopper_prefill, plain_hopper_prefill, dtype=usual)
+        yield attention(hopper_prefill, split_hopper_prefill, plain_hopper_prefill, dtype=usual)
         yield attention(hopper_prefill, dtype=usual, output_quantization="fp8")
-        yield attention(hopper_prefill, dtype=usual, head_size=256, logits_soft_cap=30.0)
+        yield attention(hopper_prefill, split_hopper_prefill, dtype=usual, head_size=256, logits_soft_cap=30.0)
         yield attention(hopper_prefill, dtype=usual, head_size=64, sliding_window=100, sinks=True)
         yield attention(plain_hopper_prefill, dtype=usual, num_kv_heads=32, head_size=192, v_head_size=128)
     yield classic(write, version_1, version_2, classic_prefill, dtype=usual, alibi=True)
