@@ -31,6 +31,7 @@ LAYERS: tuple[dict[str, Any], ...] = (
     {**MLA, "kv_cache_dtype": "fp8_e4m3"},
     {**MLA, "batch_invariant": True},
     {**MLA, "sparse_top_k": 2048},
+    {**MLA, "sparse_top_k": 2048, "num_heads": 16},
     {**MLA, "sparse_top_k": 2048, "kv_cache_dtype": "fp8_ds_mla"},
 )
 DEVICES = ("cpu", "a100", "l40s", "h100", "b200", "rtx-pro-6000")
@@ -69,6 +70,7 @@ NAMES = {
         "triton-prefill",
         "triton-prefill-warp-specialised",
     },
+    "TRITON_MLA_SPARSE": {"gluon-mla-sparse", "triton-mla-sparse"},
 }
 """Of the default options. Names are added; a name is changed only together with the kernel that it stands for."""
 

@@ -1,9 +1,9 @@
 """Time the backends of sparse MLA against each other on this device, each checked against float64; prints a table.
 
-Run ``python tests/bench/bench_sparse_mla.py [--with vllm==0.26.0] [--heads 8 16] [--rounds N]``; ``--with`` names the
-version of a library without package metadata. A layer is DeepSeek-V3.2's on as many ranks as leave it these heads, with
-top-k 2048 of a 16-bit cache. Times are medians of interleaved rounds over one call in a CUDA graph, L2 overwritten
-before each; prefills run without a graph.
+Run ``python tests/bench/bench_sparse_mla.py [--with vllm==0.26.0] [--heads 8 16] [--backends NAME ...] [--rounds N]``;
+``--with`` names the version of a library without package metadata. A layer is DeepSeek-V3.2's on as many ranks as leave
+it these heads, with top-k 2048 of a 16-bit cache. Times are medians of interleaved rounds over one call in a CUDA
+graph, L2 overwritten before each; prefills run without a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from attn_select.runtime.timing import Call, captured, flushed_times
 from attn_select.selector import environment_for
 from attn_select.testing import mla_layer, relative_error, selection_of
 
-NAMES = ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
+NAMES = ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "TRITON_MLA_SPARSE")
+"""The first, which pads its heads to 64, is what the others are compared with."""
 STEPS = ((1, 1, 8192), (16, 1, 8192), (64, 1, 8192), (128, 1, 4096), (1, 2048, 4096))
 """Requests, queries of each, keys of each."""
 SCALE, TOP_K, PAGE = 192**-0.5, 2048, 64
@@ -88,31 +89,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--with", dest="pins", action="append", default=[], metavar="NAME==VERSION")
     parser.add_argument("--heads", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--backends", nargs="+", default=NAMES, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args(arguments)
     device = detect_device().device
     environment = environment_for(device)
     if given.pins:
         environment = Environment(pins=parse_pins(given.pins))
-    print(f"{device.name}, torch {torch.__version__}: {', '.join(NAMES)}; us, L2 cold; relative error")
+    names = given.backends
+    print(f"{device.name}, torch {torch.__version__}: {', '.join(names)}; us, L2 cold; relative error")
     for heads in given.heads:
         config = mla_layer(num_heads=heads, sparse_top_k=TOP_K)
         for requests, query_len, seq_len in STEPS:
             step = Step(config, requests, query_len, seq_len, "cuda")
             calls: dict[str, Call] = {}
             errors: dict[str, float] = {}
-            for name in NAMES:
+            for name in names:
                 call, output = step.layer_call(name, environment)
                 call()
                 errors[name] = step.error(output)
                 calls[name] = captured([call]).replay if step.phase == "decode" else call
             times = flushed_times(calls, given.rounds)
-            shown = "  ".join(f"{times[name]:8.1f} {errors[name]:.1e}" for name in NAMES)
-            ratio = times[NAMES[0]] / times[NAMES[1]]
-            print(
-                f"H{heads:<3} {requests:>3} x q{query_len} s{seq_len:<6} {shown}  {ratio:5.2f} times as fast",
-                flush=True,
-            )
+            shown = "  ".join(f"{times[name]:8.1f} {errors[name]:.1e}" for name in names)
+            ratios = " and ".join(f"{times[names[0]] / times[name]:.2f}" for name in names[1:])
+            step_name = f"H{heads:<3} {requests:>3} x q{query_len} s{seq_len:<6}"
+            print(f"{step_name} {shown}  {ratios} times as fast", flush=True)
 
 
 if __name__ == "__main__":

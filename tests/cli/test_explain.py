@@ -173,7 +173,7 @@ def test_what_never_serves_such_a_layer_is_one_line(run: Any) -> None:
 def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> None:
     arguments = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dtype", "fp8")
     no_mla = "CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
-    sparse = "FLASH_ATTN_MLA_SPARSE, FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE, TORCH_MLA_SPARSE"
+    sparse = "FLASH_ATTN_MLA_SPARSE, FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE, TRITON_MLA_SPARSE, TORCH_MLA_SPARSE"
     brief, layer = run(*arguments, "--brief").out, run(*arguments, "--json").json["layers"][0]
     assert "Candidates" not in brief
     lines = brief[brief.index("  rejected  ") :].splitlines()
@@ -181,7 +181,7 @@ def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> N
         "FLASH_ATTN_MLA for decode: KV-cache dtype fp8_e4m3 (supported: auto, bfloat16); try --kv-cache-dtype auto",
         "FLASHMLA for prefill: serves decode only",
         "CUTLASS_MLA: compute capability 9.0 (supported: 10.0, 10.3)",
-        f"4 others serve sparse MLA only: {sparse}",
+        f"5 others serve sparse MLA only: {sparse}",
         f"7 others serve no MLA layers: {no_mla}",
     ]
     for candidate in layer["candidates"]:

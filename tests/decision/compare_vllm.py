@@ -28,7 +28,7 @@ from attn_select.selection import Selection
 ANSWERS = Path(__file__).with_name("vllm_0_33_0.json.xz")
 PINS = {"vllm": "0.33.0", "flashinfer-python": "0.7.2.post1"}
 """What runs in an installation of vLLM 0.33.0."""
-OURS_ALONE = ("TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE", "PAGED_ATTENTION", "CUDNN_ATTN")
+OURS_ALONE = ("TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE", "TRITON_MLA_SPARSE", "PAGED_ATTENTION", "CUDNN_ATTN")
 SAME = {"FLASHINFER_MLA_SPARSE_SM120": "FLASHINFER_MLA_SPARSE"}
 """Our names of vLLM's backends where they differ; those that this project does not have are passed over."""
 PREFILLS = {"FLASH_ATTN": "FLASH_ATTN_MLA", "FLASHINFER": "FLASHINFER_MLA", "TRTLLM_RAGGED": "FLASHINFER_MLA"}

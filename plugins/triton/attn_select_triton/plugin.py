@@ -1,4 +1,4 @@
-"""The entry point: registers the three backends, imports neither torch nor Triton."""
+"""The entry point: registers the backends, imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from attn_select.spec import BackendSpec
 from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA
+from attn_select_triton.facts.triton_mla_sparse import TRITON_MLA_SPARSE
 
 
 @hookimpl
 def attn_select_register_backends() -> list[BackendSpec]:
-    """Return the specs of ``TRITON_ATTN``, ``TRITON_MLA`` and ``PAGED_ATTENTION``."""
-    return [TRITON_ATTN, TRITON_MLA, PAGED_ATTENTION]
+    """Return the specs of ``TRITON_ATTN``, ``TRITON_MLA``, ``TRITON_MLA_SPARSE`` and ``PAGED_ATTENTION``."""
+    return [TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, PAGED_ATTENTION]

@@ -44,9 +44,11 @@ OTHERS = (
     "reshape_and_cache_kernel", "gather_pages_kernel", "merge_splits_kernel", "merge_attn_states_kernel",
     "concat_and_cache_mla_kernel", "gather_cache_mla_kernel", "paged_attention_v2_reduce_kernel",
     "gather_classic_kernel", "quantize_fp8_kernel", "flatten_block_table_kernel",
-    "pack_attn_states_kernel", "merge_rank_states_kernel",
+    "pack_attn_states_kernel", "merge_rank_states_kernel", "count_chosen_kernel",
 )  # fmt: skip
-HOPPER = ("mla_decode_hopper_kernel", "mla_decode_hopper_fp8_kernel", "prefill_hopper_kernel")
+HOPPER = (
+    "mla_decode_hopper_kernel", "mla_decode_hopper_fp8_kernel", "mla_decode_gathered_kernel", "prefill_hopper_kernel",
+)  # fmt: skip
 """Written for compute capability 9.0, launched there only."""
 Report = list[dict[str, Any]]
 

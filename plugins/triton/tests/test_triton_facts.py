@@ -400,9 +400,9 @@ def test_load_begins_to_hash_triton_for_a_gpu(
     assert begin() is None
 
 
-def test_registers_three_backends() -> None:
+def test_registers_its_backends() -> None:
     names = [spec.name for spec in attn_select_register_backends()]
-    assert names == ["TRITON_ATTN", "TRITON_MLA", "PAGED_ATTENTION"]
+    assert names == ["TRITON_ATTN", "TRITON_MLA", "TRITON_MLA_SPARSE", "PAGED_ATTENTION"]
 
 
 def test_registration_imports_no_kernel_library() -> None:

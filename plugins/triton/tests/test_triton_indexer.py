@@ -153,6 +153,22 @@ def test_few_scores_at_a_time_choose_the_same(device: torch.device, monkeypatch:
     assert torch.equal(*both)
 
 
+@pytest.mark.parametrize("equal", [False, True])
+def test_programs_that_share_long_rows_choose_the_same(
+    equal: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(((2, 301), *REQUESTS), 32, torch.float32, torch.float32, device)
+    query, weights = numbers(device, 14, 4, 32), torch.ones(14, 4, device=device)
+    query *= not equal
+    both = [torch.full((14, 40), -7, dtype=torch.int32, device=device) for _ in range(2)]
+    monkeypatch.setattr(indexer, "TOPK_BLOCK", 32)
+    monkeypatch.setattr(indexer, "CHUNK", 64)
+    for longest, chosen in zip((1024, 16), both, strict=True):
+        monkeypatch.setattr(indexer, "LONG", longest)
+        indexer.indexer_topk(query, weights, batch.cache, batch.rows, BLOCK, chosen)
+    assert torch.equal(*both)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [32, 48, 128])
 def test_keys_are_cached_as_torch_caches_them(size: int, dtype: torch.dtype, device: torch.device) -> None:

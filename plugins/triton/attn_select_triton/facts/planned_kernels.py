@@ -1,4 +1,4 @@
-"""What the plans of the three backends run, as data: ``BackendPlan.kernel``.
+"""What the plans of the backends run, as data: ``BackendPlan.kernel``.
 
 Plans take theirs from the functions ``planned_…``, which return one object for all equal kernels: a frozen one
 takes long to make.
@@ -81,6 +81,25 @@ class MLADecodeKernel:
 
 
 planned_mla_decode = cache(MLADecodeKernel)
+
+
+@dataclass(frozen=True, slots=True)
+class MLASparseKernel:
+    """``TRITON_MLA_SPARSE``'s kernel, in both phases.
+
+    Attributes:
+        gluon: ``kernels.mla_decode_gathered``, written in Gluon for Hopper; else ``kernels.mla_decode``.
+    """
+
+    gluon: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's stable name: measured times belong to it."""
+        return "gluon-mla-sparse" if self.gluon else "triton-mla-sparse"
+
+
+planned_mla_sparse = cache(MLASparseKernel)
 
 
 Version = Literal["v1", "v2"]

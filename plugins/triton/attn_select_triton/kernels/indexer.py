@@ -8,6 +8,8 @@ not computed at all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -22,10 +24,14 @@ QUANTIZED_ROWS = 16
 """Rows of one program that quantises."""
 KEYS, BLOCK_N = 1024, 128
 """Keys of one token that a program scores, and of one step of it."""
-TOPK_BLOCK, LONG_TOPK_BLOCK = 2048, 4096
-"""Scores of one step of the selection; the latter where requests are long, with twice as many warps."""
+TOPK_BLOCK = 2048
+"""Scores of one step of the selection."""
 LONG = 16384
-"""Keys of such a request."""
+"""Of so many keys and less, one program selects all of a token's."""
+CHUNK = 8192
+"""Of more keys, those that one program selects among: a multiple of ``TOPK_BLOCK``."""
+DIGITS = 4
+"""Digits of 8 bits of a score."""
 MOST_LOGITS = 2**26
 """Scores that are held at once: 256 MiB."""
 
@@ -111,6 +117,66 @@ def _ordered(numbers):
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
+@triton.jit
+def _counted(logits, low, high, least, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many scores of ``[low, high)`` that begin with the digits of ``least`` have each next digit."""
+    shift: tl.constexpr = 24 - 8 * STEP
+    counts = tl.zeros([256], tl.int32)
+    for start in range(low, high, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        counted = position < high
+        number = _ordered(tl.load(logits + position, mask=counted, other=0.0))
+        if STEP > 0:
+            counted = counted & ((number ^ least) >> (shift + 8) == 0)
+        counts += tl.histogram(((number >> shift) & 255).to(tl.int32), 256, mask=counted)
+    return counts
+
+
+@triton.jit
+def _with_digit(counts, least, wanted, STEP: tl.constexpr):
+    """Return ``least`` with its next digit, and how many of the scores that begin so are kept."""
+    from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    digit = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
+    wanted -= tl.sum(tl.where(tl.arange(0, 256) == digit, from_here - counts, 0), 0)
+    return least | (digit.to(tl.uint32) << (24 - 8 * STEP)), wanted
+
+
+@triton.jit
+def _write_all(table, out, seen, TOP_K: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the slots of the first ``seen`` positions and -1 behind them."""
+    for start in range(0, TOP_K, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < seen
+        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
+        slot = tl.where(inside, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(out + position, slot, mask=position < TOP_K)
+
+
+@triton.jit
+def _write_kept(
+    logits, table, out, low, high, least, wanted, written, ties, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the slots of scores of ``[low, high)`` above ``least``, and of equal ones up to ``wanted`` in all.
+
+    Args:
+        written: slots that stand in ``out`` before; ties, equal scores before ``low``.
+    """
+    written = written + tl.zeros((), tl.int32)
+    ties = ties + tl.zeros((), tl.int32)
+    for start in range(low, high, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < high
+        number = _ordered(tl.load(logits + position, mask=inside, other=0.0))
+        equal = (inside & (number == least)).to(tl.int32)
+        before = ties + tl.cumsum(equal, 0) - equal
+        kept = ((inside & (number > least)) | ((equal != 0) & (before < wanted))).to(tl.int32)
+        place = written + tl.cumsum(kept, 0) - kept
+        block = tl.load(table + position // BLOCK_SIZE, mask=kept != 0, other=0)
+        tl.store(out + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=kept != 0)
+        written += tl.sum(kept, 0)
+        ties += tl.sum(equal, 0)
+
+
 @triton.jit(do_not_specialize=["stride_table", "stride_logits"])
 def index_topk_kernel(
     logits_ptr, table_ptr, request_ptr, num_keys_ptr, out_ptr, stride_logits, stride_table, stride_out,
@@ -126,44 +192,128 @@ def index_topk_kernel(
     table = table_ptr + tl.load(request_ptr + token).to(tl.int64) * stride_table
     out, logits = out_ptr + token * stride_out, logits_ptr + token * stride_logits
     if seen <= TOP_K:
-        for start in range(0, TOP_K, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            inside = position < seen
-            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
-            slot = tl.where(inside, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-            tl.store(out + position, slot, mask=position < TOP_K)
+        _write_all(table, out, seen, TOP_K, BLOCK_SIZE, BLOCK)
         return
-    digits = tl.arange(0, 256)
     least = tl.zeros((), tl.uint32)  # of those that are kept, its leading digits so far
     wanted = TOP_K  # of those that begin with them
     for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        counts = tl.zeros([256], tl.int32)
-        for start in range(0, seen, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            counted = position < seen
-            number = _ordered(tl.load(logits + position, mask=counted, other=0.0))
-            if step > 0:
-                counted = counted & ((number ^ least) >> (shift + 8) == 0)
-            counts += tl.histogram(((number >> shift) & 255).to(tl.int32), 256, mask=counted)
-        from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        digit = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
-        wanted -= tl.sum(tl.where(digits == digit, from_here - counts, 0), 0)
-        least = least | (digit.to(tl.uint32) << shift)
-    written = 0
-    ties = 0
-    for start in range(0, seen, BLOCK):
+        least, wanted = _with_digit(_counted(logits, 0, seen, least, step, BLOCK), least, wanted, step)
+    _write_kept(logits, table, out, 0, seen, least, wanted, 0, 0, BLOCK_SIZE, BLOCK)
+
+
+@triton.jit
+def _leading_digits(counts_ptr, token, tokens, TOP_K: tl.constexpr, STEPS: tl.constexpr):
+    """Return what ``index_topk_kernel`` knows after ``STEPS`` digits, of the counts that all programs summed."""
+    least = tl.zeros((), tl.uint32)
+    wanted = TOP_K
+    for step in tl.static_range(STEPS):
+        counts = tl.load(counts_ptr + (step * tokens + token) * 256 + tl.arange(0, 256))
+        least, wanted = _with_digit(counts, least, wanted, step)
+    return least, wanted
+
+
+@triton.jit(do_not_specialize=["tokens", "stride_logits"])
+def index_digit_kernel(
+    logits_ptr, num_keys_ptr, counts_ptr, tokens, stride_logits,
+    TOP_K: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add what one chunk of a token's scores has to the counts int32 ``(4, tokens, 256)`` of digit ``STEP``."""
+    token = tl.program_id(0).to(tl.int64)
+    seen = tl.load(num_keys_ptr + token)
+    low = tl.program_id(1) * CHUNK
+    if (seen <= TOP_K) | (low >= seen):
+        return
+    least, _ = _leading_digits(counts_ptr, token, tokens, TOP_K, STEP)
+    counts = _counted(logits_ptr + token * stride_logits, low, tl.minimum(low + CHUNK, seen), least, STEP, BLOCK)
+    tl.atomic_add(counts_ptr + (STEP * tokens + token) * 256 + tl.arange(0, 256), counts, mask=counts > 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "stride_logits"])
+def index_kept_kernel(
+    logits_ptr, num_keys_ptr, counts_ptr, kept_ptr, tokens, stride_logits,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write how many of a chunk's scores are above the least that is kept, and how many equal it.
+
+    Args:
+        kept_ptr: int32 ``(tokens, chunks, 2)``.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    seen = tl.load(num_keys_ptr + token)
+    low = tl.program_id(1) * CHUNK
+    if (seen <= TOP_K) | (low >= seen):
+        return
+    least, _ = _leading_digits(counts_ptr, token, tokens, TOP_K, 4)
+    logits, high = logits_ptr + token * stride_logits, tl.minimum(low + CHUNK, seen)
+    above, equal = 0, 0
+    for start in range(low, high, BLOCK):
         position = start + tl.arange(0, BLOCK)
-        inside = position < seen
+        inside = position < high
         number = _ordered(tl.load(logits + position, mask=inside, other=0.0))
-        equal = (inside & (number == least)).to(tl.int32)
-        before = ties + tl.cumsum(equal, 0) - equal
-        kept = ((inside & (number > least)) | ((equal != 0) & (before < wanted))).to(tl.int32)
-        place = written + tl.cumsum(kept, 0) - kept
-        block = tl.load(table + position // BLOCK_SIZE, mask=kept != 0, other=0)
-        tl.store(out + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=kept != 0)
-        written += tl.sum(kept, 0)
-        ties += tl.sum(equal, 0)
+        above += tl.sum((inside & (number > least)).to(tl.int32), 0)
+        equal += tl.sum((inside & (number == least)).to(tl.int32), 0)
+    kept = kept_ptr + (token * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(kept, above)
+    tl.store(kept + 1, equal)
+
+
+@triton.jit(do_not_specialize=["tokens", "stride_table", "stride_logits"])
+def index_write_kernel(
+    logits_ptr, table_ptr, request_ptr, num_keys_ptr, counts_ptr, kept_ptr, out_ptr, tokens, stride_logits,
+    stride_table, stride_out, TOP_K: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write what of one chunk is kept, behind what is kept of the chunks before: as ``index_topk_kernel`` would.
+
+    ``CHUNKS`` is a power of two, at least the chunks that there are.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    seen = tl.load(num_keys_ptr + token)
+    chunk = tl.program_id(1)
+    low = chunk * CHUNK
+    table = table_ptr + tl.load(request_ptr + token).to(tl.int64) * stride_table
+    out = out_ptr + token * stride_out
+    if seen <= TOP_K:
+        if chunk == 0:
+            _write_all(table, out, seen, TOP_K, BLOCK_SIZE, BLOCK)
+        return
+    if low >= seen:
+        return
+    least, wanted = _leading_digits(counts_ptr, token, tokens, TOP_K, 4)
+    other = tl.arange(0, CHUNKS)
+    kept = kept_ptr + (token * tl.num_programs(1) + other) * 2
+    above = tl.sum(tl.load(kept, mask=other < chunk, other=0), 0)
+    ties = tl.sum(tl.load(kept + 1, mask=other < chunk, other=0), 0)
+    written = above + tl.minimum(ties, wanted)
+    logits = logits_ptr + token * stride_logits
+    high = tl.minimum(low + CHUNK, seen)
+    _write_kept(logits, table, out, low, high, least, wanted, written, ties, BLOCK_SIZE, BLOCK)
+
+
+def _select(logits: Tensor, rows: IndexedRows, block_size: int, topk_indices: Tensor) -> None:
+    """Write the slots of the largest of ``logits`` ``(T, max_seq_len)``; long rows are shared by several programs."""
+    tokens, length = len(topk_indices), rows.max_seq_len
+    table, top_k = rows.block_table, topk_indices.shape[1]
+    strides = logits.stride(0), table.stride(0), topk_indices.stride(0)
+    where = table, rows.request, rows.num_keys
+    if length <= LONG:
+        index_topk_kernel[(tokens,)](logits, *where, topk_indices, *strides, top_k, block_size, TOPK_BLOCK, num_warps=8)
+        return
+    chunks = -(-length // CHUNK)
+    grid = tokens, chunks
+    counts = torch.zeros(DIGITS, tokens, 256, dtype=torch.int32, device=logits.device)
+    kept = torch.empty(tokens, chunks, 2, dtype=torch.int32, device=logits.device)
+    for step in range(DIGITS):
+        index_digit_kernel[grid](
+            logits, rows.num_keys, counts, tokens, strides[0], top_k, step, CHUNK, TOPK_BLOCK, num_warps=8
+        )
+    index_kept_kernel[grid](
+        logits, rows.num_keys, counts, kept, tokens, strides[0], top_k, CHUNK, TOPK_BLOCK, num_warps=8
+    )
+    index_write_kernel[grid](
+        logits, *where, counts, kept, topk_indices, tokens, *strides, top_k, block_size, launch.power_of_two(chunks),
+        CHUNK, TOPK_BLOCK, num_warps=8,
+    )  # fmt: skip
 
 
 def _quantized(numbers: Tensor, codes: Tensor, scales: Tensor, slots: Tensor | None, block_size: int) -> None:
@@ -201,20 +351,16 @@ def indexer_topk(
     step = max(1, MOST_LOGITS // max(1, rows.max_seq_len))
     logits = torch.empty(min(step, tokens), rows.max_seq_len, dtype=torch.float32, device=query.device)
     table, top_k = rows.block_table, topk_indices.shape[1]
-    topk_block, warps = (LONG_TOPK_BLOCK, 16) if rows.max_seq_len > LONG else (TOPK_BLOCK, 8)
     block_h, block_d = max(16, launch.power_of_two(heads)), max(32, launch.power_of_two(size))
     widen = fp8 and query.device.type != "cuda"  # the interpreter has no products of FP8
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))
-        count, request, num_keys = part.stop - first, rows.request[part], rows.num_keys[part]
+        mine = replace(rows, request=rows.request[part], num_keys=rows.num_keys[part])
         if rows.max_seq_len > top_k:
-            index_logits_kernel[(count, -(-rows.max_seq_len // KEYS))](
+            index_logits_kernel[(len(mine.request), -(-rows.max_seq_len // KEYS))](
                 query[part], None if query_scales is None else query_scales[part], weights[part], keys, scales, table,
-                request, num_keys, logits, weights.stride(0), keys.stride(0), keys.stride(1),
+                mine.request, mine.num_keys, logits, weights.stride(0), keys.stride(0), keys.stride(1),
                 0 if scales is None else scales.stride(0), table.stride(0), logits.stride(0), top_k, block_size, heads,
                 block_h, size, block_d, KEYS, BLOCK_N, fp8, widen,
             )  # fmt: skip
-        index_topk_kernel[(count,)](
-            logits, table, request, num_keys, topk_indices[part], logits.stride(0), table.stride(0),
-            topk_indices.stride(0), top_k, block_size, topk_block, num_warps=warps,
-        )  # fmt: skip
+        _select(logits, mine, block_size, topk_indices[part])

@@ -23,6 +23,7 @@ from attn_select_triton.kernels.launch import SLICED, over, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
+from attn_select_triton.kernels.relaunch import launch as launched
 
 
 class Latents(NamedTuple):
@@ -251,6 +252,25 @@ def mla_decode_kernel(
             tl.store(lse_ptr + lse_row, natural_lse(row_max, row_sum), mask=in_rows)
 
 
+@triton.jit(do_not_specialize=["stride"])
+def count_chosen_kernel(slots_ptr, counts_ptr, stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the slots of one token: -1 stands behind the last. Memory traffic: the slots once."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    slots = tl.load(slots_ptr + token * stride + column, mask=column < TOP_K, other=-1)
+    tl.store(counts_ptr + token, tl.sum((slots >= 0).to(tl.int32), 0))
+
+
+def count_chosen(slots: Tensor) -> Tensor:
+    """Return int32 ``(T,)``, how many of the slots int32 ``(T, top_k)`` of each token are not -1."""
+    counts = torch.empty(len(slots), dtype=torch.int32, device=slots.device)
+    top_k = slots.shape[1]
+    launched(
+        count_chosen_kernel, (len(slots),), slots, counts, slots.stride(0), top_k, power_of_two(top_k), num_warps=4
+    )
+    return counts
+
+
 @dataclass(frozen=True, slots=True)
 class MLALaunch:
     """How the decode is launched.
@@ -263,6 +283,7 @@ class MLALaunch:
         hopper: the warp-specialised kernel of ``mla_decode_hopper``, over an FP8 cache ``mla_decode_hopper_fp8``, of
             which only ``block_m`` is free: 16, 32 or 64. Where a tensor's strides do not suit TMA, the other kernel
             serves.
+        gathered: with ``hopper``, ``mla_decode_gathered`` for blocks of one token, of 16 or 32 rows.
     """
 
     block_m: int
@@ -271,6 +292,7 @@ class MLALaunch:
     num_stages: int
     described: bool = False
     hopper: bool = False
+    gathered: bool = False
 
 
 def mla_launch(
@@ -310,6 +332,11 @@ def mla_launch(
     if capability < (8, 0):
         return MLALaunch(8, 16, 8, 1)
     return MLALaunch(32 if rows > 16 and capability[0] == 8 else 16, 16, 4, 2)
+
+
+def gathered_launch(rows: int) -> MLALaunch:
+    """Return the launch parameters of ``mla_decode_gathered`` for a token's query heads, at most 32."""
+    return MLALaunch(16 if rows <= 16 else 32, 64, 4, 1, described=True, hopper=True, gathered=True)
 
 
 TILE_KEYS = 64
@@ -364,13 +391,14 @@ class _Prepared:
         query_parts, cache_parts: descriptors, without their tensors.
         pointers: whether the kernel takes the tensors as well.
         fp8: the kernel rounds the query to the cache's dtype.
+        gathered: the kernel takes the cache as it is and no descriptors of it.
         strides, constants: arguments of the kernel.
         decode, merge: its launches.
     """
 
     __slots__ = (
-        "block_m", "cache_parts", "constants", "decode", "fp8", "merge", "merge_constants", "page_rows", "pointers",
-        "query_parts", "strides",
+        "block_m", "cache_parts", "constants", "decode", "fp8", "gathered", "merge", "merge_constants", "page_rows",
+        "pointers", "query_parts", "strides",
     )  # fmt: skip
 
     def __init__(
@@ -390,7 +418,7 @@ class _Prepared:
         block_r, block_p = power_of_two(rank), power_of_two(rope)
         if not launch.hopper:
             described = described and block_size % launch.block_n == 0 and block_r == rank and block_p == rope
-        self.fp8 = launch.hopper and fp8
+        self.fp8, self.gathered = launch.hopper and fp8, launch.gathered
         self.block_m, self.pointers = launch.block_m, not launch.hopper
         self.page_rows = stride_b // stride_t if described else 0
         self.query_parts: tuple[Any, ...] = ()
@@ -408,16 +436,22 @@ class _Prepared:
             self.constants = heads, rank, block_size, *flags, launch.block_m
             self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=HOPPER_REGISTERS[launch.block_m])
         elif launch.hopper:
-            from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel
-
             sizes = rank // 2, rope
             self.query_parts = tuple(
                 _described(tokens * heads, query, query.stride(1), [launch.block_m, size], True) for size in sizes
             )
-            self.cache_parts = tuple(_described(block_size, kv_cache, stride_t, [64, size], True) for size in sizes)
             self.strides = output_strides
-            self.constants = heads, rank, block_size, *flags, launch.block_m
-            self.decode = Relaunch(mla_decode_hopper_kernel, num_warps=4, maxnreg=HOPPER_REGISTERS[launch.block_m])
+            kernel: Any
+            if launch.gathered:
+                from attn_select_triton.kernels.mla_decode_gathered import mla_decode_gathered_kernel as kernel
+
+                self.constants = stride_t, heads, rank, rope, *flags, launch.block_m
+            else:
+                from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel as kernel
+
+                self.cache_parts = tuple(_described(block_size, kv_cache, stride_t, [64, size], True) for size in sizes)
+                self.constants = heads, rank, block_size, *flags, launch.block_m
+            self.decode = Relaunch(kernel, num_warps=4, maxnreg=HOPPER_REGISTERS[launch.block_m])
         else:
             if described:
                 self.cache_parts = tuple(
@@ -502,6 +536,8 @@ def mla_decode(
         queries, scales = [query], (scales[0] * q_scale, kv_scale, q_scale)
     elif prepared.pointers:
         queries, keys = [query, kv_cache], keys or [None, None]
+    elif prepared.gathered:
+        keys = [kv_cache]
     prepared.decode(
         (-(-heads * max_query_len // prepared.block_m), num_splits, seq_lens.shape[0]),
         *queries, *keys, output, output_lse, parts, part_lse, block_table, query_start_loc, seq_lens,

@@ -24,6 +24,7 @@ from attn_select.spec import BackendPlan, BackendSpec
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA
+from attn_select_triton.facts.triton_mla_sparse import MOST_ROWS, TRITON_MLA_SPARSE
 from attn_select_triton.kernels import (
     cache,
     convert,
@@ -298,6 +299,33 @@ def fixed_split_mla_decode(t: Tensors) -> None:
     _mla(t, 4, 512)
 
 
+def _chosen(t: Tensors, splits: int, lse: torch.Tensor | None = None) -> None:
+    config, rank, rope = t.config, t.config.kv_lora_rank or 0, t.config.qk_rope_head_dim or 0
+    tokens, top_k = len(t.query), config.sparse_top_k or 0
+    slots = tensor(tokens, top_k, dtype=torch.int32)
+    chosen = mla_decode.mla_launch(
+        divmod(t.target, 10), t.heads, rank, rope, 1, t.query.dtype, t.cache.dtype, gluon=False
+    )  # fmt: skip
+    if t.target == 90 and t.heads <= MOST_ROWS and t.cache.dtype == t.query.dtype and rope:
+        chosen = mla_decode.gathered_launch(t.heads)
+    mla_decode.mla_decode(
+        t.query, t.cache.view(-1, 1, t.cache.shape[2]), t.output, query_start_loc=tensor(tokens + 1, dtype=torch.int32),
+        seq_lens=mla_decode.count_chosen(slots), block_table=slots, max_query_len=1, scale=0.1, launch=chosen,
+        num_splits=splits, causal=False, output_lse=lse,
+        workspace=tensor(tokens * t.heads * splits * (rank + 1), dtype=torch.float32),
+    )  # fmt: skip
+
+
+def split_sparse_mla(t: Tensors) -> None:
+    """Chosen tokens of a few requests."""
+    _chosen(t, 4)
+
+
+def whole_sparse_mla(t: Tensors) -> None:
+    """Chosen tokens of requests enough to fill the GPU."""
+    _chosen(t, 1, t.lse)
+
+
 def gather_latents(t: Tensors) -> None:
     """Cached latents made contiguous, for a chunk of a prefill's context."""
     rows = tensor(64, t.config.head_size, dtype=t.dtype)
@@ -345,11 +373,18 @@ def attention(*launches: Callable[[Tensors], None], **changes: Any) -> ShapeClas
     return ShapeClass(TRITON_ATTN, AttentionConfig(**{**usual, **changes}), launches, **how)
 
 
-def latent(*launches: Callable[[Tensors], None], heads: int, **changes: Any) -> ShapeClass:
+def latent(
+    *launches: Callable[[Tensors], None], heads: int, backend: BackendSpec = TRITON_MLA, **changes: Any
+) -> ShapeClass:
     """Return a class of ``TRITON_MLA``, DeepSeek-V3's sizes where ``changes`` do not say otherwise."""
     how = {name: changes.pop(name) for name in ("block_size", "query_len") if name in changes}
     usual = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    return ShapeClass(TRITON_MLA, AttentionConfig(num_heads=heads, **{**usual, **changes}), launches, **how)
+    return ShapeClass(backend, AttentionConfig(num_heads=heads, **{**usual, **changes}), launches, **how)
+
+
+def sparse(*launches: Callable[[Tensors], None], **changes: Any) -> ShapeClass:
+    """Return a class of ``TRITON_MLA_SPARSE``, DeepSeek-V3.2's sizes where ``changes`` do not say otherwise."""
+    return latent(*launches, backend=TRITON_MLA_SPARSE, block_size=64, sparse_top_k=2048, **changes)
 
 
 def classic(*launches: Callable[[Tensors], None], **changes: Any) -> ShapeClass:
@@ -413,6 +448,11 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield latent(split_mla_decode, heads=128, dtype=usual, kv_lora_rank=48, qk_rope_head_dim=48)
     yield latent(write_latents, split_mla_decode, heads=16, dtype=usual, block_size=64, kv_cache_dtype=fp8)
     yield latent(split_mla_decode, heads=128, dtype=usual, block_size=64, kv_cache_dtype=fp8)
+    yield sparse(split_sparse_mla, whole_sparse_mla, heads=16, dtype=usual)
+    yield sparse(split_sparse_mla, heads=24, dtype=usual, kv_lora_rank=256)
+    yield sparse(whole_sparse_mla, heads=128, dtype=usual)
+    yield sparse(split_sparse_mla, heads=16, dtype=usual, qk_rope_head_dim=0)
+    yield sparse(split_sparse_mla, heads=16, dtype=usual, kv_cache_dtype=fp8)
 
 
 def random_shape_classes(target: int, count: int, seed: int) -> Iterator[ShapeClass]:

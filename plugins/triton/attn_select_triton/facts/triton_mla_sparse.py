@@ -1,0 +1,159 @@
+"""``TRITON_MLA_SPARSE``: multi-head latent attention over the token slots that an indexer chose, in own kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
+from attn_select.environment import Environment
+from attn_select.layouts import MLA
+from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select_triton.facts.planned_kernels import planned_mla_sparse
+from attn_select_triton.facts.triton_mla import GLUON_RANKS, GLUON_ROPE, LORA_RANKS, PROGRAMS_PER_SM
+from attn_select_triton.facts.triton_support import (
+    COMPILED,
+    COMPILER_VARIABLES,
+    GLUON_CAPABILITY,
+    GLUON_TRITON,
+    KV_CACHE_DTYPES,
+    LIBRARIES,
+    NAN_TAIL_SAFE,
+    OWN,
+    TURING_AND_UP,
+    device_reasons,
+    marked,
+    notes,
+    split_workspace,
+)
+
+if TYPE_CHECKING:
+    from attn_select.runtime.backend import AttentionBackend
+
+ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
+"""Accepted ``qk_rope_head_dim`` besides 0."""
+MOST_ROWS = 32
+"""The most query heads of the warp-specialised kernel, which holds all of a token."""
+
+_ONE_TOKEN = f"{OWN}: every token is a request of one query, whose chosen slots are blocks of one token"
+
+CAPABILITIES = Capabilities(
+    compute_capabilities=TURING_AND_UP,
+    dtypes=Fact(("bfloat16", "float16"), f"{COMPILED}: from 7.5 on; {OWN}: no float32 latent"),
+    kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"), KV_CACHE_DTYPES.source),
+    head_sizes=Fact(HeadSizes(multiple_of=16, minimum=16, maximum=640), f"{OWN}: rank and rope part by themselves"),
+    block_sizes=Fact((1,), f"{OWN}: latents are read by slot"),
+    mla=True,
+    sparse=True,
+    mixed_kv_cache_dtype=Fact(True, f"{OWN}: casts the latent to the query's dtype as it loads"),
+    non_causal=Fact(True, f"{OWN}: the chosen tokens are all that a query sees"),
+    batch_invariant=Fact(True, f"{_ONE_TOKEN}; its keys are not split"),
+    per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
+    output_quantizations=Fact((), f"{OWN}: no output scale"),
+    decode_context_parallel=Fact(False, "the slots of other ranks' tokens are not in this rank's cache"),
+    nan_tail_safe=NAN_TAIL_SAFE,
+)
+
+_LAYOUTS, _BLOCKS = (MLA,), (64, 1)
+_GATHER = "warp-specialised for Hopper, four warps copy the chosen latents"
+_SPLIT = "each token's chosen keys split until every SM has work"
+_UNPROVEN = "the Gluon kernel for chosen latents was compiled and never executed"
+_WHOLE = "keys are not split: batch invariance"
+
+
+def gather_lacks(config: AttentionConfig, device: Device, environment: Environment) -> str | None:
+    """Return what keeps the warp-specialised kernel from these layers, as a predicate; None: it takes them."""
+    if device.compute_capability != GLUON_CAPABILITY:
+        return "is for compute capability 9.0"
+    if config.cache_dtype != config.dtype:
+        return f"reads no {config.cache_dtype} cache for a {config.dtype} query"
+    if config.kv_lora_rank not in GLUON_RANKS or config.qk_rope_head_dim != GLUON_ROPE:
+        accepted = " or ".join(f"{some} + {GLUON_ROPE}" for some in GLUON_RANKS)
+        return f"takes latents of {accepted}, not {config.kv_lora_rank} + {config.qk_rope_head_dim}"
+    if config.num_heads > MOST_ROWS:
+        return f"takes up to {MOST_ROWS} heads, not {config.num_heads}"
+    triton = environment.version("triton")
+    if triton is not None and not triton.startswith(GLUON_TRITON):
+        return f"was run with Triton {GLUON_TRITON}x, not {triton}"
+    return None
+
+
+def _dim_reasons(config: AttentionConfig) -> list[Reason]:
+    rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
+    found = []
+    if not LORA_RANKS.accepts(rank):
+        text = f"kv_lora_rank {rank} (supported: {LORA_RANKS})"
+        found.append(Reason("mla-dims", text, {"kv_lora_rank": rank}, str(LORA_RANKS)))
+    if rope and not ROPE_SIZES.accepts(rope):
+        supported = f"0, {ROPE_SIZES}"
+        text = f"qk_rope_head_dim {rope} (supported: {supported})"
+        found.append(Reason("mla-dims", text, {"qk_rope_head_dim": rope}, supported))
+    return found
+
+
+def plan(
+    config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the plan, or what the kernels and Triton cannot do for these dimensions on this device."""
+    reasons = device_reasons(config, device, environment) + _dim_reasons(config)
+    if reasons:
+        return reasons
+    lacks = gather_lacks(config, device, environment)
+    because = f"the Gluon kernel {lacks}" if lacks else _GATHER
+    rows = min(64, -(-config.num_heads // 16) * 16)
+    workspace = 0
+    if not config.batch_invariant:
+        workspace = split_workspace(device, PROGRAMS_PER_SM, rows, config.kv_lora_rank or 0)
+    made = BackendPlan(
+        kernel=planned_mla_sparse(lacks is None),
+        path="portable gather" if lacks else "Gluon gather",
+        because=f"{because}; {_WHOLE if config.batch_invariant else _SPLIT}",
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=_LAYOUTS,
+        kernel_block_sizes=_BLOCKS,
+        cuda_graph="UNIFORM_BATCH",
+        workspace_bytes=workspace,
+        notes=notes(config, device),
+        unverified=() if lacks else (_UNPROVEN,),
+    )
+    return marked(made, config, device.compute_capability)
+
+
+def compile_key(config: AttentionConfig) -> object:
+    """Group layers that share one compilation: what the kernels take as constants."""
+    return (
+        config.kv_lora_rank,
+        config.qk_rope_head_dim,
+        config.num_heads,
+        config.sparse_top_k,
+        config.dtype,
+        config.cache_dtype,
+        config.batch_invariant,
+    )
+
+
+def load() -> type[AttentionBackend]:
+    """Import Triton, begin what its first launch would wait for, and return the backend.
+
+    Raises:
+        ImportError: Triton or torch cannot be imported.
+    """
+    from attn_select_triton.runtime.hashing import begin_hashing
+    from attn_select_triton.runtime.triton_mla_sparse import TritonMLASparseBackend
+
+    begin_hashing()
+    return TritonMLASparseBackend
+
+
+TRITON_MLA_SPARSE = BackendSpec(
+    name="TRITON_MLA_SPARSE",
+    summary="own Triton kernels for sparse MLA on the chosen latents, any NVIDIA GPU from Turing up",
+    capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
+    plan=plan,
+    phases_share_plan=True,
+    load=load,
+    libraries=LIBRARIES,
+    variables=COMPILER_VARIABLES,
+    compile_key=compile_key,
+)

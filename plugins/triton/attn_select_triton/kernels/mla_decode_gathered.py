@@ -1,0 +1,173 @@
+"""Sparse multi-head latent attention on Hopper: ``mla_decode_hopper`` with keys wherever they were chosen.
+
+TMA reads rows that lie next to each other, which chosen tokens do not. So four warps copy them, 16 bytes a thread at a
+time, and the compute groups are those of the dense kernel for at most 32 rows.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+# ruff: noqa: RUF005  Triton's language has no stars
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from attn_select_triton.kernels.launch import SLICED
+from attn_select_triton.kernels.mla_decode_hopper import (
+    KEYS,
+    STAGES,
+    attend_half_turned,
+    attend_tile_turned,
+    key_range,
+)
+
+LOADERS = gl.constexpr(4)
+"""Warps that copy."""
+
+
+@gluon.jit
+def gather_tiles(
+    q_half, q_rope, cache_ptr, smem, barriers, slots, row, low, high, tiles, stride_token,
+    R: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Load the query once and then the latents at the slots of every tile; keys at ``high`` and behind are 0."""
+    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
+    q_ready, left_ready, right_ready, left_empty, right_empty = barriers
+    LANES: gl.constexpr = R // 16
+    HALF: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [LOADERS, 1], [1, 0])
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // P, P // 8], [LOADERS, 1], [1, 0])
+    if tiles > 0:
+        mbarrier.expect(q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_rope, [row, R], q_ready, q_pe)
+        tma.async_copy_global_to_shared(q_half, [row, 0], q_ready, q_left)
+        tma.async_copy_global_to_shared(q_half, [row, R // 2], q_ready, q_right)
+    half_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, HALF))
+    rope_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, ROPE))
+    half_columns = gl.arange(0, R // 2, layout=gl.SliceLayout(0, HALF))[None, :]
+    rope_columns = R + gl.arange(0, P, layout=gl.SliceLayout(0, ROPE))[None, :]
+    # A tile's slots are loaded one tile ahead: its latents wait for them.
+    half_slots = gl.load(slots + half_keys, mask=half_keys < high, other=0)
+    rope_slots = gl.load(slots + rope_keys, mask=rope_keys < high, other=0)
+    for tile in range(tiles):
+        buffer = tile % STAGES
+        free = (tile // STAGES & 1) ^ 1
+        half_there = (half_keys < high)[:, None]
+        rope_there = (rope_keys < high)[:, None]
+        half_rows = cache_ptr + (half_slots.to(gl.int64) * stride_token)[:, None]
+        rope_rows = cache_ptr + (rope_slots.to(gl.int64) * stride_token)[:, None]
+        half_keys += KEYS
+        rope_keys += KEYS
+        half_slots = gl.load(slots + half_keys, mask=half_keys < high, other=0)
+        rope_slots = gl.load(slots + rope_keys, mask=rope_keys < high, other=0)
+        mbarrier.wait(left_empty.index(buffer), free)
+        async_copy.async_copy_global_to_shared(k_pe.index(buffer), rope_rows + rope_columns, mask=rope_there)
+        async_copy.async_copy_global_to_shared(k_left.index(buffer), half_rows + half_columns, mask=half_there)
+        async_copy.mbarrier_arrive(left_ready.index(buffer), increment_count=False)
+        mbarrier.wait(right_empty.index(buffer), free)
+        right = half_rows + (R // 2 + half_columns)
+        async_copy.async_copy_global_to_shared(k_right.index(buffer), right, mask=half_there)
+        async_copy.mbarrier_arrive(right_ready.index(buffer), increment_count=False)
+
+
+@gluon.jit
+def attend_gathered_tile(
+    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """As ``attend_tile_turned``, of a tile that threads wrote: ``wgmma`` reads it behind a fence."""
+    _, left_ready, right_ready, _, _ = barriers
+    mbarrier.wait(left_ready.index(tile % STAGES), tile // STAGES & 1)
+    mbarrier.wait(right_ready.index(tile % STAGES), tile // STAGES & 1)
+    fence_async_shared()
+    return attend_tile_turned(
+        tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+        ROWS, RIGHT, MASKED, S, ACC, T,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
+def mla_decode_gathered_kernel(
+    q_half,
+    q_rope,
+    cache_ptr,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_splits,
+    split_tokens,
+    split_tokens_ptr,
+    score_scale,
+    value_scale,
+    page_rows,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    STRIDE_TOKEN: gl.constexpr,
+    HEADS: gl.constexpr,
+    R: gl.constexpr,
+    P: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    LSE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Attend from the heads of one token to one split of its chosen keys; all else as ``mla_decode_hopper_kernel``.
+
+    Args:
+        q_half, q_rope: descriptors over ``(T * H, R + P)``, blocks ``(ROWS, R / 2)`` and ``(ROWS, P)``; 16 or 32 rows.
+        cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
+        table_ptr: int32 slots, of each request those that it reads.
+    """
+    first, split, query_start, query_len, seq_len, low, high, tiles, full, slots = key_range(
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table, HEADS,
+        CAUSAL, ROWS,
+    )  # fmt: skip
+    DTYPE: gl.constexpr = cache_ptr.dtype.element_ty
+    q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
+    q_right = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
+    q_pe = gl.allocate_shared_memory(q_rope.dtype, q_rope.block_type.shape, q_rope.layout)
+    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k_left = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, R // 2], wide)
+    k_right = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, R // 2], wide)
+    k_pe = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, P], wide)
+    left_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
+    right_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    left_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    right_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(left_ready.index(stage), count=32 * LOADERS)  # every thread that copies arrives
+        mbarrier.init(right_ready.index(stage), count=32 * LOADERS)
+        mbarrier.init(left_empty.index(stage), count=2)
+        mbarrier.init(right_empty.index(stage), count=2)
+    fence_async_shared()
+
+    smem = (q_left, q_right, q_pe, k_left, k_right, k_pe)
+    barriers = (q_ready, left_ready, right_ready, left_empty, right_empty)
+    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full)
+    pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    strides = (stride_ot, stride_oh)
+    row = query_start * HEADS + first
+    scales = (score_scale, value_scale)
+    gl.warp_specialize(
+        [
+            (attend_half_turned, (pointers, smem + (left_p,), barriers, position, num_splits, scales, strides,
+             HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_gathered_tile), 16)),
+            (attend_half_turned, (pointers, smem + (right_p,), barriers, position, num_splits, scales, strides,
+             HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_gathered_tile), 16)),
+            (gather_tiles, (q_half, q_rope, cache_ptr, smem, barriers, slots, row, low, high, tiles, STRIDE_TOKEN,
+             R, P)),
+        ],
+        [4, LOADERS],
+        [200, 96],
+    )  # fmt: skip
