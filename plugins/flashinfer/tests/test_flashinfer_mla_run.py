@@ -393,6 +393,15 @@ def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: in
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("requests", [1, 30, 200])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_decodes_of_uneven_lengths_on_the_gpu(heads: int, requests: int) -> None:
+    group = on_gpu("fa3", num_heads=heads, capacity=Capacity(200, 200, 8192))
+    lengths = [(1, 5000 * (number % 17) // (16 + number) + number % 3) for number in range(1, requests + 1)]
+    layers.run(group, layers.problem_for(group, lengths))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["fa3", "fa2"])
 def test_steps_built_before_the_first_one_runs_on_the_gpu(kernel: str) -> None:
     group = on_gpu(kernel, num_heads=16, num_speculative_tokens=2)
