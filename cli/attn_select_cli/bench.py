@@ -26,12 +26,14 @@ Examples:
   attn-select bench --model gpt-oss-120b --workload long-context --backend TRITON_ATTN --backend FLASH_ATTN
   attn-select bench --num-heads 32 --num-kv-heads 8 --head-size 128 --workload '64q1s4k*0.8,1q2k*0.2' --json
   attn-select bench --model llama-3-8b --output h100.jsonl --plot h100.svg
+  torchrun --nproc-per-node 2 --no-python attn-select bench --model llama-3-8b --dcp 2 --workload 1q1s128k
 
 A batch is written as requests, q and new tokens, s and all tokens: 64q1s4k is 64 requests that decode one token each
 over 4096. A time is that of one layer, its write of the cache included: the median of rounds in which the backends take
 turns, on a cold L2 cache. `behind` compares with the fastest. `roofline` is the share of the speed that the device's
 measured copy and matmul rates allow. `error` is relative to float64. Times are kept in the user's cache folder, where
-decisions with a workload find them, or in the file of --output.
+decisions with a workload find them, or in the file of --output. With --dcp N torchrun starts N processes, one for each
+GPU, that share each request's cache: a time is the slowest one's.
 
 Exit code: 0 every batch has a time, 1 one has none or an error is above its bound, 2 wrong input, 130 interrupted.
 """
@@ -95,18 +97,19 @@ def command(
             raise UnknownNameError("backend", name, explanation.decider.names)
     benching = benching_module()
     rules = tuple(options["rules"]) or None
-    with progress() as (say, expect):
-        bench: Bench = benching.Bench(explanation.decider.environment, rules, rounds, say)
-        file = None if no_save else output or times_file(bench)
+    with benching.joined_ranks() as ranks, progress(ranks is None or ranks.rank == 0) as (say, expect):
+        bench: Bench = benching.Bench(explanation.decider.environment, rules, rounds, say, ranks)
+        first = ranks is None or ranks.rank == 0
+        file = output or times_file(bench) if first and not no_save else None
         layers = [
-            LayerBench(one, None if layer is not None else benching.untimed(one.selection.config))
+            LayerBench(one, None if layer is not None else benching.untimed(one.selection.config, ranks))
             for one in chosen_layers(explanation.layers, layer)
         ]
         todo = []
         for each in layers:
             config = each.layer.selection.config
             for shape in wanted.shapes if each.not_run is None else ():
-                benching.check_runnable(config, shape.batch)
+                benching.check_runnable(config, shape.batch, ranks)
                 todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
         expect(sum(3 * len(candidates) + 1 for _, _, candidates in todo))
         complete = True
@@ -120,9 +123,10 @@ def command(
                 complete = False
                 break
     outcome = Outcome(explanation, bench.rates, wanted, layers, file, complete)
-    if plot is not None:
+    if first and plot is not None:
         _draw(outcome, plot)
-    print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
+    if first:
+        print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
     return 130 if not complete else 0 if outcome.ok else 1
 
 
@@ -152,9 +156,9 @@ def times_file(bench: Bench) -> Path:
 
 
 @contextmanager
-def progress() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+def progress(shown: bool = True) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
     """Show a bar with the time left on a terminal's stderr; give what says the next step, and what says how many."""
-    if not sys.stderr.isatty():
+    if not shown or not sys.stderr.isatty():
         yield lambda text: None, lambda steps: None
         return
     from rich.console import Console

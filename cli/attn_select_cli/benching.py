@@ -8,14 +8,18 @@ Candidates take turns round by round; a time is the median of its rounds over th
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.detection import detect_device
@@ -24,6 +28,7 @@ from attn_select.environment import Environment
 from attn_select.errors import AttnSelectError, ConfigError, shorten
 from attn_select.registry import load_plugins
 from attn_select.render import byte_text
+from attn_select.runtime import ContextParallel
 from attn_select.runtime.timing import FLUSH_BYTES, WARM_UP_ROUNDS, Call, captured, medians, timed_rounds
 from attn_select.selection import Selection
 from attn_select.selector import RulesArgument, select
@@ -186,6 +191,7 @@ class Bench:
         rules: as in ``select``.
         rounds: most rounds per batch.
         progress: called with a text whenever something new begins.
+        ranks: those that share the layers' caches; each of them measures the same, and a time is the slowest one's.
 
     Attributes:
         device: this machine's.
@@ -199,10 +205,11 @@ class Bench:
         rules: RulesArgument = None,
         rounds: int = 20,
         progress: Callable[[str], None] | None = None,
+        ranks: ContextParallel | None = None,
     ) -> None:
         found = detect_device()
         self.detection, self.device = found, found.device
-        self.environment, self.rules, self.rounds = environment, rules, rounds
+        self.environment, self.rules, self.rounds, self.ranks = environment, rules, rounds, ranks
         self._say = progress or (lambda text: None)
         self.on_gpu = not self.device.is_cpu
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
@@ -277,7 +284,7 @@ class Bench:
         Raises:
             ConfigError: as ``check_runnable``.
         """
-        check_runnable(config, batch)
+        check_runnable(config, batch, self.ranks)
         floor = roofline_us(config, batch, self.rates.of(self.device))
         result = TimedBatch(batch, floor, [Timed(each.name, failure=each.failure) for each in candidates])
         why = "interrupted before its first round"
@@ -297,7 +304,7 @@ class Bench:
 
     def _step(self, candidate: Candidate, selection: Selection, batch: BatchShape, timed: Timed) -> LayerStep:
         requests = [(g.query_len, g.seq_len) for g in batch.groups for _ in range(g.count)]
-        step = LayerStep(selection, requests, candidate.phases, self.torch_device, candidate.dispatch)
+        step = LayerStep(selection, requests, candidate.phases, self.torch_device, candidate.dispatch, self.ranks)
         longest = 1 + step.config.num_speculative_tokens
         decodes = {query <= longest and step.config.has_cache for query, _ in requests}
         served = dict(step.group.served)
@@ -319,19 +326,17 @@ class Bench:
             if candidate.selection is None:
                 continue
             self._say(f"{batch}: preparing {candidate.name}")
-            try:
-                ready.append(Ready(timed, self._step(candidate, candidate.selection, batch, timed)))
-            except Exception as error:  # a kernel library's own, of any kind: the others are still measured
-                timed.failure = failure_text(error)
+            made: list[Ready] = []
+            step_of = partial(self._step, candidate, candidate.selection, batch, timed)
+            self._attempt(timed, lambda made=made, timed=timed, of=step_of: made.append(Ready(timed, of())))
+            ready += made if timed.failure is None else []
         if not ready:
             return
         memory, layers = self._memory([each.step for each in ready], found.roofline_us)
         for each in [*ready]:
             self._say(f"{batch}: first call of {each.timed.backend}")
-            try:
-                self._prepare(each, memory, layers)
-            except Exception as error:
-                each.timed.failure = failure_text(error)
+            self._attempt(each.timed, partial(self._prepare, each, memory, layers))
+            if each.timed.failure is not None:
                 ready.remove(each)
         if not ready:
             return
@@ -347,14 +352,35 @@ class Bench:
                 if each.timed.samples_us:
                     self._check(each)
 
+    def _attempt(self, timed: Timed, do: Callable[[], Any]) -> None:
+        """Do what every rank does; note a failure, which of one rank is one of all: the other candidates go on."""
+        try:
+            do()
+        except Exception as error:  # a kernel library's own, of any kind
+            timed.failure = failure_text(error)
+        if self.ranks is not None:
+            every = self.ranks.collectives.gather_objects(timed.failure)
+            timed.failure = timed.failure or next((text for text in every if text is not None), None)
+
+    def _clear(self) -> None:
+        """Make L2 cold, and let ranks begin together."""
+        if self._flush is not None:
+            self._flush.zero_()
+        if self.ranks is not None:
+            self.ranks.collectives.all_reduce(torch.zeros(1, device=self.torch_device))
+
     def _rounds(self, found: TimedBatch, ready: Sequence[Ready], seconds: float) -> None:
         calls = {index: each.run for index, each in enumerate(ready)}
-        before = self._flush.zero_ if self._flush is not None else None
         began = time.monotonic()
-        for number, times in enumerate(timed_rounds(calls, self.torch_device, before), 1 - WARM_UP_ROUNDS):
+        for number, times in enumerate(timed_rounds(calls, self.torch_device, self._clear), 1 - WARM_UP_ROUNDS):
+            seconds_now = time.monotonic() - began
+            if self.ranks is not None:
+                every = self.ranks.collectives.gather_objects((times, seconds_now))
+                times = {index: max(own[index] for own, _ in every) for index in times}
+                seconds_now = max(spent for _, spent in every)
             for index, spent in times.items() if number > 0 else ():
                 ready[index].timed.samples_us.append(spent / len(ready[index].layers))
-            found.seconds = time.monotonic() - began
+            found.seconds = seconds_now
             if number >= self.rounds or (number >= LEAST_ROUNDS and found.seconds > seconds):
                 return
 
@@ -369,6 +395,8 @@ class Bench:
         if not self.on_gpu:
             return (CacheMemory(config, largest, 1, self.torch_device) if config.has_cache else None), 1
         free, _ = torch.cuda.mem_get_info(self.torch_device)
+        if self.ranks is not None:
+            free = min(self.ranks.collectives.gather_objects(free))
         each = largest + weights * len(steps)
         if each + SPARE_BYTES > free:
             raise MemoryError(
@@ -414,6 +442,9 @@ class Bench:
 
     def _check(self, each: Ready) -> None:
         """Run once more, and compare what is left in the output with the oracle."""
+        if self.ranks is not None:
+            each.timed.unchecked = "its cache lies on several ranks"
+            return
         each.step.output.fill_(torch.nan)
         try:
             each.run()
@@ -471,19 +502,42 @@ class Bench:
         }
 
 
-def untimed(config: AttentionConfig) -> str | None:
+@contextmanager
+def joined_ranks() -> Iterator[ContextParallel | None]:
+    """Join the processes that torchrun started, NCCL's on GPUs and gloo's on CPUs; give None for a single one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield ContextParallel()
+    finally:
+        dist.destroy_process_group()
+
+
+def untimed(config: AttentionConfig, ranks: ContextParallel | None = None) -> str | None:
     """Return why the steps of a layer cannot be made up; None where they can."""
+    size, here = config.decode_context_parallel_size, 1 if ranks is None else ranks.size
+    if size != here:
+        started = f"{here} process{'es were' if here > 1 else ' was'} started"
+        return f"its cache lies on {size} rank{'s' if size > 1 else ''} (--dcp {size}), but {started}: see torchrun"
     return "sparse MLA needs an indexer's choice of tokens" if config.sparse else unserved(config)
 
 
-def check_runnable(config: AttentionConfig, batch: BatchShape) -> None:
+def check_runnable(config: AttentionConfig, batch: BatchShape, ranks: ContextParallel | None = None) -> None:
     """Make sure that a batch can be made for a layer.
 
     Raises:
         ConfigError: it cannot; says why.
     """
-    if (reason := untimed(config)) is not None:
-        raise ConfigError(f"this layer cannot be timed alone: {reason}", fields=["sparse_top_k", "attn_type"])
+    if (reason := untimed(config, ranks)) is not None:
+        fields = ["sparse_top_k", "attn_type", "decode_context_parallel_size"]
+        raise ConfigError(f"this layer cannot be timed alone: {reason}", fields=fields)
     if not config.has_cache and any(group.query_len != group.seq_len for group in batch.groups):
         text = f"batch = {str(batch)!r}: a layer without a KV cache attends to the new tokens alone"
         raise ConfigError(text, fields=["batch"], hint="leave the sequence lengths out: 4q512")

@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="timing a layer needs torch")
 
 from attn_select.config import AttentionConfig
 from attn_select.device import lookup
+from attn_select.errors import ConfigError
 from attn_select.times import store
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.layer import timed_layer
@@ -220,6 +221,16 @@ def test_time_is_bounded_behind_the_third_round(run: Any) -> None:
     options = ("--workload", "2q1s40", "--rounds", "1000", "--seconds", "1e-9", "--backend", "TORCH_SDPA")
     data = run("bench", *LAYER, *options, "--no-save", "--json").json
     assert data["layers"][0]["batches"][0]["backends"][0]["rounds"] == benching.LEAST_ROUNDS
+
+
+def test_layers_of_more_ranks_than_processes_are_not_timed(run: Any) -> None:
+    result = run("bench", *LAYER, "--dcp", "2", "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 1
+    text = "not timed: its cache lies on 2 ranks (--dcp 2), but 1 process was started: see torchrun"
+    assert text in " ".join(result.out.split())
+    config = CONFIG.model_copy(update={"decode_context_parallel_size": 2})
+    with pytest.raises(ConfigError, match="this layer cannot be timed alone: its cache lies on 2 ranks"):
+        benching.check_runnable(config, parse_batch_shape("2q1s40"))
 
 
 def test_a_workload_is_summed_by_phase(run: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -95,3 +96,34 @@ def test_the_documented_program_prints_what_the_document_shows(tmp_path: Path) -
     done = subprocess.run(found, cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == block[2]
+
+
+def bench(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run ``attn-select bench`` in two processes; return the exit code, and what the first one printed."""
+    given = ["--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--dtype", "float32", "--json"]
+    given += ["--rounds", "3", "--backend", "TORCH_SDPA", *arguments]
+    program = "import sys; from attn_select_cli.main import run; sys.exit(run(sys.argv[1:]))"
+    (folder / "bench.py").write_text(program, "utf-8")
+    found = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*found, str(folder / "bench.py"), "bench", *given], capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_bench_measures_over_the_processes_of_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "times.jsonl"
+    code, found = bench(tmp_path, "--dcp", "2", "--workload", "2q1s64,q20s60", "--output", str(file))
+    assert code == 0
+    (layer,) = found["layers"]
+    assert [each["batch"] for each in layer["batches"]] == ["2q1s64", "q20s60"]
+    assert all(each["backends"][0]["time_us"] > 0 for each in layer["batches"])
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert [line["config"]["decode_context_parallel_size"] for line in lines] == [2, 2]
+
+
+def test_bench_of_one_rank_in_two_processes_times_nothing(tmp_path: Path) -> None:
+    code, found = bench(tmp_path, "--workload", "2q1s64", "--no-save")
+    assert code == 1
+    text = "its cache lies on 1 rank (--dcp 1), but 2 processes were started: see torchrun"
+    assert found["layers"][0]["not_run"] == text

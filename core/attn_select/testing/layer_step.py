@@ -20,6 +20,7 @@ from attn_select.runtime import (
     Attention,
     BlockTable,
     Capacity,
+    ContextParallel,
     MLAAttention,
     Scales,
     attention_group,
@@ -80,6 +81,7 @@ class LayerStep:
         phases: the phases whose backends are loaded; None: all.
         device: None: the selection's.
         dispatch: as in ``AttentionGroup``.
+        context_parallel: the ranks that share the cache, every one of which makes the step; None: one.
 
     Attributes:
         group: the layers' group.
@@ -94,12 +96,15 @@ class LayerStep:
         phases: Sequence[Phase] | None = None,
         device: torch.device | str | None = None,
         dispatch: str | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         config = self.config = selection.config
         self.requests = sorted(requests)
         query_lens, seq_lens = [query for query, _ in self.requests], [seq_len for _, seq_len in self.requests]
         capacity = Capacity(len(requests), sum(query_lens), max(seq_lens))
-        self.group: Any = attention_group(selection, device, capacity, phases=phases, dispatch=dispatch)
+        options: dict[str, Any] = {"phases": phases, "dispatch": dispatch, "context_parallel": context_parallel}
+        self.group: Any = attention_group(selection, device, capacity, **options)
+        self._ranks = 1 if context_parallel is None else context_parallel.size
         self.cache_shape: tuple[int, ...] | None = None
         self.cache_bytes = 0
         self.table = None
@@ -120,7 +125,7 @@ class LayerStep:
         blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).int()
         for row, own in enumerate(blocks.split_with_sizes(needed)):
             table.set_row(row, own.tolist())
-        kernel_blocks = sum(needed) * (size // group.kernel_block_size)
+        kernel_blocks = sum(needed) * (size // self._ranks // group.kernel_block_size)
         self.cache_shape = kv_cache_shape(group.kv_layout, self.config, kernel_blocks, group.kernel_block_size)
         self.cache_bytes = math.prod(self.cache_shape) * cache_dtype(group.kv_layout, self.config).itemsize
         return table
