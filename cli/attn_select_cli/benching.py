@@ -326,10 +326,8 @@ class Bench:
             if candidate.selection is None:
                 continue
             self._say(f"{batch}: preparing {candidate.name}")
-            made: list[Ready] = []
-            step_of = partial(self._step, candidate, candidate.selection, batch, timed)
-            self._attempt(timed, lambda made=made, timed=timed, of=step_of: made.append(Ready(timed, of())))
-            ready += made if timed.failure is None else []
+            self._attempt(timed, partial(self._make, ready, timed, candidate, batch))
+        ready = [each for each in ready if each.timed.failure is None]
         if not ready:
             return
         memory, layers = self._memory([each.step for each in ready], found.roofline_us)
@@ -351,6 +349,10 @@ class Bench:
                 self._say(f"{batch}: comparing {each.timed.backend} with the oracle")
                 if each.timed.samples_us:
                     self._check(each)
+
+    def _make(self, ready: list[Ready], timed: Timed, candidate: Candidate, batch: BatchShape) -> None:
+        assert candidate.selection is not None
+        ready.append(Ready(timed, self._step(candidate, candidate.selection, batch, timed)))
 
     def _attempt(self, timed: Timed, do: Callable[[], Any]) -> None:
         """Do what every rank does; note a failure, which of one rank is one of all: the other candidates go on."""
