@@ -27,4 +27,6 @@ def in_two_parts(plan: BackendPlan, config: AttentionConfig) -> BackendPlan:
     """Return the plan of a kernel that takes no mask, as it is where the layer asks for no tree."""
     if not config.draft_tree:
         return plan
-    return replace(plan, trees_in_two_parts=True, cuda_graph="NEVER", notes=(*plan.notes, IN_TWO_PARTS))
+    # A captured mixed step would be one batch of the kernel; in two parts its decodes are another.
+    level = "UNIFORM_BATCH" if plan.cuda_graph == "ALWAYS" else plan.cuda_graph
+    return replace(plan, trees_in_two_parts=True, cuda_graph=level, notes=(*plan.notes, IN_TWO_PARTS))

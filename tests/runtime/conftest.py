@@ -171,7 +171,7 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
         bounds = common.query_start_loc_cpu.tolist()
         output = torch.zeros(bounds[-1], config.num_heads, config.value_head_size)
         lse = torch.full((bounds[-1], config.num_heads), -torch.inf)
-        for request, seq_len in enumerate(common.seq_lens_cpu.tolist()):
+        for request, seq_len in enumerate(common.seq_lens.tolist()):  # as on a device, where replays change them
             rows = slice(bounds[request], bounds[request + 1])
             if kv_cache is None:
                 assert key is not None

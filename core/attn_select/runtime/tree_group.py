@@ -50,14 +50,13 @@ class DraftTreeGroup(AttentionGroup):
     """``AttentionGroup`` for layers with ``draft_tree`` whose kernels take no mask.
 
     Args:
-        selection, device, capacity, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``.
-        cuda_graphs: must be False.
+        selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``.
 
     Attributes:
         plain, context: the groups of the two kinds of batches that the kernel is given; each has its own builders.
 
     Raises:
-        ConfigError: besides those of ``AttentionGroup``: graphs or dispatch are asked for.
+        ConfigError: besides those of ``AttentionGroup``: dispatch is asked for.
     """
 
     def __init__(
@@ -70,17 +69,17 @@ class DraftTreeGroup(AttentionGroup):
         phases: Sequence[Phase] | None = None,
         dispatch: str | None = None,
     ) -> None:
-        if cuda_graphs or dispatch is not None:
+        if dispatch is not None:
             raise ConfigError(
-                f"cuda_graphs = {cuda_graphs}, dispatch = {dispatch!r}: trees of drafts on a kernel that takes no mask "
-                "are computed in two parts, which are neither captured nor dispatched (accepted: False, None)",
-                fields=["cuda_graphs", "dispatch"],
+                f"dispatch = {dispatch!r}: trees of drafts on a kernel that takes no mask are computed in two parts, "
+                "which are not dispatched (accepted: None)",
+                fields=["dispatch"],
             )
         fields = {"draft_tree": False, "output_quantization": "none"}
         part = replace(selection, config=selection.config.model_copy(update=fields))
-        self.selection, self.config, self.cuda_graphs = selection, selection.config, False
-        self.plain = AttentionGroup(part, device, capacity, phases=phases)
-        self.context = AttentionGroup(part, device, capacity, phases=phases)
+        self.selection, self.config, self.cuda_graphs = selection, selection.config, cuda_graphs
+        self.plain = AttentionGroup(part, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
+        self.context = AttentionGroup(part, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
         plain = self.plain
         self.capacity, self.device, self.checked = plain.capacity, plain.device, plain.checked
         self.block_size, self.kv_layout, self.kernel_block_size = (
@@ -91,6 +90,7 @@ class DraftTreeGroup(AttentionGroup):
         self.served, self.unified, self.backends, self.dispatch = plain.served, plain.unified, plain.backends, None
         # This group checks what layers are given; contexts are shorter than the queries that see them.
         self.plain.checked = self.context.checked = False
+        self._captured = _Captured(self) if cuda_graphs else None
 
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
@@ -106,32 +106,47 @@ class DraftTreeGroup(AttentionGroup):
         beside = self.plain.build(replace(prefills, tree_mask=None), 0, fast_build) if split.num_prefills else None
         if not split.num_decodes:
             return self._metadata_of(common, () if beside is None else beside.parts, plain=beside)
+        # Whether there is any context must not change from a captured step to its replays.
         context = None
-        if int(decodes.num_computed_tokens_cpu.max()) > 0:
-            lens = decodes.query_start_loc.diff()
-            cached = replace(
-                decodes,
-                seq_lens=(decodes.seq_lens - lens).clamp_min_(0),
-                seq_lens_cpu=decodes.num_computed_tokens_cpu.clamp_min(0),
-                causal=False,
-                tree_mask=None,
-                num_keys=None,
-                lead=None,
-            )
-            context = self.context.build(cached, 0, fast_build)
+        if self.cuda_graphs or int(decodes.num_computed_tokens_cpu.max()) > 0:
+            context = self.context.build(self._context_of(decodes), 0, fast_build)
         parts = next(each.parts for each in (context, beside, AttentionMetadata(self, common, 0, None, ())) if each)
+        return self._metadata_of(common, parts, plain=beside, context=context, **self._trees_of(decodes))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DraftTreeMetadata:
+        """As ``AttentionGroup.build_for_cudagraph_capture``; all requests are decodes."""
+        common = common_attn_metadata
+        self.check_batch(common)
+        context = self.context.build_for_cudagraph_capture(self._context_of(common))
+        return self._metadata_of(common, context.parts, context=context, **self._trees_of(common))
+
+    def _context_of(self, decodes: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return decodes as a batch whose keys are those that were cached before this step, all of them seen."""
+        lens = (decodes.seq_lens - decodes.query_start_loc.diff()).clamp_min_(0)
+        return replace(
+            decodes,
+            seq_lens=lens if self._captured is None else self._captured.lens.hold(lens),
+            seq_lens_cpu=decodes.num_computed_tokens_cpu.clamp_min(0),
+            causal=False,
+            tree_mask=None,
+            num_keys=None,
+            lead=None,
+        )
+
+    def _trees_of(self, decodes: CommonAttentionMetadata) -> dict[str, Any]:
         own, visible = _own_tokens(decodes)
-        count = split.num_decode_tokens
-        extras: dict[str, Any] = {"num_decode_tokens": count, "own": own, "visible": visible}
-        return self._metadata_of(common, parts, plain=beside, context=context, **extras)
+        if self._captured is not None:
+            own, visible = self._captured.own.hold(own), self._captured.visible.hold(visible)
+        return {"num_decode_tokens": decodes.num_actual_tokens, "own": own, "visible": visible}
 
     def _metadata_of(self, common: CommonAttentionMetadata, parts: Any, **extras: Any) -> DraftTreeMetadata:
         return DraftTreeMetadata(self, common, common.num_actual_tokens, common.slot_mapping, parts, **extras)
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
-        """Steps in two parts are not captured."""
-        return "NEVER"
+        """Which batches can be captured: decodes, as the kernel's level for their contexts allows."""
+        level = self.context.cudagraph_support
+        return "UNIFORM_BATCH" if level == "ALWAYS" else level
 
     @property
     def reorder_batch_threshold(self) -> int:
@@ -153,6 +168,31 @@ class DraftTreeGroup(AttentionGroup):
     def layer_in_parts(self, layer: type[Any], **options: Any) -> DraftTreeAttention:
         """Return what computes one layer of this group."""
         return DraftTreeAttention(self, layer, **options)
+
+
+class _Kept:
+    """Rows at one address, which captured kernels read again at each replay.
+
+    Args:
+        rows: the most that are held; sizes, dtype, device: of the tensor.
+    """
+
+    def __init__(self, rows: int, *sizes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rows = torch.empty(rows, *sizes, dtype=dtype, device=device)
+
+    def hold(self, rows: Tensor) -> Tensor:
+        """Copy rows to the first places and return these."""
+        return self._rows[: len(rows)].copy_(rows)
+
+
+class _Captured:
+    """What ``DraftTreeGroup`` computes of a batch beside the kernel's metadata, at addresses that stay."""
+
+    def __init__(self, group: DraftTreeGroup) -> None:
+        requests, columns, device = group.capacity.max_num_seqs, group.reorder_batch_threshold, group.device
+        self.lens = _Kept(requests, dtype=torch.int32, device=device)
+        self.own = _Kept(requests * columns, columns, dtype=torch.int64, device=device)
+        self.visible = _Kept(requests * columns, columns, dtype=torch.bool, device=device)
 
 
 def _own_tokens(decodes: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,18 @@ import torch
 
 from attn_select.errors import ConfigError
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
+from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select.testing import gqa_layer
-from attn_select.testing.running import check_result, common_of, problem_for, run_problem
+from attn_select.testing.running import (
+    Result,
+    check_result,
+    common_of,
+    inputs_of,
+    kernel_cache,
+    layer_of,
+    problem_for,
+    run_problem,
+)
 from attn_select.testing.toolkit import codes_of, plan_of, selection_of
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
@@ -32,9 +42,9 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
-def group_for(**fields: Any) -> Any:
+def group_for(*, options: Any = None, **fields: Any) -> Any:
     selection = selection_of(FLASH_ATTN, gqa_layer(**TREES, **fields), "h100", options={"provider": "vllm"})
-    return attention_group(selection, "cpu", Capacity(16, 1024, 1024))
+    return attention_group(selection, "cpu", Capacity(16, 1024, 1024), **options or {})
 
 
 @pytest.mark.parametrize("fields", BESIDE, ids=lambda fields: "-".join(fields) or "plain")
@@ -56,15 +66,30 @@ def test_a_plain_group_is_refused(emulate: Callable[[str], Any]) -> None:
         AttentionGroup(selection_of(FLASH_ATTN, gqa_layer(**TREES), "h100"), "cpu")
 
 
-@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {"dispatch": "measured"}])
-def test_steps_in_two_parts_are_neither_captured_nor_dispatched(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="neither captured nor dispatched"):
-        attention_group(selection_of(FLASH_ATTN, gqa_layer(**TREES), "h100"), "cpu", **options)
+@pytest.mark.parametrize("fields", BESIDE, ids=lambda fields: "-".join(fields) or "plain")
+def test_captured_metadata_serves_other_trees_and_contexts(
+    fields: dict[str, Any], emulate: Callable[[str], Any]
+) -> None:
+    """What a graph does, without one: the metadata of the capture, tensors of another step at the same addresses."""
+    emulate("vllm")
+    group = group_for(options={"cuda_graphs": True}, **fields)
+    static = StaticBatch(group, 4)
+    captured = group.build_for_cudagraph_capture(static.dummy(3))
+    for seed, requests in enumerate((((4, 700), (4, 20)), ((4, 4), (4, 90), (4, 33)), ((4, 4),))):
+        problem = problem_for(group, requests, seed)
+        common = common_of(problem)
+        group.build(static.load(common, 3))
+        cache, tokens = kernel_cache(group, problem), common.num_actual_tokens
+        given = [inputs_of(problem)[name][:tokens] for name in ("query", "key", "value")]
+        given = [torch.cat([rows, rows.new_zeros(12 - tokens, *rows.shape[1:])]) for rows in given]
+        output, lse = given[0].new_full((12, 4, given[2].shape[2]), torch.nan), torch.full((12, 4), torch.nan)
+        layer_of(group, problem).forward(*given, cache, captured, output, lse)
+        check_result(group, problem, Result(output[:tokens], lse[:tokens], cache))
 
 
 def test_the_gate_says_what_two_parts_lack() -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(**TREES), "h100", "decode")
-    assert (plan.trees_in_two_parts, plan.cuda_graph) == (True, "NEVER")
+    assert (plan.trees_in_two_parts, plan.cuda_graph) == (True, "UNIFORM_BATCH")
     chains = plan_of(FLASH_ATTN, gqa_layer(**{**TREES, "draft_tree": False}), "h100", "decode")
     assert (chains.trees_in_two_parts, chains.cuda_graph) == (False, "ALWAYS")
     for fields in ({"sliding_window": 8}, {"batch_invariant": True}):

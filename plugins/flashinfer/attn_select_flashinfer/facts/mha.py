@@ -132,7 +132,6 @@ _GEN_NOTES = {"prefill": (_GEN_PREFILL, _SHARED), "decode": (_SHARED,)}
 _NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases share the rest"
 _DRAFTS = "queries of more than one token go through the prefill wrapper"
 _SINKS_UNPROVEN = "the kernel with attention sinks was executed on compute capability 9.0, never on 8.x"
-_TREES_UNPROVEN = "trees of drafts were executed with FlashInfer's kernels emulated, never on a GPU"
 _TURING_UNPROVEN = "FlashInfer was never executed on compute capability 7.5 by this project"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
 
@@ -189,7 +188,7 @@ def _tree_plan(
     found = plan(context, device, environment, native, phase)
     if isinstance(found, list):
         return [*found, *reasons]
-    return reasons or in_two_parts(replace(found, unverified=(*found.unverified, _TREES_UNPROVEN)), config)
+    return reasons or in_two_parts(found, config)
 
 
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:

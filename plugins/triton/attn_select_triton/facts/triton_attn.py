@@ -96,7 +96,6 @@ _NO_CACHE = "reads the step's own K and V, no cache"
 _DECODE = "splits the keys until every SM has its share of them, then merges by log-sum-exp"
 _FIXED = "splits by the length of a request alone: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits grow with the longest sequence and are reserved for its maximum"
-_TREES = "trees of draft tokens: run in Triton's interpreter and compiled, not run on a GPU"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
 _HALF = (
     "FP8 keys read in place are multiplied as float16, also with a bfloat16 query, whose largest number is then 65504"
@@ -212,7 +211,7 @@ def plan(
     prefill = prefill_way(config, device, environment, options) if phase == "prefill" else None
     made = _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
     if config.draft_tree:  # a captured mixed step runs decodes by the prefill's kernel, which knows no trees
-        made = replace(made, cuda_graph="UNIFORM_BATCH", unverified=(*made.unverified, _TREES))
+        made = replace(made, cuda_graph="UNIFORM_BATCH")
     return marked(made, config, device.compute_capability)
 
 
