@@ -82,8 +82,7 @@ VERDICTS = {
     "vLLM's cannot run": "what vLLM chooses raises later, or computes something else",
     "ours runs too": "vLLM does not offer what we choose",
     "order": "both accept both, and we rank otherwise",
-    "unproven": "we accept less than vLLM, since no source proves it",
-    "missing": "what vLLM chooses runs, and this project does not have it",
+    "left out": "what vLLM chooses may run; it is left out for the reason given, and another backend serves the layer",
 }
 CLASSES = (
     Class(
@@ -113,8 +112,9 @@ CLASSES = (
     ),
     Class(
         "head size 512 on 9.0, FP8 cache",
-        "missing",
-        "vLLM's own copy of FlashAttention 4 converts an FP8 cache as it reads; no such argument is passed here",
+        "left out",
+        "vLLM's own copy of FlashAttention 4 loads whole pages of 64 tokens there (`fp8_kv_dequant`), so that a NaN "
+        "behind a sequence's end would reach the output, where `FLASH_ATTN` promises that none does",
         lambda d: d.refuses("FLASH_ATTN", "head-size"),
     ),
     Class(
@@ -149,20 +149,22 @@ CLASSES = (
     ),
     Class(
         "batch invariance of FlashAttention 4 on 10.x",
-        "unproven",
-        "its tiles depend on the longest query there; on 9.0 it passed the suite's bitwise comparison",
-        lambda d: d.refuses("FLASH_ATTN", "batch-invariant"),
+        "order",
+        "no source says it (on 9.0 it passed the suite's bitwise comparison), so it is `unverified` and comes last",
+        lambda d: d.vllm in ("FLASH_ATTN", "FLASH_ATTN_MLA") and d.unverified and d.question["head_size"] != 512,
     ),
     Class(
         "batch invariance of FlashInfer's ragged prefill",
-        "unproven",
-        "flashinfer-ai/flashinfer #2424",
+        "left out",
+        "vLLM's prefill selector does not ask for it (`mla/prefill/selector.py`); FlashInfer's query tiles follow the "
+        "batch (flashinfer-ai/flashinfer #2424), and no source says that TRT-LLM's compiled kernel has it",
         lambda d: d.refuses("FLASHINFER_MLA", "batch-invariant"),
     ),
     Class(
         "multimodal prefix through FlashAttention 4",
-        "missing",
-        "vLLM passes it a mask of its own on 10.x",
+        "left out",
+        "vLLM compiles a mask of its own into it, with lists of blocks that each step makes on the device "
+        "(vllm-project/vllm #42175, #50294); Triton's kernel knows image ranges, and ran here",
         lambda d: d.refuses("FLASH_ATTN", "mm-prefix"),
     ),
     Class(
@@ -174,7 +176,7 @@ CLASSES = (
     Class(
         "page sizes",
         "ours runs too",
-        "FlashAttention 3 and native FlashInfer take any page size, and a 16-bit sparse cache is read token by token",
+        "FlashAttention 3 and 4 and native FlashInfer take any page size, and a 16-bit sparse cache is read token by token",
         lambda d: d.offers(d.ours or "", "block_size"),
     ),
     Class(

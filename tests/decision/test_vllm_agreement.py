@@ -29,6 +29,12 @@ def test_every_difference_has_a_class(found: list[compare_vllm.Compared]) -> Non
     assert not unknown
 
 
+def test_what_is_left_out_is_served_by_another_backend(found: list[compare_vllm.Compared]) -> None:
+    for *_, each in found:
+        if each is not None and (named := compare_vllm.class_of(each)) is not None and named.verdict == "left out":
+            assert each.ours is not None, each
+
+
 def test_every_class_is_seen(found: list[compare_vllm.Compared]) -> None:
     seen = {each.name for *_, one in found if one is not None and (each := compare_vllm.class_of(one)) is not None}
     assert seen == {each.name for each in compare_vllm.CLASSES}

@@ -213,17 +213,34 @@ VERSIONS = Fact(
 """Major versions by the device's, preferred first; elsewhere FA2 leads."""
 
 
+INVARIANCE_UNPROVEN = "no source says that FA4's results do not depend on the batch off compute capability 9.0"
+"""On 9.0 the conformance suite compared bits. Elsewhere the number of tiles that a thread block has follows the longest
+query (flash-attn-4 4.0.0b36 flash_attn/cute/interface.py, ``q_stage``); each row is still computed by itself
+(flash_fwd_sm100.py), so that bits may well be equal."""
+
+
+def proves_invariance(build: FlashAttnBuild, capability: tuple[int, int] | None) -> bool:
+    """Return whether a build's results were seen, or are said, not to depend on the batch."""
+    return build.version != 4 or capability == HOPPER
+
+
 @cache
-def builds_for(capability: tuple[int, int] | None) -> tuple[FlashAttnBuild, ...]:
+def builds_for(capability: tuple[int, int] | None, batch_invariant: bool = False) -> tuple[FlashAttnBuild, ...]:
     """Return the builds that a device of this compute capability can run, preferred first.
 
     For a device that runs none (CPU, below 8.0) it is all, so that a layer's other obstacles can still be named.
+
+    Args:
+        batch_invariant: whether those whose batch invariance nobody proved come last.
     """
     if capability is None or capability < (8, 0):
         return BUILDS
     fitting = [build for build in BUILDS if build.compute_capabilities.value.accepts(capability)]
     order = VERSIONS.value.get(capability[0], (2, 4, 3))
-    return tuple(sorted(fitting, key=lambda build: order.index(build.version)))  # stable: the table's order within one
+    fitting.sort(key=lambda build: order.index(build.version))  # stable: the table's order within one
+    if batch_invariant:
+        fitting.sort(key=lambda build: not proves_invariance(build, capability))
+    return tuple(fitting)
 
 
 FA4_WIDE: Fact[dict[str, tuple[tuple[int, int], ...]]] = Fact(

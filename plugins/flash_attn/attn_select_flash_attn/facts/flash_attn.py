@@ -27,6 +27,7 @@ from attn_select.spec import (
 from attn_select_flash_attn.facts.builds import (
     FA4,
     HOPPER,
+    INVARIANCE_UNPROVEN,
     LIBRARIES,
     RAN,
     SGLANG_FA3,
@@ -44,6 +45,7 @@ from attn_select_flash_attn.facts.builds import (
     kernel_of,
     notes_on_build,
     pins_of,
+    proves_invariance,
     why_this_build,
 )
 
@@ -78,7 +80,7 @@ CAPABILITIES = Capabilities(
     sinks=Fact(True, f"{RAN} (sinks in bfloat16); {VLLM_FA3}; {SGLANG_FA3}; {FA4} learnable_sink"),
     mm_prefix=Fact(False, f"{VLLM_PYTHON} (mask_mod raises for FA2 and FA3)"),
     non_causal=Fact(True, f"{_BOTH} (causal=False)"),
-    batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1; FA4 not, whose tiles follow the batch on 10.x)"),
+    batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1)"),
     per_head_quant_scales=Fact(True, f"{UPSTREAM_FA3} (descale is batch x KV heads)"),
     output_quantizations=Fact((), f"{VLLM_FA4} (output_scale: not with paged KV)"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
@@ -193,8 +195,6 @@ def _of_fa4(build: FlashAttnBuild, config: AttentionConfig, capability: tuple[in
     heads, width = config.head_size, config.value_head_size
     if major == 12 and config.has_cache:
         found.append(Objection("paged-kv", "none on compute capability 12.x", "a paged KV cache", True))
-    if config.batch_invariant and major != 9:
-        found.append(Objection("batch-invariant", "on compute capability 9.0 only", "batch invariance", True))
     accepts = fa4_accepts(build, heads, width, major, config.has_cache)
     if accepts is not None:
         found.append(Objection("head-size", accepts, f"head size {heads}", heads))
@@ -241,7 +241,7 @@ def plan(
     capability = device.compute_capability
     pins = pins_of("FLASH_ATTN", "version", options.version, options.provider)
     chosen = choose(
-        builds_for(capability),
+        builds_for(capability, config.batch_invariant),
         environment,
         lambda build: objections(build, config, capability, options.hybrid),
         pins=pins,
@@ -260,7 +260,10 @@ def plan(
     splits_keys = chosen.version != 4 or capability != HOPPER
     kernel = kernel_of(chosen, config.has_cache, splits_keys=splits_keys)
     made = _plan_with(chosen, kernel, config, options.hybrid, why, notes_on_build(chosen, capability))
-    made = replace(made, unverified=(_WIDE_UNPROVEN,)) if config.head_size > 256 else made
+    marks = [_WIDE_UNPROVEN] if config.head_size > 256 else []
+    if config.batch_invariant and not proves_invariance(chosen, capability):
+        marks.append(INVARIANCE_UNPROVEN)
+    made = replace(made, unverified=tuple(marks)) if marks else made
     return in_two_parts(made, config)
 
 

@@ -23,6 +23,7 @@ from attn_select.spec import (
 )
 from attn_select_flash_attn.facts.builds import (
     HOPPER,
+    INVARIANCE_UNPROVEN,
     LIBRARIES,
     RAN,
     UPSTREAM_FA2,
@@ -36,6 +37,7 @@ from attn_select_flash_attn.facts.builds import (
     kernel_of,
     notes_on_build,
     pins_of,
+    proves_invariance,
     why_this_build,
 )
 
@@ -137,8 +139,6 @@ def prefill_objections(
     if build.version == 4:
         major = 9 if capability is None else capability[0]
         accepts = accepts or fa4_accepts(build, qk, v if _fa4_takes(qk, v) else qk, major, False)
-        if config.batch_invariant and major != 9:
-            found.append(Objection("batch-invariant", "on compute capability 9.0 only", "batch invariance", True))
     if accepts is not None:
         what = f"QK head size {qk} (qk_nope_head_dim + qk_rope_head_dim)"
         found.append(Objection("qk-head-size", accepts, what, qk))
@@ -162,7 +162,7 @@ def plan(
     capability = HOPPER if decode else device.compute_capability
     pins = pins_of("FLASH_ATTN_MLA", "prefill_version", "auto" if decode else options.prefill_version, options.provider)
     chosen = choose(
-        _FA3_ON_HOPPER if decode else builds_for(capability),
+        _FA3_ON_HOPPER if decode else builds_for(capability, config.batch_invariant),
         environment,
         lambda build: decode_objections(config) if decode else prefill_objections(build, config, capability),
         pins=pins,
@@ -219,6 +219,7 @@ def _prefill_plan(
     if v != qk and not (fa3 and _fa3_takes(qk, v)) and not (build.version == 4 and _fa4_takes(qk, v)):
         padding = qk - v
         said = (*said, f"V is padded from {v} to {qk} columns, as wide as QK")
+    unproven = config.batch_invariant and not proves_invariance(build, capability)
     return BackendPlan(
         kernel=kernel_of(build, False, padding, splits_keys=build.version != 4 or capability != HOPPER),
         path=f"{build.kernel} varlen",
@@ -230,6 +231,7 @@ def _prefill_plan(
         cuda_graph="UNIFORM_BATCH",
         provider=build.provider,
         notes=said,
+        unverified=(INVARIANCE_UNPROVEN,) if unproven else (),
     )
 
 

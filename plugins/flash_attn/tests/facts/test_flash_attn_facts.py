@@ -231,7 +231,7 @@ def test_v_head_size_off_hopper_and_with_sinks() -> None:
         ((10, 0), {"head_size": 192}, {"head-size"}),
         ((10, 0), {"head_size": 192, "v_head_size": 128}, set()),
         ((10, 0), {"head_size": 160}, {"head-size"}),
-        ((10, 0), {"batch_invariant": True}, {"batch-invariant"}),
+        ((10, 0), {"batch_invariant": True}, set()),
         ((10, 0), {"alibi": True}, {"alibi"}),
         ((11, 0), {}, set()),
         ((11, 0), {"kv_cache_dtype": "fp8"}, {"kv-cache-dtype"}),
@@ -252,6 +252,20 @@ def test_head_size_512_on_hopper_is_vllms_fa4() -> None:
     environment = installed(vllm="0.32.0")
     assert "head-size" in reasons_of(FLASH_ATTN, gqa_layer(head_size=512), (9, 0), environment=environment)
     assert set(reasons_of(FLASH_ATTN, gqa_layer(head_size=512), (10, 0))) == {"head-size"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"), [({}, "FA2"), ({"kv_cache_dtype": "fp8"}, "FA4"), ({"sinks": True}, "FA4")]
+)
+def test_what_nobody_proved_batch_invariant_comes_last_and_is_marked(fields: dict[str, Any], path: str) -> None:
+    plan = plan_of(FLASH_ATTN, gqa_layer(batch_invariant=True, **fields), (10, 0))
+    assert (plan.path, bool(plan.unverified)) == (path, path == "FA4")
+    assert plan_of(FLASH_ATTN, gqa_layer(**fields), (10, 0)).path == "FA4"
+    mla = plan_of(SPECS["FLASH_ATTN_MLA"], mla_layer(batch_invariant=True), (10, 0), phase="prefill")
+    assert (mla.path, mla.unverified) == ("FA2 varlen", ())
+    pinned = {"prefill_version": 4}
+    mla = plan_of(SPECS["FLASH_ATTN_MLA"], mla_layer(batch_invariant=True), (10, 0), phase="prefill", options=pinned)
+    assert mla.unverified
 
 
 def test_vllms_fa4_leaves_heads_of_256_on_blackwell_to_fa2() -> None:
