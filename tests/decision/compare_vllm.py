@@ -176,7 +176,8 @@ CLASSES = (
     Class(
         "page sizes",
         "ours runs too",
-        "FlashAttention 3 and 4 and native FlashInfer take any page size, and a 16-bit sparse cache is read token by token",
+        "FlashAttention 3 and 4 and native FlashInfer take any page size, and a 16-bit sparse cache is read token by "
+        "token",
         lambda d: d.offers(d.ours or "", "block_size"),
     ),
     Class(
