@@ -192,7 +192,6 @@ _kept = functools.lru_cache(maxsize=1024)
 
 _FEATURE_VALUES = attrgetter(*[feature.field for feature in FEATURES])
 _BITS = tuple([(1 << index, feature) for index, feature in enumerate(FEATURES)])
-_SPARSE_RANKS = "sparse MLA over several ranks was never executed: the runtime does not run it"
 _NOBODY = 1 << len(FEATURES)
 """The bit of a combination of features that no backend has."""
 
@@ -223,7 +222,7 @@ class Wanted:
 
     __slots__ = ("_nobody", "_refusals", "among", "bits", "features", "unverified")
 
-    def __init__(self, values: Sequence[Any], mla: bool, sparse: bool) -> None:
+    def __init__(self, values: Sequence[Any], mla: bool) -> None:
         self.features = [
             (bit, feature, value) for (bit, feature), value in zip(_BITS, values, strict=True) if value != feature.off
         ]
@@ -233,8 +232,6 @@ class Wanted:
             if feature.executed is not None and value not in feature.executed
         )
         asked = {feature.field: value for _, feature, value in self.features}
-        if sparse and "decode_context_parallel_size" in asked:
-            self.unverified = (*self.unverified, _SPARSE_RANKS)
         self._nobody = _beyond_ranks(asked, mla)
         self.bits = sum([bit for bit, _, _ in self.features], _NOBODY if self._nobody else 0)
         self._refusals: dict[int, list[Reason]] = {}
@@ -279,7 +276,7 @@ class Demands:
         block = config.block_size if self.has_cache else None
         self.sizes: tuple[int, int | None, int | None] = (size, None if width == size else width, block)
         self.other_sizes = (block,) if self.sizes[1] is None else self.sizes
-        self.wanted = _wanted(_FEATURE_VALUES(config), config.mla, config.sparse)
+        self.wanted = _wanted(_FEATURE_VALUES(config), config.mla)
         self.graph: Mapping[Phase, int] = _GRAPHS[config.cuda_graph]
 
 

@@ -14,6 +14,7 @@ from attn_select.runtime import Attention, BlockTable, Capacity, ContextParallel
 from attn_select.testing import BackendConformance
 from attn_select.testing.rank_conformance import check_on_group
 from attn_select_torch.facts.torch_mla import TORCH_MLA
+from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
 CAPACITY = Capacity(4, 64, 256)
@@ -27,6 +28,12 @@ class Sdpa(BackendConformance):
 
 class Mla(BackendConformance):
     spec = TORCH_MLA
+    device = "cpu"
+    seed = 19
+
+
+class MlaSparse(BackendConformance):
+    spec = TORCH_MLA_SPARSE
     device = "cpu"
     seed = 19
 

@@ -17,7 +17,7 @@ from processes import run_processes
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 
-@pytest.mark.parametrize("suite", [programs.Sdpa, programs.Mla])
+@pytest.mark.parametrize("suite", [programs.Sdpa, programs.Mla, programs.MlaSparse])
 @pytest.mark.parametrize(("size", "num_layers"), [(2, 20), (4, 8)])
 def test_backends_give_the_oracles_results(tmp_path: Path, suite: Any, size: int, num_layers: int) -> None:
     found = run_processes(size, tmp_path, programs.conformance, suite, num_layers)
@@ -31,6 +31,7 @@ def test_backends_give_the_oracles_results(tmp_path: Path, suite: Any, size: int
         (4, "llama", "replicated", 4),
         (2, "deepseek_v3", "sharded", 8),
         (4, "deepseek_v3", "sharded", 1),
+        (2, "deepseek_v32", "sharded", 1),
     ],
 )
 def test_models_generate_the_tokens_of_one_process(

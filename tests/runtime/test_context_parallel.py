@@ -54,6 +54,15 @@ def test_every_position_lies_on_one_rank_in_a_slot_of_its_own(size: int, interle
         assert local[local >= 0].tolist() == list(range(13 * 8))
 
 
+def test_a_rank_keeps_its_own_of_the_chosen_slots_in_order() -> None:
+    shares = [Shares(rank, 2, 1, 4, "cpu") for rank in range(2)]  # even and odd positions; blocks of 8 slots
+    slots = torch.tensor([[17, 3, 2, 8, -1, -1], [6, 4, 2, 0, 16, 1], [-1] * 6], dtype=torch.int32)
+    first, second = (share.chosen(slots) for share in shares)
+    assert first.dtype == second.dtype == torch.int32
+    assert first.tolist() == [[1, 4, -1, -1, -1, -1], [3, 2, 1, 0, 8, -1], [-1] * 6]
+    assert second.tolist() == [[8, 1, -1, -1, -1, -1], [0, -1, -1, -1, -1, -1], [-1] * 6]
+
+
 def test_an_interleave_that_does_not_divide_the_block_size() -> None:
     with pytest.raises(ConfigError, match="interleave = 3: accepted are divisors of the block size, 8"):
         Shares(0, 2, 3, 8, "cpu")
@@ -255,11 +264,6 @@ def test_what_ranks_cannot_run_is_refused() -> None:
     for merge in ("ag_rs", "symm"):
         for error in _errors_of(partial(lambda rank, merge: (first, {"merge": merge}), merge=merge)):
             assert f"merge = '{merge}' with batch_invariant = True" in str(error)
-    mla = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    sparse = AttentionConfig(num_heads=4, sparse_top_k=64, dtype="float32", decode_context_parallel_size=2, **mla)
-    chosen = select(sparse, "cpu")
-    for error in _errors_of(lambda rank: (chosen, {})):
-        assert "sparse_top_k = 64: sparse MLA does not run over several ranks yet" in str(error)
 
 
 def test_a_group_of_decodes_refuses_longer_queries() -> None:

@@ -12,7 +12,8 @@ normalises and rotates ``query`` and ``key``, and folds its factors into ``weigh
 The keys have a paged cache of their own, beside the latents': the same blocks, tables and slots, so the engine's block
 pool serves both. In FP8 a block holds the e4m3 codes of all its tokens, then one float32 scale a token, as in vLLM
 (csrc/cache_kernels.cu, indexer_k_quant_and_cache) and DeepGEMM (fp8_paged_mqa_logits). Layers that share their choice
-(GLM-5's ``indexer_types``) take the same ``topk_indices``.
+(GLM-5's ``indexer_types``) take the same ``topk_indices``. Over several ranks each holds the keys of all tokens, and
+all choose the same.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class SparseIndexer:
             if tensor.shape[1:] != shape or tensor.dtype != dtype or tensor.shape[0] < tokens:
                 checks.check_rows(name, tensor, shape, dtype, tokens)
         self._check_cache(index_cache)
-        ops.indexer_k_quant_and_cache(key[:tokens], index_cache, metadata.slot_mapping)
+        ops.indexer_k_quant_and_cache(key[:tokens], index_cache, metadata.common.slot_mapping)
         if tokens:
             rows, own = self._rows(metadata), (query[:tokens], weights[:tokens])
             ops.indexer_topk(*own, index_cache, rows, self.block_size, topk_indices[:tokens])

@@ -135,7 +135,8 @@ class MLAAttention(nn.Module):
                 ``torch.compile``.
             output: ``(T', num_heads, v_head_dim)``, written; None makes one. Rows behind ``num_actual_tokens`` are left
                 alone.
-            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding.
+            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding; over
+                several ranks the scheduler's, the same on all of them.
             output_lse: float32 ``(T', num_heads)``, written if given; only for plans that return the LSE.
 
         Raises:
@@ -163,6 +164,8 @@ class MLAAttention(nn.Module):
         self._check(metadata, kv_cache, dict(zip(self._accepted, given, strict=True)))
         kv_c, rope, cache = cast(tuple[Tensor, ...], (kv_c_normed, k_pe, kv_cache))
         self._write(kv_c, rope, cache, metadata.slot_mapping)
+        if topk_indices is not None:
+            topk_indices = self.group.own_slots(topk_indices[: metadata.num_actual_tokens])
         for part in metadata.parts:
             rows = part.rows
             lse = None if output_lse is None else _rows(output_lse, rows)
@@ -224,7 +227,9 @@ class MLAAttention(nn.Module):
         if self._in_parts is not None:
             self._in_parts.forward(
                 absorbed,
-                lambda gathered, latent, own: impl.forward_mqa(self, gathered, view, part.metadata, latent, own),
+                lambda gathered, latent, own: impl.forward_mqa(
+                    self, gathered, view, part.metadata, latent, own, indices
+                ),
                 lambda latent, projected: _project(latent, self.w_uv, projected, part.spans),
                 output,
                 lse,
@@ -284,7 +289,7 @@ class MLAAttention(nn.Module):
             group.check_contents(self.scales, given, kv_cache, metadata.common)
             if (indices := given["topk_indices"]) is not None and not _capturing(indices):
                 assert kv_cache is not None
-                checks.check_indices(indices[:tokens], kv_cache.shape[0] * kv_cache.shape[1])
+                checks.check_indices(indices[:tokens], group.num_slots(kv_cache))
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -253,3 +253,11 @@ class MLAAttentionGroup(AttentionGroup):
         where = (chunk.block_table, chunk.starts, chunk.start_loc, chunk.num_tokens, kv_cache.shape[1])
         ops.gather_cache_mla(kv_cache, self.workspace, *where, self.config, scales)
         return self.workspace[: chunk.num_tokens]
+
+    def own_slots(self, topk_indices: Tensor) -> Tensor:
+        """Return the chosen slots ``(T, sparse_top_k)`` in this group's own cache: all of them."""
+        return topk_indices
+
+    def num_slots(self, kv_cache: Tensor) -> int:
+        """Return how many slots may be chosen from."""
+        return kv_cache.shape[0] * kv_cache.shape[1]

@@ -54,7 +54,6 @@ from attn_select.testing.toolkit import (
 )
 
 NEVER_RUN: Mapping[Callable[[AttentionConfig], bool], str] = {
-    lambda config: config.sparse and config.decode_context_parallel_size > 1: "sparse MLA over several ranks",
     lambda config: config.output_quantization == "fp4": "the oracle has no FP4 output",
 }
 """What the suite can run on no machine; plans for it are marked ``unverified``."""

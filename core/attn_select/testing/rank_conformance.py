@@ -27,7 +27,7 @@ def layers_of(suite: BackendConformance, size: int, fields: Mapping[str, Any]) -
     _, device, environment = suite._place()
     for index in range(suite.num_configs):
         case = draw_case(suite.spec, suite.seed, index, suite.heads)
-        if case.changed is not None or not case.config.has_cache or case.config.sparse:
+        if case.changed is not None or not case.config.has_cache:
             continue
         if case.config.output_quantization == "fp4":
             continue

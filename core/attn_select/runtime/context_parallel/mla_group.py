@@ -2,7 +2,8 @@
 
 Decodes run on latents, with the absorbed queries of all ranks' heads against this rank's share, and the ranks merge
 their results by LSE. Each query is a request of its own, since the queries of one request see different parts of a
-share. Prefills run by this rank's own heads: the cached context is gathered from all ranks, chunk by chunk.
+share. Prefills run by this rank's own heads: the cached context is gathered from all ranks, chunk by chunk. With sparse
+MLA all queries are decodes, each over those of the chosen tokens that lie here.
 """
 
 from __future__ import annotations
@@ -99,10 +100,11 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
                 device,
                 bounds,
                 cuda_graphs=cuda_graphs,
-                phases=[phase for phase in wanted if phase == "prefill"],
+                phases=[phase for phase in wanted if phase == "prefill" and not selection.config.sparse],
                 workspace_tokens=workspace_tokens,
             )
-            self._make_latent(selection, "decode" in wanted)
+            latent: Phase = "decode" if "decode" in wanted else "prefill"
+            self._make_latent(selection, latent if latent == "decode" or selection.config.sparse else None)
 
         do_alike(
             context_parallel.collectives,
@@ -114,8 +116,8 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
             self.merger, self.config, context_parallel, self._queries.max_num_seqs, self.merged_width, self.device
         )
 
-    def _make_latent(self, selection: Selection, decodes: bool) -> None:
-        """Make what decodes, and take over what the layers ask of both parts."""
+    def _make_latent(self, selection: Selection, phase: Phase | None) -> None:
+        """Make what computes on latents, of this phase's backend, and take over what the layers ask of both parts."""
         ranks, size, capacity = self.context_parallel, selection.block_size, self.capacity
         assert size is not None  # MLA layers have a cache
         self.selection, self.config = selection, selection.config
@@ -128,12 +130,14 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         # Where every rank has all heads, each projects its own partial results, if there is less to send then.
         self.merged_width = rank if ranks.sharded else min(rank, value)
         queries = capacity.max_num_seqs * (1 + self.config.num_speculative_tokens)
+        if self.config.sparse:
+            queries = capacity.max_num_batched_tokens
         self._queries = Capacity(
             min(queries, capacity.max_num_batched_tokens), capacity.max_num_batched_tokens, capacity.max_model_len
         )
         self._local = LocalBatches(self.shares, self._queries, self.device, keeps=self.cuda_graphs)
         self.latent: MLAAttentionGroup | None = None
-        if decodes:
+        if phase is not None:
             # Every query is a request with one token: to the kernels there are no drafts.
             part = part_of(selection, ranks.gathered_heads(self.config.num_heads), num_speculative_tokens=0)
             self.latent = MLAAttentionGroup(
@@ -141,7 +145,7 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
                 self.device,
                 local_capacity(self._queries, self.block_size, size),
                 cuda_graphs=self.cuda_graphs,
-                phases=["decode"],
+                phases=[phase],
                 workspace_tokens=1,
             )
             self.latent.checked = False  # this group checks what layers are given
@@ -156,6 +160,9 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         common = common_attn_metadata
         check_step(self, common)
         slots = self._local.slots(common)
+        if self.config.sparse:
+            local = self._local.shared(self._by_query(common), slots)
+            return self._rank_metadata(common, slots, self._decoder().build(local, 0, fast_build).parts)
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
@@ -177,6 +184,17 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         local = self._local.shared(self._by_query(common), slots)
         part = self._decoder().build_for_cudagraph_capture(local).parts[0]
         return self._rank_metadata(common, slots, [part])
+
+    def _latent_alone(self) -> bool:
+        return self.config.sparse
+
+    def own_slots(self, topk_indices: Tensor) -> Tensor:
+        """Return those of the chosen slots that lie on this rank, in its cache, -1 behind a token's last one."""
+        return self.shares.chosen(topk_indices)
+
+    def num_slots(self, kv_cache: Tensor) -> int:
+        """Return how many of the scheduler's slots may be chosen from."""
+        return super().num_slots(kv_cache) * self.shares.size
 
     def _decoder(self) -> MLAAttentionGroup:
         if self.latent is None:

@@ -41,9 +41,6 @@ def check_selection(selection: Selection, context_parallel: ContextParallel, dis
     if selection.config.batch_invariant and (merge := context_parallel.merge) in ("ag_rs", "symm"):
         text = f"merge = {merge!r} with batch_invariant = True: how results are summed depends on the batch"
         raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
-    if selection.config.sparse:
-        text = f"sparse_top_k = {selection.config.sparse_top_k}: sparse MLA does not run over several ranks yet"
-        raise ConfigError(text, fields=["sparse_top_k", "decode_context_parallel_size"])
 
 
 def part_of(selection: Selection, num_heads: int, **changes: Any) -> Selection:

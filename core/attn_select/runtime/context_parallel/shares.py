@@ -60,6 +60,15 @@ class Shares:
         own = torch.div(slot_mapping, per_block, rounding_mode="floor") * self.block_size + offset
         return torch.where((offset < 0) | (slot_mapping < 0), -1, own)
 
+    def chosen(self, slots: Tensor) -> Tensor:
+        """Return this rank's of each row's slots, int32 ``(T, K)``: in order, -1 behind the last."""
+        local = self.slots(slots.long())
+        own = local >= 0
+        # What is left out goes behind the end, one place that is cut off.
+        place = torch.where(own, own.cumsum(1) - 1, slots.shape[1])
+        found = slots.new_full((slots.shape[0], slots.shape[1] + 1), -1)
+        return found.scatter_(1, place, local.to(slots.dtype))[:, :-1]
+
     def positions(self, tokens: int) -> Tensor:
         """Return the positions among the first ``tokens`` that this rank keeps, int64, in order."""
         positions = torch.arange(tokens, device=self._local.device)

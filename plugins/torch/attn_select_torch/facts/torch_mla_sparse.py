@@ -41,7 +41,7 @@ CAPABILITIES = Capabilities(
     non_causal=Fact(True, _CHOSEN),
     batch_invariant=Fact(True, _BY_TOKEN),
     per_head_quant_scales=Fact(True, f"{OWN}: the latent is one KV head, so both kinds of scale are one number"),
-    decode_context_parallel=Fact(False, "the slots of other ranks' tokens are not in this rank's cache"),
+    decode_context_parallel=Fact(True, f"{OWN}: the runtime leaves out the slots of other ranks' tokens"),
 )
 
 

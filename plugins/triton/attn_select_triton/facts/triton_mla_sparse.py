@@ -50,7 +50,7 @@ CAPABILITIES = Capabilities(
     batch_invariant=Fact(True, f"{_ONE_TOKEN}; its keys are not split"),
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
     output_quantizations=Fact((), f"{OWN}: no output scale"),
-    decode_context_parallel=Fact(False, "the slots of other ranks' tokens are not in this rank's cache"),
+    decode_context_parallel=Fact(True, f"{OWN}: the runtime leaves out the slots of other ranks' tokens"),
     nan_tail_safe=NAN_TAIL_SAFE,
 )
 
