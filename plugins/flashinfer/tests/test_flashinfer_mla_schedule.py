@@ -68,9 +68,11 @@ def test_each_request_is_attended_once_and_clusters_are_equally_busy(seed: int) 
         (128, 2100, 132, 128, 33 + PIECE_TILES),  # whole requests: cuts would only add pieces
         (256, 1000, 132, 256, 2 * (16 + PIECE_TILES)),
         (64, 6200, 132, 128, 49 + PIECE_TILES),  # halves
-        (80, 6200, 132, 204, 66),  # equal parts of all keys; whole requests would take 101
+        (80, 6200, 132, 204, 64),  # equal parts of all keys; whole requests would take 100
         (66, 6200, 132, 132, 49 + PIECE_TILES),
         (1, 640, 132, 10, 1 + PIECE_TILES),
+        (1, 5000, 132, 32, 3 + PIECE_TILES),  # not 79 pieces: they are merged one after the other
+        (8, 4000, 132, 128, 4 + PIECE_TILES),
         (2, 0, 4, 2, PIECE_TILES),
     ],
 )
@@ -86,7 +88,7 @@ def lists_of(group: Any, problem: Any) -> Lists | None:
     return None if made._plan_info == made._own else Lists(made._int_workspace_buffer, tuple(made._plan_info))
 
 
-@pytest.mark.parametrize("heads", [4, 16, 64])
+@pytest.mark.parametrize("heads", [4, 16, 64, 65, 128])
 def test_decodes_that_are_cut_between_clusters(heads: int, emulate: Emulate) -> None:
     emulate()
     group = layers.group_for("h100", layers.mla_config(num_heads=heads), phases=["decode"])
@@ -94,8 +96,9 @@ def test_decodes_that_are_cut_between_clusters(heads: int, emulate: Emulate) -> 
     layers.run(group, problem, wants_lse=True)
     lists = lists_of(group, problem)
     assert lists is not None
-    assert lists.info[:2] == (1, 132)
-    works = lists.named("work_indptr", 133)
+    clusters = 132 if heads <= 64 else 66
+    assert lists.info[:2] == (132 // clusters, clusters)
+    works = lists.named("work_indptr", clusters + 1)
     assert works[-1] == 8 + 1 + 1 + 3 + 1  # a tile each, and a piece without keys
     assert max(last - first for first, last in pairwise(works)) == 1
 
@@ -105,8 +108,9 @@ def test_decodes_that_are_cut_between_clusters(heads: int, emulate: Emulate) -> 
     [
         ({}, {}, [(1, 200), (1, 3)], True),
         ({"kv_cache_dtype": "fp8"}, {}, [(1, 200), (1, 3)], True),
-        ({"num_heads": 64}, {}, [(1, 200), (0, 3), (1, 70)], True),
-        ({"num_heads": 65}, {}, [(1, 200)], False),  # clusters of two CTAs
+        ({"num_heads": 128}, {}, [(1, 200), (0, 3), (1, 70)], True),
+        ({"num_heads": 128}, {}, [(1, 200), (0, 3)], False),  # half a query of 128 heads: clusters of one CTA
+        ({"num_heads": 136}, {}, [(1, 200)], False),  # more rows than a cluster has
         ({"non_causal": True}, {}, [(1, 200)], True),
         ({"num_speculative_tokens": 1}, {}, [(2, 200), (1, 3)], False),
         ({"num_heads": 40, "num_speculative_tokens": 7}, {}, [(8, 200), (1, 3)], True),  # each query is a request

@@ -74,7 +74,7 @@ class NativeDecode:
         # One for all wrappers. ``Plan.ready`` makes sure that a step finds its own plan there.
         self._schedule, self._balanced = Schedule(), None
         if self._metadata is None:
-            own = kernel == "fa3" and self._heads <= TILE.value // 2  # clusters of two CTAs have not been run so
+            own = kernel == "fa3" and self._heads <= TILE.value
             size = SCHEDULE_BYTES + (MLALists.num_bytes(self._most) if own else 0)
             self._schedule.memory = torch.empty(size, **memory)
             if own:
@@ -147,13 +147,16 @@ class NativeDecode:
         lists, single = self._lists(common), common.max_query_len == 1
         if causal and self._by_token(common):
             lists, causal, single = self._as_requests(lists), False, True
-        wrapper = self._captured.get(len(lists.keys), self._eager)
+        requests = len(lists.keys)
+        wrapper = self._captured.get(requests, self._eager)
         if self._metadata is None:
             given = self._given(lists, _rows(common))
         else:
             given = {"metadata": self._metadata.csr(**self._flattened(common, lists, wrapper))}
         arguments = {**given, "causal": causal, **self._fixed}
-        balanced = BalancedPlan(self._balanced, *lists) if single and self._balanced is not None else None
+        balanced = None
+        if self._balanced is not None and single and self._heads <= self._tile(common.num_actual_tokens, requests):
+            balanced = BalancedPlan(self._balanced, *lists)
         return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale, balanced)
 
     def _given(self, lists: Lists, indices: Tensor) -> dict[str, Tensor]:
@@ -213,10 +216,12 @@ class NativeDecode:
 
     def _by_token(self, common: CommonAttentionMetadata) -> bool:
         """Whether a tile of rows would cut a query in two under causality."""
-        tile, mean = TILE.value, common.num_actual_tokens * self._heads // common.num_reqs
-        if mean <= tile // 2:  # one CTA instead of a cluster of two
-            tile //= 2
+        tile = self._tile(common.num_actual_tokens, common.num_reqs)
         return tile % self._heads != 0 and common.max_query_len * self._heads > tile
+
+    def _tile(self, tokens: int, requests: int) -> int:
+        """Return the rows that a cluster works on; where queries are short it is one CTA, not two."""
+        return TILE.value // (1 if tokens * self._heads // requests > TILE.value // 2 else 2)
 
     def _as_requests(self, lists: Lists) -> Lists:
         """Return each query as a request of one, which sees the keys up to its own."""
