@@ -60,7 +60,10 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
     help="Seconds of timing in all; preparing and compiling come on top.",
 )
 @click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Append the times to this file instead."
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Append the times to this file instead.",
 )
 @click.option("--no-save", is_flag=True, help="Keep no times.")
 @click.option(
@@ -88,6 +91,7 @@ def command(
 
     if output is not None and no_save:
         raise click.UsageError("--output and --no-save contradict each other")
+    check_output(output)
     if plot is not None:
         _check_plot(plot)
     wanted, asked = parse_workload(workload), tuple(options["backend"])
@@ -143,6 +147,21 @@ def benching_module() -> Any:
             "timing a layer needs torch, which is not installed", hint="pip install torch"
         ) from None
     return benching
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse to append times to a file of something else.
+
+    Raises:
+        MeasurementError: the file has lines, and none is a measurement.
+    """
+    from attn_select.errors import MeasurementError
+    from attn_select.times.store import MeasurementFile, read_measurements
+
+    if path is not None and path.is_file():
+        found = read_measurements([MeasurementFile("named", path)])
+        if found.problems and not found.measurements:
+            raise MeasurementError(f"--output = {str(path)!r}: no line of it is a measurement", hint="name a new file")
 
 
 def times_file(bench: Bench) -> Path:

@@ -548,6 +548,6 @@ def check_runnable(config: AttentionConfig, batch: BatchShape, ranks: ContextPar
 def failure_text(error: BaseException) -> str:
     """Return an exception as one line."""
     if isinstance(error, MemoryError):
-        return str(error)
+        return str(error) or "not enough memory"
     lines = [line for line in str(error).splitlines() if line.strip()]
     return shorten(f"{type(error).__name__}: {lines[0] if lines else ''}", 200)

@@ -41,6 +41,8 @@ def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: 
 
     if (to is None) == (golden is None):
         raise click.UsageError("give exactly one of --to OPTIONS and --golden FILE", ctx)
+    if to is not None and not to.strip():
+        raise click.UsageError("--to is empty: name an option that differs, such as --to '--gpu b200'", ctx)
     explained = build_explanation(options).to_dict()
     if golden is not None:
         before, after = read_golden(golden), explained

@@ -161,7 +161,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
             click.get_current_context(silent=True),
         )
     warnings: list[str] = []
-    gpu = options["gpu"] or "auto"
+    gpu = "auto" if options["gpu"] is None else options["gpu"]
     if gpu.strip().lower() == "auto":
         found = detect_device()
         device: Device = found.device

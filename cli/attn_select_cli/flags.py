@@ -56,6 +56,9 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
         raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
     table = engine_table(engine)
     explanation = build_explanation(options)
+    if options["backend"]:  # an explicit choice is taken or refused, never replaced
+        for layer in explanation.layers:
+            layer.selection.require()
     result = engine_arguments(explanation, table, options["tensor_parallel"], overrides_from(options))
     if as_json:
         print_json(_to_dict(result, explanation))

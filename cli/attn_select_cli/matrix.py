@@ -32,6 +32,7 @@ Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(form: str, as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
+    from attn_select.render import HANG
     from attn_select_cli.explanation import build_explanations
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table, markdown_table
@@ -50,6 +51,8 @@ def command(form: str, as_json: bool, **options: Any) -> int:
         for layer in explanation.layers
     ]
     ok = all(None not in cell["selected"].values() for cell in cells)
+    if as_json and form == "markdown":
+        raise click.UsageError("--json and --format markdown contradict each other")
     if as_json or form == "json":
         print_json({"schema_version": 1, "models": list(names), "gpus": list(gpus), "cells": cells})
         return 0 if ok else 1
@@ -64,6 +67,11 @@ def command(form: str, as_json: bool, **options: Any) -> int:
         click.echo(markdown_table(header, table))
     else:
         print_lines([Table(header, table)])
+    if not ok and form == "text":
+        missing = next(cell for cell in cells if None in cell["selected"].values())
+        model = f"--model {missing['model']} " if missing["model"] else ""
+        asked = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
+        print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {asked}", "")]])
     return 0 if ok else 1
 
 

@@ -108,7 +108,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     from attn_select.times.batch_shape import parse_batch_shape
     from attn_select.times.layer import layer_from_dict
     from attn_select.times.store import Problem
-    from attn_select_cli.output import print_json
+    from attn_select_cli.output import counted, print_json
 
     stored = _read(files, None)
     problems = list(stored.problems)
@@ -128,9 +128,8 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     else:
         for each in problems:
             click.echo(str(each))
-        where = f"{len(stored.files)} file{'s' if len(stored.files) != 1 else ''}"
-        found = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        click.echo(f"{where}, {len(stored.measurements)} measurements, {found}")
+        numbers = (len(stored.files), "file"), (len(stored.measurements), "measurement"), (len(problems), "problem")
+        click.echo(", ".join(counted(*each) for each in numbers))
     return 1 if problems else 0
 
 
@@ -262,7 +261,8 @@ def _read(files: Sequence[str], gpu: str | None) -> Stored:
     from attn_select.times.store import MeasurementFile, Stored, measurement_files, read_measurements
 
     if missing := [name for name in files if not Path(name).is_file()]:
-        raise MeasurementError(f"FILE = {missing[0]!r}: there is no such file")
+        seen = "it is a folder" if Path(missing[0]).is_dir() else "there is no such file"
+        raise MeasurementError(f"FILE = {missing[0]!r}: {seen}")
     stored = read_measurements([MeasurementFile("named", Path(name)) for name in files] or measurement_files())
     if gpu is None:
         return stored
@@ -285,9 +285,10 @@ def _device(gpu: str | None) -> Device:
 
 def _warn(stored: Stored) -> None:
     if stored.problems:
-        count = len(stored.problems)
-        say = f"{count} line{'s' if count != 1 else ''} skipped: `attn-select measurements check` names them"
-        click.echo(f"warning: {say}", err=True)
+        from attn_select_cli.output import counted
+
+        lines = counted(len(stored.problems), "line")
+        click.echo(f"warning: {lines} skipped: `attn-select measurements check` names them", err=True)
 
 
 def _problem(problem: Any) -> dict[str, Any]:

@@ -34,6 +34,11 @@ def print_lines(blocks: Sequence[Block]) -> None:
         console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
+def counted(number: int, noun: str, several: str = "") -> str:
+    """Return a number with its noun, ``1 file`` or ``2 files``; ``several`` is a plural that is not made by an s."""
+    return f"{number} {noun if number == 1 else several or noun + 's'}"
+
+
 def print_json(data: Any) -> None:
     """Print data as indented JSON with stable key order."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))

@@ -52,6 +52,8 @@ Exit code: 0 written, 2 wrong input.
 @click.option("--force", is_flag=True, help="Replace a file that is no report.")
 def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and measured times."""
+    from attn_select_cli.output import counted
+
     require_libraries("a report", "jinja2", "matplotlib")
     _check_output(output, force)
     asked = ("model", "gpu", "all_models", "all_gpus")
@@ -68,7 +70,7 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
     text = page.html()
     output.write_text(text, encoding="utf-8")
     charts = sum(len(group.charts) for group in page.timed) + len(page.regret)
-    parts = [f"{len(page.cells)} cells", f"{charts} charts", f"{len(text.encode()) / 1e6:.2f} MB"]
+    parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
     click.echo(f"{output}: {', '.join(parts)}")
     return 0
 

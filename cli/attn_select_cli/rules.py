@@ -145,7 +145,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     """
     from attn_select.registry import load_plugins
     from attn_select.rules.lint import doubts
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import counted, print_json, print_lines
 
     rule_set, broken = rules_errors(files)
     found: list[tuple[str, str, int | None, str]] = [("error", *problem) for problem in broken]
@@ -162,8 +162,8 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
                 [[(f"{file}:{line}: " if line else f"{file}: ", ""), (f"{severity}: ", styles[severity]), (text, "")]]
             )
         read = sum(layer.state == "read" for layer in rule_set.layers)
-        checked = f"{_count(len(rule_set.rules), 'rule')} in {_count(read, 'file')}"
-        click.echo(f"{_count(errors, 'error')}, {_count(len(found) - errors, 'warning')}; {checked}")
+        checked = f"{counted(len(rule_set.rules), 'rule')} in {counted(read, 'file')}"
+        click.echo(f"{counted(errors, 'error')}, {counted(len(found) - errors, 'warning')}; {checked}")
     return 1 if errors else 0
 
 
@@ -176,10 +176,6 @@ def _contradicted(rule_set: RuleSet) -> list[Problem]:
 
     rows = read_measurements(measurement_files()).measurements
     return [*contradicted(rule_set.rules, (row.measurement for row in rows))]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @command.command(

@@ -124,6 +124,7 @@ def _progress(kind: str, tokens: int) -> Any:
 
 def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:
     from attn_select.render import byte_text, plan_lines
+    from attn_select_cli.output import counted
     from attn_select_cli.table import Table
 
     lines = plan_lines(one.selection, one.kind, one.count)
@@ -134,10 +135,9 @@ def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> l
         lines.append([("  allocated        ", "dim"), (size, "")])
     prompts, steps = served.prompts, workload.decode_steps if one.selection.config.has_cache else 0
     lengths = f"{min(prompts)} to {max(prompts)}" if min(prompts) < max(prompts) else str(max(prompts))
-    work = f"  {len(prompts)} request{'s' if len(prompts) > 1 else ''} of {lengths} prompt tokens"
-    work += (
-        f", then {steps} decode steps each; at most {workload.max_num_batched_tokens} tokens a step" if steps else ""
-    )
+    work = f"  {counted(len(prompts), 'request')} of {lengths} prompt tokens"
+    if steps:
+        work += f", then {counted(steps, 'decode step')} each; at most {workload.max_num_batched_tokens} tokens a step"
     lines += [[], [(work, "")]]
     header = ["  steps", "number", "tokens", "ms a step", "us a token", "error", "worst row", "verdict"]
     rows = []

@@ -166,12 +166,24 @@ def serve(selection: Selection, workload: Workload, progress: Callable[[int], No
         progress: called with the number of tokens checked after each step.
 
     Raises:
-        ConfigError: the layer is cross-attention, which this workload has no inputs for.
+        ConfigError: the layer is cross-attention, which this workload has no inputs for, or memory is short.
         NoBackendError, RuntimeMissingError: from loading the selection.
     """
-    config = selection.config
-    if (reason := unserved(config)) is not None:
+    if (reason := unserved(selection.config)) is not None:
         raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["attn_type"])
+    try:
+        return _serve(selection, workload, progress)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "DefaultCPUAllocator" not in str(error):
+            raise
+        asked = f"num_requests = {workload.num_requests}, prompt_tokens = {workload.prompt_tokens}"
+        hint = "take fewer --requests, or shorter ones with --prompt-tokens"
+        raise ConfigError(
+            f"not enough memory for {asked}", fields=["num_requests", "prompt_tokens"], hint=hint
+        ) from error
+
+
+def _serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None) -> Served:
     layer = _Layer(selection, workload)
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     for checked in (True, False):
@@ -192,7 +204,7 @@ def serve(selection: Selection, workload: Workload, progress: Callable[[int], No
     cache = layer.kv_cache
     return Served(
         [kind for kind in kinds.values() if kind.steps],
-        error_bound(config, selection.plans),
+        error_bound(selection.config, selection.plans),
         layer.pool.num_blocks,
         None if cache is None else tuple(cache.shape),
         0 if cache is None else cache.nbytes,

@@ -66,7 +66,12 @@ class _Range(click.ParamType[tuple[int, int]]):
     help="Seconds in all, compilation included. Times that are kept already cost none.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Rounds per batch.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the times in this file instead.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Keep the times in this file instead.",
+)
 @write_options
 def command(
     layer: str | None,
@@ -87,12 +92,13 @@ def command(
     from attn_select.errors import UnknownNameError
     from attn_select.times.workload import parse_workload
     from attn_select_cli import rules_file
-    from attn_select_cli.bench import benching_module, progress, times_file
+    from attn_select_cli.bench import benching_module, check_output, progress, times_file
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.rules_edit import Proposal, rules_path
     from attn_select_cli.run import chosen_layers
 
+    check_output(output)
     wanted = None if workload is None else parse_workload(workload)
     asked = tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
@@ -115,7 +121,10 @@ def command(
             if layer is None and (reason := benching.untimed(config)) is not None:
                 found.skipped[each.kind] = reason
                 continue
-            for one in config.phases if phase is None else (phase,):
+            phases = [one for one in config.phases if phase in (None, one)]
+            if not phases:
+                found.skipped[each.kind] = f"its layers have no {phase}"
+            for one in phases:
                 found.add(each.kind, config, one, spans, wanted)
         complete = found.run(seconds, say)
     outcome = tuner.outcome_of(found, rules_file.rules_in(seen) if seen else [])

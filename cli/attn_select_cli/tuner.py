@@ -23,6 +23,7 @@ from attn_select.times.tuned_rules import regions_of, rule_tables, tuned_before
 from attn_select.times.tuning import Domain, Span, Tuning
 from attn_select.times.workload import Workload
 from attn_select_cli.benching import Bench, Candidate, check_runnable
+from attn_select_cli.output import counted
 from attn_select_cli.table import Block, Table
 
 _LONGEST_US = 30_000.0
@@ -130,7 +131,12 @@ class Tuner:
         cells = domain.cells(1)
         if not cells:
             text = ", ".join(f"{name} {low} to {high}" for name, (low, high) in domain.axes.items())
-            raise ConfigError(f"{phase}: no batch with {text} can be timed here", fields=[*domain.axes])
+            raise ConfigError(
+                f"{phase}: no batch with {text} can be timed here",
+                fields=[*domain.axes],
+                hint="query_len is at most seq_len; by an estimate a batch takes at most "
+                f"{_LONGEST_US / 1e3:g} ms and moves at most {_MEMORY_SHARE:.0%} of the device's memory",
+            )
         check_runnable(config, cells[0])
         candidates = [c for c in self.bench.candidates(config, cells[0], self._backends) if c.failure is None]
         ranked = select(config, self.bench.device, self.bench.rules, environment=self.bench.environment)
@@ -301,7 +307,8 @@ def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
         layer, tuning = one.layer, one.layer.tuning
         lines += [[(f"{layer.kind}, {tuning.phase}  ", "title"), HANG, (config_text(tuning.config), "")]]
         held = len(one.before)
-        told = f"{len(tuning.samples)} batches measured, {layer.reused} of them before; {held} of them held out"
+        measured = counted(len(tuning.samples), "batch", "batches")
+        told = f"{measured} measured, {layer.reused} of them before; {held} of them held out"
         lines.append([("  ", ""), HANG, (told, "dim")])
         lines += [[(f"  {name} takes no part: {text}", "rejected")] for name, text in layer.wrong.items()]
         if one.refused is not None:

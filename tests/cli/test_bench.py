@@ -93,6 +93,11 @@ def test_times_go_into_a_named_file_or_nowhere(run: Any, folder: Path, tmp_path:
     wrong = run("bench", *LAYER, "--no-save", "--output", "x.jsonl")
     assert wrong.code == 2
     assert "contradict" in wrong.err
+    (tmp_path / "notes.txt").write_text("to do\n")
+    other = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", "notes.txt")
+    assert other.code == 2
+    assert "--output = 'notes.txt': no line of it is a measurement" in other.err
+    assert (tmp_path / "notes.txt").read_text() == "to do\n"
 
 
 @pytest.mark.parametrize(
@@ -342,6 +347,10 @@ def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypat
     assert timed.method == "eager"
     assert timed.why_eager == "RuntimeError: operation not permitted when stream is capturing"
     assert timed.samples_us
+
+
+def test_an_error_of_memory_without_words_has_some() -> None:
+    assert benching.failure_text(MemoryError()) == "not enough memory"
 
 
 def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,19 @@ def test_matrix_shows_the_decisions_of_explain(run: Any) -> None:
 def test_matrix_is_exit_1_where_a_cell_has_no_backend(run: Any) -> None:
     result = run("matrix", "--model", "llama-3-8b", "--gpu", "h100", "--backend", "FLASHMLA")
     assert result.code == 1
-    assert "none" in result.out
+    *_, told = result.out.splitlines()
+    why = "`attn-select explain --model llama-3-8b --gpu h100` with the same options says why"
+    assert told == f"none: no backend is valid there: {why}"
+    layer = run("matrix", "--num-heads", "8", "--head-size", "64", "--gpu", "h100", "--backend", "FLASHMLA")
+    assert "`attn-select explain --gpu h100`" in layer.out
+    assert "explain" not in run("matrix", "--model", "llama-3-8b", "--gpu", "h100").out
+
+
+def test_matrix_has_one_format(run: Any) -> None:
+    result = run("matrix", "--gpu", "h100", "--format", "markdown", "--json")
+    assert result.code == 2
+    assert "contradict" in result.json["error"]["message"]
+    assert run("matrix", "--gpu", "h100", "--format", "json").json == run("matrix", "--gpu", "h100", "--json").json
 
 
 def test_diff_between_gpus_says_what_and_why(run: Any) -> None:
@@ -110,6 +122,12 @@ def test_diff_against_a_golden_file(run: Any, tmp_path: Path) -> None:
     assert result.code == 2
     assert "golden.json" in result.err
     assert run("diff", "--model", "deepseek-v3").code == 2
+
+
+def test_diff_takes_no_empty_side(run: Any) -> None:
+    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", " ")
+    assert result.code == 2
+    assert "--to is empty" in result.err
 
 
 def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None:

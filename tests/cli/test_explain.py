@@ -153,6 +153,9 @@ def test_several_models_and_gpus(run: Any) -> None:
     wrong = run("explain", "--model", "llama-3-8b", "--model", "./nowhere.json", "--gpu", "h100")
     assert wrong.code == 2
     assert "error: ./nowhere.json: no such file or folder" in wrong.err
+    unset = run("explain", "--model", "llama-3-8b", "--gpu", "")
+    assert (unset.code, unset.out) == (2, "")
+    assert "error: unknown gpu ''" in unset.err
     wrong = run("explain", "--model", "llama-3-8b", "--model", "bert-base", "--gpu", "h100", "-tp", "3")
     assert "error: llama-3-8b on h100: tensor_parallel_size = 3" in wrong.err
 

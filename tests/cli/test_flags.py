@@ -155,6 +155,15 @@ def test_an_engine_without_any_of_the_order(run: Any) -> None:
     assert "no backend of attn-select is valid" in nvfp4.out
 
 
+def test_an_explicit_choice_is_never_replaced(run: Any) -> None:
+    words = ("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h100", "--backend")
+    refused = run(*words, "FLASHMLA")
+    assert refused.code == 1
+    assert "FLASHMLA, asked for by name, cannot run this" in refused.err
+    assert refused.out == ""
+    assert "--attention-backend TRITON_ATTN" in run(*words, "TRITON_ATTN").out
+
+
 def test_wrong_input(run: Any) -> None:
     unknown = run("flags", "-e", "vlm", "-m", "llama-3-8b", "-g", "h100")
     assert unknown.code == 2

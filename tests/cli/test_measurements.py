@@ -143,6 +143,7 @@ def test_a_file_that_is_not_there(run: Any) -> None:
         result = run("measurements", name, "none.jsonl")
         assert result.code == 2
         assert "FILE = 'none.jsonl': there is no such file" in result.err
+        assert "FILE = '.': it is a folder" in run("measurements", name, ".").err
 
 
 @pytest.fixture

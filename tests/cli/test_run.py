@@ -147,3 +147,21 @@ def test_wrong_input_is_told(run: Any, arguments: tuple[str, ...], code: int, sa
     assert result.code == code
     assert said in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), serving.torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_no_bug(run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(serving, "_Layer", full)
+    result = run("run", *SMALL, "--prompt-tokens", "1000000")
+    assert result.code == 2
+    assert "not enough memory for num_requests = 4, prompt_tokens = 1000000" in result.err
+    assert "take fewer --requests" in result.err
+    monkeypatch.setattr(serving, "_Layer", lambda *_: 1 / 0)
+    assert run("run", *SMALL).code == 3

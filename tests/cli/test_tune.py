@@ -232,10 +232,13 @@ def test_prefill_and_workloads(run: Any, rules_file: Path, timer: list[str]) -> 
         (("--backend", "FLEX"), "FLEX"),
         (("--layer", "odd"), "odd"),
         (("--workload", "rush"), "rush"),
-        (("--phase", "prefill", "--query-len", "128", "--seq-len", "64"), "no batch"),
+        (("--phase", "prefill", "--query-len", "128", "--seq-len", "64"), "query_len is at most seq_len"),
+        (("--output", "notes.txt"), "--output = 'notes.txt': no line of it is a measurement"),
+        (("--output", "."), "is a directory"),
     ],
 )
-def test_wrong_input(run: Any, arguments: tuple[str, ...], told: str, folder: Path) -> None:
+def test_wrong_input(run: Any, arguments: tuple[str, ...], told: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("to do\n")
     result = run("tune", *LAYER, *arguments)
     assert result.code == 2
     assert told in result.err
@@ -246,6 +249,14 @@ def test_layers_that_cannot_be_timed_alone_are_named(run: Any, rules_file: Path,
     result = run("tune", "--model", "deepseek-v3.2", "--tensor-parallel", "8", *QUICK, "--yes")
     assert result.code == 1
     assert "not timed: sparse MLA needs an indexer's choice of tokens" in result.out
+    assert timer == []
+
+
+def test_layers_without_the_phase_are_named(run: Any, rules_file: Path, timer: list[str]) -> None:
+    encoder = ("--num-heads", "4", "--head-size", "64", "--attn-type", "encoder")
+    result = run("tune", *encoder, *QUICK, "--phase", "decode", "--yes")
+    assert result.code == 1
+    assert "not timed: its layers have no decode" in result.out
     assert timer == []
 
 
