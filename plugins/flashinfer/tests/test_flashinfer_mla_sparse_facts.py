@@ -61,11 +61,17 @@ def test_caches_by_device(phase: str) -> None:
 
 
 def test_top_k() -> None:
-    for top_k in (64, 512, 1024):
-        refused = reasons_of("sm120", sparse_top_k=top_k, **ON_12)
+    for top_k in (64, 512, 1024, 4096):
+        refused = reasons_of("sm120", version="0.6.18", sparse_top_k=top_k, **ON_12)
         assert list(refused) == ["sparse-top-k"]
         assert refused["sparse-top-k"].observed == top_k
+        assert refused["sparse-top-k"].remedy == "pip install 'flashinfer-python>=0.7.0'"
+        assert plan_of("sm120", version="0.7.0", sparse_top_k=top_k, **ON_12)
         assert plan_of("sm100", sparse_top_k=top_k)
+    assert plan_of("sm120", version="0.6.14", sparse_top_k=2048, **ON_12)
+    for version, top_k, remedy in (("0.7.2.post1", 100, "128"), ("0.6.14", 100, "2048")):
+        refused = reasons_of("sm120", version=version, sparse_top_k=top_k, **ON_12)
+        assert refused["sparse-top-k"].remedy == f"--sparse-top-k {remedy}"
     assert list(reasons_of("sm120", sparse_top_k=None)) == ["sparse-only"]
 
 

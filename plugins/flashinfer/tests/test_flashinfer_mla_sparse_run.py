@@ -106,6 +106,16 @@ def test_dtypes_and_heads(gpu: str, fields: dict[str, Any], emulate: Emulate) ->
         assert (call["bmm1_scale"], call["bmm2_scale"]) == (problem.step.scale, 1.0)
 
 
+@pytest.mark.parametrize("top_k", [64, 512])
+def test_other_top_k_on_12_since_0_7(top_k: int, emulate: Emulate) -> None:
+    world = emulate(ON["rtx5090"])
+    config = layers.mla_config(sparse_top_k=top_k, kv_cache_dtype="fp8_ds_mla")
+    group = layers.group_for("rtx5090", config, stated={"pins": {"flashinfer-python": "0.7.2.post1"}})
+    layers.run(group, layers.problem_for(group, [(1, 70), (1, 9), (30, 90)]))
+    (call,) = world.named(ENTRY)
+    assert call["sparse_mla_top_k"] == top_k
+
+
 def test_more_tokens_than_a_call_takes(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_select.spec import Fact
     from attn_select_flashinfer.runtime import mla_trtllm

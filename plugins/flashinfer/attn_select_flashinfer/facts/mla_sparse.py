@@ -37,8 +37,11 @@ from attn_select_flashinfer.facts.libraries import (
     NO_VARIANTS,
     ONE_CACHE_DTYPE,
     TRTLLM_GEN_CAPABILITIES,
+    Release,
     padded_heads,
     pages,
+    release,
+    upgrade,
     wrong_device,
 )
 from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, mla_kernel
@@ -51,7 +54,13 @@ NAN_SLOT_SAFE_12 = Fact(
     "as slot 0 and masked by their score; vllm-project/vllm #57158",
 )
 TOP_K_SM12X = 2048
-"""The only top-k with a 12.x prefill kernel (csrc/sparse_mla_sm120_prefill.cu v0.6.14, dispatch_v32)."""
+"""The only top-k with a 12.x prefill kernel before 0.7 (csrc/sparse_mla_sm120_prefill.cu v0.6.14, dispatch_v32)."""
+ANY_TOP_K_SM12X: Fact[Release] = Fact(
+    (0, 7, 0),
+    "flashinfer/mla/_sparse_mla_sm120.py 0.7.0: the top-k is an argument of the kernels, of prefill in tiles of 64",
+)
+TOP_K_STEP = 64
+"""What a top-k is a multiple of since then."""
 
 CAPABILITIES = Capabilities(
     mla=True,
@@ -145,11 +154,7 @@ def plan(
     else:
         if cache not in _CACHE_ON_12:
             reasons.append(_cache_reason(cache, _CACHE_ON_12, "12.x", "--kv-cache-dtype fp8_ds_mla"))
-        if config.sparse_top_k != TOP_K_SM12X:
-            message = f"top-k {config.sparse_top_k} (supported on compute capability 12.x: {TOP_K_SM12X})"
-            reasons.append(
-                Reason("sparse-top-k", message, config.sparse_top_k, [TOP_K_SM12X], f"--sparse-top-k {TOP_K_SM12X}")
-            )
+        reasons += _against_top_k(config.sparse_top_k or 0, environment)
     sizes = _PAGES_10 if on_10 else _PAGES_12
     if config.block_size is not None and not any(config.block_size % size == 0 for size in sizes):
         reasons.append(block_size_reason(config.block_size, sizes))
@@ -182,6 +187,23 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: b
         nan_tail_safe=on_10 or NAN_SLOT_SAFE_12.value,
         notes=notes,
     )
+
+
+def _against_top_k(top_k: int, environment: Environment) -> list[Reason]:
+    """Return the reason against a top-k on 12.x, where the release or the kernels' tile does not take it."""
+    if top_k == TOP_K_SM12X:
+        return []
+    if release(environment) < ANY_TOP_K_SM12X.value:
+        accepts: Any = [TOP_K_SM12X]
+        needed = f"{TOP_K_SM12X}; others need flashinfer-python {'.'.join(map(str, ANY_TOP_K_SM12X.value))}"
+        remedy = upgrade(ANY_TOP_K_SM12X) if top_k % TOP_K_STEP == 0 else f"--sparse-top-k {TOP_K_SM12X}"
+    elif top_k % TOP_K_STEP:
+        accepts = needed = f"multiples of {TOP_K_STEP}"
+        remedy = f"--sparse-top-k {-(-top_k // TOP_K_STEP) * TOP_K_STEP}"
+    else:
+        return []
+    message = f"top-k {top_k} (supported on compute capability 12.x: {needed})"
+    return [Reason("sparse-top-k", message, top_k, accepts, remedy)]
 
 
 def _cache_reason(cache: str, accepted: tuple[str, ...], where: str, remedy: str) -> Reason:

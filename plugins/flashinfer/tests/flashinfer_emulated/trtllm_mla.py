@@ -236,6 +236,7 @@ def _check_sparse_12(
         ValueError,
     )
     shape = (*query.shape[:2], top_k)
+    need(top_k % 64 == 0, f"top-k {top_k}: whole tiles of 64", ValueError)  # since 0.7.0; 2048 alone before
     need(tuple(indices.shape) == shape and indices.dtype == torch.int32, f"indices {tuple(indices.shape)}", ValueError)
     need(indices.is_contiguous(), f"indices have strides {indices.stride()}")
     need(lens is None, "lengths of rows are not emulated")
