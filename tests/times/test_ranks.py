@@ -26,7 +26,7 @@ def test_layers_of_one_rank_cost_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "measured_us"),
-    [(1, 32, 8.9 + 11.4), (32, 32, 10.95 + 14.38), (512, 32, 45.33 + 41.46), (2048, 32, 131.63 + 118.27)],
+    [(1, 32, 7.87), (32, 32, 10.62), (512, 32, 36.54), (2048, 32, 116.18)],
 )
 def test_collectives_are_those_that_were_measured(tokens: int, heads: int, measured_us: float) -> None:
     layer = config(num_heads=heads, num_kv_heads=8, head_size=128)
@@ -34,10 +34,17 @@ def test_collectives_are_those_that_were_measured(tokens: int, heads: int, measu
 
 
 @pytest.mark.parametrize(
-    ("tokens", "measured_us"), [(1, 9.49 + 12.13), (32, 32.43 + 25.22), (512, 265.53 + 201.26), (2048, 977.6 + 706.9)]
+    ("tokens", "measured_us"), [(1, 9.65), (32, 24.12), (128, 64.13), (512, 262.67 + 200.13), (2048, 968.5 + 703.65)]
 )
 def test_collectives_of_latents(tokens: int, measured_us: float) -> None:
+    """The last two are more than the shared memory holds, and go by NCCL."""
     assert collectives_us(config(num_heads=64, **MLA), tokens) == pytest.approx(measured_us, rel=0.2)
+
+
+def test_more_ranks_than_a_host_has_use_collectives() -> None:
+    eight, sixteen = (collectives_us(config(ranks, num_heads=8, num_kv_heads=8, head_size=128), 1) for ranks in (8, 16))
+    assert 8.5 < eight < 9
+    assert 20.3 < sixteen < 21.5
 
 
 def test_a_decode_that_reads_memory_is_shared_and_pays_from_some_context_on() -> None:
@@ -50,7 +57,7 @@ def test_a_decode_that_reads_memory_is_shared_and_pays_from_some_context_on() ->
         assert step.ranks_us == pytest.approx(step.alone_us / 2, rel=0.01)
     assert one.pays_from is not None
     assert eight.pays_from is not None
-    assert 20_000 < one.pays_from < 131_072  # 128 Ki tokens are read in 112 us, and 20 us are added
+    assert 8_000 < one.pays_from < 32_768  # 128 Ki tokens are read in 112 us, and 8.6 us are added
     assert eight.pays_from < one.pays_from
     found = selection.to_dict()["plan"]["ranks"]
     assert found["steps"][0]["pays_from"] == one.pays_from

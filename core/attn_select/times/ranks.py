@@ -11,13 +11,20 @@ from attn_select.outcome import Outcome
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
 
-GATHER = (8.9, 7.0)
-"""us of gathering query heads, and us per MB (10^6 bytes) that a rank gets from each other rank.
+SHARED = (8.5, 3.1)
+"""us of gathering query heads and merging results through memory that the ranks share, and us per MB (10^6 bytes) that
+a rank gets from each other rank.
 
-Measured on two H200 over NVLink with NCCL in torch 2.11, CUDA graphs (docs/context-parallel.md): within a fifth from 1
-to 2048 tokens of 32 heads of 128 and 64 heads of 576."""
+Measured on two H200 over NVLink in torch 2.11, CUDA graphs (docs/context-parallel.md): within a sixth from 1 to 2048
+tokens of 32 heads of 128 and of 64 heads with queries of 576 and results of 512."""
+GATHER = (8.9, 7.0)
+"""The same of gathering query heads by NCCL: within a fifth."""
 MERGE = (11.4, 5.8)
-"""The same of exchanging and merging results (``a2a``), 32 heads of 128 and 64 heads of 512."""
+"""The same of exchanging and merging results by NCCL (``a2a``)."""
+MOST_SHARING = 8
+"""Ranks that share memory, at most: the GPUs of one host."""
+MOST_SHARED_BYTES = 128 << 20
+"""Of one rank's shared memory, for one kind of layers."""
 MEASURED_ON = "2 H200 over NVLink"
 LONGEST = 1 << 27
 """Tokens of context beyond which nothing is said to pay."""
@@ -31,7 +38,7 @@ class RankStep:
         batch: as in vLLM's benchmarks.
         alone_us: attention of one rank's heads over the whole context, at the device's peak rates.
         ranks_us: attention of all ranks' heads over one rank's share, likewise.
-        collectives_us: gathering query heads and merging results.
+        collectives_us: gathering query heads and merging results, up to ``MOST_SHARING`` ranks on one host.
         pays_from: tokens of context, of as many requests, from which the collectives take less than is spared; None:
             never, since the heads of all ranks keep each busy.
     """
@@ -58,12 +65,19 @@ class RankCosts:
     steps: tuple[RankStep, ...]
 
 
+def shared_tokens(heads: int, query_width: int, width: int, element: float, most: int = MOST_SHARED_BYTES) -> int:
+    """Return how many tokens' queries and results, of all ranks' heads, fit in ``most`` bytes of shared memory."""
+    return int(most // (heads * ((query_width + width) * element + 4)))
+
+
 def collectives_us(config: AttentionConfig, tokens: int) -> float:
-    """Return the time of the two collectives of a decode of ``tokens`` queries, us, in the compute dtype."""
-    others, element = config.decode_context_parallel_size - 1, BITS[config.dtype] / 8
-    rows = tokens * config.num_heads * others / 1e6
+    """Return the time of gathering and merging in a decode of ``tokens`` queries, us, in the compute dtype."""
+    ranks, element = config.decode_context_parallel_size, BITS[config.dtype] / 8
+    rows = tokens * config.num_heads * (ranks - 1) / 1e6
     width = config.kv_lora_rank or config.value_head_size
     gathered, merged = rows * config.head_size * element, rows * (width * element + 4)
+    if ranks <= MOST_SHARING and tokens <= shared_tokens(config.num_heads * ranks, config.head_size, width, element):
+        return SHARED[0] + (gathered + merged) * SHARED[1]
     return GATHER[0] + gathered * GATHER[1] + MERGE[0] + merged * MERGE[1]
 
 

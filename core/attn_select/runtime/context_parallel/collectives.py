@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attn_select.errors import AttnSelectError
 from attn_select.runtime.rank_memory import PROGRAMS, RankLayout, RankMemory
+from attn_select.times.ranks import MOST_SHARING
 
-MOST_SHARING = 8
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 """Set while memory is shared: multicast over NVLink is not needed, and some hosts cannot do it."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_select.runtime import ops
 from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.rank_memory import RankLayout, RankMemory
+from attn_select.times.ranks import MOST_SHARED_BYTES, shared_tokens
 
 WAYS = ("ag_rs", "a2a", "symm")
 """``ag_rs``: the LSEs are gathered, each rank scales its outputs by its weights, and the outputs are summed while they
@@ -23,8 +24,6 @@ head by head in one message, and each rank merges those of its own heads in floa
 tokens than it holds go by ``a2a``."""
 ALIGNED = 16
 """Bytes: every message to a rank begins at a multiple."""
-MOST_SHARED_BYTES = 64 << 20
-"""Of one rank's memory for ``symm``."""
 
 
 class Merger:
@@ -62,10 +61,8 @@ class Merger:
             most_bytes: of one rank's memory; fewer tokens than a step's most may fit.
         """
         query_width = query_width if self.sharded else 0
-        per_token = heads * ((query_width + width) * dtype.itemsize + 4)
-        layout = RankLayout(
-            self.collectives.size, min(tokens, most_bytes // per_token), heads, query_width, width, dtype
-        )
+        tokens = min(tokens, shared_tokens(heads, query_width, width, dtype.itemsize, most_bytes))
+        layout = RankLayout(self.collectives.size, tokens, heads, query_width, width, dtype)
         self.memory = self.collectives.share_memory(layout, device)
         return self.memory is not None
 
