@@ -211,8 +211,8 @@ def own_decode(problem: Problem, chosen: Launch | None = None, splits: int = 0) 
     """The decode, by default as the table has it."""
     case, output = problem.case, torch.full_like(problem.query, float("nan"))
     keys = min(case.seq_len, case.window + case.query_len) if case.window else case.seq_len
-    sms = launch.sm_count(problem.query.device)
-    splits = splits or launch.num_splits_for(case.batch * case.kv_heads, keys, sms, fp8=case.fp8)
+    gpu = launch.gpu_of(problem.query.device)
+    splits = splits or launch.num_splits_for(case.batch * case.kv_heads, keys, gpu, fp8=case.fp8)
     size = decode.decode_workspace(len(problem.query), case.heads, case.size, splits)
     workspace = torch.empty(size, device="cuda", dtype=torch.float32)
 

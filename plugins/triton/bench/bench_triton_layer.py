@@ -121,7 +121,7 @@ def paths(rounds: int) -> None:
             step = Step(problem)
             builder = step.group.backends[0].builder
             way = chosen(
-                builder._ways, [query_len] * batch, [seq_len] * batch, heads=(32, 8), sms=builder._sms, causal=True,
+                builder._ways, [query_len] * batch, [seq_len] * batch, heads=(32, 8), gpu=builder._gpu, causal=True,
                 window=0,
             )  # fmt: skip
             show(f"{'fp8 ' * fp8}B{batch} S{seq_len} q{query_len}: {way}", runs, rounds)

@@ -48,6 +48,7 @@ OTHERS = (
 )  # fmt: skip
 HOPPER = (
     "mla_decode_hopper_kernel", "mla_decode_hopper_fp8_kernel", "mla_decode_gathered_kernel", "prefill_hopper_kernel",
+    "merge_rows_kernel",
 )  # fmt: skip
 """Written for compute capability 9.0, launched there only."""
 Report = list[dict[str, Any]]

@@ -59,7 +59,7 @@ class TestSeed3(OnGPU):
 
 @pytest.mark.gpu
 class TestGathering(OnGPU):
-    """As the others, but steps so small gather their pages, split keys and run by the Gluon kernel, too."""
+    """As the others, but steps so small gather their pages, split keys and run by the Gluon kernel, whole and split."""
 
     seed = 4
     num_configs = 80
@@ -67,7 +67,7 @@ class TestGathering(OnGPU):
     @pytest.fixture(autouse=True)
     def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def way(ways: Sequence[str], query_lens: Sequence[int], seq_lens: Sequence[int], **_: object) -> str:
-            names = ["gathered", "split", *(["warps"] if "warps" in ways else [])]
+            names = ["gathered", "split", *(way for way in ("warps", "warps_split") if way in ways)]
             return names[sum(seq_lens) % len(names)]
 
         monkeypatch.setattr(schedule, "prefill_way", way)

@@ -20,10 +20,12 @@ from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
 from attn_select.testing.running import common_of, layer_of, shared_prefix
+from attn_select_triton.facts.tuning import Gpu, way_cost
 from attn_select_triton.runtime import schedule, triton_attn_metadata
 
 pytestmark = pytest.mark.long
 
+H100 = Gpu((9, 0), 132)
 MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
 UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
 
@@ -48,7 +50,8 @@ def always_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def many_sms(group: Any, count: int = 100) -> Any:
     """Make the builder schedule for a GPU that is hard to fill."""
-    builder_of(group)._sms = count
+    builder = builder_of(group)
+    builder._gpu = dataclasses.replace(builder._gpu, sms=count)
     return group
 
 
@@ -101,7 +104,7 @@ def test_long_requests_are_split_and_short_ones_are_not(
 
 
 def test_equal_requests_get_equal_splits() -> None:
-    wanted = {"units": 8, "sms": 132, "most": 100, "fp8": False}
+    wanted = {"units": 8, "gpu": H100, "most": 100, "fp8": False}
     assert schedule.split_keys(requests=64, longest=4096, total=64 * 4096, **wanted) == (1, 4096)
     assert schedule.split_keys(requests=8, longest=16384, total=8 * 16384, **wanted) == (4, 4096)
     assert schedule.split_keys(requests=1, longest=131072, total=131072, **wanted) == (32, 4096)
@@ -109,12 +112,12 @@ def test_equal_requests_get_equal_splits() -> None:
 
 def test_a_batch_that_is_a_little_uneven_is_split_evenly() -> None:
     lens = range(1024, 16385, 1024)
-    wanted = {"units": 8, "sms": 132, "most": 100, "fp8": False}
+    wanted = {"units": 8, "gpu": H100, "most": 100, "fp8": False}
     assert schedule.split_keys(requests=16, longest=16384, total=sum(lens), **wanted) == (2, 8192)
 
 
 def test_one_long_request_among_short_ones_is_split_as_if_alone() -> None:
-    wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "sms": 132, "fp8": False}
+    wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "gpu": H100, "fp8": False}
     splits, tokens = schedule.split_keys(**wanted, most=100)
     assert splits == 22
     assert 6000 < tokens < 6300
@@ -298,8 +301,8 @@ def test_gluon_runs_where_it_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cheapest_way_is_taken() -> None:
     """The way that was the fastest on an H100, by less than 5 % where two are named."""
-    every = {"pages": schedule.PAGES, "gathered": schedule.GATHERED, "split": schedule.SPLIT}
-    heads, h100 = (32, 8), {"sms": 132, "causal": True, "window": 0}
+    every = {"pages": way_cost("pages"), "gathered": way_cost("gathered"), "split": way_cost("split")}
+    heads, h100 = (32, 8), {"gpu": H100, "causal": True, "window": 0}
 
     def way(requests: int, seq_len: int, query_len: int, ways: Any = every) -> str:
         return schedule.prefill_way(ways, [query_len] * requests, [seq_len] * requests, heads=heads, **h100)
@@ -311,12 +314,12 @@ def test_the_cheapest_way_is_taken() -> None:
     gathered = [(1, 16896, 512), (1, 16896, 1024), (1, 2048, 256), (1, 2048, 1024), (8, 4096, 256)]
     for case in (*gathered, (16, 128, 128), (16, 256, 256), (16, 512, 512)):
         assert way(*case) == "gathered"
-    fp8 = {**every, "split": schedule.SPLIT_FP8}
+    fp8 = {**every, "split": way_cost("split_fp8")}
     assert [way(1, 16896, q, fp8) for q in (16, 32, 64, 128)] == ["split"] * 3 + ["gathered"]
     assert [way(8, 4096, q, fp8) for q in (16, 64, 256)] == ["split", "pages", "gathered"]
-    by_tma = {"pages": schedule.TMA_PAGES, "split": schedule.SPLIT}
+    by_tma = {"pages": way_cost("tma_pages"), "split": way_cost("split")}
     assert [way(1, 16896, q, by_tma) for q in (64, 512)] == ["split", "pages"]
-    warps = {**every, "warps": schedule.WARPS}
+    warps = {**every, "warps": way_cost("warps")}
     for query_len in (256, 512, 1024):
         assert way(1, 16896, query_len, warps) == "warps"
     longer = [(8, 4096, 16), (8, 4096, 64), (8, 4096, 256), (4, 2048, 2048), (2, 4096, 4096), (1, 16384, 16384)]
@@ -329,9 +332,25 @@ def test_the_cheapest_way_is_taken() -> None:
     assert way(1, 2048, 64, warps) == "split"
 
 
+def test_few_tokens_over_many_keys_share_them_where_sms_are_idle() -> None:
+    ways = {name: way_cost(name) for name in ("pages", "gathered", "split", "warps", "warps_split")}
+    given: dict[str, Any] = {"heads": (32, 8), "gpu": H100}
+    batch = [128], [8320]  # 4 tiles of 128 rows for each of 8 heads
+    assert schedule.warp_splits(*batch, **given, room=4096) == 4
+    assert schedule.warp_splits(*batch, **given, room=300) == 2
+    assert schedule.warp_splits([128], [400], **given, room=4096) == 1
+    assert schedule.warp_splits([512], [16896], **given, room=4096) == 1
+    for queries, keys, room, way in (
+        (128, 8320, 4096, "warps_split"),
+        (128, 8320, 128, "split"),
+        (512, 16896, 4096, "warps"),
+    ):
+        assert schedule.prefill_way(ways, [queries], [keys], **given, causal=True, window=0, room=room) == way
+
+
 def test_a_window_costs_what_it_holds_on_paper() -> None:
-    every = {"pages": schedule.PAGES, "gathered": schedule.GATHERED}
-    given = {"heads": (32, 8), "sms": 132, "causal": True}
+    every = {"pages": way_cost("pages"), "gathered": way_cost("gathered")}
+    given = {"heads": (32, 8), "gpu": H100, "causal": True}
     ways = [schedule.prefill_way(every, [128], [100_000], window=window, **given) for window in (0, 4096)]
     assert ways == ["gathered", "gathered"]
     assert schedule.prefill_way(every, [16] * 64, [4096] * 64, window=0, **given) == "pages"
@@ -512,14 +531,14 @@ def test_a_captured_decode_splits_by_what_the_replay_brings(device: torch.device
     group = many_sms(layers.made(device, layers.layer_config(), cuda_graphs=True))
     static, builder = StaticBatch(group, 1), builder_of(group)
     (part,) = group.build_for_cudagraph_capture(static.dummy(4)).parts[0].metadata.parts
-    assert part.decode.num_splits == schedule.most_splits(2048, 2, 100, False) == 8
+    assert part.decode.num_splits == schedule.most_splits(2048, 2, Gpu((9, 0), 100), False) == 8
     address = builder._split_tokens.data_ptr()
     seen = []
     for requests in (UNEVEN, ((1, 2000),) * 4):
         group.build(static.load(common_of(layers.problem_of(group, requests)), 4))
         seen.append(int(builder._split_tokens))
     assert seen == [88, 250]
-    builder._sms = 6
+    builder._gpu = dataclasses.replace(builder._gpu, sms=6)
     group.build(static.load(common_of(layers.problem_of(group, ((1, 2000),) * 4)), 4))
     assert int(builder._split_tokens) == 667
     assert builder._split_tokens.data_ptr() == address

@@ -15,6 +15,8 @@ from attn_select.config import AttentionConfig
 from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, PAGED_ATTENTION
 from attn_select.runtime.kv_cache import key_value_views, paged_attention_views
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
+from attn_select_triton.facts.triton_attn import PROGRAMS_PER_SM
+from attn_select_triton.facts.tuning import Gpu
 from attn_select_triton.kernels import decode, launch
 from attn_select_triton.kernels.launch import Launch, Terms
 
@@ -143,13 +145,13 @@ def test_split_counts_keep_to_the_workspace_and_fill_the_gpu() -> None:
     for sms in (1, 14, 132, 192):
         for programs in (1, 8, 64, 100, 131, 132, 263, 300, 512, 2048):
             for keys in (1, 64, 1000, 131072):
-                splits = launch.num_splits_for(programs, keys, sms)
+                splits = launch.num_splits_for(programs, keys, Gpu((9, 0), sms))
                 tiles = -(-keys // 64)
                 assert 1 <= splits <= tiles
-                assert splits == 1 or programs * splits <= 2 * launch.PROGRAMS_PER_SM * sms
+                assert splits == 1 or programs * splits <= PROGRAMS_PER_SM * sms
                 assert programs * splits >= sms or splits == tiles
-    assert launch.num_splits_for(8, 131072, 132) == 32
-    assert launch.num_splits_for(512, 4096, 132) == 1
+    assert launch.num_splits_for(8, 131072, Gpu((9, 0), 132)) == 32
+    assert launch.num_splits_for(512, 4096, Gpu((9, 0), 132)) == 1
 
 
 @pytest.mark.gpu

@@ -137,7 +137,7 @@ def test_decode(size: int, heads: int, kv_heads: int, block_size: int, kind: str
     query, window = drawn(batch.tokens, heads, size), 4096 if kind == "window" else 0
     output, lse = batch.poisoned(heads, size)
     keys = window + batch.max_query_len if window else LONGEST
-    splits = launch.num_splits_for(len(DECODES) * kv_heads, keys, launch.sm_count(query.device), fp8=kind == "fp8")
+    splits = launch.num_splits_for(len(DECODES) * kv_heads, keys, launch.gpu_of(query.device), fp8=kind == "fp8")
     split_tokens = 0
     if kind == "fixed":
         splits, split_tokens = LONGEST // 2048, 2048

@@ -89,6 +89,26 @@ def test_splits(splits: int, device: torch.device) -> None:
     assert lse_error(lse, wanted_lse) < 1e-5
 
 
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("size", [64, 40])
+def test_splits_of_many_rows(size: int, splits: int, device: torch.device) -> None:
+    torch.manual_seed(splits)
+    parts, lses = torch.randn(9, 3, splits, size).to(device), 3 * torch.randn(9, 3, splits).to(device)
+    lses[0, 0] = -INF
+    lses[1, :, 1:] = -INF
+    lses[2, 1, 0] = -INF
+    parts[lses == -INF] = torch.nan
+    wanted, wanted_lse = merge_reference(list(parts.unbind(2)), list(lses.unbind(2)))
+    output, lse = torch.full((10, 3, size), torch.nan, device=device), torch.full((10, 3), torch.nan, device=device)
+    merge.merge_rows(parts, lses, output[:9], None, lse[:9], splits)
+    assert relative_error(output[:9], wanted).row < 1e-6
+    assert lse_error(lse[:9], wanted_lse) < 1e-5
+    assert output[9].isnan().all()
+    assert lse[9].isnan().all()
+    merge.merge_rows(parts, lses, output[:9], None, None, splits)
+    assert relative_error(output[:9], wanted).row < 1e-6
+
+
 def test_empty_splits_behind_change_no_bit(device: torch.device) -> None:
     torch.manual_seed(1)
     parts, lses = torch.randn(2, 2, 5, 32).to(device), torch.randn(2, 2, 5).to(device)

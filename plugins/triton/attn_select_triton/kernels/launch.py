@@ -1,14 +1,10 @@
-"""Launch parameters in one place: tile shapes, warps and stages per architecture and shape class, and split counts.
-
-The numbers were found by measuring (``plugins/triton/bench/bench_triton.py --sweep``; ``docs/log/triton.md``), those
-for GPUs that were not at hand by what fits their shared memory and registers.
-"""
+"""Launch parameters of a shape class on a GPU, by ``facts/tuning.toml``; and how K and V are described to TMA."""
 
 # mypy: disable-error-code="import-not-found, import-untyped"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,22 +13,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_select.device import find_gpu
 from attn_select_triton.facts.triton_attn import TILE_ROWS
 from attn_select_triton.facts.triton_support import TMA_FROM
 from attn_select_triton.facts.triton_support import power_of_two as power_of_two
 from attn_select_triton.facts.triton_support import two_powers as two_powers
+from attn_select_triton.facts.tuning import Gpu, Tile, decode_splits, tile_of
 
+Launch = Tile
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
-PROGRAMS_PER_SM = 4
-"""Splits stop where the grid has twice as many programs per SM as this: the bound of the workspace."""
-RESIDENT = 1.9
-"""Programs per SM below which a decode splits: two fill an SM's memory pipeline."""
-SPLIT_TILE = 64
-"""Keys that a split should have, at least."""
-WORTH = 0.95
-"""One more split must bring the longest-working SM to this share of its work: merging is not free."""
 SLICED = [
     "table_ptr", "query_start_loc_ptr", "key_start_loc_ptr", "seq_lens_ptr", "slot_ptr",
     "lse_ptr", "prefix_lse_ptr", "suffix_lse_ptr", "slopes_ptr", "sinks_ptr", "ranges_ptr", "tree_ptr",
@@ -41,22 +32,6 @@ SLICED = [
 """Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both."""
 PRECISION = "ieee"
 """Of float32 products: exact, on the FMA units. Products of the other dtypes are not affected."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How one kernel is launched.
-
-    Attributes:
-        block_m: query rows (tokens x heads of a group) of a program.
-        block_n: keys of a tile.
-        num_warps, num_stages: as Triton has them.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +70,13 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@lru_cache(maxsize=16)
+def gpu_of(device: torch.device) -> Gpu:
+    """Return a device as the choices of tiles and splits see it."""
+    known = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return Gpu(capability_of(device), sm_count(device), None if known is None else known.bandwidth_gbps)
+
+
 def compute_dtype(query: torch.dtype, cache: torch.dtype) -> tl.dtype:
     """Return the dtype that K, V and the query are multiplied in.
 
@@ -116,27 +98,9 @@ def prefill_launch(
         paged: over a block table, whose lookup takes stages of the pipeline too.
         keys: the longest request's.
     """
-    if dtype == torch.float32:
-        return Launch(32, 16, 8, 2) if width <= 512 else Launch(8 if capability < (8, 0) else 16, 16, 8, 1)
-    if described:
-        if capability >= (12, 0):  # 99 KiB of shared memory
-            if width > 256:
-                return Launch(32, 16, 4, 1)
-            return Launch(64, 32 if width <= 128 else 16, 4, 3 if paged else 2)
-        if width > 256:
-            return Launch(64, 32, 8, 2)
-        if width > 128:
-            return Launch(128, 64, 8, 3 if paged else 2)
-        if paged:
-            return Launch(64, 64, 4, 5)
-        return Launch(64, 64, 4, 3) if keys > 1024 or width < 128 else Launch(64, 32, 4, 2)
-    if capability < (8, 0):
-        return Launch(32 if width <= 256 else 16, 32 if width <= 128 else 16, 8, 1)
-    if width > 256:
-        return Launch(64, 16, 8, 2) if width <= 512 else Launch(32, 16, 8, 1)
-    if width > 128:
-        return Launch(64, 32, 4, 2)
-    return Launch(128, 128, 8, 2) if capability in ((9, 0), (10, 0), (10, 3)) else Launch(128, 64, 8, 2)
+    return tile_of(
+        "prefill", capability, width=width, dtype=_name(dtype), described=described, paged=paged, keys=keys
+    )  # fmt: skip
 
 
 def decode_launch(
@@ -152,49 +116,38 @@ def decode_launch(
         programs: unsplit programs per SM.
     """
     block_m = min(TILE_ROWS, power_of_two(rows))
-    if dtype == torch.float32:
-        return Launch(16, 32, 8, 2) if width <= 256 else Launch(8 if capability < (8, 0) else 16, 16, 8, 1)
-    if capability < (8, 0):
-        return Launch(min(block_m, 32) if width <= 256 else 16, 32 if width <= 128 else 16, 8, 1)
-    if width > 256:
-        return Launch(min(block_m, 32), 32 if capability[0] in (9, 10) else 16, 4, 2 if cache.itemsize < 4 else 1)
-    if cache == torch.float32:  # tiles of twice the bytes
-        return Launch(min(block_m, 32), 32, 4, 2)
-    if cache in FP8 and block_m > 32:
-        return Launch(32, 64, 4, 2)
-    if block_m > 32:
-        return Launch(min(block_m, 64), 64 if width <= 128 else 32, 4, 2)
-    if width > 128:
-        return Launch(block_m, 64 if capability == (9, 0) else 32, 4, 2)
-    if cache in FP8:
-        return Launch(block_m, 128, 2, 2)
-    if width > 64 and (programs > RESIDENT + 0.1 or block_m > 16):
-        return Launch(block_m, 64, 2, 2)
-    return Launch(block_m, 128, 4, 2)
+    kind = "fp8" if cache in FP8 else _name(cache)
+    tile = tile_of(
+        "decode", capability, rows=block_m, width=width, dtype=_name(dtype), cache=kind, programs=programs
+    )  # fmt: skip
+    return replace(tile, block_m=min(block_m, tile.block_m))
 
 
-def num_splits_for(programs: int, keys: int, sms: int, *, fp8: bool = False) -> int:
+def num_splits_for(programs: int, keys: int, gpu: Gpu, *, fp8: bool = False) -> int:
     """Return into how many splits a decode cuts the keys.
 
-    The smallest count that leaves no SM with less than ``RESIDENT`` programs, and more only where that evens out the
-    last wave.
+    The smallest count that leaves no SM with fewer programs than fill its memory pipeline, and more only where that
+    evens out the last wave.
 
     Args:
         programs: requests x KV heads x row tiles, unsplit.
         keys: the longest request's, or its window's.
-        sms: multiprocessors.
         fp8: the cache is FP8: half the bytes a key, so twice the programs.
     """
-    resident = 2 * RESIDENT if fp8 else RESIDENT
-    tiles = max(1, -(-keys // SPLIT_TILE))
-    most = max(1, min(tiles, 2 * PROGRAMS_PER_SM * sms // max(1, programs)))
-    first = min(most, max(1, int(-(-resident * sms // programs))))
+    by, sms = decode_splits(), gpu.sms
+    tiles = max(1, -(-keys // by.least_keys))
+    most = max(1, min(tiles, by.most * sms // max(1, programs)))
+    first = min(most, max(1, int(-(-by.programs(gpu, fp8) * sms // programs))))
     best, load = first, -(-programs * first // sms) / first
     for splits in range(first + 1, most + 1):
         other = -(-programs * splits // sms) / splits
-        if other < WORTH * load:
+        if other < by.worth * load:
             best, load = splits, other
     return best
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def cache_strides(

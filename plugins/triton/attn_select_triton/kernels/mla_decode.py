@@ -19,7 +19,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select_triton.facts.triton_mla import gluon_lacks
-from attn_select_triton.kernels.launch import SLICED, over, power_of_two
+from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
+from attn_select_triton.facts.tuning import latent_splits, tile_of
+from attn_select_triton.kernels.launch import SLICED, capability_of, over, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
@@ -320,28 +322,19 @@ def mla_launch(
     names = str(query), "fp8_e4m3" if cache == torch.float8_e4m3fn else str(cache)
     lacks = gluon_lacks(capability, rank, rope, block_size, *names, triton.__version__)
     if gluon and lacks is None:
-        return MLALaunch(64 if rows > 32 else 32 if rows > 16 else 16, 64, 4, 1, True, True)
-    if capability[0] in (9, 10):
-        columns = power_of_two(rank) + power_of_two(rope)
-        whole = columns == rank + rope
-        if rows <= 16 and whole and block_size % 32 == 0:
-            return MLALaunch(16, 32, 4, 3, True)
-        block_n = 64 if columns <= 576 and capability[0] == 9 else 32
-        block_m, warps = (64, 8) if rows > 16 else (16, 4)
-        return MLALaunch(block_m, block_n, warps, 2, whole and rows > 16 and block_size % block_n == 0)
-    if capability < (8, 0):
-        return MLALaunch(8, 16, 8, 1)
-    return MLALaunch(32 if rows > 16 and capability[0] == 8 else 16, 16, 4, 2)
+        tile = tile_of("mla_hopper", capability, rows=rows)
+        return MLALaunch(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, True, True)
+    columns = power_of_two(rank) + power_of_two(rope)
+    whole = columns == rank + rope
+    tile = tile_of("mla", capability, rows=rows, columns=columns, in_boxes=whole and block_size % 32 == 0)
+    by_tma = tile.by_tma and whole and block_size % tile.block_n == 0
+    return MLALaunch(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, by_tma)
 
 
 def gathered_launch(rows: int) -> MLALaunch:
     """Return the launch parameters of ``mla_decode_gathered`` for a token's query heads, at most 32."""
-    return MLALaunch(16 if rows <= 16 else 32, 64, 4, 1, described=True, hopper=True, gathered=True)
-
-
-TILE_KEYS = 64
-PROGRAM_TILES, MERGE_TILES = 3, 4
-"""What a program costs besides its tiles, and what a merge costs, in tiles of ``TILE_KEYS`` keys."""
+    tile = tile_of("mla_hopper", GLUON_CAPABILITY, rows=rows)
+    return MLALaunch(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, True, True, gathered=True)
 
 
 @lru_cache(maxsize=4096)
@@ -355,18 +348,7 @@ def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
         max_seq_len: the most keys of a request in the batch.
         sms: multiprocessors of the device.
     """
-    tiles = -(-max_seq_len // TILE_KEYS)
-
-    def cost(splits: int) -> int:
-        waves = -(-programs * splits // sms)
-        return waves * (-(-tiles // splits) + PROGRAM_TILES) + (MERGE_TILES if splits > 1 else 0)
-
-    most = max(1, min((2 * sms - 1) // max(programs, 1), tiles))
-    return min(range(1, most + 1), key=cost)
-
-
-HOPPER_REGISTERS = {16: 168, 32: 168, 64: 128}
-"""Registers of a thread at the start of a Hopper kernel, by its rows: 12 warps share them, with 64 rows 16."""
+    return latent_splits().of_equal(programs, max_seq_len, sms)
 
 
 def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> Any:
@@ -413,11 +395,16 @@ class _Prepared:
         flat_query = query.stride(0) == heads * query.stride(1) and query.data_ptr() % 16 == 0
         fp8 = kv_cache.dtype == torch.float8_e4m3fn
         if launch.hopper and not (described and (fp8 or flat_query)):
-            launch = MLALaunch(64, 64, 8, 2) if launch.block_m > 16 else MLALaunch(16, 64, 4, 2)
+            columns = power_of_two(rank) + power_of_two(rope)
+            tile = tile_of(
+                "mla", capability_of(query.device), rows=launch.block_m, columns=columns, in_boxes=False
+            )  # fmt: skip
+            launch = MLALaunch(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)
             described = False
         block_r, block_p = power_of_two(rank), power_of_two(rope)
         if not launch.hopper:
             described = described and block_size % launch.block_n == 0 and block_r == rank and block_p == rope
+        registers = tile_of("mla_hopper", capability_of(query.device), rows=launch.block_m).registers
         self.fp8, self.gathered = launch.hopper and fp8, launch.gathered
         self.block_m, self.pointers = launch.block_m, not launch.hopper
         self.page_rows = stride_b // stride_t if described else 0
@@ -434,7 +421,7 @@ class _Prepared:
             )
             self.strides = *query.stride()[:2], *output_strides
             self.constants = heads, rank, block_size, *flags, launch.block_m
-            self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=HOPPER_REGISTERS[launch.block_m])
+            self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=registers)
         elif launch.hopper:
             sizes = rank // 2, rope
             self.query_parts = tuple(
@@ -451,7 +438,7 @@ class _Prepared:
 
                 self.cache_parts = tuple(_described(block_size, kv_cache, stride_t, [64, size], True) for size in sizes)
                 self.constants = heads, rank, block_size, *flags, launch.block_m
-            self.decode = Relaunch(kernel, num_warps=4, maxnreg=HOPPER_REGISTERS[launch.block_m])
+            self.decode = Relaunch(kernel, num_warps=4, maxnreg=registers)
         else:
             if described:
                 self.cache_parts = tuple(

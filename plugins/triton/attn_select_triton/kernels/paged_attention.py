@@ -10,7 +10,7 @@ over the partitions (vllm-project/vllm csrc/attention/attention_kernels.cuh 03f8
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_select_triton.facts.tuning import find_tile, tile_of
 from attn_select_triton.kernels.cache import GATHER_ALIGN, plain
 from attn_select_triton.kernels.launch import (
     PRECISION,
@@ -483,8 +484,8 @@ def classic_prefill_launch(
         width: the head size.
         dtype: of the query; ``cache`` of K and V.
     """
-    half = dtype.itemsize == 2 and cache.itemsize == 2
-    return Launch(128, 32, 4, 2) if capability == (9, 0) and width <= 128 and half else None
+    bits = 8 * max(dtype.itemsize, cache.itemsize) if dtype.itemsize == cache.itemsize else 0
+    return find_tile("classic_prefill", capability, width=width, bits=bits)
 
 
 def paged_launch(capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype) -> Launch:
@@ -496,13 +497,9 @@ def paged_launch(capability: tuple[int, int], rows: int, width: int, dtype: torc
         dtype: of the query; ``cache`` of K and V.
     """
     block_m = min(MOST_ROWS, power_of_two(rows))
-    if dtype == torch.float32:
-        return Launch(16, 32, 8, 1)
-    if capability < (8, 0):
-        return Launch(block_m if width <= 128 else 16, 32, 8, 1)
-    if width > 128:
-        return Launch(block_m, 64 if capability == (9, 0) and block_m == 16 else 32, 4, 2)
-    return Launch(block_m, 64, 2 if block_m == 16 else 4, 2)
+    name = str(dtype).removeprefix("torch.")
+    tile = tile_of("paged_attention", capability, rows=block_m, width=width, dtype=name)
+    return replace(tile, block_m=min(block_m, tile.block_m))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
+from attn_select_triton.facts.tuning import find_tile, tile_of
 from attn_select_triton.kernels import relaunch
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe
-from attn_select_triton.kernels.merge import merge_splits
+from attn_select_triton.kernels.merge import merge_rows
 from attn_select_triton.kernels.primitives import E4M3_MAX as E4M3_LIMIT
 from attn_select_triton.kernels.primitives import LOG2E
 
@@ -38,9 +39,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 E4M3_MAX = gl.constexpr(E4M3_LIMIT.value)
 ROWS = gl.constexpr(64)
 """Query rows of a compute group."""
-TILES = {(64, 64): (128, 4), (128, 128): (128, 3), (192, 128): (128, 2), (256, 256): (64, 2)}
-"""Keys of a tile, and tiles of K and of V under way, by the head sizes of K and of V: with the query they fill up to
-224 of the 227 KiB of shared memory."""
 LEAST_BOX = 16
 """Tokens of the smallest box that was run."""
 PART = gl.constexpr(64)
@@ -279,10 +277,10 @@ def attend_rows(
         lse_row = (lse_row - first_token.to(gl.int64) * HEADS) * num_splits + split
         gl.store(part_lse_ptr + lse_row, lse, mask=flat < rows)
         row = gl.convert_layout(lse_row, gl.SliceLayout(1, ACC))
-        inside = gl.convert_layout(flat < rows, gl.SliceLayout(1, ACC))
+        inside = gl.convert_layout((flat < rows) & (row_sum > 0), gl.SliceLayout(1, ACC))  # of others -inf says so
         target = (part_ptr + row * (V_PARTS * PART))[:, None] + gl.arange(0, PART, gl.SliceLayout(0, ACC))[None, :]
         for part in gl.static_range(V_PARTS):
-            gl.store(target + part * PART, accumulators[part] * norm, mask=inside[:, None] & (tiles > start))
+            gl.store(target + part * PART, accumulators[part] * norm, mask=inside[:, None])
     else:
         if LSE:
             gl.store(lse_ptr + lse_row, lse, mask=flat < rows)
@@ -451,10 +449,10 @@ def box_rows(block_size: int, paged: bool, keys: int) -> int:
 
 def readable(key: Tensor, value: Tensor) -> bool:
     """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
-    paged, sizes = key.ndim == 4, (key.shape[-1], value.shape[-1])
-    if sizes not in TILES:
+    tile = find_tile("prefill_hopper", GLUON_CAPABILITY, head_size=key.shape[-1], value_size=value.shape[-1])
+    if tile is None:
         return False
-    box = box_rows(key.shape[1], paged, TILES[sizes][0])
+    box = box_rows(key.shape[1], key.ndim == 4, tile.block_n)
     return box >= LEAST_BOX and all(describable(tensor, key.dtype, box, GLUON_CAPABILITY) for tensor in (key, value))
 
 
@@ -504,7 +502,8 @@ def prefill_hopper(
     tokens, heads, head_size = query.shape
     group, paged = heads // value.shape[-2], block_table is not None
     block_size = key.shape[1] if paged else 1
-    keys_of_tile, stages = TILES[head_size, value.shape[-1]]
+    tile = tile_of("prefill_hopper", GLUON_CAPABILITY, head_size=head_size, value_size=value.shape[-1])
+    keys_of_tile, stages = tile.block_n, tile.num_stages
     box = box_rows(block_size, paged, keys_of_tile)
     (keys, k_places), (values, v_places) = _boxes(key, box), _boxes(value, box)
     tokens = tokens if num_tokens is None else num_tokens
@@ -525,4 +524,4 @@ def prefill_hopper(
     if parts is not None and part_lse is not None:
         rows = slice(first_token, first_token + tokens)
         lse = None if output_lse is None else output_lse[rows]
-        merge_splits(parts, part_lse, output[rows], output_scale, lse, num_splits)
+        merge_rows(parts, part_lse, output[rows], output_scale, lse, num_splits)

@@ -5,66 +5,31 @@ All of it is worked out on the host from host copies of the lengths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
+from attn_select_triton.facts import tuning
+from attn_select_triton.facts.tuning import Cost, Gpu, Way, prefill_cost
 from attn_select_triton.kernels.cache import GATHER_ALIGN
-from attn_select_triton.kernels.launch import RESIDENT, num_splits_for
-from attn_select_triton.kernels.mla_decode import MERGE_TILES, PROGRAM_TILES, TILE_KEYS, mla_num_splits
+from attn_select_triton.kernels.launch import num_splits_for
+from attn_select_triton.kernels.mla_decode import mla_num_splits
 
-LEAST_SPLIT = 256
-"""Keys of a split of an uneven batch, at least."""
-UNEVEN = 2
-"""A batch is uneven where the longest program would have so many times its share of the keys. On an H100 one request of
-65536 tokens among 63 of 1024 took 1625 us unsplit and 216 us in its fair splits; 16 requests of 1024 to 16384 tokens,
-1.8 times the share, took 233 and 242 us."""
+LEAST_SPLIT = tuning.decode_splits().uneven_least_keys
+"""Keys of a split of an uneven batch, at least. On an H100 one request of 65536 tokens among 63 of 1024 took 1625 us
+unsplit and 216 us in its fair splits; 16 requests of 1024 to 16384 tokens, 1.8 times the share, took 233 and 242 us."""
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 """Batch-invariant splits: so many at most, of so many keys at least."""
 TILE_ROWS = 64
-"""Rows of a tile, in the costs below."""
-Way = Literal["pages", "gathered", "split", "warps"]
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a way to run a prefill costs, in ns on an H100 with a head size of 128; only their ratios matter.
-
-    Fitted to what ``bench/bench_triton_layer.py --what paths`` measured (``docs/log/triton.md``).
-
-    Attributes:
-        tile: per tile of ``TILE_ROWS`` rows and key, on each SM, where every SM has work.
-        border: keys that a tile computes only to mask them, on average.
-        alone: a program's time per key where it has its SM alone. The longest request takes no less.
-        two: the same beside another program on its SM.
-        key: per key of a KV head, on each SM, whatever attends to it: its copy, or its first read.
-        row: of the merge, per row.
-        fixed: of one launch more.
-    """
-
-    tile: float
-    border: int
-    alone: float = 0.0
-    two: float = 0.0
-    key: float = 0.0
-    row: float = 0.0
-    fixed: float = 0.0
-
-
-PAGES = Cost(13.7, 64, alone=28.3, two=28.3)
-TMA_PAGES = Cost(8.4, 32, alone=11.2, two=16.8)
-WARPS = Cost(7.05, 230, alone=13.7, two=13.7)
-GATHERED = Cost(8.4, 32, alone=11.2, two=16.8, key=44.0)
-SPLIT = Cost(15.0, 32, key=26.0, row=1.2, fixed=10_000.0)
-SPLIT_FP8 = Cost(31.5, 32, key=16.0, row=1.2, fixed=10_000.0)
+"""Rows of a tile, in the costs of ways."""
 
 
 def split_keys(
-    *, requests: int, longest: int, total: int, units: int, most: int, sms: int, fp8: bool
+    *, requests: int, longest: int, total: int, units: int, most: int, gpu: Gpu, fp8: bool
 ) -> tuple[int, int]:
     """Return how many splits a decode may have, and how many keys each should have.
 
@@ -72,30 +37,23 @@ def split_keys(
         requests: in the batch; ``longest`` of them in keys, ``total`` of all.
         units: programs of one request, unsplit: KV heads x row tiles.
         most: splits that the workspace has room for.
-        sms: multiprocessors.
         fp8: the cache is FP8.
     """
-    splits = max(1, min(num_splits_for(requests * units, longest, sms, fp8=fp8), most))
+    by = tuning.decode_splits()
+    splits = max(1, min(num_splits_for(requests * units, longest, gpu, fp8=fp8), most))
     tokens = -(-longest // splits)
     # What each resident program would have if the keys of long and short requests were dealt out evenly.
-    resident = (2 * RESIDENT if fp8 else RESIDENT) * sms
-    fair = max(LEAST_SPLIT, int(total * units / resident))
-    if UNEVEN * fair < tokens:
+    fair = max(LEAST_SPLIT, int(total * units / (by.programs(gpu, fp8) * gpu.sms)))
+    if by.uneven * fair < tokens:
         splits = max(1, min(-(-longest // fair), most))
         tokens = max(fair, -(-longest // splits))
     return splits, max(1, tokens)
 
 
-def most_splits(max_keys: int, units: int, sms: int, fp8: bool) -> int:
+def most_splits(max_keys: int, units: int, gpu: Gpu, fp8: bool) -> int:
     """Return how many splits the longest request of a captured step may need, whatever the others are."""
-    resident = (2 * RESIDENT if fp8 else RESIDENT) * sms
+    resident = tuning.decode_splits().programs(gpu, fp8) * gpu.sms
     return max(1, min(-(-max_keys // LEAST_SPLIT), int(-(-resident // units))))
-
-
-EVEN = 0.8
-"""Of a batch of latents, the mean length over the longest from which on one number of splits suits all requests."""
-SPLIT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
-"""Splits of the longest request that are tried where a batch is not even."""
 
 
 def latent_splits(seq_lens: Tensor, longest: int, units: int, most: int, sms: int) -> tuple[int, int]:
@@ -108,20 +66,20 @@ def latent_splits(seq_lens: Tensor, longest: int, units: int, most: int, sms: in
         most: splits that there is room for.
         sms: multiprocessors. One program fills one.
     """
-    requests = len(seq_lens)
-    tiles = max(1, -(-longest // TILE_KEYS))
+    requests, by = len(seq_lens), tuning.latent_splits()
+    tiles = max(1, -(-longest // by.tile))
     even = min(most, mla_num_splits(requests * units, longest, sms))
-    if most > 1 and int(seq_lens.sum()) < EVEN * longest * requests:
-        counts = torch.tensor([count for count in SPLIT_COUNTS if count <= min(most, tiles)])
+    if most > 1 and int(seq_lens.sum()) < by.even * longest * requests:
+        counts = torch.tensor([count for count in by.counts if count <= min(most, tiles)])
         share = -(-tiles // counts)[:, None]
-        own = seq_lens.long().add(TILE_KEYS - 1).div_(TILE_KEYS, rounding_mode="floor").clamp_(min=1)[None]
+        own = seq_lens.long().add(by.tile - 1).div_(by.tile, rounding_mode="floor").clamp_(min=1)[None]
         splits = -(-own // share)
-        time = -(-own // splits) + PROGRAM_TILES
+        time = -(-own // splits) + by.program
         programs = units * splits.sum(1)
         mean = units * (splits * time).sum(1) / programs
-        waves = torch.maximum(time.amax(1), -(-programs // sms) * mean) + MERGE_TILES * (counts > 1)
+        waves = torch.maximum(time.amax(1), -(-programs // sms) * mean) + by.merge * (counts > 1)
         even = int(counts[int(waves.argmin())])
-    return even, -(-tiles // even) * TILE_KEYS
+    return even, -(-tiles // even) * by.tile
 
 
 def fixed_split(max_keys: int, least: int = LEAST_FIXED_SPLIT, tile: int = 1) -> int:
@@ -185,18 +143,47 @@ def prefill_way(
     seq_lens: Sequence[int],
     *,
     heads: tuple[int, int],
-    sms: int,
+    gpu: Gpu,
     causal: bool,
     window: int,
+    room: int = 0,
 ) -> Way:
     """Return the cheapest of the ways that a prefill may be run.
 
     Args:
         heads: of the query, and of K and V.
-        sms: multiprocessors.
         window: keys that a row sees to its left, itself included; 0: all.
+        room: partial results of a query token that the workspace holds.
     """
-    share, group = heads[1] / sms, heads[0] // heads[1]
+    work = prefill_work(query_lens, seq_lens, heads=heads, causal=causal, window=window)
+    splits = warp_splits(query_lens, seq_lens, heads=heads, gpu=gpu, room=room) if "warps_split" in ways else 1
+
+    def cost(way: Way) -> float:
+        if way != "warps_split":
+            return prefill_cost(ways[way], work, heads=heads, gpu=gpu)
+        return prefill_cost(ways[way], work, heads=heads, gpu=gpu, splits=splits) if splits > 1 else math.inf
+
+    return min(ways, key=cost)
+
+
+def warp_splits(
+    query_lens: Sequence[int], seq_lens: Sequence[int], *, heads: tuple[int, int], gpu: Gpu, room: int
+) -> int:
+    """Return how many programs of the warp-specialised prefill share the keys of 128 rows: one fills an SM.
+
+    More than fill the SMs gain nothing: a second wave takes as long as the first. Arguments as ``prefill_way``'s.
+    """
+    group = heads[0] // heads[1]
+    programs = heads[1] * sum(-(-query_len * group // (2 * TILE_ROWS)) for query_len in query_lens)
+    tiles = max(seq_lens, default=0) // (2 * TILE_ROWS)
+    return max(1, min(gpu.sms // max(1, programs), tiles // 2, room // max(1, sum(query_lens))))
+
+
+def prefill_work(
+    query_lens: Sequence[int], seq_lens: Sequence[int], *, heads: tuple[int, int], causal: bool, window: int
+) -> dict[str, float]:
+    """Return what ``tuning.prefill_cost`` asks of a batch; arguments as ``prefill_way`` has them."""
+    group = heads[0] // heads[1]
     tiles = rows = longest = 0
     pairs = keys = 0.0
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
@@ -205,14 +192,7 @@ def prefill_way(
         pairs += own * (max(seen - query_len / 2, seen / 2) if causal else seen)
         keys += min(seq_len, seen + query_len)
         tiles, rows, longest = tiles + own, rows + query_len * heads[0], max(longest, seen)
-
-    def cost(way: Way) -> float:
-        of = ways[way]
-        busy = share * of.tile * (pairs + tiles * of.border)
-        latency = of.alone if 2 * tiles * heads[1] <= sms else of.two
-        return max(busy, longest * latency) + share * of.key * keys + of.row * rows + of.fixed
-
-    return min(ways, key=cost)
+    return {"tiles": tiles, "pairs": pairs, "keys": keys, "rows": rows, "longest": longest}
 
 
 def image_ranges(common: CommonAttentionMetadata, first: int, last: int) -> list[list[int]] | None:

@@ -139,7 +139,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
             key, value = part.gather.rows
         if part.warps and self._warps.readable(key, value) and (terms.causal or not terms.window):
-            given = {name: argument for name, argument in part.prefill.items() if name != "max_seq_len"}
+            given = {name: argument for name, argument in part.prefill.items() if name != "max_seq_len"} | part.shared
             self._warps.prefill_hopper(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **given)
             return
         prefill_attention(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill)

@@ -24,9 +24,10 @@ from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_d
 from attn_select_triton.facts.planned_kernels import PrefillKernel
 from attn_select_triton.facts.triton_attn import TMA_PAGE
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY, GLUON_TRITON, power_of_two
+from attn_select_triton.facts.tuning import Cost, Way, way_cost
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
-from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, sm_count
+from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of
 from attn_select_triton.runtime import schedule
 
 LEAST_SAVED = 256 << 20
@@ -60,6 +61,7 @@ class Part:
         gather: what comes before a prefill.
         prefill: arguments of ``prefill_attention``.
         warps: the prefill's kernel is ``prefill_hopper``, where it can read this cache.
+        shared: arguments of it alone, by which programs share a row's keys.
     """
 
     causal: bool
@@ -68,6 +70,7 @@ class Part:
     gather: Gather | None = None
     prefill: dict[str, Any] = field(default_factory=dict)
     warps: bool = False
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -131,11 +134,11 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._group = config.num_heads // config.num_kv_heads
         self._causal = config.attn_type == "decoder" and not config.non_causal
         self._window = config.sliding_window or 0
-        self._fp8, self._sms = config.cache_dtype in FP8_DTYPES, sm_count(device)
+        self._fp8, self._gpu = config.cache_dtype in FP8_DTYPES, gpu_of(device)
         self._row = config.num_heads * (config.value_head_size + 1)
         self._workspace: Tensor | None = None
         self._gathered: tuple[Tensor, Tensor] | None = None
-        self._ways: dict[schedule.Way, schedule.Cost] = {}
+        self._ways: dict[Way, Cost] = {}
         # In captured steps: the keys of a split, which replays change.
         self._split_tokens: Tensor | None = None
         self._fixed_split = 0
@@ -153,11 +156,11 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         prefill = planned_prefill(context)
         whole_pages = (context.block_size or 1) % TMA_PAGE == 0
         by_tma = prefill.pages_by_tma or (prefill.warp_specialised and whole_pages)
-        self._ways["pages"] = schedule.TMA_PAGES if by_tma else schedule.PAGES
-        self._ways["split"] = schedule.SPLIT_FP8 if self._fp8 else schedule.SPLIT
+        self._ways["pages"] = way_cost("tma_pages" if by_tma else "pages")
+        self._ways["split"] = way_cost("split_fp8" if self._fp8 else "split")
         if prefill.warp_specialised and device.type == "cuda":
             check_gluon(device)
-            self._ways["warps"] = schedule.WARPS
+            self._ways |= {way: way_cost(way) for way in ("warps", "warps_split")}
         reserved = prefill.gather_bytes
         split_bytes = {phase: plan.workspace_bytes for phase, plan in context.plans.items()}
         if "prefill" in split_bytes:
@@ -179,7 +182,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
                 torch.empty(rows, config.num_kv_heads, width, dtype=self.shape.dtype, device=device) for width in widths
             )
             self._gathered = key, value
-            self._ways["gathered"] = schedule.GATHERED
+            self._ways["gathered"] = way_cost("gathered")
 
     @property
     def _longest_decode(self) -> int:
@@ -267,13 +270,13 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         units = self.shape.kv_heads * -(-self._group * query_len // launch.block_m)
         most = max(1, self._workspace.numel() // (tokens * self._row))
         if split_tokens is not None:  # the same at capture and replay: the bound follows from padded sizes
-            most = min(most, schedule.most_splits(self._most_keys, units, self._sms, self._fp8))
+            most = min(most, schedule.most_splits(self._most_keys, units, self._gpu, self._fp8))
         longest = self._visible(query_len, keys[0])
         sizes = {"longest": longest, "total": min(keys[1], requests * longest), "units": units, "most": most}
         if self._fixed_split:
             num_splits, each = -(-self._most_keys // self._fixed_split), self._fixed_split
         else:
-            num_splits, each = schedule.split_keys(requests=requests, sms=self._sms, fp8=self._fp8, **sizes)
+            num_splits, each = schedule.split_keys(requests=requests, gpu=self._gpu, fp8=self._fp8, **sizes)
         if split_tokens is not None and not self._fixed_split:
             num_splits = most
             split_tokens.fill_(each)
@@ -298,7 +301,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
     def _launch(self, requests: int, query_len: int) -> Launch:
         shape = self.shape
         # Batch-invariant decodes launch as if they were alone, with the longest query that a decode has.
-        load = 0.0 if self._fixed_split else requests * shape.kv_heads / self._sms
+        load = 0.0 if self._fixed_split else requests * shape.kv_heads / self._gpu.sms
         width = max(shape.head_size, shape.value_size)
         rows = self._group * query_len
         return decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
@@ -319,21 +322,42 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             query_lens,
             seq_lens,
             heads=(self.shape.heads, self.shape.kv_heads),
-            sms=self._sms,
+            gpu=self._gpu,
             causal=self._causal and common.causal,
             window=window,
+            room=self._partials,
         )
         if way == "split":
             keys = max(seq_lens), sum(seq_lens)
             return [self._splitting(common, first, last, sum(query_lens), max(query_lens), keys)]
         if way != "gathered" or self._gathered is None:
-            return [self._prefill(common, first, last, warps=way == "warps")]
+            part = self._prefill(common, first, last, warps=way in ("warps", "warps_split"))
+            if way == "warps_split":
+                self._share_keys(part, query_lens, seq_lens, int(common.query_start_loc_cpu[first]))
+            return [part]
         chunks = schedule.gathered_chunks(query_lens, seq_lens, window, len(self._gathered[0]))
         starts = to_device(
             torch.tensor([start for chunk in chunks for start in chunk.starts or [0]], dtype=torch.int32),
             self.context.device,
         )
         return [self._gathering(common, first, chunk, starts, window) for chunk in chunks]
+
+    @property
+    def _partials(self) -> int:
+        """Partial results of a query token that the workspace holds."""
+        return 0 if self._workspace is None else self._workspace.numel() // self._row
+
+    def _share_keys(self, part: Part, query_lens: list[int], seq_lens: list[int], first_token: int) -> None:
+        """Let several programs of a warp-specialised prefill share the keys of a tile of rows."""
+        heads = self.shape.heads, self.shape.kv_heads
+        splits = schedule.warp_splits(query_lens, seq_lens, heads=heads, gpu=self._gpu, room=self._partials)
+        if splits > 1:
+            part.shared = {
+                "num_splits": splits,
+                "split_keys": -(-max(seq_lens) // splits),
+                "workspace": self._workspace,
+                "first_token": first_token,
+            }
 
     def _gathering(
         self, common: CommonAttentionMetadata, first: int, chunk: schedule.Chunk, starts: Tensor, window: int

@@ -81,6 +81,7 @@ def pretend(target: int) -> None:
     driver.set_active(_Driver(target))
     _Factories().__enter__()
     torch.cuda.get_device_capability = lambda device=None: divmod(target, 10)  # type: ignore[assignment]
+    torch.cuda.get_device_name = lambda device=None: ""  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda device=None: _Properties(SMS[target])  # type: ignore[assignment]
 
 

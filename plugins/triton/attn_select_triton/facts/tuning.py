@@ -1,0 +1,248 @@
+"""What the launches choose by: ``tuning.toml``'s tiles, and its small model of splits and of ways to run a prefill.
+
+A GPU counts by its multiprocessors, the shared memory of a block, and its bandwidth. Where it has less bandwidth for
+each multiprocessor than the H100 of the fit, fewer programs fill it, and keys that are read for themselves alone
+take longer.
+"""
+
+from __future__ import annotations
+
+import operator
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+Way = Literal["pages", "gathered", "split", "warps", "warps_split"]
+Kernel = Literal[
+    "prefill", "prefill_hopper", "decode", "mla", "mla_hopper", "paged_attention", "classic_prefill"
+]  # fmt: skip
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "": operator.eq,
+}  # fmt: skip
+LEAST_SHARED_KIB = 99
+"""Taken of a GPU that ``tuning.toml`` does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as the choices see it.
+
+    Attributes:
+        capability: its compute capability; (0, 0) for Triton's interpreter.
+        sms: multiprocessors.
+        bandwidth_gbps: peak memory bandwidth in GB/s; None: taken for the reference's per multiprocessor.
+    """
+
+    capability: tuple[int, int]
+    sms: int
+    bandwidth_gbps: float | None = None
+
+    @property
+    def shared_kib(self) -> int:
+        """KiB of shared memory that a block may have."""
+        known: int = _tuning()["shared_kib"].get(_text(self.capability), LEAST_SHARED_KIB)
+        return known
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Bandwidth per multiprocessor over the reference's, 1 at most: beyond, more programs were not needed."""
+        if self.bandwidth_gbps is None:
+            return 1.0
+        reference = _tuning()["reference"]
+        share: float = self.bandwidth_gbps / self.sms / (reference["bandwidth_gbps"] / reference["sms"])
+        return min(1.0, share)
+
+
+def measured(capability: tuple[int, int] | None) -> bool:
+    """Whether the choices for GPUs of this compute capability were measured on one."""
+    return capability is not None and _text(capability) == _tuning()["measured_capability"]
+
+
+def measured_gpus() -> tuple[str, ...]:
+    """Return the GPUs on which the choices were measured."""
+    return tuple(_tuning()["measured"])
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one kernel is launched.
+
+    Attributes:
+        block_m: query rows (tokens x heads of a group) of a program; in ``tuning.toml`` of decodes the most.
+        block_n: keys of a tile.
+        num_warps, num_stages: as Triton has them.
+        by_tma: MLA's: the cache is read through tensor descriptors where pages hold whole tiles.
+        registers: with which a thread starts; 0: the compiler's choice.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    by_tma: bool = False
+    registers: int = 0
+
+
+@lru_cache(maxsize=4096)
+def _chosen(kernel: Kernel, gpu_facts: tuple[tuple[int, int], int], given: tuple[tuple[str, Any], ...]) -> Tile | None:
+    capability, shared_kib = gpu_facts
+    known = {"capability": capability, "shared_kib": shared_kib, **dict(given)}
+    for conditions, tile in _tiles()[kernel]:
+        if all(holds(known[field], wanted) for field, holds, wanted in conditions):
+            return tile
+    return None
+
+
+def find_tile(kernel: Kernel, gpu: Gpu | tuple[int, int], **given: Any) -> Tile | None:
+    """Return the tile of a kernel's first row whose conditions hold; None: no row's do.
+
+    Args:
+        gpu: or its compute capability.
+        given: what the rows of this kernel ask for, besides the GPU.
+    """
+    if not isinstance(gpu, Gpu):
+        gpu = Gpu(gpu, 1)
+    return _chosen(kernel, (gpu.capability, gpu.shared_kib), tuple(given.items()))
+
+
+def tile_of(kernel: Kernel, gpu: Gpu | tuple[int, int], **given: Any) -> Tile:
+    """Return ``find_tile``'s, for a kernel whose last row has no condition."""
+    tile = find_tile(kernel, gpu, **given)
+    assert tile is not None
+    return tile
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a way to run a prefill costs, as ``tuning.toml`` says."""
+
+    tile: float
+    border: float
+    alone: float
+    two: float
+    key: float = 0.0
+    row: float = 0.0
+    fixed: float = 0.0
+
+
+@cache
+def way_cost(name: str) -> Cost:
+    """Return the cost of a way of ``tuning.toml``."""
+    return Cost(**{"alone": 0.0, "two": 0.0, **_tuning()["ways"][name]})
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSplits:
+    """``[decode]`` of ``tuning.toml``."""
+
+    resident: float
+    resident_fp8: float
+    most: int
+    least_keys: int
+    worth: float
+    uneven: float
+    uneven_least_keys: int
+
+    def programs(self, gpu: Gpu, fp8: bool) -> float:
+        """Return the programs per multiprocessor that fill a GPU's memory pipeline, one at least."""
+        return max(1.0, (self.resident_fp8 if fp8 else self.resident) * gpu.bandwidth_share)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSplits:
+    """``[latents]`` of ``tuning.toml``."""
+
+    tile: int
+    program: int
+    merge: int
+    even: float
+    counts: tuple[int, ...]
+
+    def of_equal(self, programs: int, keys: int, sms: int) -> int:
+        """Return into how many splits requests of ``keys`` each are cut: fewer than ``2 * sms`` programs run."""
+        tiles = -(-keys // self.tile)
+
+        def cost(splits: int) -> int:
+            waves = -(-programs * splits // sms)
+            return waves * (-(-tiles // splits) + self.program) + (self.merge if splits > 1 else 0)
+
+        most = max(1, min((2 * sms - 1) // max(programs, 1), tiles))
+        return min(range(1, most + 1), key=cost)
+
+
+@cache
+def decode_splits() -> DecodeSplits:
+    """Return how decodes are split."""
+    return DecodeSplits(**_tuning()["decode"])
+
+
+@cache
+def latent_splits() -> LatentSplits:
+    """Return how decodes over latents are split."""
+    given = _tuning()["latents"]
+    return LatentSplits(**{**given, "counts": tuple(given["counts"])})
+
+
+@cache
+def _tuning() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+_Conditions = tuple[tuple[str, Callable[[Any, Any], bool], Any], ...]
+
+
+@cache
+def _tiles() -> dict[str, tuple[tuple[_Conditions, Tile], ...]]:
+    """Return the rows of each kernel, their conditions parsed."""
+    return {
+        kernel: tuple(
+            (
+                tuple(_condition(field, text) for field, text in row.get("when", {}).items()),
+                _tile(**row),
+            )
+            for row in rows
+        )
+        for kernel, rows in _tuning()["tiles"].items()
+    }
+
+
+def _tile(tile: tuple[int, int, int, int], when: object = None, **more: Any) -> Tile:
+    return Tile(*tile, **more)
+
+
+def _condition(field: str, text: Any) -> tuple[str, Callable[[Any, Any], bool], Any]:
+    """Return a condition's field, operator and value."""
+    if not isinstance(text, str):
+        return field, operator.eq, text
+    sign = next(sign for sign in _OPERATORS if text.startswith(sign))
+    value: Any = text.removeprefix(sign)
+    if field == "capability":
+        value = tuple(int(part) for part in value.split("."))
+    elif sign or value.isdecimal():
+        value = float(value)
+    return field, _OPERATORS[sign], value
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)
+
+
+def prefill_cost(
+    cost: Cost, work: Mapping[str, float], *, heads: tuple[int, int], gpu: Gpu, splits: int = 1
+) -> float:  # fmt: skip
+    """Return the predicted time of a way to run a prefill, in ns.
+
+    Args:
+        work: ``tiles`` of ``TILE_ROWS`` rows, ``pairs`` of a tile and a key, ``keys``, query ``rows``, and the
+            ``longest`` request's keys.
+        heads: of the query, and of K and V.
+        splits: programs that share the keys of a tile of rows.
+    """
+    share = heads[1] / gpu.sms
+    busy = share * cost.tile * (work["pairs"] + work["tiles"] * cost.border)
+    latency = cost.alone if 2 * work["tiles"] * heads[1] <= gpu.sms else cost.two
+    read = share * cost.key / gpu.bandwidth_share * work["keys"]
+    return max(busy, work["longest"] / splits * latency) + read + cost.row * work["rows"] * splits + cost.fixed
