@@ -135,11 +135,20 @@ def schedules(gpu: Gpu) -> Iterator[tuple[str, list[Any]]]:
     ]  # fmt: skip
 
 
+def said(chosen: Any) -> str:
+    """Return a choice in words; of a launch what the tables say of it."""
+    if not hasattr(chosen, "block_m"):
+        return str(chosen)
+    flags = [name for name in ("described", "hopper") if getattr(chosen, name, False)]
+    numbers = f"{chosen.block_m} x {chosen.block_n}, {chosen.num_warps} warps, {chosen.num_stages} stages"
+    return ", ".join([numbers, *flags])
+
+
 def written(groups: Iterator[tuple[str, list[Any]]]) -> dict[str, Any]:
     """Return groups of choices with a letter for each different one."""
     found = {}
     for name, chosen in groups:
-        texts = [str(each) for each in chosen]
+        texts = [said(each) for each in chosen]
         kinds = sorted(set(texts))
         if len(kinds) > len(LETTERS):
             found[name] = " ".join(texts)
