@@ -127,6 +127,15 @@ def test_which_batches_get_a_schedule_of_our_own(
     assert (lists_of(group, problem) is not None) == own
 
 
+def test_a_wrapper_that_serves_both_schedules(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config(num_speculative_tokens=2), phases=["decode"])
+    drafts, single = [(3, 200), (2, 65)], [(1, 300), (1, 3)]
+    for requests in (single, drafts, single, single, drafts):
+        layers.run(group, layers.problem_for(group, requests))
+    assert len(world.named("BatchMLAPagedAttentionWrapper.plan")) == 3  # of our own schedules the first alone
+
+
 def test_releases_from_07_keep_flashinfers_schedule(emulate: Emulate) -> None:
     emulate(release="0.7.2.post1")
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
@@ -147,5 +156,5 @@ def test_a_plan_of_another_form_is_refused(emulate: Emulate, monkeypatch: pytest
         self._plan_info = self._plan_info[:-1]
 
     monkeypatch.setattr(BatchMLAPagedAttentionWrapper, "plan", changed)
-    with pytest.raises(KernelMismatchError, match=r"BatchMLAPagedAttentionWrapper\._plan_info .* not 18 numbers"):
+    with pytest.raises(KernelMismatchError, match=r"a plan of BatchMLAPagedAttentionWrapper .* with 18 numbers"):
         group.served["decode"].builder.build(0, layers.common_of(problem))

@@ -156,7 +156,7 @@ class NativeDecode:
         arguments = {**given, "causal": causal, **self._fixed}
         balanced = None
         if self._balanced is not None and single and self._heads <= self._tile(common.num_actual_tokens, requests):
-            balanced = BalancedPlan(self._balanced, *lists)
+            balanced = BalancedPlan(self._balanced, *lists, _rows(common))
         return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale, balanced)
 
     def _given(self, lists: Lists, indices: Tensor) -> dict[str, Tensor]:

@@ -42,7 +42,8 @@ MERGES_PER_TILE = 12
 Measured on an H200, one request of 5000 keys and 16 heads: 18.5 us in 27 pieces, 27.0 us in 79.
 """
 MOST_SMS = 256
-_INFO = "_plan_info"
+_READ = ("_plan_info", "_sm_scale", "_causal", "_kv_indices_buf")
+"""What ``run`` reads of a plan beside dtypes and sizes, which are the same for all (mla/_core.py 0.6.14)."""
 _FIELDS = 18
 """Numbers in ``MLAPlanInfo::ToVector``: the grid, the offsets of 14 lists, the offsets of two scratch buffers."""
 _LISTS = 14
@@ -137,6 +138,19 @@ class MLALists:
         """Return the size of the lists."""
         return 4 * _LISTS * MLALists.width(requests)
 
+    def info_of(self, wrapper: Any) -> Any:
+        """Return the numbers of a plan of ``wrapper`` with the offsets of these lists.
+
+        Raises:
+            KernelMismatchError: the wrapper's plan is not the one that this module knows.
+        """
+        info = getattr(wrapper, _READ[0], ())
+        if len(info) != _FIELDS or not all(hasattr(wrapper, name) for name in _READ):
+            text = f"a plan of {type(wrapper).__name__} of the installed FlashInfer is not {', '.join(_READ)}"
+            raise KernelMismatchError(f"{text} with {_FIELDS} numbers: {info!r}", hint=READ)
+        offsets = range(self.offset, self.offset + self.num_bytes(self.requests), 4 * self.width(self.requests))
+        return type(info)([*info[:2], *offsets, *info[-2:]])
+
 
 @dataclass(slots=True, eq=False)
 class BalancedPlan:
@@ -147,32 +161,35 @@ class BalancedPlan:
         queries: int32 ``(B + 1,)`` on the host, prefix sums of query lengths.
         pages: int32 ``(B,)`` or longer on the host, where each request's page indices begin.
         keys: int32 ``(B,)`` on the host.
+        indices: int32 on the device, page indices.
     """
 
     place: MLALists
     queries: Tensor
     pages: Tensor
     keys: Tensor
+    indices: Tensor
     _host: Tensor | None = None
 
-    def put(self, wrapper: Any) -> None:
-        """Put the schedule into the place of the one that ``wrapper`` has just planned, not waiting for the device.
+    def put(self, wrapper: Any, info: Any, scale: float, *, captured: bool) -> None:
+        """Make it the plan of a wrapper that has planned such a batch before, not waiting for the device.
 
-        Raises:
-            KernelMismatchError: the wrapper's plan is not the one that this module knows.
+        Args:
+            info: from ``MLALists.info_of``.
+            scale: of the softmax.
+            captured: whether page indices have a place of their own, which a CUDA graph reads.
         """
-        info = getattr(wrapper, _INFO, None)
-        if info is None or len(info) != _FIELDS:
-            text = f"{type(wrapper).__name__}.{_INFO} of the installed FlashInfer is {info!r}, not {_FIELDS} numbers"
-            raise KernelMismatchError(text, hint=READ)
         place = self.place
-        width = place.width(place.requests)
         if self._host is None:
             self._host = staging(place.num_bytes(place.requests), place.memory.device)
-            self._fill(self._host.view(torch.int32).view(_LISTS, width).numpy(), int(info[0]), int(info[1]))
+            lists = self._host.view(torch.int32).view(_LISTS, -1).numpy()
+            self._fill(lists, int(info[0]), int(info[1]))
         place.memory[place.offset : place.offset + len(self._host)].copy_(self._host, non_blocking=True)
-        offsets = range(place.offset, place.offset + len(self._host), 4 * width)
-        setattr(wrapper, _INFO, type(info)([*info[:2], *offsets, *info[-2:]]))
+        wrapper._plan_info, wrapper._sm_scale, wrapper._causal = info, scale, False
+        if not captured:
+            wrapper._kv_indices_buf = self.indices
+        elif wrapper._kv_indices_buf.data_ptr() != self.indices.data_ptr():
+            wrapper._kv_indices_buf[: len(self.indices)].copy_(self.indices, non_blocking=True)
 
     def _fill(self, lists: NDArray[np.int32], ctas: int, clusters: int) -> None:
         """Write the lists of a grid in the order of ``MLAPlanInfo``."""

@@ -150,11 +150,13 @@ class Wrapper:
         made: FlashInfer's object.
         schedule: where its plans go.
         captured: whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees.
+        balanced: ``MLALists.info_of`` it; None before its first balanced plan.
     """
 
     made: Any
     schedule: Schedule
     captured: bool = False
+    balanced: Any = None
 
 
 class Plan(ABC):
@@ -220,7 +222,7 @@ class ScaledPlan(Plan):
         num_tokens: queries.
         arguments: of the plan, but for the scale.
         shared: the builder's scale.
-        balanced: the schedule to put in the place of FlashInfer's, if any.
+        balanced: the schedule that runs in the place of FlashInfer's, if any.
     """
 
     __slots__ = ("_arguments", "_balanced", "_ran", "_ring", "_scale", "_shared", "num_tokens")
@@ -239,10 +241,14 @@ class ScaledPlan(Plan):
         super().__init__(wrapper)
 
     def write(self) -> None:
-        """Call ``plan``, not waiting for the device."""
-        self._ring.plan(self.wrapper.made, sm_scale=self._scale, **self._arguments)
-        if self._balanced is not None:
-            self._balanced.put(self.wrapper.made)
+        """Plan, not waiting for the device; FlashInfer's ``plan`` is spared where only a balanced schedule changes."""
+        wrapper, balanced = self.wrapper, self._balanced
+        if balanced is None or wrapper.balanced is None:
+            self._ring.plan(wrapper.made, sm_scale=self._scale, **self._arguments)
+        if balanced is not None:
+            if wrapper.balanced is None:
+                wrapper.balanced = balanced.place.info_of(wrapper.made)
+            balanced.put(wrapper.made, wrapper.balanced, self._scale, captured=wrapper.captured)
 
     def ready_for(self, scale: float) -> Any:
         """Return FlashInfer's wrapper, planned for this call and scale.

@@ -121,7 +121,7 @@ class BatchMLAPagedAttentionWrapper:
         self._plan_info = [self._planned.cluster, clusters, *lists, 0, wanted]
         self._own = list(self._plan_info)
         self._dtypes, self._dims = (q_data_type, kv_data_type), (head_dim_ckv, head_dim_kpe)
-        self._call = {"page_size": page_size, "scale": sm_scale}
+        self._page_size, self._sm_scale, self._causal = page_size, sm_scale, causal
         pinned, device = self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
         send(pinned, device, self._planned)
 
@@ -156,18 +156,20 @@ class BatchMLAPagedAttentionWrapper:
         ckv_scale: Any = None,
         kpe_scale: Any = None,
     ) -> Any:
-        fi.called("BatchMLAPagedAttentionWrapper.run", locals())
+        read = {"kv_indices": self._kv_indices_buf, "sm_scale": self._sm_scale}
+        fi.called("BatchMLAPagedAttentionWrapper.run", locals() | read)
         need(o_scale is None, "o_scale is only supported with the cutlass backend for now.", ValueError)
         need(fi.world.graph is None or self._use_cuda_graph, "a captured wrapper without use_cuda_graph")
         schedule, (rank, rope) = self._planned, self._dims
-        tokens = schedule.q_indptr[-1]
+        own = self._plan_info == self._own  # else the lists of another schedule
+        tokens = schedule.q_indptr[-1] if own else 0
         for query, width in ((q_nope, rank), (q_pe, rope)):
             need(query.dtype == self._dtypes[0], f"q dtype {query.dtype} does not match {self._dtypes[0]}", ValueError)
             need(query.shape[1:] == (schedule.heads, width), f"query {tuple(query.shape)}")
             need(len(query) >= tokens and query.stride(-1) == 1, f"{len(query)} queries of {tokens}: {query.stride()}")
         for cache, width in ((ckv_cache, rank), (kpe_cache, rope)):
             need(cache.dtype == self._dtypes[1], f"cache dtype {cache.dtype} does not match", ValueError)
-            need(cache.shape[1:] == (self._call["page_size"], width), f"cache {tuple(cache.shape)}")
+            need(cache.shape[1:] == (self._page_size, width), f"cache {tuple(cache.shape)}")
             need(cache.stride(-1) == 1, f"cache has strides {cache.stride()}")
         fp8 = self._dtypes[1] == fi.E4M3
         given = [ckv_scale, kpe_scale]
@@ -176,7 +178,7 @@ class BatchMLAPagedAttentionWrapper:
         )
         for scale in given:
             need(scale is None or 0 < float(scale) < float("inf"), f"scale {scale}", ValueError)
-        fi.check_mask(self._call["scale"])  # an FP8 cache's scale multiplies latents, not scores
+        fi.check_mask(self._sm_scale)  # an FP8 cache's scale multiplies latents, not scores
         shape = tuple(q_nope.shape)
         out = torch.empty_like(q_nope) if out is None else out
         fi.check_tensor(out, shape, q_nope.dtype, "out")
@@ -186,23 +188,17 @@ class BatchMLAPagedAttentionWrapper:
             fi.check_tensor(lse, shape[:2], torch.float32, "lse")
             need(lse.is_contiguous(), f"lse has strides {lse.stride()}")
         call = {
-            **self._call, "cluster": schedule.cluster, "causal": schedule.causal, "heads": schedule.heads,
+            "page_size": self._page_size, "scale": self._sm_scale, "causal": self._causal,
+            "cluster": schedule.cluster, "heads": schedule.heads,
             "factors": (float(ckv_scale or 1.0), float(kpe_scale or 1.0)), "natural": return_lse_base_on_e,
         }  # fmt: skip
         parts = (fi.moment(q_nope), fi.moment(q_pe), ckv_cache, kpe_cache)
-        if self._plan_info != self._own:  # the lists of another schedule
+        if not own:
             call["lists"] = Lists(fi.moment(self._int_workspace_buffer), tuple(self._plan_info))
         fi.launch(partial(self._attend, parts, fi.moment(self._kv_indices_buf), out, lse if return_lse else None, call))
         return (out, lse) if return_lse else out
 
     def _attend(self, parts: Any, indices: Tensor, out: Tensor, lse: Tensor | None, call: dict[str, Any]) -> None:
-        found = fi.world.memory.get(self._int_workspace_buffer.data_ptr())
-        need(found is not None, "no schedule has arrived")
-        assert found is not None
-        # The grid, the mask and the page size are the call's, everything else is read from the device.
-        need(found.cluster == call["cluster"], f"launched for clusters of {call['cluster']}, scheduled {found.cluster}")
-        need((found.causal, found.heads) == (call["causal"], call["heads"]), "launched for another plan")
-        need(not self._use_cuda_graph or self._kv_len_arr_buf.tolist() == list(found.kv_lens), "another batch's lists")
         fi.scribble(self._float_workspace_buffer)
         q_nope, q_pe, ckv, kpe = parts
         size = call["page_size"]
@@ -221,13 +217,20 @@ class BatchMLAPagedAttentionWrapper:
             return values[0], its_lse[0]
 
         if lists := call.get("lists"):
-            tokens, heads = found.q_indptr[-1], found.heads
-            rows, row_lses = torch.empty(tokens * heads, out.shape[-1], dtype=out.dtype), torch.empty(tokens * heads)
-            lists.run(attend, heads, rows, row_lses)
-            out[:tokens] = rows.view(tokens, heads, -1)
+            need(not call["causal"], "lists of pieces that causality would cut")
+            rows, row_lses = out.flatten(0, 1).clone(), torch.empty(len(out) * call["heads"])
+            tokens = lists.run(attend, call["heads"], rows, row_lses)
+            out[:tokens] = rows.view(out.shape)[:tokens]
             if lse is not None:
-                lse[:tokens] = row_lses.view(tokens, heads) * (1.0 if call["natural"] else fi.LOG2E)
+                lse[:tokens] = row_lses.view(lse.shape)[:tokens] * (1.0 if call["natural"] else fi.LOG2E)
             return
+        found = fi.world.memory.get(self._int_workspace_buffer.data_ptr())
+        need(found is not None, "no schedule has arrived")
+        assert found is not None
+        # The grid, the mask and the page size are the call's, everything else is read from the device.
+        need(found.cluster == call["cluster"], f"launched for clusters of {call['cluster']}, scheduled {found.cluster}")
+        need((found.causal, found.heads) == (call["causal"], call["heads"]), "launched for another plan")
+        need(not self._use_cuda_graph or self._kv_len_arr_buf.tolist() == list(found.kv_lens), "another batch's lists")
         for request in range(len(found.kv_lens)):
             for row, seen in enumerate(_visible(found, request), start=found.q_indptr[request]):
                 values, its_lse = attend(row, found.kv_indptr[request], 0, seen)

@@ -44,8 +44,8 @@ class Lists:
         need(offset + 4 * length <= len(self.memory), f"{name} ends behind the workspace")
         return self.memory[offset : offset + 4 * length].view(torch.int32).tolist()
 
-    def run(self, attend: Attend, heads: int, output: Tensor, lse: Tensor) -> None:
-        """Write ``output (T * H, R)`` and ``lse (T * H,)``, every row once."""
+    def run(self, attend: Attend, heads: int, output: Tensor, lse: Tensor) -> int:
+        """Write ``output (N * H, R)`` and ``lse (N * H,)``, every row of the first tokens once; return how many."""
         ctas, clusters = self.info[:2]
         work = self.named("work_indptr", clusters + 1)
         need(work[0] == 0 and work == sorted(work), f"work_indptr {work}")
@@ -80,4 +80,7 @@ class Lists:
                 output[first + offset] = (weights[:, None] * partial[rows]).sum(0).to(output.dtype)
                 lse[first + offset] = torch.logsumexp(partial_lse[rows], 0)
                 written[first + offset] += 1
-        need((written == 1).all(), f"rows are written {written.unique().tolist()} times")
+        tokens = max((row + queries for row, queries in zip(columns[0], columns[3], strict=True)), default=0)
+        times = written[: tokens * heads].unique().tolist()
+        need(times in ([], [1]) and not written[tokens * heads :].any(), f"rows are written {times} times")
+        return tokens
