@@ -144,7 +144,7 @@ class MLALists:
         Raises:
             KernelMismatchError: the wrapper's plan is not the one that this module knows.
         """
-        info = getattr(wrapper, _READ[0], ())
+        info: Any = getattr(wrapper, _READ[0], ())
         if len(info) != _FIELDS or not all(hasattr(wrapper, name) for name in _READ):
             text = f"a plan of {type(wrapper).__name__} of the installed FlashInfer is not {', '.join(_READ)}"
             raise KernelMismatchError(f"{text} with {_FIELDS} numbers: {info!r}", hint=READ)
