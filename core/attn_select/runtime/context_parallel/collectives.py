@@ -6,6 +6,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -146,10 +147,11 @@ class ProcessGroupCollectives:
                 os.environ[NO_MULTICAST] = before
         buffers = [handle.get_buffer(rank, (layout.num_bytes,), torch.uint8) for rank in range(self.size)]
         options = getattr(self.group._get_backend(device), "options", None)
-        limit = getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
+        seconds = max(1, int(getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()))
         met = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)
         addresses = tuple(int(address) for address in handle.buffer_ptrs)
-        return RankMemory(layout, self.rank, buffers, handle.barrier, addresses, met, max(1, int(limit)))
+        meet = partial(handle.barrier, 0, 1000 * seconds)
+        return RankMemory(layout, self.rank, buffers, meet, addresses, met, seconds)
 
     def _run(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
         try:
