@@ -42,10 +42,27 @@ MERGES_PER_TILE = 12
 Measured on an H200, one request of 5000 keys and 16 heads: 18.5 us in 27 pieces, 27.0 us in 79.
 """
 MOST_SMS = 256
-_READ = ("_plan_info", "_sm_scale", "_causal", "_kv_indices_buf")
+_PLANNED = ("_plan_info", "_sm_scale", "_causal", "_kv_indices_buf")
 """What ``run`` reads of a plan beside dtypes and sizes, which are the same for all (mla/_core.py 0.6.14)."""
 _FIELDS = 18
 """Numbers in ``MLAPlanInfo::ToVector``: the grid, the offsets of 14 lists, the offsets of two scratch buffers."""
+(
+    Q_INDPTR,
+    KV_INDPTR,
+    PARTIAL_INDPTR,
+    MERGE_START,
+    MERGE_END,
+    MERGE_PARTIAL_START,
+    MERGE_PARTIAL_END,
+    MERGE_STRIDE,
+    Q_LEN,
+    KV_LEN,
+    Q_START,
+    KV_START,
+    KV_END,
+    WORK_INDPTR,
+) = range(14)
+"""The lists in the order of ``MLAPlanInfo``; the merges' have an entry per CTA, the last one per cluster."""
 _LISTS = 14
 _FIRST = np.ones(1, dtype=bool)
 
@@ -144,9 +161,9 @@ class MLALists:
         Raises:
             KernelMismatchError: the wrapper's plan is not the one that this module knows.
         """
-        info: Any = getattr(wrapper, _READ[0], ())
-        if len(info) != _FIELDS or not all(hasattr(wrapper, name) for name in _READ):
-            text = f"a plan of {type(wrapper).__name__} of the installed FlashInfer is not {', '.join(_READ)}"
+        info: Any = getattr(wrapper, _PLANNED[0], None) or ()
+        if len(info) != _FIELDS or not all(hasattr(wrapper, name) for name in _PLANNED):
+            text = f"a plan of {type(wrapper).__name__} of the installed FlashInfer is not {', '.join(_PLANNED)}"
             raise KernelMismatchError(f"{text} with {_FIELDS} numbers: {info!r}", hint=READ)
         offsets = range(self.offset, self.offset + self.num_bytes(self.requests), 4 * self.width(self.requests))
         return type(info)([*info[:2], *offsets, *info[-2:]])
@@ -200,21 +217,21 @@ class BalancedPlan:
         request, count = pieces.request, len(pieces.request)
         of = np.bincount(request, minlength=len(keys))
         is_cut = of > 1
-        lists[0, :count] = begins[request]
-        lists[1, :count] = self.pages.numpy()[request]
-        lists[2, :count] = -1
-        lists[8, :count] = lens[request]
-        lists[9, :count] = keys[request]
-        lists[10, :count] = 0
-        lists[11, :count] = pieces.start
-        lists[12, :count] = pieces.end
-        lists[13, : clusters + 1] = pieces.first
-        lists[3:8, : ctas * clusters] = 0
+        lists[Q_INDPTR, :count] = begins[request]
+        lists[KV_INDPTR, :count] = self.pages.numpy()[request]
+        lists[PARTIAL_INDPTR, :count] = -1
+        lists[Q_LEN, :count] = lens[request]
+        lists[KV_LEN, :count] = keys[request]
+        lists[Q_START, :count] = 0
+        lists[KV_START, :count] = pieces.start
+        lists[KV_END, :count] = pieces.end
+        lists[WORK_INDPTR, : clusters + 1] = pieces.first
+        lists[MERGE_START : MERGE_STRIDE + 1, : ctas * clusters] = 0
         cut = is_cut.nonzero()[0]
         if not len(cut):
             return
         in_parts = is_cut[request].nonzero()[0]
-        lists[2, in_parts] = np.arange(0, len(in_parts) * rows, rows)
+        lists[PARTIAL_INDPTR, in_parts] = np.arange(0, len(in_parts) * rows, rows)
         # The CTAs share the rows of the requests that were cut, each in as many parts as there are CTAs for it.
         part = -(-rows // (ctas * clusters // len(cut)))
         row = np.arange(0, rows, part)
@@ -222,8 +239,8 @@ class BalancedPlan:
         before = behind - of[cut] * rows
         merges = len(cut) * len(row)
         output = (begins[cut] * rows)[:, None]
-        lists[3, :merges] = (output + row).ravel()
-        lists[4, :merges] = (output + np.minimum(row + part, rows)).ravel()
-        lists[5, :merges] = (before[:, None] + row).ravel()
-        lists[6, :merges] = np.repeat(behind, len(row))
-        lists[7, :merges] = rows
+        lists[MERGE_START, :merges] = (output + row).ravel()
+        lists[MERGE_END, :merges] = (output + np.minimum(row + part, rows)).ravel()
+        lists[MERGE_PARTIAL_START, :merges] = (before[:, None] + row).ravel()
+        lists[MERGE_PARTIAL_END, :merges] = np.repeat(behind, len(row))
+        lists[MERGE_STRIDE, :merges] = rows
