@@ -179,8 +179,9 @@ def test_less_bandwidth_for_an_sm_needs_fewer_programs() -> None:
     assert l40s.sm_count is not None
     gpu = Gpu((8, 9), l40s.sm_count, l40s.bandwidth_gbps)
     assert 0.2 < gpu.bandwidth_share < 0.3
-    assert launch.num_splits_for(8, 131072, gpu) == -(-gpu.sms // 8)  # one program for each
-    assert launch.num_splits_for(8, 131072, Gpu((8, 9), gpu.sms)) == -(-19 * gpu.sms // 80)
+    assert tuning.decode_splits().programs(gpu, fp8=False) == 1.0
+    assert launch.num_splits_for(71, 131072, gpu) == 2  # one program for each
+    assert launch.num_splits_for(71, 131072, Gpu((8, 9), gpu.sms)) == 4
 
 
 def test_less_bandwidth_makes_copies_dearer() -> None:
