@@ -104,8 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             step = Step(config, requests, query_len, seq_len, "cuda")
             calls: dict[str, Call] = {}
             errors: dict[str, float] = {}
+            kept: list[Call] = []  # graphs hold the addresses of what these use, and not the tensors
             for name in names:
                 call, output = step.layer_call(name, environment)
+                kept.append(call)
                 call()
                 errors[name] = step.error(output)
                 calls[name] = captured([call]).replay if step.phase == "decode" else call

@@ -23,6 +23,15 @@ DECISIONS = [
     ("deepseek-v3.2", "h100", ["--kv-cache-dtype", "fp8"], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
     ("deepseek-v3.2", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
     ("glm-5.3-flash", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
+    ("deepseek-v3.2", "a100", [], [("TRITON_MLA_SPARSE", "TRITON_MLA_SPARSE")]),
+    ("glm-5", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
+    ("glm-5", "b200", [], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
+    ("glm-5.3-flash", "b200", [], [("TRITON_MLA_SPARSE", "TRITON_MLA_SPARSE")]),
+    ("kimi-k3", "h100", [], [("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
+    ("kimi-k3", "b200", [], [("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
+    ("llama-4-scout", "h100", [], [("FLASH_ATTN", "FLASH_ATTN")] * 2),
+    ("llama-4-scout", "b200", [], [("FLASHINFER", "FLASHINFER")] * 2),
+    ("gemma-4", "b200", [], [("FLASHINFER", "FLASHINFER")] * 2),
     ("gemma-4", "h100", [], [("FLASH_ATTN", "TRITON_ATTN"), ("FLASHINFER", "FLASHINFER")]),
     ("deepseek-v3.2", "b200", ["--kv-cache-dtype", "fp8"], [("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE")]),
     ("deepseek-v3.2", "b200", [], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
@@ -51,6 +60,24 @@ def test_decisions_for_well_known_models(
     assert result.code == 0
     jsonschema.validate(result.json, SCHEMA)
     assert [tuple(layer["selected"].values()) for layer in result.json["layers"]] == expected
+
+
+@pytest.mark.parametrize(("gpu", "backend"), [("h100", "FLASH_ATTN"), ("b200", "FLASHINFER")])
+def test_minimax_m3_has_a_backend_and_its_sparse_layers_lack_a_kernel(
+    run: Any, tmp_path: Path, gpu: str, backend: str
+) -> None:
+    text = {"model_type": "minimax_m3_vl_text"}
+
+    def explained(**fields: Any) -> Any:
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": "minimax_m3_vl", "text_config": {**text, **fields}})
+        )
+        return run("explain", "--model", str(tmp_path), "--gpu", gpu, "--json")
+
+    assert [set(layer["selected"].values()) for layer in explained().json["layers"]] == [{backend}]
+    sparse = explained(layer_types=["minimax_m3_sparse"] * 60)
+    assert sparse.code != 0
+    assert "no backend has a kernel for its attention layers (60 minimax_m3_sparse)" in sparse.json["error"]["message"]
 
 
 def test_text_and_json_say_the_same(run: Any) -> None:

@@ -423,7 +423,7 @@ def test_commands_in_a_shell(tmp_path: Path) -> None:
     lines = [line.partition("  #")[0] for b in BLOCKS if CLAIMS["test_shell"](b) for line in b.commands]
     ours = [line for line in lines if line.startswith("attn-select")]
     measuring = [line for line in ours if line.startswith("attn-select bench")]  # minutes without a GPU
-    assert (len(ours), len(measuring)) == (6, 1)
+    assert (len(ours), len(measuring)) == (7, 2)
     for line in ours:
         if line not in measuring:
             check_command(line, tmp_path)
