@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,3 +95,74 @@ def test_kernels_are_compiled_before_the_steps_run(monkeypatch: pytest.MonkeyPat
     done = group.warm_up(lambda name, *_: events.append(name))
     assert events[:3] == ["compiling", "kernel", "compiled"]
     assert (done.kernels, done.steps) == (1, len(events) - 3)
+
+
+def warmed(group: Any, layer: Any) -> tuple[list[str], list[int]]:
+    """Warm a group of this layer up; return the steps' names, and the requests of each step that was captured."""
+    assert layer.group is group
+    names: list[str] = []
+    captured: list[int] = []
+    capture = group.build_for_cudagraph_capture
+
+    def counted(common: Any) -> Any:
+        captured.append(common.num_reqs)
+        return capture(common)
+
+    group.build_for_cudagraph_capture = counted
+    group.warm_up(lambda name, *_: names.append(name))
+    return names, captured
+
+
+@pytest.mark.parametrize(
+    ("level", "options", "expected"),
+    [
+        ("UNIFORM_SINGLE_TOKEN_DECODE", {"cuda_graphs": True}, True),
+        ("ALWAYS", {"cuda_graphs": True}, True),
+        ("NEVER", {"cuda_graphs": True}, False),
+        ("ALWAYS", {"cuda_graphs": False}, False),
+        ("ALWAYS", {"cuda_graphs": True, "phases": ("prefill",)}, False),
+    ],
+)
+def test_decodes_are_captured_where_serving_captures_them(
+    make_toy: Callable[..., Any], make_group: Callable[..., Any], level: str, options: dict[str, Any], expected: bool
+) -> None:
+    group = make_group(AttentionConfig(**GQA), make_toy(level=level), capacity=Capacity(4, 128, 128), **options)
+    names, captured = warmed(group, Attention(group))
+    assert len(captured) == len([name for name in names if name.endswith(", captured")])
+    assert bool(captured) is expected
+
+
+def test_decodes_and_prefills_are_mixed_where_one_backend_takes_both(
+    make_toy: Callable[..., Any], make_group: Callable[..., Any]
+) -> None:
+    config, capacity = AttentionConfig(**GQA), Capacity(4, 128, 128)
+    mixed = "3 x 1 tokens over 128 keys and 1 x 64 tokens over 64 keys"
+    both = make_group(config, make_toy(), capacity=capacity)
+    assert mixed in warmed(both, Attention(both))[0]
+    apart = make_group(
+        config, make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",)), capacity=capacity
+    )
+    names = warmed(apart, Attention(apart))[0]
+    assert names
+    assert not [name for name in names if " and " in name]
+    group, layer = group_with_layer(LAYERS["MLA"], capacity)
+    group.unified = False  # as with two backends, which MLA layers have in most batches
+    assert mixed in warmed(group, layer)[0]
+
+
+def test_kernels_of_two_backends_are_not_compiled_first(
+    make_toy: Callable[..., Any], make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toys = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
+    group = make_group(AttentionConfig(**GQA), *toys, capacity=Capacity(4, 128, 128))
+    for served in group.backends:
+
+        @contextmanager
+        def compiling(progress: Any) -> Any:
+            raise AssertionError
+            yield
+
+        monkeypatch.setattr(served.backend, "compiling", staticmethod(compiling))
+    layer = Attention(group)
+    assert group.warm_up().steps > 0
+    assert layer.group is group

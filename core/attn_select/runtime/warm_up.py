@@ -70,7 +70,7 @@ def steps_of(
         most: requests and tokens of a step, and tokens of a request.
         phases: that the group serves.
         mixed: whether one backend computes decodes and prefills of a step together.
-        captured: whether decodes are captured, too.
+        captured: whether decodes, where the group serves them, are captured, too.
     """
     many, tokens, length = min(MANY, most[0]), most[1], most[2]
     own_keys = not config.has_cache or config.attn_type == "encoder_decoder"
@@ -143,7 +143,7 @@ def warm_up(group: Any, progress: Progress | None) -> WarmUp:
         (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len),
         set(group.served),
         mixed=group.unified or config.mla,
-        captured=group.cuda_graphs and "decode" in group.served and group.cudagraph_support != "NEVER",
+        captured=group.cuda_graphs and group.cudagraph_support != "NEVER",
     )
     cache = group.allocate_kv_cache(1) if config.has_cache else None
     tell = progress or (lambda name, done, known: None)
