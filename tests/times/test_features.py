@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 
 import pytest
@@ -13,6 +14,7 @@ from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.features import FEATURES, Schedule, coordinates, dealt_out, phase_work
 
 LAYER = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SM_COUNT = 100
 KEY = 8 * 2 * 128 * 2
 """Bytes of K and V of one key."""
@@ -38,6 +40,7 @@ def test_decodes_that_leave_multiprocessors_over_share_their_keys() -> None:
         "longest": 1024.0,
         "serial": 1024 / (SM_COUNT / 32),
         "makespan": 0.0,
+        "parts": 0.0,
         "cold_bytes": 0.0,
     }
 
@@ -53,6 +56,7 @@ def test_unequal_decodes_are_summed_and_the_longest_counts() -> None:
         "longest": 8192.0,
         "serial": 8192.0,
         "makespan": 0.0,
+        "parts": 0.0,
         "cold_bytes": 0.0,
     }
 
@@ -119,6 +123,63 @@ def test_parts_are_dealt_out_as_one_by_one(parts: list[tuple[int, int]], slots: 
 )
 def test_the_busiest_multiprocessor_reads_what_the_schedule_gives_it(text: str, schedule: Schedule, keys: int) -> None:
     assert features(text, decode=True, schedule=schedule)["makespan"] == keys
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "parts"),
+    [
+        ("4q1s1k", ("equal", 1), 3),
+        ("13q1s1k", ("equal", 1), 1),
+        ("q1s32k", ("fair", 1), 12),
+        ("q1s32k_q1s1k", ("fair", 1), 11),  # of the longest
+        ("q1s8k", ("filled", 1), 12),
+        ("13q1s1k", ("filled", 1), 1),
+    ],
+)
+def test_the_longest_request_has_the_parts_of_the_schedule(text: str, schedule: Schedule, parts: int) -> None:
+    assert features(text, decode=True, schedule=schedule)["parts"] == parts
+
+
+@pytest.mark.parametrize(
+    ("heads", "text", "keys", "parts"),
+    [
+        # A share of 5, 16, 32, 64 and 65 keys of 100 multiprocessors; the plan counts a tile as 128 keys more.
+        (16, "q1s500", 32 + 128, 16),
+        (16, "q1s1600", 64 + 128, 25),
+        (16, "q1s3200", 128 + 128, 25),
+        (16, "q1s6400", 192 + 128, 34),
+        (16, "q1s6401", 256 + 128, 26),
+        (16, "50q1s1000", 512 + 128, 2),
+        (16, "60q1s1000", (768 + 128) + (232 + 128), 2),  # in order: a long part behind a short one
+        (16, "2q1s1000_q1s250", 128 + 128, 8),
+        (128, "10q1s1000", 256 + 256, 4),  # pairs of thread blocks
+    ],
+)
+def test_planned_parts_go_in_order_to_the_one_that_has_least(heads: int, text: str, keys: int, parts: int) -> None:
+    work = phase_work(AttentionConfig(num_heads=heads, **MLA), True, SM_COUNT)
+    assert ("planned", 1) in work.schedules
+    found = dict(zip(FEATURES, work.features(parse_batch_shape(text).groups, 0.0, ("planned", 1)), strict=True))
+    assert (found["makespan"], found["parts"]) == (keys, parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "resident", "keys"),
+    [
+        ("q100", 1, 100),  # 32 tiles, one for each head
+        ("q128", 2, 2 * 128),
+        ("q512s1k", 1, 640 + 768),  # 128 tiles of 640 to 1024 keys: the short ones come last
+        ("q64_q8k", 1, 85376),  # about a hundredth of all: 512 tiles each of four sizes
+    ],
+)
+def test_the_tiles_of_prefills_read_what_their_rows_see(text: str, resident: int, keys: int) -> None:
+    found = features(text, decode=False, schedule=("tiles", resident))
+    assert (found["makespan"], found["parts"]) == (keys, 0)
+
+
+def test_tiles_read_no_more_than_their_window() -> None:
+    work = phase_work(replace(LAYER, sliding_window=100), False, SM_COUNT)
+    found = dict(zip(FEATURES, work.features(parse_batch_shape("q512s1k").groups, 0.0, ("tiles", 1)), strict=True))
+    assert found["makespan"] == 2 * (100 + 127)
 
 
 def test_a_schedule_of_more_blocks_per_multiprocessor_shares_its_time() -> None:

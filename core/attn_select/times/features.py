@@ -10,6 +10,8 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import pairwise
 from math import log2
 from typing import Literal
 
@@ -17,25 +19,41 @@ from attn_select.config import AttentionConfig
 from attn_select.times.batch_shape import RequestGroup
 from attn_select.times.roofline import keys_read, visible_keys, work_rates
 
-FEATURES = ("start", "bytes", "flops", "tiles", "waves", "tokens", "longest", "serial", "makespan", "cold_bytes")
+FEATURES = (
+    "start",
+    "bytes",
+    "flops",
+    "tiles",
+    "waves",
+    "tokens",
+    "longest",
+    "serial",
+    "makespan",
+    "parts",
+    "cold_bytes",
+)
 """Names of the features, in order.
 
 1; bytes of the step; its FLOPs; tiles of work, each a thread block's; rounds in which the multiprocessors take them;
 new tokens; keys of the longest request; those of them that one thread block reads where blocks are left over to share
-them; keys that the busiest multiprocessor reads by a schedule; bytes where they exceed what the L2 keeps from one run
-to the next.
+them; keys that the busiest multiprocessor reads by a schedule; into how many parts the schedule cuts the longest
+request, whose results are merged; bytes where they exceed what the L2 keeps from one run to the next.
 """
-Split = Literal["fair", "equal", "filled"]
-"""How a kernel cuts the keys of decodes into parts, each a thread block's.
+Split = Literal["fair", "equal", "filled", "planned", "tiles"]
+"""How a kernel cuts its work into parts, each a thread block's: the keys of decodes, or the tiles of prefills.
 
 ``fair``: every request into equal parts that are no longer than a multiprocessor's share of all keys and a tenth more
 (FlashAttention 3, hopper/flash_prepare_scheduler.cu, ``blocks_per_sm``). ``equal``: every request into the same number
 of parts, as many as fit at once (XQA, csrc/xqa/mha.cu, ``nbSubSeqPerSeq``). ``filled``: the same, but as many as fit in
-one round or in two, whichever ends first.
+one round or in two, whichever ends first. ``planned``: every request into parts of a multiprocessor's share, rounded up
+to 256 keys, which go in order to the one that has least (FlashInfer's MLA, attention/scheduler.cuh, ``MLAPlan``).
+``tiles``: every tile of a prefill reads the keys that its rows see.
 """
 Schedule = tuple[Split, int]
-"""How keys are cut, and how many thread blocks a multiprocessor holds."""
-SCHEDULES: tuple[Schedule, ...] = (("fair", 1), ("fair", 2), ("equal", 1), ("equal", 4), ("filled", 1))
+"""How work is cut, and how many thread blocks a multiprocessor holds."""
+DECODE_SCHEDULES: tuple[Schedule, ...] = (("fair", 1), ("fair", 2), ("equal", 1), ("equal", 4), ("filled", 1))
+LATENT_SCHEDULES: tuple[Schedule, ...] = (*DECODE_SCHEDULES, ("planned", 1))
+PREFILL_SCHEDULES: tuple[Schedule, ...] = (("tiles", 1), ("tiles", 2))
 _BLOCK = 128
 """Keys that a thread block reads at a time."""
 _PART_KEYS = 256
@@ -43,6 +61,8 @@ _PART_KEYS = 256
 
 _TILE_ROWS = {True: 64, False: 128}
 """Rows that a thread block takes: of decodes, queries times heads of one KV head; of prefills, queries of one head."""
+_PLANNED_SIZES = (8, 32), (16, 64), (32, 128), (64, 192)
+"""A multiprocessor's share of keys up to which a planned part has so many; beyond the last a multiple of 256."""
 _STEEP = 6
 """How sharply caches of more than ``l2_bytes`` fall out of the L2."""
 
@@ -74,6 +94,13 @@ class PhaseWork:
     tile_rows: int
     tile_heads: int
 
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """How this phase's work may be cut."""
+        if not self.decode:
+            return PREFILL_SCHEDULES
+        return LATENT_SCHEDULES if self.config.mla else DECODE_SCHEDULES
+
     def features(
         self, groups: Sequence[RequestGroup], l2_bytes: float, schedule: Schedule | None = None
     ) -> tuple[float, ...]:
@@ -82,7 +109,7 @@ class PhaseWork:
         Args:
             groups: the requests.
             l2_bytes: what stays in the L2 when a step is repeated; 0 where caches are cold.
-            schedule: how decodes' keys are cut; None where no schedule explains a kernel's times.
+            schedule: how the work is cut; None where no schedule explains a kernel's times.
         """
         config = self.config
         moved = flops = 0.0
@@ -102,38 +129,89 @@ class PhaseWork:
         cold = moved / (1 + (l2_bytes / moved) ** _STEEP) if l2_bytes else 0.0
         serial = longest / max(1.0, self.sm_count / tiles)
         waves = -(-tiles // self.sm_count)
-        busiest = self._makespan(groups, tiles, schedule) if schedule is not None else 0.0
-        return 1.0, moved, flops, float(tiles), float(waves), float(tokens), float(longest), serial, busiest, cold
+        busiest, parts = self._makespan(groups, tiles, schedule) if schedule is not None else (0.0, 0)
+        work = float(tiles), float(waves), float(tokens), float(longest)
+        return 1.0, moved, flops, *work, serial, busiest, float(parts), cold
 
-    def _makespan(self, groups: Sequence[RequestGroup], tiles: int, schedule: Schedule) -> float:
-        """Return the keys that the busiest multiprocessor reads, parts being dealt out longest first."""
+    def _makespan(self, groups: Sequence[RequestGroup], tiles: int, schedule: Schedule) -> tuple[float, int]:
+        """Return the keys that the busiest multiprocessor reads, and how many parts the longest request has at most.
+
+        Parts are dealt out longest first, planned ones in order.
+        """
         split, resident = schedule
         slots = self.sm_count * resident
-        requests = [
-            (
-                group.count * self.tile_heads * -(-group.query_len * self.tile_rows // _TILE_ROWS[True]),
-                keys_read(self.config, group.query_len, group.seq_len),
-            )
-            for group in groups
-        ]
         parts: list[tuple[int, int]] = []
+        if split == "tiles":
+            for group in groups:
+                parts += self._tiles(group)
+            return dealt_out(parts, slots) * resident, 0
+        if split == "planned":
+            return self._planned(groups)
+        requests = self._requests(groups, _TILE_ROWS[True])
         if split == "fair":
             share = max(1, -(-11 * sum([count * -(-keys // _BLOCK) for count, keys in requests]) // (10 * slots)))
             for count, keys in requests:
                 blocks = -(-keys // _BLOCK)
                 parts += _parts(count, blocks * _BLOCK, -(-blocks // -(-blocks // share)) * _BLOCK, 0)
-            return dealt_out(parts, slots) * resident
+            longest = max([keys for _, keys in requests])
+            return dealt_out(parts, slots) * resident, -(-longest // (share * _BLOCK))
         if split == "equal":
             for count, keys in requests:
                 parts += _parts(count, keys, max(64, -(-keys // max(1, slots // tiles))), 0)
-            return dealt_out(parts, slots) * resident
-        least = math.inf
+            return dealt_out(parts, slots) * resident, max(1, slots // tiles)
+        least, most = math.inf, 1
         for each in sorted({1, max(1, slots // tiles), max(1, (2 * slots - 1) // tiles)}):
             parts = []
             for count, keys in requests:
                 parts += _parts(count, keys, max(64, -(-keys // each)), _PART_KEYS)
-            least = min(least, dealt_out(parts, slots) + (_PART_KEYS if each > 1 else 0))
-        return least * resident
+            time = dealt_out(parts, slots) + (_PART_KEYS if each > 1 else 0)
+            if time < least:
+                least, most = time, each
+        return least * resident, most
+
+    def _requests(self, groups: Sequence[RequestGroup], rows: int) -> list[tuple[int, int]]:
+        """Return for decodes how many tiles of so many rows they have, and the keys of each."""
+        return [
+            (
+                group.count * self.tile_heads * -(-group.query_len * self.tile_rows // rows),
+                keys_read(self.config, group.query_len, group.seq_len),
+            )
+            for group in groups
+        ]
+
+    def _planned(self, groups: Sequence[RequestGroup]) -> tuple[float, int]:
+        """Return the greatest sum of planned parts, each with the keys that the plan counts for its rows beside its
+        own, and the parts of the longest request. Two thread blocks share a tile of more than 64 rows."""
+        count = sum([group.count for group in groups])
+        rows = self.tile_rows * sum([group.count * group.query_len for group in groups])
+        cluster = 2 if rows > 64 * count else 1
+        slots, tile = self.sm_count // cluster, 64 * cluster
+        requests = self._requests(groups, tile)
+        share = -(-sum([count * keys for count, keys in requests]) // slots)
+        size = next((size for most, size in _PLANNED_SIZES if share <= most), -(-share // 256) * 256)
+        parts: list[int] = []
+        for count, keys in requests:
+            whole, rest = divmod(keys, size)
+            parts += ([size + 2 * tile] * whole + [rest + 2 * tile] * (rest > 0)) * count
+        loads = parts[:slots]
+        if len(parts) > slots:
+            heapify(loads)
+            for part in parts[slots:]:
+                heapreplace(loads, loads[0] + part)
+        return float(max(loads)), -(-max([keys for _, keys in requests]) // size)
+
+    def _tiles(self, group: RequestGroup) -> list[tuple[int, int]]:
+        """Return the keys that the tiles of equal prefills read, each with how many there are. Later rows see more
+        keys: the tiles of a request count in four parts, each with the keys of its middle."""
+        rows = _TILE_ROWS[False]
+        tiles, cached = -(-group.query_len // rows), group.seq_len - group.query_len
+        ends = sorted({tiles * part // 4 for part in range(5)})
+        found = []
+        for first, last in pairwise(ends):
+            middle = min(group.query_len, (first + last + 1) * rows // 2)
+            keys = keys_read(self.config, min(rows, middle), cached + middle)
+            found.append((keys, group.count * self.tile_heads * (last - first)))
+        return found
 
 
 def _parts(count: int, keys: int, size: int, more: int) -> list[tuple[int, int]]:

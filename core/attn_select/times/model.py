@@ -22,7 +22,6 @@ from attn_select.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.features import (
     FEATURES,
-    SCHEDULES,
     Coordinates,
     PhaseWork,
     Schedule,
@@ -42,6 +41,9 @@ _SCHEDULE_WORTH = 0.97
 """A schedule has to bring the mean error to this share."""
 Fitted = tuple[float, float, tuple[float, ...], float]
 """Mean error in logarithms, power, rates, bytes that stay in the L2."""
+_LEAST_START, _LEAST_START_US = 0.7, 7.0
+"""A start takes at least this share of the shortest time, as far as that is no more than so many us: few measured
+batches of long requests say nothing of it."""
 _NOISE = 0.1
 """Variance of a measurement's own error, as the distance (in doublings) over which deviations differ as much."""
 _NEAR = 0.1
@@ -72,7 +74,7 @@ class Curve:
         power: ``p`` of the sum: 1 adds the terms, a large one takes the longest.
         rates: us per unit of each of ``FEATURES``.
         l2_bytes: bytes that stay in the L2 between runs; 0: none.
-        schedule: how decodes' keys are cut, as far as that explains the times.
+        schedule: how the work is cut, as far as that explains the times.
         points: where the measured batches lie.
         level: of the interpolated deviation, to which each point's weight times its distance is added.
         weights: one for each point.
@@ -199,7 +201,10 @@ def fit(points: Iterable[tuple[BatchShape, float]], layer: TimedLayer, device: D
             phases[decode].append((groups, median(each)))
         else:
             mixed.append((batch, median(each)))
-    curves = {decode: _fit_curve(phase_work(config, decode, sm_count), known) for decode, known in phases.items()}
+    least = min([_LEAST_START_US, *(_LEAST_START * median(each) for each in times.values())])
+    curves = {
+        decode: _fit_curve(phase_work(config, decode, sm_count), known, least) for decode, known in phases.items()
+    }
     model = TimeModel(layer, sm_count, longest, decode=curves[True], prefill=curves[False])
     return _with_overlap(model, mixed)
 
@@ -236,11 +241,11 @@ def _by_phase(longest_decode: int, batch: BatchShape) -> list[tuple[bool, Sequen
     return [(False, prefills), (True, groups[len(prefills) :])]
 
 
-def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]]) -> Curve | None:
+def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]], least: float) -> Curve | None:
     if len(known) < LEAST_POINTS:
         return None
     times = [time_us for _, time_us in known]
-    (_, power, rates, l2_bytes), schedule = _fit_rates(work, known, times)
+    (_, power, rates, l2_bytes), schedule = _fit_rates(work, known, times, least)
     found = [work.features(groups, l2_bytes, schedule) for groups, _ in known]
     places = [coordinates(groups, each[-1] / each[1]) for (groups, _), each in zip(known, found, strict=True)]
     left = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
@@ -261,35 +266,38 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
 
 
 def _fit_rates(
-    work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]], times: Sequence[float]
+    work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]], times: Sequence[float], least: float
 ) -> tuple[Fitted, Schedule | None]:
-    """Return the rates with the least error: first the power for cold caches, then the schedule of decodes, then the
-    size of the L2."""
+    """Return the rates with the least error: first the power for cold caches, then the schedule, then the size of the
+    L2. ``least`` is that of the start, us."""
 
     def made(l2_bytes: float, schedule: Schedule | None) -> list[tuple[float, ...]]:
         return [work.features(groups, l2_bytes, schedule) for groups, _ in known]
 
     cold = made(0.0, None)
-    best, chosen = min(_fit_power(cold, times, power, 0.0) for power in _POWERS), None
+    best, chosen = min(_fit_power(cold, times, power, 0.0, least) for power in _POWERS), None
     if len(known) <= len(FEATURES):
         return best, chosen
-    for schedule in SCHEDULES if work.decode else ():
+    for schedule in work.schedules:
         cut = made(0.0, schedule)
-        found = min(_fit_power(cut, times, power, 0.0) for power in {best[1], *_SCHEDULED_POWERS})
+        found = min(_fit_power(cut, times, power, 0.0, least) for power in {best[1], *_SCHEDULED_POWERS})
         if found[0] < best[0] * _SCHEDULE_WORTH:
             best, chosen = found, schedule
-    warm = (_fit_power(made(l2_bytes, chosen), times, best[1], l2_bytes) for l2_bytes in _L2_BYTES)
+    warm = (_fit_power(made(l2_bytes, chosen), times, best[1], l2_bytes, least) for l2_bytes in _L2_BYTES)
     return min(best, *warm), chosen
 
 
-def _fit_power(found: Sequence[tuple[float, ...]], times: Sequence[float], power: float, l2_bytes: float) -> Fitted:
+def _fit_power(
+    found: Sequence[tuple[float, ...]], times: Sequence[float], power: float, l2_bytes: float, least: float
+) -> Fitted:
     """Return the best rates for a power and a size of the L2, which has to explain more than chance would."""
     greatest = [max(column) or 1.0 for column in zip(*found, strict=True)]
     rows = [
         [(value / most / (time_us / times[0])) ** power for value, most in zip(each, greatest, strict=True)]
         for each, time_us in zip(found, times, strict=True)
     ]
-    shares = non_negative_least_squares(rows, [1.0] * len(rows))
+    shares = non_negative_least_squares(rows, [1.0 - (least / time_us) ** power for time_us in times])
+    shares[0] += (least / times[0]) ** power
     rates = [times[0] * share ** (1 / power) / most for share, most in zip(shares, greatest, strict=True)]
     errors = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
     middle = median(errors)
