@@ -190,7 +190,7 @@ def predicted(row: Mapping[str, Any], points: Points, pins: Mapping[str, str]) -
     """Return what dispatch takes for a row's batch, by models that were not made from it."""
     config, device, batch = AttentionConfig(**row["config"]), device_of(row), parse_batch_shape(row["batch"])
     models: dict[Phase, dict[str, TimeModel]] = {"prefill": {}, "decode": {}}
-    timed = {each["backend"] for each in row["timed"] if each["failure"] is None}
+    timed = {name for each in row["timed"] if each["failure"] is None for name in each["backend"].split(PAIR)}
     selected = select(config, device, environment=environment_for(device, pins)).selected
     chosen = {phase: name for phase, name in selected.items() if name is not None}
     for name in sorted(timed & set(points), key=lambda each: each not in chosen.values()):

@@ -82,6 +82,19 @@ def test_coordinates_are_logarithms_of_means() -> None:
     assert coordinates(parse_batch_shape("2q64s1k_2q192s3k").groups, 0.0) == (2.0, 11.0, 2.0, 0.0, log2(1.5))
 
 
+def test_requests_lie_by_the_keys_that_a_window_leaves() -> None:
+    work = phase_work(replace(LAYER, sliding_window=128), True, SM_COUNT)
+    near, far = (work.coordinates(parse_batch_shape(text).groups, 0.0) for text in ("8q1s1k", "8q1s64k"))
+    assert near == far == (3.0, 7.0, 3.5, 0.0, 0.0)
+    assert work.coordinates(parse_batch_shape("8q1s64").groups, 0.0)[1] == 6.0
+    prefill = phase_work(replace(LAYER, sliding_window=128), False, SM_COUNT)
+    assert prefill.coordinates(parse_batch_shape("q385s4k").groups, 0.0)[1] == 9.0  # 385 + 127
+    chunks = phase_work(replace(LAYER, attention_chunk_size=256), True, SM_COUNT)
+    assert chunks.coordinates(parse_batch_shape("q1s1k").groups, 0.0)[1] == 8.0
+    plain = phase_work(LAYER, True, SM_COUNT)
+    assert plain.coordinates(parse_batch_shape("8q1s1k").groups, 0.5) == (3.0, 10.0, 5.0, 2.5, 0.0)
+
+
 @pytest.mark.parametrize(
     ("parts", "slots", "most"),
     [

@@ -135,6 +135,26 @@ def test_measured_mixed_batches_say_how_far_phases_overlap() -> None:
     assert errors(model, overlapped, [parse_batch_shape("3q2k_40q1s3k")])[0] < 0.1
 
 
+def test_one_launch_for_both_phases_starts_once() -> None:
+    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+    alone = kernel(config, 10.0, 3e12, 500)
+    batches = [parse_batch_shape(f"q{n}") for n in (1, 128, 256, 512, 1024, 2048, 4096)]
+    batches += [parse_batch_shape(f"{n}q1s1k") for n in (1, 2, 4, 8, 16, 32, 64)]
+    points = [(batch, alone(batch)) for batch in batches]
+    for starts in (1, 2):
+        mixed = [
+            (
+                parse_batch_shape(f"{a}_{b}"),
+                alone(parse_batch_shape(a)) + alone(parse_batch_shape(b)) - 10 * (2 - starts),
+            )
+            for a, b in (("q128", "8q1s1k"), ("q512", "16q1s1k"), ("q1024", "4q1s1k"), ("q2048", "32q1s1k"))
+        ]
+        model = fit([*points, *mixed], timed_layer(config), lookup("h100"))
+        assert (model.shared_us > 0) is (starts == 1)
+        both = alone(parse_batch_shape("q256")) + alone(parse_batch_shape("2q1s1k")) - 10 * (2 - starts)
+        assert predicted(model, parse_batch_shape("q256_2q1s1k")) == pytest.approx(both, rel=0.06)
+
+
 def test_queries_of_speculative_decoding_are_decodes() -> None:
     config = GQA.model_copy(update={"num_speculative_tokens": 3})
     time_us = kernel(config, 8, 2500, 600)

@@ -195,6 +195,21 @@ def test_a_corrupt_line_is_named_and_skipped(times: Path) -> None:
     assert [w for w in selection.warnings if w.startswith(f"measurement skipped: {times}:4: ")]
 
 
+def test_lines_are_of_a_layer_however_they_spell_it(times: Path) -> None:
+    lines = [json.loads(line) for line in times.read_text("utf-8").splitlines()]
+    lines += [line | {"config": line["config"] | {"num_heads": 64}, "time_us": 1.0} for line in lines[:1]]
+    for line in lines:
+        line["config"] = dict(reversed(line["config"].items()))
+    times.write_text(
+        "".join(json.dumps(line, indent=None, separators=(" , ", " : ")) + "\n" for line in lines), "utf-8"
+    )
+    selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    assert selection.selected["decode"] == "FLASHINFER"
+    times.write_text(times.read_text("utf-8").replace('"head_size" : 128', '"head_size" : 128.5', 1), "utf-8")
+    clear_cache()
+    assert "× 1.11" not in select(GQA, "h100", workload="64q1s1k", measurements=times).explain()
+
+
 def test_a_named_file_without_measurements_is_told(times: Path) -> None:
     times.write_text("{}\n", "utf-8")
     (warning,) = select(GQA, "h100", workload="64q1s1k", measurements=times).warnings

@@ -39,6 +39,7 @@ _UNKNOWN_MARGIN = 0.05
 """Margin of a measured batch whose line says nothing of its spread, where no model says more."""
 _MOST_WARNINGS = 5
 _KINDS: Mapping[str, Kind] = {"named": "named file", "user": "measured here", "packaged": "packaged"}
+_CONFIG = re.compile(rb'"config"\s*:\s*(\{[^{}]*\})')
 _GPU = re.compile(rb'"gpu"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -332,12 +333,24 @@ def digest_of(timings: Iterable[Timing]) -> str | None:
 
 
 def _mentions(layer: TimedLayer) -> Callable[[bytes], bool]:
-    """Return whether a line may be of a layer: those that name its numbers. A line without a layer is looked at too."""
-    numbers = {name: value for name, value in layer.fields if type(value) is int}
-    patterns = [re.compile(rf'"{name}"\s*:\s*{value}\b'.encode()) for name, value in numbers.items()]
+    """Return whether a line may be of a layer. One without a layer that can be read is looked at too."""
+    fields = layer.to_dict()
+    found: dict[bytes, bool] = {}  # many lines are of few layers
+
+    def of_layer(text: bytes) -> bool:
+        try:
+            return bool(json.loads(text) == fields)
+        except ValueError:
+            return True
 
     def wanted(line: bytes) -> bool:
-        return b'"config"' not in line or all([pattern.search(line) for pattern in patterns])
+        written = _CONFIG.search(line)
+        if written is None:
+            return True
+        text = written[1]
+        if text not in found:
+            found[text] = of_layer(text)
+        return found[text]
 
     return wanted
 

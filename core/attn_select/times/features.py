@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from math import log2
@@ -132,6 +132,16 @@ class PhaseWork:
         busiest, parts = self._makespan(groups, tiles, schedule) if schedule is not None else (0.0, 0)
         work = float(tiles), float(waves), float(tokens), float(longest)
         return 1.0, moved, flops, *work, serial, busiest, float(parts), cold
+
+    def coordinates(self, groups: Sequence[RequestGroup], cold_share: float) -> Coordinates:
+        """Return where requests of this phase lie: with the keys that they read, which a window limits."""
+        config = self.config
+        if config.sliding_window is not None or config.attention_chunk_size is not None:
+            groups = [
+                replace(group, seq_len=max(group.query_len, keys_read(config, group.query_len, group.seq_len)))
+                for group in groups
+            ]
+        return coordinates(groups, cold_share)
 
     def _makespan(self, groups: Sequence[RequestGroup], tiles: int, schedule: Schedule) -> tuple[float, int]:
         """Return the keys that the busiest multiprocessor reads, and how many parts the longest request has at most.

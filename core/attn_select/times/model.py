@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import product, repeat
 from operator import mul, truediv
 from statistics import median
 from typing import Any
@@ -25,7 +25,6 @@ from attn_select.times.features import (
     Coordinates,
     PhaseWork,
     Schedule,
-    coordinates,
     phase_work,
 )
 from attn_select.times.layer import TimedLayer, layer_from_dict
@@ -50,6 +49,8 @@ _NEAR = 0.1
 """Distance to a measured batch within which the margin does not shrink any more."""
 _OVERLAPS = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0, 5.0)
 _LEAST_MIXED = 3
+_SHARED = 0.9
+"""Share of the shortest time that one launch for both phases may save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Curve:
     def predict(self, groups: Sequence[RequestGroup]) -> Prediction:
         """Return the time of ``groups``, all of this curve's phase."""
         found = self.work.features(groups, self.l2_bytes, self.schedule)
-        place = coordinates(groups, found[-1] / found[1])
+        place = self.work.coordinates(groups, found[-1] / found[1])
         distances = list(map(math.dist, repeat(place), self.points))
         deviation = self.level + sum(map(mul, self.weights, distances))
         time_us = _on_curve(self.rates, self.power, found) * math.exp(deviation)
@@ -112,6 +113,8 @@ class TimeModel:
         decode: the curve of decodes, those of speculative decoding included; None: too few were measured.
         prefill: the curve of prefills; None: too few were measured.
         overlap: ``m`` of ``(prefill^m + decode^m)^(1/m)`` in batches with both: 1 adds the times.
+        shared_us: of both times, what a batch with both takes once: the start, where one launch runs it. It is added
+            to the times without it.
         mixed_margin: the least margin of a batch with both.
         knows_mixed: whether enough batches with both were measured to say how they overlap.
     """
@@ -122,6 +125,7 @@ class TimeModel:
     decode: Curve | None
     prefill: Curve | None
     overlap: float = 1.0
+    shared_us: float = 0.0
     mixed_margin: float = 0.0
     knows_mixed: bool = False
 
@@ -141,7 +145,9 @@ class TimeModel:
 
     def together(self, prefill_us: float, decode_us: float) -> float:
         """Return the time of a batch whose prefills and decodes alone take these times, microseconds."""
-        return math.pow(math.pow(prefill_us, self.overlap) + math.pow(decode_us, self.overlap), 1 / self.overlap)
+        shared = min(self.shared_us, prefill_us, decode_us)
+        apart = math.pow(prefill_us - shared, self.overlap) + math.pow(decode_us - shared, self.overlap)
+        return shared + math.pow(apart, 1 / self.overlap)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a file; ``from_dict`` makes an equal model of it."""
@@ -151,6 +157,7 @@ class TimeModel:
             "decode": _curve_to_dict(self.decode),
             "prefill": _curve_to_dict(self.prefill),
             "overlap": self.overlap,
+            "shared_us": self.shared_us,
             "mixed_margin": self.mixed_margin,
             "knows_mixed": self.knows_mixed,
         }
@@ -167,6 +174,7 @@ class TimeModel:
             decode=_curve_from_dict(data["decode"], phase_work(config, True, sm_count)),
             prefill=_curve_from_dict(data["prefill"], phase_work(config, False, sm_count)),
             overlap=data["overlap"],
+            shared_us=data["shared_us"],
             mixed_margin=data["mixed_margin"],
             knows_mixed=data["knows_mixed"],
         )
@@ -206,7 +214,7 @@ def fit(points: Iterable[tuple[BatchShape, float]], layer: TimedLayer, device: D
         decode: _fit_curve(phase_work(config, decode, sm_count), known, least) for decode, known in phases.items()
     }
     model = TimeModel(layer, sm_count, longest, decode=curves[True], prefill=curves[False])
-    return _with_overlap(model, mixed)
+    return _with_overlap(model, mixed, _SHARED * min(map(median, times.values()), default=0.0))
 
 
 def left_out_errors(
@@ -247,7 +255,7 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
     times = [time_us for _, time_us in known]
     (_, power, rates, l2_bytes), schedule = _fit_rates(work, known, times, least)
     found = [work.features(groups, l2_bytes, schedule) for groups, _ in known]
-    places = [coordinates(groups, each[-1] / each[1]) for (groups, _), each in zip(known, found, strict=True)]
+    places = [work.coordinates(groups, each[-1] / each[1]) for (groups, _), each in zip(known, found, strict=True)]
     left = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
     apart = [list(map(math.dist, repeat(place), places)) for place in places]
     most = 2 * max(map(max, apart)) + 1  # the variance of the mean deviation: enough to let the points decide on it
@@ -314,13 +322,14 @@ def _at_95_percent(values: Iterable[float]) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)))]
 
 
-def _with_overlap(model: TimeModel, mixed: Sequence[tuple[BatchShape, float]]) -> TimeModel:
-    """Return the model with the overlap that measured batches of both phases show, where there are enough."""
+def _with_overlap(model: TimeModel, mixed: Sequence[tuple[BatchShape, float]], start_us: float) -> TimeModel:
+    """Return the model with the overlap that measured batches of both phases show, where there are enough, and with
+    ``start_us`` shared where that brings them nearer."""
     if len(mixed) < _LEAST_MIXED or model.decode is None or model.prefill is None:
         return model
     tried = []
-    for overlap in _OVERLAPS:
-        other = replace(model, overlap=overlap)
+    for overlap, shared_us in product(_OVERLAPS, (0.0, start_us)):
+        other = replace(model, overlap=overlap, shared_us=shared_us)
         errors = [abs(math.log(time_us / other.predict(batch).time_us)) for batch, time_us in mixed]  # type: ignore[union-attr]
         tried.append((sum(errors), replace(other, mixed_margin=math.expm1(_at_95_percent(errors)), knows_mixed=True)))
     return min(tried, key=lambda each: each[0])[1]

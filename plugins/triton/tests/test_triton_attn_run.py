@@ -88,14 +88,17 @@ def test_nothing_to_do(device: torch.device) -> None:
     [
         ({}, (3, 256)),
         ({"sinks": True, "sliding_window": 600}, (3, 256)),
-        ({"sliding_window": 300}, (1, 300)),
-        ({"kv_cache_dtype": "fp8_e5m2"}, (2, 350)),
+        ({"sliding_window": 300}, (2, 256)),
+        ({"sliding_window": 200}, (1, 200)),
+        ({"kv_cache_dtype": "fp8_e5m2"}, (3, 256)),
     ],
     ids=str,
 )
 def test_long_requests_are_split_and_short_ones_are_not(
-    fields: dict[str, Any], wanted: tuple[int, int], device: torch.device
+    fields: dict[str, Any], wanted: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    short = dataclasses.replace(schedule.tuning.decode_splits(), uneven_least_keys=256)
+    monkeypatch.setattr(schedule.tuning, "decode_splits", lambda: short)
     group = many_sms(layers.made(device, layers.layer_config(**fields)), 4)
     problem = layers.problem_of(group, UNEVEN)
     (part,) = group.build(common_of(problem)).parts[0].metadata.parts
@@ -111,19 +114,26 @@ def test_equal_requests_get_equal_splits() -> None:
 
 
 def test_a_batch_that_is_a_little_uneven_is_split_evenly() -> None:
-    lens = range(1024, 16385, 1024)
+    lens = [16384] * 12 + [8192] * 4
     wanted = {"units": 8, "gpu": H100, "most": 100, "fp8": False}
     assert schedule.split_keys(requests=16, longest=16384, total=sum(lens), **wanted) == (2, 8192)
 
 
-def test_one_long_request_among_short_ones_is_split_as_if_alone() -> None:
+def test_long_requests_among_short_ones_go_into_parts_that_leave_no_tail() -> None:
     wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "gpu": H100, "fp8": False}
     splits, tokens = schedule.split_keys(**wanted, most=100)
-    assert splits == 22
-    assert 6000 < tokens < 6300
+    assert splits == 85  # of a quarter of 194072 * 8 / (1.9 * 132) keys
+    assert 1541 <= tokens <= 1548
     # Where the workspace has room for fewer, they are larger and still cover everything.
-    splits, tokens = schedule.split_keys(**wanted, most=8)
-    assert (splits, tokens) == (8, 16384)
+    assert schedule.split_keys(**wanted, most=8) == (8, 16384)
+
+
+def test_parts_of_uneven_batches_are_not_too_short() -> None:
+    wanted = {"units": 32, "gpu": H100, "most": 100, "fp8": False}
+    assert schedule.split_keys(requests=44, longest=2718, total=2 * 2718 + 42 * 166, **wanted) == (3, 1024)
+    assert schedule.split_keys(requests=44, longest=900, total=2 * 900 + 42 * 166, **wanted) == (1, 900)
+    fp8 = {**wanted, "units": 8, "fp8": True}  # evenly split they are shorter than that
+    assert schedule.split_keys(requests=6, longest=4096, total=3 * 4096 + 3 * 300, **fp8)[1] < 1024
 
 
 def test_splits_fit_the_reserved_workspace(device: torch.device) -> None:

@@ -143,7 +143,9 @@ class DecodeSplits:
     most: int
     least_keys: int
     worth: float
+    captured_least_keys: int
     uneven: float
+    uneven_parts: int
     uneven_least_keys: int
 
     def programs(self, gpu: Gpu, fp8: bool) -> float:

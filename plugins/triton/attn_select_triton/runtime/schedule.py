@@ -19,9 +19,8 @@ from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import num_splits_for
 from attn_select_triton.kernels.mla_decode import mla_num_splits
 
-LEAST_SPLIT = tuning.decode_splits().uneven_least_keys
-"""Keys of a split of an uneven batch, at least. On an H100 one request of 65536 tokens among 63 of 1024 took 1625 us
-unsplit and 216 us in its fair splits; 16 requests of 1024 to 16384 tokens, 1.8 times the share, took 233 and 242 us."""
+LEAST_SPLIT = tuning.decode_splits().captured_least_keys
+"""Keys of a split of a captured step, at least."""
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 """Batch-invariant splits: so many at most, of so many keys at least."""
 TILE_ROWS = 64
@@ -42,11 +41,12 @@ def split_keys(
     by = tuning.decode_splits()
     splits = max(1, min(num_splits_for(requests * units, longest, gpu, fp8=fp8), most))
     tokens = -(-longest // splits)
-    # What each resident program would have if the keys of long and short requests were dealt out evenly.
-    fair = max(LEAST_SPLIT, int(total * units / (by.programs(gpu, fp8) * gpu.sms)))
-    if by.uneven * fair < tokens:
-        splits = max(1, min(-(-longest // fair), most))
-        tokens = max(fair, -(-longest // splits))
+    if by.uneven * total < requests * longest:
+        # Programs of what each resident one would have if all keys were dealt out evenly would still leave a tail.
+        part = max(by.uneven_least_keys, int(total * units / (by.uneven_parts * by.programs(gpu, fp8) * gpu.sms)))
+        if part < tokens:
+            splits = max(1, min(-(-longest // part), most))
+            tokens = max(part, -(-longest // splits))
     return splits, max(1, tokens)
 
 
