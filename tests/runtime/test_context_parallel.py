@@ -59,6 +59,7 @@ def test_a_rank_keeps_its_own_of_the_chosen_slots_in_order() -> None:
     slots = torch.tensor([[17, 3, 2, 8, -1, -1], [6, 4, 2, 0, 16, 1], [-1] * 6], dtype=torch.int32)
     first, second = (share.chosen(slots) for share in shares)
     assert first.dtype == second.dtype == torch.int32
+    assert first.is_contiguous()
     assert first.tolist() == [[1, 4, -1, -1, -1, -1], [3, 2, 1, 0, 8, -1], [-1] * 6]
     assert second.tolist() == [[8, 1, -1, -1, -1, -1], [0, -1, -1, -1, -1, -1], [-1] * 6]
 

@@ -67,7 +67,7 @@ class Shares:
         # What is left out goes behind the end, one place that is cut off.
         place = torch.where(own, own.cumsum(1) - 1, slots.shape[1])
         found = slots.new_full((slots.shape[0], slots.shape[1] + 1), -1)
-        return found.scatter_(1, place, local.to(slots.dtype))[:, :-1]
+        return found.scatter_(1, place, local.to(slots.dtype))[:, :-1].contiguous()
 
     def positions(self, tokens: int) -> Tensor:
         """Return the positions among the first ``tokens`` that this rank keeps, int64, in order."""
