@@ -80,7 +80,7 @@ def load_tiles(
 ):  # fmt: skip
     """Load every tile as soon as both compute groups are through with its buffer. Boxes behind the end read page 0."""
     k_smem, v_smem = smem
-    k_ready, k_empty, v_ready, v_empty = barriers
+    k_ready, k_empty, v_ready, v_empty, _ = barriers
     k_row, k_column, v_row, v_column = places
     k_pages, v_pages = pages
     BOXES: gl.constexpr = KEYS // BOX
@@ -138,26 +138,30 @@ def soft_cap(scores, cap_log2):
 def attend_tile(
     tile, loaded, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem, barriers,
     MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
-    T: gl.constexpr,
+    T: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Attend from one group's rows to one tile.
+
+    With turns, a group's product with V and its next scores are issued together, while the other group takes
+    exponentials: groups left to themselves may fall into step, and the tensor cores wait for both.
 
     Args:
         loaded: tiles that were loaded before this one.
         accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
         limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
         scores_like: scale * log2(e), the soft cap times log2(e), and the window.
-        FLAGS: whether there is a window, and a soft cap.
+        FLAGS: whether there is a window, a soft cap, and turns.
         SHAPE: parts of K and of V, keys of a tile, and stages.
     """
     WINDOW: gl.constexpr = FLAGS[0]
     SOFT_CAP: gl.constexpr = FLAGS[1]
+    TURNS: gl.constexpr = FLAGS[2]
     PARTS: gl.constexpr = SHAPE[0]
     V_PARTS: gl.constexpr = SHAPE[1]
     KEYS: gl.constexpr = SHAPE[2]
     STAGES: gl.constexpr = SHAPE[3]
     k_smem, v_smem = smem
-    k_ready, k_empty, v_ready, v_empty = barriers
+    k_ready, k_empty, v_ready, v_empty, turns = barriers
     score_scale, cap_log2, window = scores_like
     buffer = loaded % STAGES
     phase = loaded // STAGES & 1
@@ -166,6 +170,8 @@ def attend_tile(
     for part in gl.static_range(PARTS):
         k = k_smem.index(buffer * PARTS + part)
         scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), scores, use_acc=part > 0, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(0 if SECOND else 1), count=1)
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(k_empty, buffer)
     factor = score_scale
@@ -191,6 +197,8 @@ def attend_tile(
     for part in gl.static_range(V_PARTS):
         scaled = scaled + (accumulators[part] * factor,)
     mbarrier.wait(v_ready.index(buffer), phase)
+    if TURNS:
+        mbarrier.wait(turns.index(1 if SECOND else 0), (loaded + (1 if SECOND else 0)) & 1)
     if MASKED:  # noqa: SIM102  one is compiled in
         if (tile + 1) * KEYS > seq_len:
             clear_behind(v_smem, buffer, tile * KEYS, seq_len, V_PARTS, KEYS, T)
@@ -211,13 +219,13 @@ def attend_rows(
     pointers, q_smem, smem, barriers, position, scales, strides, parts,
     HEADS: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr, PARTS: gl.constexpr, V_PARTS: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, SECOND: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Attend from one group's 64 rows to all tiles, and write their output, or with ``SPLIT`` their partial result."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    FLAGS: gl.constexpr = (WINDOW, SOFT_CAP)
+    FLAGS: gl.constexpr = (WINDOW, SOFT_CAP, TURNS)
     SHAPE: gl.constexpr = (PARTS, V_PARTS, KEYS, STAGES)
     q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr = pointers
     tile_first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles = position
@@ -250,25 +258,31 @@ def attend_rows(
     for _ in gl.static_range(V_PARTS):
         accumulators = accumulators + (gl.zeros([ROWS, PART], gl.float32, ACC),)
     scores_like = (score_scale, cap_log2, window)
+    turns = barriers[4]
+    if TURNS and SECOND:  # noqa: SIM102  one is compiled in
+        if tiles > start:
+            mbarrier.wait(turns.index(1), 0)
     middle = start
     if WINDOW:
         middle = gl.maximum(gl.minimum(full_start, tiles), start)
         for tile in range(start, middle):
             accumulators, row_max, row_sum = attend_tile(
                 tile, tile - start, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
-                barriers, True, FLAGS, SHAPE, S, ACC, T,
+                barriers, True, FLAGS, SHAPE, S, ACC, T, SECOND,
             )  # fmt: skip
     for tile in range(middle, full):
         accumulators, row_max, row_sum = attend_tile(
             tile, tile - start, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
-            barriers, False, FLAGS, SHAPE, S, ACC, T,
+            barriers, False, FLAGS, SHAPE, S, ACC, T, SECOND,
         )  # fmt: skip
     for tile in range(gl.maximum(middle, full), tiles):
         accumulators, row_max, row_sum = attend_tile(
             tile, tile - start, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
-            barriers, True, FLAGS, SHAPE, S, ACC, T,
+            barriers, True, FLAGS, SHAPE, S, ACC, T, SECOND,
         )  # fmt: skip
 
+    if TURNS:
+        mbarrier.arrive(turns.index(0 if SECOND else 1), count=1)
     lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
     norm = gl.where(row_sum > 0, v_scale / row_sum, 0.0)
     norm = gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
@@ -355,6 +369,7 @@ def prefill_hopper_kernel(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     BOX: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """One program: 128 rows (token-major, the heads of a KV head's group within a token) against all keys they see, or
     with ``SPLIT`` against one of at most ``num_splits`` even shares of them, of ``split_tiles`` tiles at least.
@@ -414,6 +429,9 @@ def prefill_hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -421,7 +439,7 @@ def prefill_hopper_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
     smem = (k_smem, v_smem)
-    barriers = (k_ready, k_empty, v_ready, v_empty)
+    barriers = (k_ready, k_empty, v_ready, v_empty, turns)
     pointers = (q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr)
     position = (first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles)
     scales = (score_scale, v_scale, cap_log2, window)
@@ -431,9 +449,9 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (attend_rows, (pointers, q_first, smem, barriers, position, scales, strides, parts, HEADS, GROUP, CAUSAL,
-             WINDOW, SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, SPLIT, False)),
+             WINDOW, SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, SPLIT, TURNS, False)),
             (attend_rows, (pointers, q_second, smem, barriers, position, scales, strides, parts, HEADS, GROUP, CAUSAL,
-             WINDOW, SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, SPLIT, True)),
+             WINDOW, SOFT_CAP, SINKS, LSE, PARTS, V_PARTS, KEYS, STAGES, SPLIT, TURNS, True)),
             (load_tiles, (k_descriptor, v_descriptor, smem, barriers, table_ptr, places, (k_pages, v_pages), start,
              tiles, seq_len, PAGED, BLOCK_SIZE, BOX, PARTS, V_PARTS, KEYS, STAGES, LAYOUT)),
         ],
@@ -519,7 +537,7 @@ def prefill_hopper(
         *query.stride()[:2], *output.stride()[:2], 0 if block_table is None else block_table.stride(0), *k_places,
         *v_places, heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0, terms.sinks is not None,
         output_lse is not None, num_splits > 1, paged, block_size, head_size, value.shape[-1], keys_of_tile, stages,
-        box, num_warps=4, maxnreg=168,
+        box, tile.turns, num_warps=4, maxnreg=168,
     )  # fmt: skip
     if parts is not None and part_lse is not None:
         rows = slice(first_token, first_token + tokens)
