@@ -10,6 +10,7 @@ import torch
 from attn_select import AttentionConfig, select
 from attn_select.runtime import (
     Attention,
+    BatchError,
     BlockPool,
     BlockTable,
     Capacity,
@@ -19,6 +20,7 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.testing import mla_layer
+from attn_select.testing.layer_step import LayerStep
 from attn_select.testing.ranks import ThreadCollectives, run_ranks
 
 CAPACITY = Capacity(4, 64, 256)
@@ -125,5 +127,84 @@ def test_a_nan_behind_a_requests_end_is_left_alone_as_the_group_says(config: Att
             given = {name: torch.ones_like(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
             output = layer(**given, kv_cache=cache, attn_metadata=metadata)
             assert output.isfinite().all()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("phases", [None, ["prefill"], ["decode"]])
+def test_sparse_layers_give_the_results_of_one_rank(phases: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one and of several tokens, each over chosen slots of both ranks, of one rank and of none."""
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+    fields = {"num_heads": 2, "sparse_top_k": 6, "block_size": 8, "dtype": "float32", "kv_cache_dtype": "auto"}
+    config = mla_layer(**fields)
+    draw = torch.Generator().manual_seed(0)
+    rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
+    nope, width = config.qk_nope_head_dim or 0, config.v_head_dim or 0
+    weight = torch.randn(2 * 2, nope + width, rank, generator=draw) * rank**-0.5
+    steps = [(20, 20), (1, 21)] if phases is None else [(20, 20)] if phases == ["prefill"] else [(1, 1), (1, 2)]
+    drawn = []
+    for new, length in steps:
+        chosen = torch.randint(0, length, (new, 6), generator=draw, dtype=torch.int32)
+        chosen[0] = torch.tensor([0, -1, -1, -1, -1, -1])
+        shapes = (new, 4, nope + rope), (new, rank), (new, rope)
+        drawn.append((new, length, [torch.randn(shape, generator=draw) for shape in shapes], chosen))
+
+    def outputs(group: Any, heads: slice) -> list[torch.Tensor]:
+        layer = MLAAttention(group, weight[heads].flatten(0, 1))
+        table = BlockTable(1, -(-24 // group.block_size), group.block_size, "cpu")
+        table.set_row(0, list(range(-(-24 // group.block_size))))
+        cache, found = group.allocate_kv_cache(-(-24 // group.block_size)), []
+        for new, length, (query, latent, part), chosen in drawn:
+            metadata = group.build(prepare_batch([new], [length], table))
+            given = query[:, heads].contiguous(), latent, part
+            found.append(layer(*given, kv_cache=cache, attn_metadata=metadata, topk_indices=chosen))
+        assert group.workspace_bytes.keys() >= {"TORCH_MLA_SPARSE"}
+        return found
+
+    whole = config.model_copy(update={"num_heads": 4})
+    wanted = outputs(attention_group(select(whole, "cpu"), capacity=CAPACITY, phases=phases), slice(0, 4))
+
+    def run(collectives: ThreadCollectives) -> list[torch.Tensor]:
+        group = group_of(collectives, config, phases=phases)
+        return outputs(group, slice(2 * collectives.rank, 2 * collectives.rank + 2))
+
+    for number, found in enumerate(run_ranks(2, run)):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other[:, 2 * number : 2 * number + 2], rtol=1e-4, atol=1e-5)
+
+
+def test_slots_beyond_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+    config = mla_layer(num_heads=2, sparse_top_k=4, block_size=8, dtype="float32", kv_cache_dtype="auto")
+
+    def run(collectives: ThreadCollectives) -> None:
+        group = group_of(collectives, config)
+        layer, cache = layer_of(group), group.allocate_kv_cache(2)
+        table = BlockTable(1, 1, group.block_size, "cpu")
+        table.set_row(0, [0])
+        given = layer.dummy_inputs(1)
+        for slot, accepted in ((31, True), (32, False)):
+            metadata = group.build(prepare_batch([1], [1], table))
+            given["topk_indices"] = torch.tensor([[slot, -1, -1, -1]], dtype=torch.int32)
+            if accepted:
+                layer(**given, kv_cache=cache, attn_metadata=metadata)
+                continue
+            with pytest.raises(BatchError, match="32"):
+                layer(**given, kv_cache=cache, attn_metadata=metadata)
+
+    run_ranks(2, run)
+
+
+@LAYERS
+def test_a_timed_step_has_a_share_of_the_cache_on_each_rank(config: AttentionConfig) -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        selection = select(config.model_copy(update={"decode_context_parallel_size": 2}), "cpu")
+        step = LayerStep(selection, [(1, 20), (1, 9)], context_parallel=ContextParallel(collectives))
+        cache = step.group.allocate_kv_cache(3)  # blocks of 16 tokens: two and one
+        assert (step.cache_shape, step.cache_bytes) == (tuple(cache.shape), cache.nbytes)
+        step.make_layers([cache.fill_(0.5)])
+        for call in step.calls():
+            call()
+        assert step.output.isfinite().all()
 
     run_ranks(2, run)
