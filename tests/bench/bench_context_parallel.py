@@ -264,6 +264,7 @@ def decode_times(
         ranks=size, alone_us=round(alone, 2), shares_us={count: round(share, 2) for count, share in shares.items()},
         predicted_us={count: round(time_us, 2) for count, time_us in predicted.items()},
         ranks_us={way: round(time_us, 2) for way, time_us in result.items()},
+        exchange_us=round(exchange_time(parts[size], requests), 2),
         efficiency=round(alone / size / first, 4), prediction=round(predicted[size] / first, 4),
     )  # fmt: skip
     lines.measured(alone_by, batch, alone)
@@ -273,6 +274,29 @@ def decode_times(
 MERGES = {"gqa": (32, 8, 128, 128), "mla": (64, 1, 576, 512)}
 """Heads of one rank, KV heads, and the widths of queries and results."""
 MERGE_TOKENS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
+
+
+def exchange(merger: Merger, query: torch.Tensor, width: int) -> Callable[[], None]:
+    """Return what a decode of one rank's queries does between the ranks: it gathers them, and merges results."""
+    (tokens, heads, _), size = query.shape, merger.collectives.size
+    output = query.new_empty(tokens, heads, width)
+
+    def step() -> None:
+        gathered = merger.gather_queries(query)
+        merger.merge("a2a", *merger.partials(gathered, heads * size, width), output)
+
+    return step
+
+
+def exchange_time(config: AttentionConfig, tokens: int) -> float:
+    """Return the time in us of all that ranks do together in a decode of one layer: what no kernel can save."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    merger = Merger(ContextParallel(None).collectives, config.num_kv_heads, True)
+    heads, width = config.num_heads, config.kv_lora_rank or config.value_head_size
+    sizes = heads * merger.collectives.size, config.head_size, width, torch.bfloat16, device
+    merger.share_memory(tokens, *sizes)
+    query = torch.randn(tokens, heads, config.head_size, dtype=torch.bfloat16, device=device)
+    return timed(exchange(merger, query, width), repeats=5, rounds=3, inside=10 if torch.cuda.is_available() else 1)
 
 
 def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) -> dict[str, float]:
@@ -289,16 +313,12 @@ def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) 
     gathered, moved = query.new_empty(size, *query.shape), torch.empty_like(rows)
     lses = lse.new_empty(size, *lse.shape)
 
-    def through_memory() -> None:
-        shared.gather_queries(query)
-        shared.merge("a2a", *shared.partials(query, heads * size, width), output, output_lse)
-
     steps: dict[str, Callable[[], Any]] = {
         "ag_rs": lambda: merger.merge("ag_rs", partial, lse, output, output_lse),
         "a2a": lambda: merger.merge("a2a", partial, lse, output, output_lse),
         "gather_heads": lambda: merger.gather_heads(query),
         "both by a2a": lambda: (merger.gather_heads(query), merger.merge("a2a", partial, lse, output, output_lse)),
-        **({"both by symm": through_memory} if shared.holds(tokens) else {}),
+        **({"both by symm": exchange(shared, query, width)} if shared.holds(tokens) else {}),
         "nccl all_gather of queries": lambda: collectives.all_gather(gathered, query),
         "nccl all_to_all of outputs": lambda: collectives.all_to_all(moved, rows),
         "nccl reduce_scatter of outputs": lambda: collectives.reduce_scatter(moved[0], rows),
