@@ -95,6 +95,24 @@ def test_prepared_steps_are_not_worked_out_again() -> None:
     assert len(asked) > count + len(steps)  # beyond what was prepared
 
 
+def test_prepared_prefills_are_not_worked_out_again() -> None:
+    asked: list[BatchShape] = []
+
+    def time_us(batch: BatchShape) -> float:
+        asked.append(batch)
+        return 50 + keys(batch) / 2000
+
+    choice = choice_of(prefill={"SHORT": SHORT, "LONG": Known(time_us)})
+    choice.prepare(70, 512, 8192)
+    count = len(asked)
+    assert count > 0
+    for step in ("q2", "q512", "q100s4k", "4q128", "2q64s8k", "q300_q20"):
+        ask(choice, step)
+    assert len(asked) == count
+    ask(choice, "q2k")
+    assert len(asked) > count  # beyond what was prepared
+
+
 def test_one_backend_that_serves_both_phases_takes_the_batch_whole() -> None:
     choice = choice_of(prefill=BOTH, decode=BOTH)
     assert ask(choice, "64q1s8k") == ("LONG", "LONG")
@@ -171,6 +189,24 @@ def test_the_lengths_of_a_mixed_step_count(apart: bool) -> None:
 def test_what_no_model_predicts_is_not_chosen() -> None:
     models = {"SHORT": Known(lambda batch: None), "LONG": LONG}
     assert ask(choice_of(decode=models), "q1s16")[1] == "LONG"
+
+
+def test_a_phase_without_times_keeps_its_backend() -> None:
+    choice = choice_of({"prefill": "SHORT", "decode": "KEPT"}, apart=True, prefill=BOTH)
+    assert ask(choice, "q512k_16q1s1k") == ("LONG", "KEPT")
+    choice = choice_of({"prefill": "KEPT", "decode": "SHORT"}, apart=True, decode=BOTH)
+    assert ask(choice, "q512_64q1s8k") == ("KEPT", "LONG")
+
+
+def test_an_encoder_may_have_one_token() -> None:
+    asked: list[BatchShape] = []
+
+    def time_us(batch: BatchShape) -> float:
+        asked.append(batch)
+        return 1.0
+
+    ask(choice_of({"prefill": "A"}, ENCODER, prefill={"A": Known(time_us)}), "4q1")
+    assert [str(batch) for batch in asked] == ["4q1"]
 
 
 def test_layers_without_a_cache_have_prefills_alone() -> None:

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -219,3 +220,13 @@ def test_what_lies_near_known_batches_is_not_measured_first() -> None:
         tuning.add(batch, {name: kernel(batch) for name, kernel in KERNELS.items()})
     assert first not in asked
     assert set(tuning.held_out) <= set(asked)
+
+
+def test_a_batch_twice_as_long_is_not_near() -> None:
+    fresh = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    first = fresh.due()
+    assert first is not None
+    (group,) = first.groups
+    other = BatchShape((replace(group, seq_len=group.seq_len * 2 if group.seq_len < 32768 else group.seq_len // 2),))
+    fresh.add(other, {name: kernel(other) for name, kernel in KERNELS.items()})
+    assert fresh.due() == first
