@@ -2,7 +2,7 @@
 
 First the named faults of planted.toml, then a sample that a seed draws from all faults that faults.py finds in
 core/attn_select without testing/. All work happens on copies. Results of an interrupted run are kept in build/mutate
-and taken up again as far as they still hold.
+and taken up again as far as they still hold. After a change, the test that caught a fault before is tried first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from faults import Fault, find_faults
@@ -175,6 +175,17 @@ class Worker:
             self.plan.left_out.add(test)
         return {"key": fault.key, "name": fault.name, **verdict, "seconds": round(time.monotonic() - start, 1)}
 
+    def judge_again(self, fault: Fault, test: str) -> dict[str, Any] | None:
+        """Verdict if the test that caught a fault before ("" where an import failed) catches it still."""
+        start = time.monotonic()
+        if test and test not in self.zygote.tests and not fault.tests:
+            return None
+        with self._planted(fault):
+            verdict = self._run(fault, [test or self.zygote.tests[0]])
+        if verdict["outcome"] != CAUGHT or (verdict["test"] and not self._passes_without(verdict["test"], fault)):
+            return None
+        return {"key": fault.key, "name": fault.name, **verdict, "seconds": round(time.monotonic() - start, 1)}
+
     @contextlib.contextmanager
     def _planted(self, fault: Fault) -> Iterator[None]:
         path = self.copy / fault.file
@@ -311,62 +322,70 @@ class Proof:
 
 def record_all(workers: Sequence[Worker], files: Sequence[str], shared: str, plan: Plan) -> None:
     """Have every test file's lines recorded, or read them back where neither it nor what it shares has changed."""
-    todo: SimpleQueue[tuple[str, Path]] = SimpleQueue()
+    todo: list[tuple[str, Path]] = []
     for file in files:
         kept = STATE / "recorded" / f"{digest(workers[0].copy, [file])}-{shared}.json"
         if kept.exists():
             plan.add(json.loads(kept.read_text()))
         else:
-            todo.put((file, kept))
+            todo.append((file, kept))
 
-    def work(worker: Worker) -> None:
-        while not todo.empty():
-            file, kept = todo.get()
-            start = time.monotonic()
-            recorded = worker.record(file)
-            if "outcome" in recorded:
-                sys.exit(f"{file} cannot be recorded: it ends its process")
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(recorded))
-            plan.add(recorded)
-            print(f"recorded {file}: {len(recorded)} tests, {time.monotonic() - start:.0f} s", flush=True)
+    def record(worker: Worker, due: tuple[str, Path]) -> None:
+        file, kept = due
+        start = time.monotonic()
+        recorded = worker.record(file)
+        if "outcome" in recorded:
+            sys.exit(f"{file} cannot be recorded: it ends its process")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(recorded))
+        plan.add(recorded)
+        print(f"recorded {file}: {len(recorded)} tests, {time.monotonic() - start:.0f} s", flush=True)
+
+    spread(workers, todo, record)
+
+
+class Verdicts:
+    """Verdict per fault's key. Each is kept in a file with what it rests on."""
+
+    def __init__(self, proof: Proof) -> None:
+        self.of: dict[str, dict[str, Any]] = {}
+        self.caught_before: dict[str, str] = {}
+        self._proof = proof
+        self._file = STATE / "verdicts.jsonl"
+        self._lock = threading.Lock()
+        for verdict in map(json.loads, self._file.read_text().splitlines() if self._file.exists() else ()):
+            if verdict["proof"] == proof.of(verdict):
+                self.of[verdict["key"]] = verdict
+            elif verdict["outcome"] == CAUGHT:
+                self.caught_before[verdict["key"]] = verdict["test"]
+
+    def add(self, verdict: dict[str, Any], keep: bool) -> None:
+        verdict["proof"] = self._proof.of(verdict)
+        with self._lock:
+            self.of[verdict["key"]] = verdict
+            if keep:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                with self._file.open("a") as out:
+                    print(json.dumps(verdict), file=out)
+            by = verdict["test"] or verdict.get("why", "")
+            text = f"{verdict['outcome']:<12} {verdict['seconds']:5.1f} s  {verdict['name'] or verdict['key']}"
+            print(f"[{len(self.of)}] {text}" + (f"  by {by}" if by else ""), flush=True)
+
+
+def spread(workers: Sequence[Worker], things: Iterable[Any], work: Callable[[Worker, Any], None]) -> None:
+    """Have workers take things until none is left."""
+    todo: SimpleQueue[Any] = SimpleQueue()
+    for thing in things:
+        todo.put(thing)
+
+    def take(worker: Worker) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                thing = todo.get_nowait()
+                work(worker, thing)
 
     with ThreadPoolExecutor(len(workers)) as pool:
-        list(pool.map(work, workers))
-
-
-def judge_all(
-    workers: Sequence[Worker], faults: Sequence[Fault], proof: Proof, tests: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """Verdict per key. What an earlier run found is taken over where it still holds."""
-    verdicts: dict[str, dict[str, Any]] = {}
-    kept = STATE / "verdicts.jsonl"
-    if kept.exists() and not tests:
-        every = map(json.loads, kept.read_text().splitlines())
-        verdicts = {each["key"]: each for each in every if each["proof"] == proof.of(each)}
-    todo: SimpleQueue[Fault] = SimpleQueue()
-    for fault in faults:
-        if fault.key not in verdicts:
-            todo.put(fault)
-    total, lock = todo.qsize(), threading.Lock()
-    kept.parent.mkdir(parents=True, exist_ok=True)
-
-    def work(worker: Worker) -> None:
-        while not todo.empty():
-            verdict = worker.judge(todo.get(), tests)
-            verdict["proof"] = proof.of(verdict)
-            with lock:
-                verdicts[verdict["key"]] = verdict
-                if not tests:
-                    with kept.open("a") as out:
-                        print(json.dumps(verdict), file=out)
-                by = verdict["test"] or verdict.get("why", "")
-                text = f"{verdict['outcome']:<12} {verdict['seconds']:5.1f} s  {verdict['name'] or verdict['key']}"
-                print(f"[{total - todo.qsize()}/{total}] {text}" + (f"  by {by}" if by else ""), flush=True)
-
-    with ThreadPoolExecutor(len(workers)) as pool:
-        list(pool.map(work, workers))
-    return verdicts
+        list(pool.map(take, workers))
 
 
 def report(planted: Sequence[Fault], drawn: Sequence[Fault], verdicts: dict[str, dict[str, Any]], seed: int) -> bool:
@@ -448,14 +467,30 @@ def main() -> None:
         for worker in workers:
             stack.callback(worker.zygote.close)
         shared = digest(copies[0], filter(bears_on_recording, all_files))
-        if not options.tests:
+        verdicts = Verdicts(Proof(copies[0], shared, digest(copies[0], all_files), options.budget))
+
+        def judge_again(worker: Worker, fault: Fault) -> None:
+            if verdict := worker.judge_again(fault, verdicts.caught_before[fault.key]):
+                verdicts.add(verdict, keep=True)
+
+        def judge(worker: Worker, fault: Fault) -> None:
+            verdicts.add(worker.judge(fault, tests), keep=not tests)
+
+        faults = [*planted, *drawn]
+        tests = workers[0].zygote.tests if options.tests else []
+        if tests:
+            verdicts.of.clear()
+        else:
+            known = verdicts.caught_before.keys() - verdicts.of.keys()
+            spread(workers, [fault for fault in faults if fault.key in known], judge_again)
+        left = [fault for fault in faults if fault.key not in verdicts.of]
+        if left and not tests:
             record_all(workers, files, shared, plan)
             if plan.left_out:
                 print("left out, since they fail without a fault:", *sorted(plan.left_out), sep="\n  ")
-        tests = workers[0].zygote.tests if options.tests else []
-        proof = Proof(copies[0], shared, digest(copies[0], all_files), options.budget)
-        verdicts = judge_all(workers, [*planted, *drawn], proof, tests)
-        fine = report(planted, drawn, verdicts, options.seed)
+        print(f"{len(left)} of {len(faults)} faults are to be judged", flush=True)
+        spread(workers, left, judge)
+        fine = report(planted, drawn, verdicts.of, options.seed)
         if gone := set(equivalents()) - {fault.key for fault in every}:
             print("equivalent.toml names faults that no longer exist:", *sorted(gone), sep="\n  ")
             fine = False
