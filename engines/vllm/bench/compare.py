@@ -41,7 +41,7 @@ BATCHES = {
     "llama": "64x6000",
 }
 """Requests and tokens of each, of the batches that are decoded one after another; outputs are those of the first."""
-CACHE_GIB = {"llama": 28, "gpt-oss": 30, "mla": 20, "mla-128": 10}
+CACHE_GIB = {"llama": 28, "gpt-oss": 30, "mla": 20, "mla-128": 16}
 """Size of an arm's KV cache: what the default batches take."""
 BESIDE_GIB = 8
 """What an arm takes beside its cache, at most: weights, activations, workspaces, CUDA's own."""

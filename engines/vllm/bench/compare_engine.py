@@ -79,7 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {  # so many layers that a step takes the GP
 }
 MODELS["mla-128"] = (
     MODELS["mla"]
-    | {"num_hidden_layers": 16, "first_k_dense_replace": 16}
+    | {"num_hidden_layers": 28, "first_k_dense_replace": 28}
     | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 128)
 )
 CLASSES = {"LlamaForCausalLM": "llama", "DeepseekV2ForCausalLM": "deepseek_v2"}

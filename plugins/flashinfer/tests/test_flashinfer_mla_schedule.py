@@ -71,7 +71,7 @@ def test_each_request_is_attended_once_and_clusters_are_equally_busy(seed: int) 
         (80, 6200, 132, 204, 64),  # equal parts of all keys; whole requests would take 100
         (66, 6200, 132, 132, 49 + PIECE_TILES),
         (1, 640, 132, 10, 1 + PIECE_TILES),
-        (1, 5000, 132, 32, 3 + PIECE_TILES),  # not 79 pieces: they are merged one after the other
+        (1, 5000, 132, 27, 3 + PIECE_TILES),  # not 79 pieces: they are merged one after the other
         (8, 4000, 132, 128, 4 + PIECE_TILES),
         (2, 0, 4, 2, PIECE_TILES),
     ],

@@ -119,8 +119,10 @@ def _whole_parts(tiles: Ints, cost: int, clusters: int, span: int) -> Ints | Non
     """Return the same for equal parts of each request, or for whole requests; None where that takes longer."""
     count, longest = len(tiles), span - 1
     parts, each = max(1, clusters // count), -(-count // clusters)
-    if each * (-(-longest // parts) + PIECE_TILES) > -(-cost // clusters) + PIECE_TILES:
+    part = max(1, -(-longest // parts))
+    if each * (part + PIECE_TILES) > -(-cost // clusters) + PIECE_TILES:
         return None
+    parts = max(1, -(-longest // part))  # no more than it takes
     if parts == 1:
         return np.arange(each, count, each) * span
     at = np.arange(1, count * parts)
