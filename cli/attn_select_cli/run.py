@@ -65,15 +65,18 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
         with _progress(one.kind, tokens) as advance:
             served.append((one, serve(one.selection, workload, advance)))
     ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
+    warnings = explanation.all_warnings
+    if any(one.selection.config.decode_context_parallel_size > 1 for one in chosen):
+        warnings.append("one process runs here, with the whole cache: --dcp decides which backends are valid, no more")
     if as_json:
-        document = explanation.to_dict()
+        document = {**explanation.to_dict(), "warnings": warnings}
         document["layers"] = [_to_dict(one, outcome) for one, outcome in served]
         print_json({**document, "ok": ok, "workload": asdict(workload)})
     else:
         lines: list[Block] = [*explanation.head_lines()]
         for one, outcome in served:
             lines += [[], *_lines(one, outcome, workload)]
-        print_lines([*lines, *warning_lines(explanation.all_warnings)])
+        print_lines([*lines, *warning_lines(warnings)])
     return 0 if ok else 1
 
 

@@ -165,3 +165,10 @@ def test_too_little_memory_is_no_bug(run: Any, monkeypatch: pytest.MonkeyPatch, 
     assert "take fewer --requests" in result.err
     monkeypatch.setattr(serving, "_Layer", lambda *_: 1 / 0)
     assert run("run", *SMALL).code == 3
+
+
+def test_ranks_are_not_run(run: Any) -> None:
+    told = "one process runs here, with the whole cache"
+    assert told in run("run", *SMALL, "--dcp", "2").out
+    assert any(told in warning for warning in run("run", *SMALL, "--dcp", "2", "--json").json["warnings"])
+    assert told not in run("run", *SMALL).out
