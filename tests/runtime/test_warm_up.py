@@ -102,14 +102,20 @@ def warmed(group: Any, layer: Any) -> tuple[list[str], list[int]]:
     assert layer.group is group
     names: list[str] = []
     captured: list[int] = []
-    capture = group.build_for_cudagraph_capture
+    blocks: list[int] = []
+    capture, allocate = group.build_for_cudagraph_capture, group.allocate_kv_cache
+
+    def allocated(num_blocks: int) -> Any:
+        blocks.append(num_blocks)
+        return allocate(num_blocks)
 
     def counted(common: Any) -> Any:
         captured.append(common.num_reqs)
         return capture(common)
 
-    group.build_for_cudagraph_capture = counted
+    group.build_for_cudagraph_capture, group.allocate_kv_cache = counted, allocated
     group.warm_up(lambda name, *_: names.append(name))
+    assert blocks == [1]
     return names, captured
 
 

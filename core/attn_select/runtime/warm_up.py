@@ -94,7 +94,7 @@ def steps_of(
             add(requests, query, keys)
         if config.attn_type == "decoder":
             add(1, USUAL // 4, LONG)
-    if mixed and phases == {"decode", "prefill"} and many > 1 and tokens >= SHORT + many and length >= SHORT:
+    if mixed and phases == {"decode", "prefill"} and tokens >= SHORT + many and length >= SHORT:
         found.append(Step((*((1, min(USUAL, length)),) * (many - 1), (SHORT, SHORT))))
     return list(dict.fromkeys(found))
 
