@@ -86,6 +86,14 @@ def test_captured_metadata_serves_other_trees_and_contexts(fields: dict[str, Any
         group.build(common_of(problem_for(group, REQUESTS, seed)))  # an eager step comes between
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_first_steps_have_no_context_unless_they_may_be_captured(graphs: bool, make_trees: MakeTrees) -> None:
+    group = make_trees(options={"cuda_graphs": graphs})
+    first, later = (common_of(problem_for(group, requests)) for requests in ([(3, 3), (4, 4)], [(3, 3), (4, 5)]))
+    assert (group.build(first).context is not None) == graphs
+    assert group.build(later).context is not None
+
+
 @pytest.mark.parametrize(
     ("level", "here"),
     [
