@@ -196,14 +196,15 @@ def test_when_memory_is_shared(fields: dict[str, Any], merge: str, shares: bool)
     assert run_ranks(2, run) == [shares] * 2
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_gathered_heads_stay_with_their_kv_head(kv_heads: int) -> None:
+def test_gathered_heads_stay_with_their_kv_head(kv_heads: int, tokens: int) -> None:
     heads = torch.arange(2 * 4).view(2, 4).float()  # per rank the numbers of its heads
-    rows = heads[:, None, :, None].expand(2, 3, 4, 5)
+    rows = heads[:, None, :, None].expand(2, tokens, 4, 5)
     gathered = run_ranks(2, lambda each: Merger(each, kv_heads, True).gather_heads(rows[each.rank]))
     wanted = heads.view(2, kv_heads, -1).transpose(0, 1).flatten()
     for found in gathered:
-        assert torch.equal(found, wanted[None, :, None].expand(3, 8, 5))
+        assert torch.equal(found, wanted[None, :, None].expand(tokens, 8, 5))
 
 
 def test_the_cache_is_a_share_and_the_tables_are_the_schedulers() -> None:
