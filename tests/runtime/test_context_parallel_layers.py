@@ -55,6 +55,8 @@ def run_steps(
     cache, found = group.allocate_kv_cache(3 * per_request), []
     for step, (query, *new) in zip(STEPS, drawn, strict=True):
         metadata = group.build(prepare_batch(*map(list, zip(*step, strict=True)), table))
+        if weight is not None:
+            assert metadata.num_decode_tokens == sum(count for count, _ in step if count <= 3)
         lse = torch.full((len(query), len(heads)), torch.nan)
         output = layer(query[:, heads].contiguous(), *new, cache, metadata, output_lse=lse)
         found.append((output, lse))
