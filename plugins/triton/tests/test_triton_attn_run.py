@@ -177,6 +177,14 @@ def test_trees_of_drafts_and_prefills_in_one_batch(fields: dict[str, Any], sms: 
     assert not torch.equal(layers.run(group, chains)[0], output)
 
 
+def test_images_among_drafts_see_each_other_whatever_their_tree(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config(num_speculative_tokens=3, draft_tree=True, mm_prefix=True))
+    problem = layers.problem_of(group, ((4, 4), (4, 40), (3, 33)))
+    assert problem.tree_mask is not None
+    ranges = [[(1, 3)], [(5, 9), (38, 39)], [(2, 4)]]
+    layers.check(group, dataclasses.replace(problem, mm_prefix_ranges=ranges))
+
+
 def test_drafts_without_a_tree_are_chains(device: torch.device) -> None:
     group = layers.made(device, layers.layer_config(num_speculative_tokens=3, draft_tree=True))
     problem = layers.problem_of(group, ((4, 40), (2, 9)))

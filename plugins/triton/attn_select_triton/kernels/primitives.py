@@ -362,6 +362,11 @@ def final_scores(products, query, keys, inside, scores, TERMS: tl.constexpr, MAS
         found -= query.slopes[:, None] * tl.abs(rows[:, None] - keys[None, :]).to(tl.float32)
     if MASKED:
         seen = visible(rows, keys, scores.seq_len, scores.window, TERMS.causal, TERMS.window)
+        if TERMS.tree > 0:  # before the ranges, which widen the mask
+            own = keys - scores.context
+            drafts = ((own >= 0) & (own < TERMS.tree))[None, :] & seen
+            places = (rows - scores.context)[:, None] * scores.stride_tree + own[None, :]
+            seen = seen & (tl.load(scores.tree_ptr + places, mask=drafts, other=1) != 0)
         if TERMS.ranges > MOST_UNROLLED:
             seen = tl.broadcast_to(seen, found.shape)
             for index in range(TERMS.ranges):
@@ -369,11 +374,6 @@ def final_scores(products, query, keys, inside, scores, TERMS: tl.constexpr, MAS
         else:
             for index in tl.static_range(TERMS.ranges):
                 seen = seen | in_range(rows, keys, scores.ranges_ptr, index)
-        if TERMS.tree > 0:
-            own = keys - scores.context
-            drafts = ((own >= 0) & (own < TERMS.tree))[None, :] & seen
-            places = (rows - scores.context)[:, None] * scores.stride_tree + own[None, :]
-            seen = seen & (tl.load(scores.tree_ptr + places, mask=drafts, other=1) != 0)
         found = tl.where(seen & inside[None, :], found, float("-inf"))
     return found
 
