@@ -76,7 +76,7 @@ class Tile:
         num_warps, num_stages: as Triton has them.
         by_tma: MLA's: the cache is read through tensor descriptors where pages hold whole tiles.
         registers: with which a thread starts; 0: the compiler's choice.
-        turns: the prefill's two groups take turns at the tensor cores.
+        turns: of the prefill's two groups at the tensor cores: at each tile, at the first, or none.
     """
 
     block_m: int
@@ -85,7 +85,7 @@ class Tile:
     num_stages: int
     by_tma: bool = False
     registers: int = 0
-    turns: bool = False
+    turns: str = ""
 
 
 @lru_cache(maxsize=4096)

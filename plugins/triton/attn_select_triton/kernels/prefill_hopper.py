@@ -142,8 +142,9 @@ def attend_tile(
 ):  # fmt: skip
     """Attend from one group's rows to one tile.
 
-    With turns, a group's product with V and its next scores are issued together, while the other group takes
-    exponentials: groups left to themselves may fall into step, and the tensor cores wait for both.
+    With turns at each tile, a group's product with V and its next scores are issued together, while the other group
+    takes exponentials; with the first alone, the second group begins behind the first. Groups left to themselves may
+    fall into step, and the tensor cores wait for both.
 
     Args:
         loaded: tiles that were loaded before this one.
@@ -170,8 +171,11 @@ def attend_tile(
     for part in gl.static_range(PARTS):
         k = k_smem.index(buffer * PARTS + part)
         scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), scores, use_acc=part > 0, is_async=True)
-    if TURNS:
+    if TURNS == "each":
         mbarrier.arrive(turns.index(0 if SECOND else 1), count=1)
+    elif TURNS == "first" and not SECOND:  # noqa: SIM102  one is compiled in
+        if loaded == 0:
+            mbarrier.arrive(turns.index(1), count=1)
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(k_empty, buffer)
     factor = score_scale
@@ -197,7 +201,7 @@ def attend_tile(
     for part in gl.static_range(V_PARTS):
         scaled = scaled + (accumulators[part] * factor,)
     mbarrier.wait(v_ready.index(buffer), phase)
-    if TURNS:
+    if TURNS == "each":
         mbarrier.wait(turns.index(1 if SECOND else 0), (loaded + (1 if SECOND else 0)) & 1)
     if MASKED:  # noqa: SIM102  one is compiled in
         if (tile + 1) * KEYS > seq_len:
@@ -259,7 +263,7 @@ def attend_rows(
         accumulators = accumulators + (gl.zeros([ROWS, PART], gl.float32, ACC),)
     scores_like = (score_scale, cap_log2, window)
     turns = barriers[4]
-    if TURNS and SECOND:  # noqa: SIM102  one is compiled in
+    if TURNS != "" and SECOND:  # noqa: SIM102  one is compiled in
         if tiles > start:
             mbarrier.wait(turns.index(1), 0)
     middle = start
@@ -281,7 +285,7 @@ def attend_rows(
             barriers, True, FLAGS, SHAPE, S, ACC, T, SECOND,
         )  # fmt: skip
 
-    if TURNS:
+    if TURNS == "each":
         mbarrier.arrive(turns.index(0 if SECOND else 1), count=1)
     lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
     norm = gl.where(row_sum > 0, v_scale / row_sum, 0.0)
