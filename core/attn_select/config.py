@@ -209,6 +209,9 @@ def _contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...], str]]
     if c.draft_tree and c.non_causal:
         text = "draft_tree = True with non_causal = True: drafts see their ancestors alone (accepted: one of the two)"
         yield ("draft_tree", "non_causal"), text
+    if c.draft_tree and c.attn_type == "encoder_decoder":
+        text = f"attn_type = {c.attn_type!r} with draft_tree = True: an encoder's tokens are no drafts"
+        yield ("draft_tree", "attn_type"), f"{text} (accepted: 'decoder')"
     if not c.has_cache:
         yield from _encoder_contradictions(c)
     if c.per_head_quant_scales and not dtypes.is_quantized(c.kv_cache_dtype):

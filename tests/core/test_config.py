@@ -271,6 +271,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
         ["ancestors"],
     ),
     (
+        {**PLAIN, "draft_tree": True, "num_speculative_tokens": 3, "attn_type": "encoder_decoder"},
+        ("draft_tree", "attn_type"),
+        ["'encoder_decoder'", "accepted: 'decoder'"],
+    ),
+    (
         {**PLAIN, "draft_tree": True, "num_speculative_tokens": 3, "attention_chunk_size": 16},
         ("attention_chunk_size", "draft_tree"),
         ["16", "accepted: False"],
