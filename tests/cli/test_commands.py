@@ -133,7 +133,7 @@ def test_diff_takes_no_empty_side(run: Any) -> None:
 def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None:
     listed = run("backends", "--json").json
     names = [b["name"] for b in listed["backends"]]
-    assert len(names) == 17
+    assert len(names) == 18
     overview = run("backends").out
     assert all(name in overview for name in names)
     for name in names:
