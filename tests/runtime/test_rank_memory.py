@@ -96,10 +96,10 @@ def test_torch_shares_without_multicast(monkeypatch: pytest.MonkeyPatch, before:
     made = {"dtype": torch.uint8}
     monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.full((size,), 7, **made))
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(device))
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     memory = ProcessGroupCollectives._symmetric(Two([]), LAYOUT, HERE)
-    assert seen == [("1", False)]
+    assert seen == [HERE, ("1", False)]  # the zeros are there before another rank can reach them
     assert os.environ.get(NO_MULTICAST) == before
     assert memory.addresses == (512, 1024)
     assert [int(buffer[0]) for buffer in memory.buffers] == [0, 1]
@@ -117,6 +117,7 @@ def test_the_parts_of_a_layout_do_not_overlap() -> None:
     memory.queries(0, 3).fill_(2)
     memory.partial(0, 3).fill_(3)
     memory.lse(0, 3).fill_(4)
+    assert (memory.addresses, memory.met, memory.timeout) == (None, None, 0)
     assert LAYOUT.starts[0] >= 2 * PROGRAMS * 2 * 4
     assert bool((memory.queries(0, 3) == 2).all())
     assert bool((memory.partial(0, 3) == 3).all())

@@ -125,3 +125,18 @@ def make_large(group: DraftTreeGroup) -> DraftTreeGroup:
 def test_steps_in_two_parts_are_not_dispatched(make_trees: MakeTrees) -> None:
     with pytest.raises(ConfigError, match="are not dispatched"):
         make_trees(options={"dispatch": "measured"})
+
+
+def test_the_plans_of_both_parts_are_made_anew_unless_asked_otherwise(
+    make_trees: MakeTrees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_trees()
+    asked: list[bool] = []
+    for part in (group.plain, group.context):
+        build = part.build
+        monkeypatch.setattr(part, "build", lambda *given, build=build: (asked.append(given[2]), build(*given))[1])
+    common = common_of(problem_for(group, REQUESTS))
+    group.build(common)
+    assert asked == [False, False]
+    group.build(common, fast_build=True)
+    assert asked == [False, False, True, True]
