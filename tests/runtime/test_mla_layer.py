@@ -1,59 +1,34 @@
-"""``MLAAttention`` against float64: both computation paths, chunked context, caches of every kind, sparse layers."""
+"""``MLAAttention`` against float64: both computation paths, chunked context, caches of every kind."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from mla_steps import DEEPSEEK, MIXED, SMALL, Ran, layer_of, padded, run
 
 from attn_select import AttentionConfig, select
-from attn_select.config import Phase
-from attn_select.errors import ConfigError, PluginError
 from attn_select.layouts import FP8_DS_MLA, MLA
 from attn_select.runtime import (
-    AttentionBackend,
-    AttentionMetadataBuilder,
-    BatchError,
-    CommonAttentionMetadata,
-    MLAAttention,
     MLAAttentionGroup,
-    MLAAttentionImpl,
-    MLAMetadata,
     Scales,
-    attention_group,
-    forward_context,
     ops,
 )
-from attn_select.runtime.backend import AttentionLayer
-from attn_select.runtime.kv_cache import in_blocks_of
-from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.testing import (
-    MLAProblem,
     error_bound,
-    lse_error,
     random_mla_problem,
     random_problem,
     relative_error,
     same_bits,
-    sparse_mla_reference,
 )
 from attn_select.testing.running import common_of
-from attn_select_torch.facts.torch_mla import TORCH_MLA
 
-SMALL = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
-DEEPSEEK = {"num_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-MIXED = ((1, 1), (1, 40), (1, 16), (20, 20), (5, 69), (16, 48), (2, 2), (30, 35))
-"""Decodes with and without context, then prefills: whole, with 64 cached tokens, with 32, whole, with 5."""
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 20},
@@ -64,84 +39,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "non-causal": {"non_causal": True, "sliding_window": 9},
     "all": {"sinks": True, "alibi": True, "logits_soft_cap": 4.0, "mm_prefix": True, "sliding_window": 11},
 }
-PADDING = 3
-Choose = Callable[..., Selection]
-
-
-@dataclasses.dataclass
-class Ran:
-    """A step that was run, and what it ran on."""
-
-    problem: MLAProblem
-    group: MLAAttentionGroup
-    layer: MLAAttention
-    metadata: MLAMetadata
-    kv_cache: Tensor
-    output: Tensor
-    lse: Tensor | None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.problem.query)
-
-    def check(self) -> None:
-        """Compare output, LSE and cache with the oracle, and see that padding was left alone."""
-        problem, step, cache = self.problem, self.problem.step, self.kv_cache
-        assert step.kv_cache is not None
-        assert same_bits(cache.view(step.kv_cache.shape), step.written_cache())
-        output, lse = problem.reference()
-        bound = error_bound(step.config, self.group.selection.plans)
-        error = relative_error(self.output[: self.tokens], output)
-        assert error.norm <= bound.norm, (error, bound)
-        assert error.row <= bound.row, (error, bound)
-        assert self.output[self.tokens :].isnan().all()
-        if self.lse is not None:
-            assert lse_error(self.lse[: self.tokens], lse) <= bound.lse
-            assert self.lse[self.tokens :].isnan().all()
-
-
-def padded(tensor: Tensor) -> Tensor:
-    """Add rows of NaN that no kernel may read."""
-    return torch.cat([tensor, tensor.new_full((PADDING, *tensor.shape[1:]), torch.nan)])
-
-
-def layer_of(group: MLAAttentionGroup, problem: MLAProblem, **options: Any) -> MLAAttention:
-    step = problem.step
-    scales = None
-    if step.k_scale is not None and step.q_scale is not None:
-        heads = 1 if step.config.per_head_quant_scales else 0
-        scales = Scales.make("cpu", q=step.q_scale, k=step.k_scale, num_kv_heads=heads)
-    return MLAAttention(
-        group, problem.kv_b_proj, alibi_slopes=step.alibi_slopes, sinks=step.sinks, scales=scales, **options
-    )
-
-
-def run(
-    problem: MLAProblem,
-    common: CommonAttentionMetadata,
-    *,
-    selection: Selection | None = None,
-    wants_lse: bool = True,
-    **options: Any,
-) -> Ran:
-    """Run one step with every check on; ``options`` are the group's."""
-    step = problem.step
-    group = MLAAttentionGroup(selection or select(step.config, device="cpu", backend="TORCH_MLA"), **options)
-    group.checked = True
-    layer, metadata = layer_of(group, problem), group.build(common)
-    assert step.kv_cache is not None
-    assert step.layout is not None
-    assert group.kernel_block_size is not None
-    cache = in_blocks_of(group.kernel_block_size, step.kv_cache.clone(), step.layout, step.config)
-    config, rows = step.config, len(problem.query) + PADDING
-    output = torch.full((rows, config.num_heads, config.v_head_dim or 0), torch.nan, dtype=problem.query.dtype)
-    lse = torch.full((rows, config.num_heads), torch.nan) if wants_lse else None
-    chosen = None
-    if step.topk_indices is not None:
-        chosen = torch.cat([step.topk_indices, torch.full_like(step.topk_indices[:PADDING], 2**30)])
-    given = (padded(problem.query), padded(step.key), padded(step.value), cache, metadata, output, chosen, lse)
-    assert layer(*given) is output
-    return Ran(problem, group, layer, metadata, cache, output, lse)
 
 
 @pytest.fixture
@@ -304,18 +201,6 @@ def test_prefill_alone() -> None:
     assert relative_error(ran.output[: ran.tokens], problem.reference(0)[0]).row <= bound.row
 
 
-@pytest.mark.parametrize(("phases", "missing"), [(("decode",), "prefill"), (("prefill",), None)])
-def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None) -> None:
-    problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
-    group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"), phases=phases)
-    if missing is None:
-        assert [part.phase for part in group.build(common_of(problem)).parts] == ["prefill"]
-        return
-    with pytest.raises(BatchError, match=rf"requests in {missing}, but this group was made for decode only"):
-        group.build(common_of(problem))
-    assert group.workspace.numel() == 0  # decode decompresses nothing
-
-
 @pytest.mark.parametrize("name", ["kv_c_normed", "k_pe"])
 def test_one_of_the_latents_may_have_padding(name: str) -> None:
     problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
@@ -327,190 +212,6 @@ def test_one_of_the_latents_may_have_padding(name: str) -> None:
     given[name] = padded(given[name])
     layer_of(group, problem)(problem.query, **given, attn_metadata=group.build(common_of(step)))
     assert same_bits(given["kv_cache"], step.written_cache())
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "says"),
-    [
-        ("query", lambda t: t[..., :-1], r"query of shape \(9, 4, 23\): accepted is \(at least 9 tokens, 4, 24\)"),
-        ("query", lambda t: t[:8], r"query of shape \(8, 4, 24\)"),
-        ("query", lambda t: t.double(), r"query is torch.float64: accepted is torch.bfloat16"),
-        ("kv_c_normed", lambda t: t[:, 1:], r"kv_c_normed of shape \(9, 31\): accepted is \(at least 9 tokens, 32\)"),
-        ("kv_c_normed", lambda t: None, r"kv_c_normed is None: accepted is \(at least 9 tokens, 32\)"),
-        ("k_pe", lambda t: t[:5], r"k_pe of shape \(5, 8\)"),
-        ("k_pe", lambda t: t.half(), r"k_pe is torch.float16"),
-        ("kv_cache", lambda t: None, r"kv_cache is None"),
-        ("kv_cache", lambda t: t.float(), r"kv_cache is torch.float32"),
-        ("kv_cache", lambda t: t.view(-1, 8, 40), r"kv_cache of shape \(\d+, 8, 40\)"),
-        ("output", lambda t: t[..., :8], r"output of shape \(9, 4, 8\): accepted is \(at least 9 tokens, 4, 24\)"),
-        ("output", lambda t: t.float(), r"output is torch.float32: accepted is torch.bfloat16"),
-        (
-            "topk_indices",
-            lambda t: torch.zeros(9, 4, dtype=torch.int32),
-            r"topk_indices given, but sparse_top_k = None",
-        ),
-        ("output_lse", lambda t: t[:, :2], r"output_lse of shape \(9, 2\): accepted is \(at least 9 tokens, 4\)"),
-        ("output_lse", lambda t: t.double(), r"output_lse is torch.float64"),
-        ("attn_metadata", lambda t: None, r"layer 'attention.\d+': no attn_metadata was given"),
-    ],
-)
-def test_bad_arguments_are_named(name: str, change: Callable[[Any], Any], says: str) -> None:
-    problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
-    step, group = problem.step, MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
-    assert step.kv_cache is not None
-    given = {
-        "query": problem.query,
-        "kv_c_normed": step.key,
-        "k_pe": step.value,
-        "kv_cache": step.kv_cache.clone(),
-        "attn_metadata": group.build(common_of(step)),
-        "output": torch.empty(9, 4, 24, dtype=torch.bfloat16),
-        "topk_indices": None,
-        "output_lse": torch.empty(9, 4),
-    }
-    layer, before = layer_of(group, problem), given["kv_cache"].clone()
-    with pytest.raises((BatchError, ConfigError), match=says):
-        layer(**{**given, name: change(given[name])})
-    assert same_bits(given["kv_cache"], before)
-
-
-def test_a_weight_of_the_wrong_shape() -> None:
-    group = MLAAttentionGroup(select(AttentionConfig(**SMALL), device="cpu", backend="TORCH_MLA"))
-    with pytest.raises(ConfigError, match=r"kv_b_proj of shape \(32, 160\): accepted is \(160, 32\)"):
-        MLAAttention(group, torch.zeros(32, 160))
-
-
-@pytest.mark.parametrize(("phase", "path"), [("prefill", "forward_mha"), ("decode", "forward_mqa")])
-def test_an_impl_without_the_path_of_a_phase(phase: Phase, path: str) -> None:
-    group = MLAAttentionGroup(select(AttentionConfig(**SMALL), device="cpu", backend="TORCH_MLA"), phases=[phase])
-
-    class Pathless(MLAAttentionImpl):
-        pass
-
-    group.backends[0].backend = type("Backend", (AttentionBackend,), {"impl_cls": Pathless})
-    with pytest.raises(PluginError, match=f"Pathless has no {path}, but its backend's spec serves {phase}"):
-        MLAAttention(group, torch.zeros(160, 32))
-
-
-class SparseMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
-    """Hands the batch on."""
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> CommonAttentionMetadata:
-        return common_attn_metadata
-
-
-class SparseImpl(MLAAttentionImpl):
-    """Sparse attention by the oracle, in the cache's own blocks; remembers the calls."""
-
-    calls: list[tuple[int, tuple[int, ...]]]
-
-    def forward_mqa(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CommonAttentionMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        topk_indices: Tensor | None = None,
-    ) -> Tensor:
-        self.calls.append((attn_metadata.num_reqs, tuple(kv_cache.shape)))
-        context, tokens = self.context, attn_metadata.num_actual_tokens
-        assert topk_indices is not None
-        assert context.kv_layout is not None
-        result, lse = sparse_mla_reference(
-            query[:tokens],
-            kv_cache,
-            context.kv_layout,
-            topk_indices[:tokens],
-            context.config,
-            self.scale,
-            sinks=self.sinks,
-            k_scale=layer.scales.k if context.config.cache_dtype.startswith("fp8_e") else None,
-        )
-        output[:tokens] = result
-        if output_lse is not None:
-            output_lse[:tokens] = lse
-        return output
-
-
-def sparse_spec(name: str, layout: str, block_size: int, calls: list[tuple[int, tuple[int, ...]]]) -> BackendSpec:
-    """Return a backend for sparse layers in both phases."""
-
-    class Impl(SparseImpl):
-        pass
-
-    class Backend(AttentionBackend):
-        impl_cls = Impl
-        builder_cls = SparseMetadataBuilder
-
-    Impl.calls = calls
-    facts = TORCH_MLA.capabilities["decode"]
-    dtypes = dataclasses.replace(facts.kv_cache_dtypes, value=(*facts.kv_cache_dtypes.value, "fp8_ds_mla"))
-    served = dataclasses.replace(facts, sparse=True, kv_cache_dtypes=dtypes)
-    plan = BackendPlan(
-        path="toy",
-        because="the only one",
-        query_dtype="bfloat16",
-        returns_lse=True,
-        kv_layouts=(layout,),
-        kernel_block_sizes=(block_size,),
-        cuda_graph="ALWAYS",
-    )
-    return dataclasses.replace(
-        TORCH_MLA,
-        name=name,
-        capabilities={"prefill": served, "decode": served},
-        plan=lambda *_: plan,
-        load=lambda: Backend,
-        libraries=(),
-    )
-
-
-@pytest.mark.parametrize(
-    ("layout", "fields"),
-    [
-        (MLA, {**SMALL, "sparse_top_k": 12}),
-        (MLA, {**SMALL, "sparse_top_k": 12, "kv_cache_dtype": "fp8_e4m3", "sinks": True}),
-        (FP8_DS_MLA, {**DEEPSEEK, "sparse_top_k": 16, "kv_cache_dtype": "fp8_ds_mla"}),
-    ],
-)
-@pytest.mark.parametrize("backends", [1, 2])
-def test_sparse_layers(layout: str, fields: dict[str, Any], backends: int, choose: Choose) -> None:
-    """Everything goes the latent way: one backend gets the whole batch, two get their phase in their own blocks."""
-    config = AttentionConfig(**fields, block_size=64, dtype="bfloat16")
-    problem = random_mla_problem(0, config, layout, requests=MIXED)
-    calls: list[tuple[int, tuple[int, ...]]] = []
-    large, small = (sparse_spec(name, layout, size, calls) for name, size in (("LARGE", 64), ("SMALL", 32)))
-    capabilities = small.capabilities["decode"]
-    toys = [SimpleNamespace(spec=large)]
-    if backends == 2:
-        toys.insert(0, SimpleNamespace(spec=dataclasses.replace(small, capabilities={"decode": capabilities})))
-    ran = run(problem, common_of(problem), selection=choose(config, *toys))
-    ran.check()
-    blocks, width = len(ran.kv_cache), ran.kv_cache.shape[2]
-    if backends == 1:
-        assert calls == [(8, (blocks, 64, width))]
-        assert ran.metadata.num_decode_tokens == ran.tokens
-    else:
-        assert calls == [(3, (2 * blocks, 32, width)), (5, (blocks, 64, width))]
-        assert ran.metadata.num_decode_tokens == 3
-
-
-@pytest.mark.parametrize("missing", ["missing", "int64", "width"])
-def test_sparse_layers_need_their_indices(missing: str, choose: Choose) -> None:
-    config = AttentionConfig(**SMALL, sparse_top_k=12, block_size=64)
-    problem = random_mla_problem(0, config, requests=MIXED)
-    group = MLAAttentionGroup(choose(config, SimpleNamespace(spec=sparse_spec("TOY", MLA, 64, []))))
-    step, indices = problem.step, problem.step.topk_indices
-    assert indices is not None
-    given = {"missing": None, "int64": indices.long(), "width": indices[:, :5]}[missing]
-    says = {"missing": "topk_indices missing, but sparse_top_k = 12", "int64": "is torch.int64", "width": r"\(76, 5\)"}
-    layer, metadata = layer_of(group, problem), group.build(common_of(step))
-    with pytest.raises(BatchError, match=says[missing]):
-        layer(problem.query, step.key, step.value, step.kv_cache, metadata, topk_indices=given)
 
 
 @pytest.mark.parametrize(
@@ -538,106 +239,3 @@ def test_written_as_the_oracle_writes(layout: str, fields: dict[str, Any], seed:
     cache = problem.kv_cache.clone()
     ops.concat_and_cache_mla(problem.key, problem.value, cache, problem.slot_mapping, layout, config, scales)
     assert same_bits(cache, problem.written_cache())
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_in_one_graph(backend: str) -> None:
-    """The graph holds the layer as one operator, and takes the next step's metadata without being made anew."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    config = AttentionConfig(**SMALL, dtype="float32")
-    first = random_mla_problem(0, config, requests=MIXED)
-    group = MLAAttentionGroup(select(config, device="cpu", backend="TORCH_MLA"), workspace_tokens=30)
-    layer = layer_of(group, first)
-
-    def model(query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor) -> Tensor:
-        output: Tensor = layer(2 * query, kv_c, k_pe, kv_cache)
-        return output + 1
-
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for seed in range(2):
-        problem = random_mla_problem(seed, config, requests=MIXED)
-        step = problem.step
-        assert step.kv_cache is not None
-        common = common_of(step)
-        given = (problem.query / 2, step.key, step.value)
-        with forward_context({group: group.build(common)}), torch.no_grad():
-            caches = step.kv_cache.clone(), step.kv_cache.clone()
-            outputs = compiled(*given, caches[0]), model(*given, caches[1])
-        assert same_bits(*outputs)
-        assert same_bits(*caches)
-        if seed == 0:  # the weight is this problem's
-            assert relative_error(outputs[0] - 1, first.reference()[0]).norm < 1e-5
-    torch._dynamo.reset()
-    assert counter.frame_count == 1
-
-
-def test_a_compiled_layer_takes_no_metadata() -> None:
-    config = AttentionConfig(**SMALL, dtype="float32")
-    problem = random_mla_problem(0, config, requests=[(1, 5)])
-    group = MLAAttentionGroup(select(config, device="cpu", backend="TORCH_MLA"))
-    layer, step = layer_of(group, problem), problem.step
-
-    def model(query: Tensor) -> Tensor:
-        output: Tensor = layer(query, step.key, step.value, step.kv_cache, output_lse=torch.empty(1, 4))
-        return output
-
-    with pytest.raises(Exception, match="attn_metadata and output_lse must be None"):
-        torch.compile(model, backend="eager")(problem.query)
-    torch._dynamo.reset()
-
-
-def test_a_copied_layer_runs_its_own_weights() -> None:
-    """A compiled graph finds its layer by name: the copy's name must not lead to the original."""
-    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
-    ran = run(problem, common_of(problem))
-    twin = copy.deepcopy(ran.layer)
-    assert twin.layer_name != ran.layer.layer_name
-    assert twin.group is ran.group
-    twin.kv_b_proj.mul_(2.0)
-    given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache)
-    outputs = []
-    for layer in (ran.layer, twin):
-        compiled, eager = torch.zeros(2, *ran.output[: ran.tokens].shape)
-        with forward_context({ran.group: ran.metadata}):
-            torch.ops.attn_select.mla_attention(*given[:3], None, given[3], compiled, layer.layer_name)
-        layer(*given, ran.metadata, eager)
-        assert same_bits(compiled, eager)
-        outputs.append(compiled)
-    assert not torch.equal(*outputs)
-
-
-def test_metadata_of_another_group_is_refused() -> None:
-    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
-    ran = run(problem, common_of(problem))
-    foreign = MLAAttentionGroup(ran.group.selection).build(common_of(problem))
-    given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache)
-    with pytest.raises(BatchError, match="attn_metadata was built by another group than the layer's"):
-        ran.layer(*given, foreign)
-
-
-def test_layers_of_another_kind_are_refused() -> None:
-    group = attention_group(select(AttentionConfig(num_heads=4, head_size=16), device="cpu"))
-    with pytest.raises(ConfigError, match="the group's layers are not MLA: make them with Attention"):
-        MLAAttention(group, torch.zeros(160, 32))  # type: ignore[arg-type]
-
-
-def test_names_of_living_layers_are_unique() -> None:
-    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
-    layer = run(problem, common_of(problem)).layer
-    with pytest.raises(ConfigError, match=f"layer_name = '{layer.layer_name}': a layer of that name exists"):
-        MLAAttention(layer.group, problem.kv_b_proj, layer_name=layer.layer_name)
-
-
-@pytest.mark.parametrize("silent", ["prefill", "decode"])
-def test_a_phase_without_lse(silent: Phase) -> None:
-    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
-    ran = run(problem, common_of(problem))
-    context = ran.group.backends[0].context
-    context.plans = {**context.plans, silent: dataclasses.replace(context.plans[silent], returns_lse=False)}
-    layer = layer_of(ran.group, problem)
-    given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache, ran.metadata)
-    layer(*given)
-    with pytest.raises(BatchError, match="output_lse given, but TORCH_MLA returns no LSE"):
-        layer(*given, output_lse=torch.zeros(len(problem.query), 4))
