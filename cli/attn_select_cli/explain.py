@@ -29,6 +29,8 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none, 2 wrong i
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(model: tuple[str, ...], gpu: tuple[str, ...], brief: bool, as_json: bool, **options: Any) -> int:
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""
+    if brief and as_json:
+        raise click.UsageError("--brief and --json contradict each other: JSON always holds all reasons")
     from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations
     from attn_select_cli.output import print_json, print_lines
 

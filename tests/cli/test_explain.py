@@ -237,6 +237,7 @@ BAD = [
     (["--model", "llama-3-8b", "--with", "torch==x.y"], "NAME==VERSION"),
     (["--model", "llama-3-8b", "--rules", "nowhere.toml"], "nowhere.toml"),
     (["--model", "./nowhere/config.json"], "nowhere"),
+    (["--model", "llama-3-8b", "--brief", "--json"], "--brief and --json contradict each other"),
     (["--num-heads", "32"], "head"),
     ([], "--model"),
     (["--num-heads", "32", "--num-kv-heads", "5", "--head-size", "64"], "num_kv_heads 5 must divide num_heads 32"),
