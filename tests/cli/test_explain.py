@@ -220,6 +220,9 @@ def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> N
         assert sum(candidate["backend"] in re.findall(r"\w+", line) for line in lines) == rejected
     asked = ("explain", "--model", "deepseek-v3", "--gpu", "t4", "--backend", "FLASH_ATTN", "--brief")
     assert re.search(r"FLASH_ATTN: serves no MLA layers \(and \d more reasons?\)", run(*asked).out)
+    both = run("explain", "--model", "llama-3-8b", "--brief", "--json")
+    assert (both.code, both.json["error"]["code"]) == (2, "usage")
+    assert "--brief and --json contradict each other" in both.json["error"]["message"]
 
 
 BAD = [
@@ -237,7 +240,6 @@ BAD = [
     (["--model", "llama-3-8b", "--with", "torch==x.y"], "NAME==VERSION"),
     (["--model", "llama-3-8b", "--rules", "nowhere.toml"], "nowhere.toml"),
     (["--model", "./nowhere/config.json"], "nowhere"),
-    (["--model", "llama-3-8b", "--brief", "--json"], "--brief and --json contradict each other"),
     (["--num-heads", "32"], "head"),
     ([], "--model"),
     (["--num-heads", "32", "--num-kv-heads", "5", "--head-size", "64"], "num_kv_heads 5 must divide num_heads 32"),
