@@ -135,16 +135,16 @@ def command(
 
 
 def benching_module() -> Any:
-    """Import what measures, which needs torch."""
+    """Import what measures, which needs torch and numpy."""
     from attn_select.errors import RuntimeMissingError
 
     try:
         from attn_select_cli import benching
     except ImportError as error:
-        if error.name != "torch":
+        if error.name not in ("numpy", "torch"):
             raise
         raise RuntimeMissingError(
-            "timing a layer needs torch, which is not installed", hint="pip install torch"
+            f"timing a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
         ) from None
     return benching
 

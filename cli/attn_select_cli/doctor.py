@@ -214,7 +214,7 @@ def _lines(findings: dict[str, Any]) -> list[Block]:
         ["attn-select", findings["attn_select"]],
         ["Python", findings["python"]],
         ["platform", findings["platform"]],
-        ["torch", findings["torch"] or "not installed: pip install torch"],
+        ["torch", findings["torch"] or "not installed: pip install torch numpy"],
         ["NVIDIA driver", findings["driver"] or "none"],
         ["CUDA of the driver", findings["cuda_driver"] or "none"],
         ["device", f"{device['full_name']} ({device['compute_capability']})"],

@@ -90,16 +90,16 @@ def chosen_layers(layers: Any, kind: str | None) -> list[LayerExplanation]:
 
 
 def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
-    """Import the runtime, which needs torch, and read the workload."""
+    """Import the runtime, which needs torch and numpy, and read the workload."""
     from attn_select.errors import RuntimeMissingError
 
     try:
         from attn_select_cli.serving import Workload, serve, unserved
     except ImportError as error:
-        if error.name != "torch":
+        if error.name not in ("numpy", "torch"):
             raise
         raise RuntimeMissingError(
-            "running a layer needs torch, which is not installed", hint="pip install torch"
+            f"running a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
         ) from None
     names = ("prompt_tokens", "decode_steps", "max_num_batched_tokens", "seed")
     return serve, unserved, Workload(num_requests=options["requests"], **{name: options[name] for name in names})

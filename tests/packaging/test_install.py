@@ -161,4 +161,6 @@ def test_remedies_for_libraries_say_what_needs_a_gpu(dist, make_environment):
         for line in shown.splitlines():
             for remedy in re.findall(r"pip install (?!torch)\S+", line):
                 assert f"({distributions.NEEDS_GPU})" in line, remedy
-    assert re.search(r"TORCH_SDPA.* pip install torch *$", environment.run("attn-select", "backends"), re.MULTILINE)
+    assert re.search(
+        r"TORCH_SDPA.* pip install torch numpy *$", environment.run("attn-select", "backends"), re.MULTILINE
+    )

@@ -1,6 +1,6 @@
 """Tensors start here: caches, metadata, the protocols that backends implement, and the layers that engines call.
 
-Needs torch. An engine's path: ``attention_group(select(config))``, ``group.allocate_kv_cache``, per step
+Needs torch and numpy. An engine's path: ``attention_group(select(config))``, ``group.allocate_kv_cache``, per step
 ``prepare_batch`` and ``group.build``, per layer ``Attention`` or ``MLAAttention``.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 try:
+    import numpy as np  # noqa: F401
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "torch":
+    if error.name not in ("numpy", "torch"):
         raise
     raise ModuleNotFoundError(
-        "attn_select.runtime needs torch, which is not installed: pip install torch, or install attn-select with its "
-        "extra: pip install 'attn-select[runtime]'",
-        name="torch",
+        f"attn_select.runtime needs {error.name}, which is not installed: pip install {error.name}, or install "
+        "attn-select with its extra: pip install 'attn-select[runtime]'",
+        name=error.name,
     ) from None
 
 from attn_select.runtime.attention import Attention

@@ -11,26 +11,28 @@ from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import gt
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError
 from attn_select.runtime.checks import checks_enabled
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges, prefix_sums
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 from attn_select.times.dispatch import lead_of
 
 FEW_SLOTS = 32
-"""Up to as many, slots are worked out one by one: fewer take less time than the tensor operations for all at once."""
+"""Up to as many, slots are worked out one by one, which takes less time than the operations for all at once."""
+
+Integers = npt.NDArray[np.integer[Any]]
+"""Numbers on the host. numpy works on some hundred of them in half the time that torch takes."""
 
 
-_COUNTED = array("i", range(1025)).tobytes()
-"""The prefix sums of up to 1024 queries of one token, int32."""
-
-
-def staging(num_bytes: int, device: torch.device) -> Tensor:
-    """Return uninitialised host bytes that can be copied to ``device`` asynchronously."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def staging(length: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Return an uninitialised host tensor ``(length,)`` that can be copied to ``device`` asynchronously."""
+    return torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -56,7 +58,6 @@ class BlockTable:
 
     Attributes:
         host: int32 ``(max_num_reqs, max_num_blocks_per_req)``; to be read, since only the methods below note a change.
-        row_starts: int64 ``(max_num_reqs,)`` on the host, where each row begins in ``host``.
         num_blocks_per_row: int32 ``(max_num_reqs,)`` on the host, blocks in each row; the columns behind them hold 0.
         device_table: the same as ``host`` on the device, at one address for good; rows are current after ``commit``.
     """
@@ -74,14 +75,16 @@ class BlockTable:
                 raise ConfigError(f"{name} = {size}: accepted are integers from 1", fields=[name])
         self.device = torch.device(device)
         self.block_size = block_size
-        # The same memory as a tensor and as an array, of which single numbers are read in a tenth of the time.
+        # The same memory three times: of an array single numbers are read in a tenth of the time that tensors take.
         self._ids = array("i", bytes(4 * max_num_reqs * max_num_blocks_per_req))
         self.host = torch.frombuffer(self._ids, dtype=torch.int32).view(max_num_reqs, max_num_blocks_per_req)
         on_host = self.device.type == "cpu"
-        self.row_starts = torch.arange(0, self.host.numel(), max_num_blocks_per_req)
+        self._all_ids = self.host.view(-1).numpy()
+        self._row_starts = np.arange(max_num_reqs) * max_num_blocks_per_req
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
         self._held = array("i", bytes(4 * max_num_reqs))
         self.num_blocks_per_row = torch.frombuffer(self._held, dtype=torch.int32)
+        self._num_blocks = self.num_blocks_per_row.numpy()
         self._changed, self._committed = True, (0, 0)  # since the last copy; its rows and columns
         self._returned: Tensor | None = None  # by the last commit
         # What checked mode knows of each row's last step: tokens cached before it, tokens after it, blocks held in it.
@@ -174,30 +177,43 @@ class BlockTable:
         if not 0 <= row < len(self.host):
             raise BatchError(f"row {row}: the block table has rows 0 to {len(self.host) - 1}")
 
-    def slots(self, lens: Sequence[int], seq_lens: Sequence[int]) -> list[int]:
-        """Return where the last ``lens`` keys of the first rows' requests go, ``block * block_size + offset``."""
+    def few_slots(self, seq_lens: Sequence[int], new_lens: Sequence[int]) -> list[int]:
+        """Return the slots of new keys of the first rows' requests, ``block * block_size + offset``.
+
+        Args:
+            seq_lens: keys of each request.
+            new_lens: how many of them are new, the last ones.
+        """
         ids, size, width = self._ids, self.block_size, self.host.shape[1]
         return [
             ids[row * width + position // size] * size + position % size
-            for row, (count, end) in enumerate(zip(lens, seq_lens, strict=True))
+            for row, (count, end) in enumerate(zip(new_lens, seq_lens, strict=True))
             for position in range(end - count, end)
         ]
 
-    def check_room(self, seq_lens: Sequence[int], seq_lens_cpu: Tensor) -> None:
-        """Raise BatchError for the first request whose row holds too few blocks for its sequence.
-
-        Args:
-            seq_lens: keys of the requests of the first rows.
-            seq_lens_cpu: the same, int32 on the host.
-        """
-        size, held = self.block_size, self._held
-        if len(seq_lens) <= FEW_SLOTS:
-            missing = any(map(gt, seq_lens, [size * count for count in held[: len(seq_lens)]]))
+    def many_slots(self, seq_lens: Integers, new_lens: Sequence[int] | None) -> Integers:
+        """As ``few_slots``, int64; ``new_lens`` None: one key of each request."""
+        size, starts = self.block_size, self._row_starts[: len(seq_lens)]
+        if new_lens is None:  # no need to spread requests over keys
+            positions = seq_lens - 1
         else:
-            rows = self.num_blocks_per_row[: len(seq_lens)]
-            missing = int(torch.add(seq_lens_cpu, rows, alpha=-size).max()) > 0
-        if missing:
-            request = next(index for index, keys in enumerate(seq_lens) if keys > size * held[index])
+            counts = np.array(new_lens)
+            positions = (seq_lens - counts.cumsum()).repeat(counts)
+            positions += np.arange(len(positions))
+            starts = starts.repeat(counts)
+        columns = positions // size
+        # The offset is position - column * size, and so the slot position + (block - column) * size.
+        slots: Integers = np.subtract(self._all_ids[starts + columns], columns, dtype=np.int64)
+        slots *= size
+        slots += positions
+        return slots
+
+    def check_room(self, seq_lens: Integers) -> None:
+        """Raise BatchError for the first of the first rows' requests that has more keys than its blocks hold."""
+        size, held = self.block_size, self._num_blocks[: len(seq_lens)]
+        missing = seq_lens > held * size
+        if missing.any():
+            request = int(missing.argmax())
             raise BatchError(
                 f"request {request}: seq_lens = {seq_lens[request]}, but its row of the block table holds "
                 f"{held[request]} blocks of {size} tokens"
@@ -216,7 +232,7 @@ class BlockTable:
             return table
         if not 0 < num_reqs <= self.host.shape[0]:
             raise BatchError(f"{num_reqs} requests: the block table has rows for 1 to {len(self.host)} (max_num_reqs)")
-        width = max(1, *self._held[:num_reqs])
+        width = max(1, int(self._num_blocks[:num_reqs].max()))
         table = self._returned = self.device_table[:num_reqs, :width]
         rows, columns = self._committed
         if self._changed or num_reqs > rows or width > columns:
@@ -266,39 +282,36 @@ def prepare_batch(
             "of them, at least 1"
         )
     single = new_lens is query_lens and new_lens.count(1) == num_reqs  # most steps: one token each
-    many = single and num_reqs > FEW_SLOTS
-    if not single or (not many and min(seq_lens) < 1):
+    if not single:
         _check_lens("query_lens", query_lens, seq_lens, limited=new_lens is query_lens)
         _check_lens("new_lens", new_lens, seq_lens)
     num_tokens = num_reqs if single else sum(query_lens)
     table = None if block_table is None else block_table.commit(num_reqs)
-    # One buffer: bounds, lengths, one number that aligns the int64 slots behind it, and these. The front is packed by
-    # Python, since a tensor made of a list takes far longer.
+    # One buffer for slots, which are int64, bounds and lengths. Python packs a list in less time than numpy copies it.
     num_slots = 0 if table is None else num_tokens if single else sum(new_lens)
-    sizes = (num_reqs + 1, num_reqs, 1, 2 * num_slots)
-    front = bytearray(_bounds(query_lens, single) + struct.pack(f"{num_reqs + 1}i", *seq_lens, 0))
-    host = staging(4 * sum(sizes), target).view(torch.int32)
-    bounds_cpu, seq_lens_cpu, _, slots_cpu = host.split_with_sizes(sizes)
-    host[: 2 * num_reqs + 2].copy_(torch.frombuffer(front, dtype=torch.int32))
-    most: Tensor | int = 0
-    if many:
-        least, most = seq_lens_cpu.aminmax()  # of a list, min and max take longer
-        if int(least) < 1:
-            _check_lens("query_lens", query_lens, seq_lens)
+    sizes = (2 * num_slots, num_reqs + 1, num_reqs)
+    host = staging(sum(sizes), target)
+    slots_cpu, bounds_cpu, seq_lens_cpu = host.split_with_sizes(sizes)
+    numbers = host.numpy()
+    lens = numbers[-num_reqs:]
+    if single:
+        numbers[2 * num_slots : -num_reqs] = np.arange(num_reqs + 1)
+    else:
+        struct.pack_into(f"{num_reqs + 1}i", numbers.data, 8 * num_slots, 0, *accumulate(query_lens))
+    struct.pack_into(f"{num_reqs}i", lens.data, 0, *seq_lens)
+    if single and lens.min() < 1:
+        _check_lens("query_lens", query_lens, seq_lens)
     if block_table is not None:
-        block_table.check_room(seq_lens, seq_lens_cpu)
+        block_table.check_room(lens)
         block_table.note_step(new_lens, seq_lens_cpu)
         if num_slots > FEW_SLOTS:
-            _fill_slots(slots_cpu.view(torch.int64), None if single else new_lens, seq_lens_cpu, block_table)
-        elif num_slots:
-            found = array("q", block_table.slots(new_lens, seq_lens))
-            slots_cpu.copy_(torch.frombuffer(found, dtype=torch.int32))
-    bounds, on_device, slots = bounds_cpu, seq_lens_cpu, slots_cpu
+            found = block_table.many_slots(lens, None if single else new_lens)
+            numbers[: 2 * num_slots].view(np.int64)[:] = found
+        else:
+            struct.pack_into(f"{num_slots}q", numbers.data, 0, *block_table.few_slots(seq_lens, new_lens))
+    slots, bounds, on_device = slots_cpu, bounds_cpu, seq_lens_cpu
     if target.type != "cpu":
-        bounds, on_device, _, slots = host.to(target, non_blocking=True).split_with_sizes(sizes)
-    lead = None if single else lead_of(query_lens, seq_lens)
-    if not many:
-        most = max(seq_lens) if lead is None else max((lead.longest, *lead.seq_lens))
+        slots, bounds, on_device = host.to(target, non_blocking=True).split_with_sizes(sizes)
     return CommonAttentionMetadata(
         query_start_loc=bounds,
         query_start_loc_cpu=bounds_cpu,
@@ -307,7 +320,7 @@ def prepare_batch(
         num_reqs=num_reqs,
         num_actual_tokens=num_tokens,
         max_query_len=1 if single else max(query_lens),
-        max_seq_len=int(most),
+        max_seq_len=int(lens.max()),
         block_table_tensor=table,
         slot_mapping=None if table is None else slots.view(torch.int64),
         causal=causal,
@@ -315,31 +328,8 @@ def prepare_batch(
         tree_mask=tree_mask,
         block_size=None if block_table is None else block_table.block_size,
         num_keys=sum(seq_lens),
-        lead=lead,
+        lead=None if single else lead_of(query_lens, seq_lens),
     )
-
-
-def _bounds(query_lens: Sequence[int], single: bool) -> bytes:
-    """Return the prefix sums of the queries' lengths, int32; ``single``: each is 1."""
-    if single and len(query_lens) < len(_COUNTED) // 4:
-        return _COUNTED[: 4 * len(query_lens) + 4]
-    return struct.pack(f"{len(query_lens) + 1}i", 0, *accumulate(query_lens))
-
-
-def _fill_slots(slots: Tensor, lens: Sequence[int] | None, seq_lens: Tensor, block_table: BlockTable) -> None:
-    """Write each new key's slot, ``block * block_size + offset``; ``lens`` None: one of each request."""
-    num_slots, size = slots.shape[0], block_table.block_size
-    if lens is None:  # no need to spread requests over tokens
-        positions, rows = seq_lens - 1, block_table.row_starts[:num_slots]
-    else:
-        counts = torch.frombuffer(array("i", lens), dtype=torch.int32)
-        request = torch.repeat_interleave(counts, output_size=num_slots)
-        firsts = seq_lens - counts - prefix_sums(counts)[:-1]
-        positions, rows = torch.arange(num_slots, dtype=torch.int32) + firsts[request], block_table.row_starts[request]
-    column = torch.floor_divide(positions, size)
-    blocks = block_table.host.view(-1).take(rows + column)
-    # The offset is position - column * size, and so the slot position + (block - column) * size.
-    torch.add(positions, blocks.sub_(column), alpha=size, out=slots)
 
 
 def _check_lens(name: str, lens: Sequence[int], seq_lens: Sequence[int], *, limited: bool = True) -> None:

@@ -26,7 +26,7 @@ from attn_select.spec import (
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
 
-TORCH = Library("torch", "torch", "pip install torch")
+TORCH = Library("torch", "torch", "pip install torch numpy")
 FRONTEND = Library("nvidia-cudnn-frontend", "cudnn", "pip install nvidia-cudnn-frontend", ">=1.32,<2")
 BUILD = KernelBuild(kernel="cuDNN attention", library=FRONTEND, module="cudnn")
 

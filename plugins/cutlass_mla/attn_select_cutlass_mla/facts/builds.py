@@ -12,7 +12,7 @@ from typing import Literal
 from attn_select.providers import KernelBuild
 from attn_select.spec import Fact, Library
 
-TORCH = Library("torch", "torch", "pip install torch")
+TORCH = Library("torch", "torch", "pip install torch numpy")
 # The log-sum-exp came with vllm-project/vllm #24385, in the releases since 0.11.
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.11")
 # The function is in sgl-kernel 0.3.21, the last of that name; sglang-kernel 0.4.10 has dropped it.

@@ -14,7 +14,7 @@ from attn_select.providers import KernelBuild, Pin, device_text, pin_provider
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
 # The wheels of vLLM and SGLang hold compiled kernels.
-TORCH = Library("torch", "torch", "pip install torch")
+TORCH = Library("torch", "torch", "pip install torch numpy")
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")
 # flash-attn is published as source whose build needs nvcc and was not seen to succeed; upstream's FA3 is not on PyPI.
 # So the command for both brings vLLM's wheel, which holds FA2 and FA3.

@@ -20,7 +20,7 @@ MLA_CORE = "flashinfer-ai/flashinfer flashinfer/mla/_core.py 0.6.14"
 VLLM = "vllm-project/vllm v1/attention/backends/flashinfer.py 0.33.0"
 VLLM_UTILS = "vllm-project/vllm utils/flashinfer.py 0.33.0"
 
-TORCH = Library("torch", "torch", "pip install torch")
+TORCH = Library("torch", "torch", "pip install torch numpy")
 # 0.6.14 is the release that these facts were read in and run with; its MLA entry is the first with kv_scale_format,
 # cum_seq_lens_q, ckv_scale and kpe_scale.
 FLASHINFER_PYTHON = Library("flashinfer-python", "flashinfer", "pip install --upgrade flashinfer-python", ">=0.6.14")

@@ -203,7 +203,7 @@ class NativeDecode:
         return Lists(queries, self._multiples(width, requests), keys)
 
     def _pinned(self, length: int) -> Tensor:
-        return staging(4 * length, self._context.device).view(torch.int32)
+        return staging(length, self._context.device)
 
     def _multiples(self, factor: int, count: int) -> Tensor:
         """Return 0 to ``count`` times ``factor``."""

@@ -200,7 +200,7 @@ class BalancedPlan:
         """
         place = self.place
         if self._host is None:
-            self._host = staging(place.num_bytes(place.requests), place.memory.device)
+            self._host = staging(place.num_bytes(place.requests), place.memory.device, torch.uint8)
             lists = self._host.view(torch.int32).view(_LISTS, -1).numpy()
             self._fill(lists, int(info[0]), int(info[1]))
         place.memory[place.offset : place.offset + len(self._host)].copy_(self._host, non_blocking=True)

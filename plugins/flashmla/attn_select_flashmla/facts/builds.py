@@ -13,7 +13,7 @@ from typing import Literal
 from attn_select.providers import KernelBuild
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
-TORCH = Library("torch", "torch", "pip install torch")
+TORCH = Library("torch", "torch", "pip install torch numpy")
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")
 SGL_FLASH_MLA = Library("sgl-flash-mla", "flash_mla", "pip install sgl-flash-mla", ">=1.0")
 SGLANG_KERNEL = Library("sglang-kernel", "sgl_kernel", "pip install sglang-kernel", ">=0.4.10")

@@ -29,7 +29,7 @@ from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend
 
-TORCH = Library("torch", "torch", "pip install torch", ">=2.9")
+TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.9")
 """2.9 has ``AuxRequest``, by which the log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has none)."""
 TRITON = Library("triton", "triton", "pip install triton")
 """On a GPU inductor generates Triton; PyPI's torch for Linux brings it."""

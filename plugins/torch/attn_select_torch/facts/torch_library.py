@@ -6,7 +6,7 @@ from attn_select.config import AttentionConfig
 from attn_select.device import Device
 from attn_select.spec import ComputeCapabilities, Fact, Library
 
-TORCH = Library("torch", "torch", "pip install torch", ">=2.5")
+TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.5")
 """2.5 brought ``enable_gqa`` to ``scaled_dot_product_attention`` (pytorch/pytorch torch/nn/functional.py v2.5.0)."""
 
 OWN = "own composition of torch operators"

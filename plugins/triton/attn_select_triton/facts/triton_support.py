@@ -14,7 +14,7 @@ from attn_select.spec import BackendPlan, ComputeCapabilities, Fact, HeadSizes, 
 COMPILED = "compiled ahead of time, triton 3.6.0"
 """``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""
 
-TORCH = Library("torch", "torch", "pip install torch", ">=2.5")
+TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.5")
 TRITON = Library("triton", "triton", "pip install triton", ">=3.6")
 """3.6 is the first release that compiled for 10.3 and 12.1 (3.5.1: ptxas knows neither); 3.3.1 fails on ``tl.dot`` of
 float16 for 7.5."""
