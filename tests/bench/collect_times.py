@@ -1,8 +1,9 @@
-"""Collects the measurements that the package brings: about 75 batches of each of ten layers, the most telling first.
+"""Collects the measurements that the package brings: about 110 batches of each of ten layers, the most telling first.
 
     python tests/bench/collect_times.py --out $OUT --with vllm==0.26.0
     python tests/bench/collect_times.py --out $OUT --done before/rounds.jsonl     # goes on where that stopped
     python tests/bench/collect_times.py --out $OUT --only FLASHINFER --kinds prefill,mixed   # one backend's alone
+    python tests/bench/collect_times.py --out $OUT --close 30   # batches where the choice is close, by the times so far
 
 ``OUT/measurements.jsonl`` is a file of measurements, ``OUT/rounds.jsonl`` has every round. With ``--compile`` every
 layer first runs small batches in a process of its own, so that kernels that compile at their first call do so side by
@@ -24,7 +25,9 @@ from pathlib import Path
 from drawn_batches import draw
 from timed_layers import Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
 
-from attn_select import AttentionConfig
+from attn_select import AttentionConfig, Environment, select
+from attn_select.config import Phase
+from attn_select.device import Device
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.roofline import is_decode
 from attn_select.times.store import append_measurements
@@ -47,7 +50,12 @@ DRAWN = {"decode": 10, "uneven": 4, "prefill": 6, "mixed": 4}
 only there do kernels show what a nearly empty last wave costs. The held-out workloads are other draws."""
 DRAWN_AGAIN = {"spread": 7, "decode": 8, "mixed spread": 3, "prefill": 4, "uneven": 3, "mixed": 2}
 """More, after the models of the batches so far had been looked at: with decodes of many lengths, as a service has."""
+DRAWN_THIRD = {"decode": 12, "uneven": 6, "prefill": 6, "mixed": 5, "spread": 3, "mixed spread": 1}
+"""As many kinds as the held-out workloads have, for all kernels as they were on 2026-11-23."""
 TINY_DRAWN, TINY_AGAIN = {"mixed": 1}, {"spread": 1, "mixed spread": 1}
+CLOSE = 1.25
+"""The second fastest backend over the fastest one, as predicted, up to which a choice is close."""
+CLOSE_KINDS = ("decode", "prefill", "uneven", "decode", "mixed", "decode", "prefill", "uneven", "decode", "spread")
 COMPILING = ("2q1s64", "q64", "q64_2q1s64", "2q4s64")
 """Small batches that run every kernel of a layer once."""
 COMPILE_SECONDS = 240
@@ -74,11 +82,32 @@ def points(layers: Mapping[str, AttentionConfig], tiny: bool) -> list[Point]:
     for seed, counts in (
         ("collected", TINY_DRAWN if tiny else DRAWN),
         ("collected again", TINY_AGAIN if tiny else DRAWN_AGAIN),
+        ("collected a third time", {} if tiny else DRAWN_THIRD),
     ):
         batches = {name: drawn(f"{seed} {name}", config, counts, tiny) for name, config in layers.items() if counts}
         for index in range(sum(counts.values())):
             found += [Point(name, own[index][1], own[index][0]) for name, own in batches.items()]
     return found
+
+
+def close(layers: Mapping[str, AttentionConfig], count: int, device: Device, environment: Environment) -> list[Point]:
+    """Return up to ``count`` more batches for each layer, of 8 times as many drawn ones those where the choice is close
+    by the times known so far."""
+    found: dict[str, list[Point]] = {}
+    for name, config in layers.items():
+        rng, own = random.Random(f"close {name}"), found.setdefault(name, [])
+        for turn in range(8 * count):
+            if len(own) == count:
+                break
+            kind = CLOSE_KINDS[turn % len(CLOSE_KINDS)]
+            batch = draw(rng, kind, config.num_speculative_tokens, False)
+            phase: Phase = "decode" if phase_kind(config, batch) == "decode" else "prefill"
+            ranked = select(config, device, environment=environment, workload=str(batch)).candidates
+            timings = [each.phases[phase].timing for each in ranked]
+            times = sorted(each.time_us for each in timings if each is not None and each.kind == "packaged")
+            if len(times) > 1 and times[1] <= CLOSE * times[0]:
+                own.append(Point(name, batch, f"close {kind}"))
+    return [own[index] for index in range(count) for own in found.values() if index < len(own)]
 
 
 def phase_kind(config: AttentionConfig, batch: BatchShape) -> str:
@@ -113,6 +142,9 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="measure these backends alone, separated by commas")
     parser.add_argument("--kinds", default="", help="only decode, prefill or mixed batches, separated by commas")
+    parser.add_argument(
+        "--close", type=int, default=0, metavar="N", help="more batches of each layer, by the packaged times"
+    )
     parser.add_argument("--unchecked", action="store_true", help="do not compare results with the oracle, to save time")
     parser.add_argument("--compile", action="store_true", help="compile first, in parallel")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
@@ -135,12 +167,15 @@ def main() -> None:
     files = [*arguments.done, *([rounds_file] if rounds_file.exists() else [])]
     done = {(row["layer"], row["batch"]) for file in files for row in rows(file)}
     kinds, only = (tuple(filter(None, text.split(","))) for text in (arguments.kinds, arguments.only))
+    bench = Bench(environment_of(arguments), rounds=arguments.rounds)
+    asked = points(layers, arguments.device == "cpu")
+    if arguments.close:
+        asked += close(layers, arguments.close, bench.device, bench.environment)
     todo = [
         point
-        for point in points(layers, arguments.device == "cpu")
+        for point in asked
         if point.key not in done and (not kinds or phase_kind(layers[point.layer], point.batch) in kinds)
     ]
-    bench = Bench(environment_of(arguments), rounds=arguments.rounds)
     print(
         f"{bench.gpu}: copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.1f} TFLOP/s",
         flush=True,
