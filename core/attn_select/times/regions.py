@@ -16,6 +16,9 @@ _LEAST_GAIN = 0.002
 """What a box has to win, as a mean over all cells: a rule that nobody would miss is not written."""
 _AHEAD = math.log1p(TIE)
 
+_PER_OCTAVE = 4
+"""Batches of the grid from one power of two to the next, along every axis. A box ends at one of them: with two, a box
+lost up to 6 % between the last one inside and the first one outside, whatever was known of the times."""
 _NEVER = 10.0
 """The logarithm of a factor that no backend wins or loses by; what has no time loses this."""
 FIELDS: Mapping[str, Callable[[BatchShape], float]] = {
@@ -83,11 +86,11 @@ def find_regions(
         present: regions that are in force; where they lose hardly more than the new ones, they are returned instead, so
             that noise alone changes no rule.
     """
-    regions, _ = _regions(tuning, weighted, 2)
+    regions, _ = _regions(tuning, weighted, _PER_OCTAVE)
     if not regions or not present or {name for each in present for name in each.order} != set(tuning.backends):
         return regions
     batches = [weighted] if weighted else []
-    batches.append(dict.fromkeys(tuning.cells(2), 1.0))
+    batches.append(dict.fromkeys(tuning.cells(_PER_OCTAVE), 1.0))
     if any(_lost(present, tuning, each) > _lost(regions, tuning, each) + _LEAST_GAIN for each in batches):
         return regions
     for number, region in enumerate(present):

@@ -61,8 +61,8 @@ class Domain:
         return {name: span for name, span in spans.items() if span is not None}
 
     def cells(self, per_octave: int) -> list[BatchShape]:
-        """Return the batches of a grid: along every axis its ends, powers of two, and 1.5 times those where two are
-        asked for per octave. Those that no request has or that do not fit are left out. Behind them come uneven ones
+        """Return the batches of a grid: along every axis its ends, powers of two, and as many numbers from one to the
+        next as are asked for. Those that no request has or that do not fit are left out. Behind them come uneven ones
         of the same ends, where they count."""
         axes = {name: _between(*span, per_octave) for name, span in self.axes.items()}
         places = [dict(zip(axes, place, strict=True)) for place in product(*axes.values())]
@@ -101,7 +101,7 @@ class Domain:
 
 def _between(low: int, high: int, per_octave: int) -> list[int]:
     powers = [1 << i for i in range(high.bit_length())]
-    steps = powers if per_octave == 1 else [*powers, *(3 * power // 2 for power in powers[1:])]
+    steps = {power * part // per_octave for power in powers for part in range(per_octave, 2 * per_octave)}
     return sorted({low, high, *(step for step in steps if low < step < high)})
 
 
