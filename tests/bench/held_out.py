@@ -1,7 +1,7 @@
 """What the choice costs on workloads that no fit and no rule was made from: the regret of three ways to choose.
 
     python tests/bench/held_out.py --measure --out $OUT --with vllm==0.26.0     # on the GPU, about 90 workloads
-    python tests/bench/held_out.py --from tests/bench/data/held_out_nvidia-h200.jsonl.xz   # anywhere, without a GPU
+    python tests/bench/held_out.py --from tests/bench/data/held_out_20261229_nvidia-h200.jsonl.xz   # without a GPU
     python tests/bench/held_out.py --from held_out.jsonl --rules tuned.toml
 
 The workloads are drawn with ``SEED`` (``--seed``) from the ranges of ``draw``, both fixed before anything was measured.
