@@ -101,9 +101,11 @@ def test_far_from_all_measurements_the_margin_is_wide() -> None:
 def test_a_start_is_no_shorter_than_a_kernel_can_be() -> None:
     config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
     long = [(parse_batch_shape(f"q{1024 * i}"), 100.0 * i) for i in range(1, 9)]  # no time at all for none
-    assert predicted(fit(long, timed_layer(config), lookup("h100")), parse_batch_shape("q2")) > 5
+    start_us = predicted(fit(long, timed_layer(config), lookup("h100")), parse_batch_shape("q2"))
+    assert start_us == pytest.approx(7.0, rel=0.02)
     short = [(batch, time_us / 100) for batch, time_us in long]
-    assert predicted(fit(short, timed_layer(config), lookup("h100")), parse_batch_shape("q2")) < 1
+    start_us = predicted(fit(short, timed_layer(config), lookup("h100")), parse_batch_shape("q2"))
+    assert start_us == pytest.approx(0.7 * short[0][1], rel=0.02)
 
 
 def test_uneven_lengths_are_the_sum_of_their_requests() -> None:
