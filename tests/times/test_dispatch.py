@@ -77,17 +77,23 @@ def test_decodes_go_to_the_fastest() -> None:
     assert ask(choice, "q4k") == ask(choice, "q512_16q1s1k") == ("SHORT", "SHORT")
 
 
-def test_prepared_steps_are_not_worked_out_again() -> None:
+def counted() -> tuple[Known, list[BatchShape]]:
+    """Return a kernel and the list of the batches that it is asked for."""
     asked: list[BatchShape] = []
 
     def time_us(batch: BatchShape) -> float:
         asked.append(batch)
         return 50 + keys(batch) / 2000
 
-    choice, fresh = (choice_of(decode={"SHORT": SHORT, "LONG": Known(time_us)}) for _ in range(2))
+    return Known(time_us), asked
+
+
+def test_prepared_steps_are_not_worked_out_again() -> None:
+    long, asked = counted()
+    choice, fresh = (choice_of(decode={"SHORT": SHORT, "LONG": long}) for _ in range(2))
     choice.prepare(70, 64, 8192)
     count = len(asked)
-    steps = ("64q1s8k", "3q1s100", "70q1s64", "q1s2k_9q1s1k", "2q1s8k_40q1s2k")
+    steps = ("64q1s8k", "3q1s100", "70q1s64", "q1s2k_9q1s1k", "2q1s8k_40q1s2k", "q1s8k_69q1s64", "3q64_q1s8k_9q1s200")
     found = [ask(choice, step) for step in steps]
     assert len(asked) == count
     assert found == [ask(fresh, step) for step in steps]
@@ -96,21 +102,48 @@ def test_prepared_steps_are_not_worked_out_again() -> None:
 
 
 def test_prepared_prefills_are_not_worked_out_again() -> None:
-    asked: list[BatchShape] = []
-
-    def time_us(batch: BatchShape) -> float:
-        asked.append(batch)
-        return 50 + keys(batch) / 2000
-
-    choice = choice_of(prefill={"SHORT": SHORT, "LONG": Known(time_us)})
+    long, asked = counted()
+    choice = choice_of(prefill={"SHORT": SHORT, "LONG": long})
     choice.prepare(70, 512, 8192)
     count = len(asked)
     assert count > 0
-    for step in ("q2", "q512", "q100s4k", "4q128", "2q64s8k", "q300_q20"):
+    for step in ("q2", "q512", "q100s4k", "4q128", "2q64s8k", "q300_q20", "8q64", "7q2_q400s8k"):
         ask(choice, step)
     assert len(asked) == count
     ask(choice, "q2k")
     assert len(asked) > count  # beyond what was prepared
+
+
+PREPARED, ASKED = counted()
+PREPARED_CHOICE = choice_of(prefill={"SHORT": SHORT, "LONG": PREPARED}, decode={"SHORT": SHORT, "LONG": PREPARED})
+PREPARED_CHOICE.prepare(64, 512, 8192)
+ASKED_BEFORE = len(ASKED)
+
+
+@given(st.data())
+def test_all_steps_within_what_is_prepared_are_known(data: st.DataObject) -> None:
+    if data.draw(st.booleans()):
+        lengths = st.lists(st.tuples(st.integers(1, 32), st.integers(64, 8192)), min_size=1, max_size=6)
+        groups = [RequestGroup(count, 1, length) for count, length in data.draw(lengths)]
+        most = 64
+    else:
+        queries = data.draw(st.lists(st.integers(2, 505), min_size=1, max_size=8))
+        contexts = st.integers(64, 8192) if data.draw(st.booleans()) else st.just(0)
+        groups = [RequestGroup(1, query, query + data.draw(contexts)) for query in queries]
+        most = 8
+    batch = BatchShape(tuple(groups))
+    if batch.num_requests <= most and (batch.is_decode() or batch.num_tokens <= 512):
+        ask(PREPARED_CHOICE, batch)
+    assert len(ASKED) == ASKED_BEFORE
+
+
+def test_numbers_of_equal_decodes_are_told_apart_finest() -> None:
+    """A kernel that takes a step's requests in waves is told 60 of them from 64; where one is far longer than the
+    others, that one counts."""
+    waves = Known(lambda batch: 100.0 if batch.num_requests <= 62 else 200.0)
+    choice = choice_of(decode={"SHORT": Known(lambda batch: 140.0), "WAVES": waves})
+    assert [ask(choice, f"{count}q1s1k")[1] for count in (60, 64)] == ["WAVES", "SHORT"]
+    assert ask(choice, "q1s16k_59q1s1k") == ask(choice, "q1s16k_63q1s1k")
 
 
 def test_one_backend_that_serves_both_phases_takes_the_batch_whole() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from math import log2
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from attn_select.times.model import TimeModel
 from attn_select.times.workload import WeightedShape
 
 _MOST_KNOWN = 1 << 16
-_LEAST_PREPARED, _MOST_PREFILLS = 64, 4
+_LEAST_PREPARED, _MOST_PREFILLS = 64, 8
 _LEAST_CONTEXT = 32
 """Prefills with fewer cached tokens each count as having none."""
 _UNEVEN = 1.2
@@ -80,16 +81,17 @@ def by_phase(whole: Requests, lead: Lead, longest_decode: int) -> tuple[Requests
         lead: its lengths.
         longest_decode: new tokens up to which a request is a decode.
     """
-    _, query_len, longest, query_lens, seq_lens = lead
+    _, own_query, longest, query_lens, seq_lens = lead
     num_requests = tokens = query = keys = most = 0  # of the others that are of another phase than the first requests
-    decodes = query_len <= longest_decode
-    own_query = query_len
+    decodes = own_query <= longest_decode
     for new, seq_len in zip(query_lens, seq_lens, strict=True):
         if (new <= longest_decode) is decodes:
-            own_query, longest = max(own_query, new), max(longest, seq_len)
+            own_query = new if new > own_query else own_query
+            longest = seq_len if seq_len > longest else longest
         else:
             num_requests, tokens, keys = num_requests + 1, tokens + new, keys + seq_len
-            query, most = max(query, new), max(most, seq_len)
+            query = new if new > query else query
+            most = seq_len if seq_len > most else most
     same = whole[0] - num_requests, whole[1] - tokens, own_query, whole[3] - keys, longest
     other = (num_requests, tokens, query, keys, most) if num_requests else None
     return (other, same) if decodes else (same, other)
@@ -117,7 +119,16 @@ class StepChoice:
         self.longest_decode = 1 + config.num_speculative_tokens if config.has_cache else 0
         self._chosen: Names = chosen.get("prefill"), chosen.get("decode")
         self._prefill, self._decode = models.get("prefill", {}), models.get("decode", {})
-        self._both = set() if apart else {name for name in self._prefill if name in self._decode}
+        self._prefill_names, self._decode_names = [*self._prefill], [*self._decode]
+        self._both = [] if apart else [name for name in self._prefill if name in self._decode]
+        self._decodes_of_both = [(self._decode_names.index(name), name) for name in self._both]
+        self._whole = [
+            (self._prefill_names.index(name), at, model)
+            for at, name in self._decodes_of_both
+            if (model := self._prefill[name]).knows_mixed
+        ]
+        whole = [self._prefill_names[at] for at, _, _ in self._whole]
+        self._whole_names: list[Names] = [(name, name) for name in whole]
         self._apart = apart or len(set(chosen.values())) > 1
         self._decode_times: dict[Key, Times] = {}
         self._prefill_times: dict[Key, Times] = {}
@@ -141,20 +152,24 @@ class StepChoice:
         """Work out beforehand what most steps are known by; others are worked out when they are first seen.
 
         Decodes: any number of requests up to ``most_requests``, of a mean length from ``_LEAST_PREPARED`` to
-        ``most_tokens``, the longest no more than about five times the mean. Prefills: up to ``_MOST_PREFILLS`` of up to
-        ``most_new_tokens`` in all, the longest no more than about three times the mean, any context.
+        ``most_tokens``, which the longest does not exceed either. Prefills: up to ``_MOST_PREFILLS`` of up to
+        ``most_new_tokens`` in all, with a mean context of none or of ``_LEAST_PREPARED`` to ``most_tokens``.
         """
-        means = range(round(4 * log2(_LEAST_PREPARED)), round(4 * log2(most_tokens)) + 1)
-        for requests in dict.fromkeys([round(16 * log2(count)) for count in range(1, most_requests + 1)]):
-            for mean in means if self._decode else ():
-                for skew in range(3):
+        counts = range(1, most_requests + 1) if self._decode else ()
+        decodes = {(_decode_count(count, skew), skew) for count in counts for skew in range(round(log2(count)) + 1)}
+        longest = log2(most_tokens)
+        for requests, skew in decodes:
+            for mean in range(round(4 * log2(_LEAST_PREPARED)), round(4 * longest) + 1):
+                if mean / 4 + skew < longest + 0.7:  # as far as rounding takes them
                     self._work_out_decodes((requests, self.longest_decode, mean, skew))
-        contexts = [0, *range(round(log2(_LEAST_PREPARED)), round(log2(most_tokens)) + 1)]
+        contexts = [0, *range(round(log2(_LEAST_PREPARED)), round(longest) + 1)]
+        prefills: dict[Key, None] = {}
         for count in range(1, min(_MOST_PREFILLS, most_requests) + 1) if self._prefill else ():
-            for mean in range(round(2 * log2(self.longest_decode + 1)), round(2 * log2(most_new_tokens / count)) + 1):
-                for skew in range(min(3, count)):
-                    for context in contexts:
-                        self._work_out_prefills((round(2 * log2(count)), mean, skew, context))
+            means = range(round(2 * log2(self.longest_decode + 1)), round(2 * log2(most_new_tokens / count)) + 1)
+            skews = range(round(log2(count)) + 1)
+            prefills |= dict.fromkeys(product([round(2 * log2(count))], means, skews, contexts))
+        for key in prefills:
+            self._work_out_prefills(key)
 
     def captured(
         self, num_requests: int, query_len: int, shapes: Iterable[WeightedShape], able: Collection[str]
@@ -166,22 +181,21 @@ class StepChoice:
             able: the candidates whose builder can be captured so.
         """
         models = {name: model for name, model in self._decode.items() if name in able}
-        times = dict.fromkeys(models, 0.0)
+        total = [0.0] * len(models)
         for shape in shapes:
             batch = shape.batch
             num_keys = sum([group.count * group.seq_len for group in batch.groups]) / batch.num_requests
             decodes = _decodes(num_requests, query_len, round(num_keys * num_requests), batch.max_seq_len)
-            for name, time_us in zip(models, _times(models, decodes), strict=True):
-                times[name] += shape.weight * time_us
-        return self._with(_fastest(times, self._chosen[1]))
+            times = _times(models, decodes)
+            total = [sofar + shape.weight * time_us for sofar, time_us in zip(total, times, strict=True)]
+        return self._with(_fastest([*models], total, self._chosen[1]))
 
     def _work_out_decodes(self, key: Key) -> Names:
-        times = dict(zip(self._decode, self._times_of_decodes(key), strict=True))
-        return _kept(self._decodes_known, key, self._with(_fastest(times, self._chosen[1])))
+        name = _fastest(self._decode_names, self._times_of_decodes(key), self._chosen[1])
+        return _kept(self._decodes_known, key, self._with(name))
 
     def _work_out_prefills(self, key: Key) -> Names:
-        times = dict(zip(self._prefill, self._times_of_prefills(key), strict=True))
-        name = _fastest(times, self._chosen[0])
+        name = _fastest(self._prefill_names, self._times_of_prefills(key), self._chosen[0])
         return _kept(self._prefills_known, key, self._with(name) if name in self._both else self._beside(name))
 
     def _work_out_mixed(self, key: tuple[Key, Key]) -> Names:
@@ -223,35 +237,37 @@ class StepChoice:
         return name or self._chosen[0], self._chosen[1]
 
     def _mixed(self, prefill: Times, decode: Times) -> Names:
-        of_prefills = dict(zip(self._prefill, prefill, strict=True))
-        of_decodes = dict(zip(self._decode, decode, strict=True))
         if not self._both:
             if not self._apart:
                 return self._chosen
             return (
-                _fastest(of_prefills, self._chosen[0]) or self._chosen[0],
-                _fastest(of_decodes, self._chosen[1]) or self._chosen[1],
+                _fastest(self._prefill_names, prefill, self._chosen[0]) or self._chosen[0],
+                _fastest(self._decode_names, decode, self._chosen[1]) or self._chosen[1],
             )
-        of_decodes = {name: time for name, time in of_decodes.items() if name in self._both}
-        found: dict[Names, float] = {
-            (name, name): self._prefill[name].together(of_prefills[name], time)
-            for name, time in of_decodes.items()
-            if self._prefill[name].knows_mixed
-        }
         chosen = self._chosen[0], self._chosen[0]
-        if chosen not in found:
+        if chosen not in self._whole_names:
             return self._chosen  # nothing compares with what is not known
-        first, second = min(of_prefills, key=of_prefills.__getitem__), min(of_decodes, key=of_decodes.__getitem__)
+        names = self._whole_names
+        times = [model.together(prefill[first], decode[second]) for first, second, model in self._whole]
+        least = min(prefill)
+        first = self._prefill_names[prefill.index(least)]
+        at, second = min(self._decodes_of_both, key=lambda each: decode[each[0]])
         if first != second:
-            found[first, second] = of_prefills[first] + of_decodes[second]
-        return _fastest(found, chosen) or self._chosen
+            names, times = [*names, (first, second)], [*times, least + decode[at]]
+        return _fastest(names, times, chosen) or self._chosen
+
+
+def _decode_count(count: int, skew: int) -> int:
+    """Return 16 times the logarithm of a number of decodes, rounded. Those of one length are told apart finest, because
+    their thread blocks come in waves."""
+    return 4 * round(4 * log2(count)) if skew else round(16 * log2(count))
 
 
 def _decode_key(requests: Requests) -> Key:
     count, tokens, _, keys, longest = requests
     mean = keys / count or 1.0
-    # Requests are the finest, because their thread blocks come in waves.
-    return round(16 * log2(count)), tokens // count, round(4 * log2(mean)), round(log2(longest / mean or 1.0))
+    skew = round(log2(longest / mean or 1.0))
+    return _decode_count(count, skew), tokens // count, round(4 * log2(mean)), skew
 
 
 def _prefill_key(requests: Requests) -> Key:
@@ -278,12 +294,14 @@ def _times(models: Models, groups: Groups) -> Times:
     return tuple([math.inf if each is None else each.time_us for each in found])
 
 
-def _fastest(times: Mapping[K, float], chosen: K | None) -> K | None:
+def _fastest(names: Sequence[K], times: Sequence[float], chosen: K | None) -> K | None:
     """Return the first of the fastest, or the chosen one where none is ``WORTH`` times as fast; None without a time."""
-    best = min(times, key=times.__getitem__, default=None)
-    if best is None or times[best] == math.inf:
+    least = min(times, default=math.inf)
+    if least == math.inf:
         return None
-    return chosen if chosen is not None and times.get(chosen, math.inf) <= WORTH * times[best] else best
+    if chosen in names and times[names.index(chosen)] <= WORTH * least:
+        return chosen
+    return names[times.index(least)]
 
 
 def _decodes(num_requests: int, query_len: int, num_keys: int, max_seq_len: int) -> Groups:
