@@ -167,7 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen_for(asked.gpu)
         return
     lines = read()
-    before = {name: way_cost(name) for name in ("pages", "gathered", "split", "split_fp8", "warps", "warps_split")}
+    before = {
+        name: way_cost(name)
+        for name in ("pages", "gathered", "split", "split_fp8", "warps", "warps_split", "gathered_warps")
+    }
     by = tuning.latent_splits()
     costs, splits = fitted(lines, before, by)
     report(lines, costs, splits)

@@ -67,7 +67,7 @@ class TestGathering(OnGPU):
     @pytest.fixture(autouse=True)
     def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def way(ways: Sequence[str], query_lens: Sequence[int], seq_lens: Sequence[int], **_: object) -> str:
-            names = ["gathered", "split", *(way for way in ("warps", "warps_split") if way in ways)]
+            names = ["gathered", "split", *(way for way in ("warps", "warps_split", "gathered_warps") if way in ways)]
             return names[sum(seq_lens) % len(names)]
 
         monkeypatch.setattr(schedule, "prefill_way", way)

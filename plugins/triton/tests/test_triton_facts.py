@@ -157,7 +157,12 @@ def test_triton_attn_workspace() -> None:
             {"head_size": 256, "logits_soft_cap": 30.0},
             PrefillKernel(warp_specialised=True, gather_bytes=128 << 20),
         ),
-        (H100, {"block_size": 64, "kv_cache_dtype": "fp8"}, PrefillKernel(gather_bytes=128 << 20)),
+        (
+            H100,
+            {"block_size": 64, "kv_cache_dtype": "fp8"},
+            PrefillKernel(gather_bytes=128 << 20, gathered_warps=True),
+        ),
+        (H100, {"kv_cache_dtype": "fp8", "alibi": True}, PrefillKernel(gather_bytes=128 << 20)),
         (H100, {"head_size": 96, "v_head_size": 64}, PrefillKernel(gather_bytes=128 << 20)),
         (H100, {"head_size": 96}, PrefillKernel()),
         (H100, {"head_size": 112, "v_head_size": 64}, PrefillKernel()),
@@ -170,6 +175,12 @@ def test_triton_attn_says_how_it_reads_pages(where: Any, asked: dict[str, Any], 
     plan, decode = ask(TRITON_ATTN, where, "prefill", **asked), ask(TRITON_ATTN, where, **asked)
     assert plan.kernel == kernel
     assert plan.workspace_bytes == decode.workspace_bytes + kernel.gather_bytes
+
+
+def test_fp8_pages_are_not_read_by_the_gluon_kernel_without_room_to_copy_them() -> None:
+    layer = gqa_layer(kv_cache_dtype="fp8")
+    plan = plan_of(TRITON_ATTN, layer, H100, "prefill", options={"gather_workspace_mib": 0})
+    assert plan.kernel == PrefillKernel()
 
 
 @pytest.mark.parametrize(("triton", "gluon"), [("3.6.1", True), ("3.7.0", False)])

@@ -19,11 +19,14 @@ class PrefillKernel:
         warp_specialised: ``kernels.prefill_hopper`` runs the prefills for which it is the cheapest way.
         pages_by_tma: pages of the layer's block size hold whole tiles that TMA reads where they lie.
         gather_bytes: part of the plan's workspace that holds keys and values copied out of the cache; 0: none are.
+        gathered_warps: ``kernels.prefill_hopper`` runs what was copied where that is cheaper; not part of the name,
+            which stands for whatever kernel follows the copy.
     """
 
     warp_specialised: bool = False
     pages_by_tma: bool = False
     gather_bytes: int = 0
+    gathered_warps: bool = False
 
     @property
     def name(self) -> str:

@@ -127,7 +127,7 @@ def warp_specialised(config: AttentionConfig, device: Device, environment: Envir
         device.compute_capability == GLUON_CAPABILITY
         and (triton is None or triton.startswith(GLUON_TRITON))
         and config.dtype in ("bfloat16", "float16")
-        and config.cache_dtype == config.dtype
+        and (config.cache_dtype == config.dtype or config.cache_dtype.startswith("fp8"))
         and config.head_size == config.value_head_size
         and config.head_size in WARPS_HEAD_SIZES
         and (config.block_size or PAGES[0]) % PAGES[0] == 0
@@ -150,16 +150,18 @@ def _in_boxes(head_size: int, width: int) -> bool:
 
 def prefill_way(
     config: AttentionConfig, device: Device, environment: Environment, options: TritonAttnOptions
-) -> tuple[bool, bool, int]:
+) -> tuple[bool, bool, int, bool]:
     """Return how a prefill reads the paged cache: the attributes of its ``PrefillKernel``."""
     capability = device.compute_capability
     if capability is None or capability < TMA_FROM or config.dtype == "float32":
-        return False, False, 0
+        return False, False, 0, False
     if not _in_boxes(config.head_size, config.value_head_size):
-        return False, False, 0
+        return False, False, 0, False
     by_tma = whole_pages(config)
     gathered = 0 if by_tma or config.batch_invariant else options.gather_workspace_mib << 20
-    return warp_specialised(config, device, environment), by_tma, gathered
+    warps = warp_specialised(config, device, environment)
+    in_place = config.cache_dtype == config.dtype  # FP8 is copied out of the pages, as 16 bits
+    return warps and in_place, by_tma, gathered, warps and not in_place and gathered > 0
 
 
 def prefill_words(kernel: PrefillKernel) -> tuple[str, str]:
@@ -217,7 +219,7 @@ def plan(
 
 @lru_cache(maxsize=4096)
 def _plan(
-    prefill: tuple[bool, bool, int] | None,
+    prefill: tuple[bool, bool, int, bool] | None,
     fixed_splits: bool,
     dtype: str,
     block_size: int | None,

@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-Way = Literal["pages", "gathered", "split", "warps", "warps_split"]
+Way = Literal["pages", "gathered", "split", "warps", "warps_split", "gathered_warps"]
 Kernel = Literal[
     "prefill", "prefill_hopper", "decode", "mla", "mla_hopper", "paged_attention", "classic_prefill"
 ]  # fmt: skip
@@ -188,6 +188,28 @@ def latent_splits() -> LatentSplits:
     """Return how decodes over latents are split."""
     given = _tuning()["latents"]
     return LatentSplits(**{**given, "counts": tuple(given["counts"])})
+
+
+@lru_cache(maxsize=4096)
+def keys_class(kernel: Kernel, keys: int) -> tuple[bool, ...]:
+    """Return which of the rows' conditions on the longest request's keys hold: equal where the same tile is chosen."""
+    return tuple(
+        holds(keys, wanted)
+        for conditions, _ in _tiles()[kernel]
+        for field, holds, wanted in conditions
+        if field == "keys"
+    )
+
+
+@lru_cache(maxsize=4096)
+def section_of(kv_heads: int, head_bytes: int) -> int:
+    """Return for how many KV heads, a divisor of all, a tile of rows runs before the next tile.
+
+    Args:
+        head_bytes: keys and values of the longest request and one KV head.
+    """
+    fit = _tuning()["sections"]["mib"] * (1 << 20) // max(1, head_bytes)
+    return max(heads for heads in range(1, kv_heads + 1) if kv_heads % heads == 0 and heads <= max(1, fit))
 
 
 @cache

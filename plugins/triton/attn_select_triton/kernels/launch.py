@@ -174,12 +174,19 @@ class Described:
         descriptor: boxes of ``(block_n, size)``.
         page_rows: rows from a block to the next.
         head_rows, head_columns: rows and columns from a head to the next; one of them is 0.
+        more_rows: rows beside those of all pages or tokens, may be negative.
     """
 
     descriptor: TensorDescriptor
     page_rows: int
     head_rows: int
     head_columns: int
+    more_rows: int
+
+    def over(self, tensor: Tensor, like: Any = None) -> Any:
+        """Return the descriptor, or one ``like`` it, over a tensor of another address or first dimension."""
+        step = self.page_rows if tensor.ndim == 4 else 1
+        return over(like or self.descriptor, step * len(tensor) + self.more_rows, tensor)
 
 
 def describable(tensor: Tensor, dtype: torch.dtype, block_n: int, capability: tuple[int, int]) -> bool:
@@ -211,8 +218,9 @@ def describe(tensor: Tensor, block_n: int, columns: int) -> Described:
     else:
         shape, head_rows, head_columns = [rows + (heads - 1) * (head // token), size], head // token, 0
     return Described(
-        TensorDescriptor(tensor, shape, [token, 1], [block_n, columns]), page_rows, head_rows, head_columns
-    )
+        TensorDescriptor(tensor, shape, [token, 1], [block_n, columns]), page_rows, head_rows, head_columns,
+        shape[0] - (page_rows if tensor.ndim == 4 else 1) * len(tensor),
+    )  # fmt: skip
 
 
 def over(descriptor: Any, rows: int, tensor: Tensor) -> Any:

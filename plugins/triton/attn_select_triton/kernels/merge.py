@@ -11,7 +11,6 @@ from torch import Tensor
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
-from attn_select_triton.kernels.relaunch import launch as relaunch
 
 DIRECT = tl.constexpr(float("inf"))
 """LSE of a first split that had all keys and wrote its result itself."""
@@ -122,6 +121,7 @@ def merge_rows_kernel(
 
 ROWS_TOGETHER = 16
 """Rows of one program of ``merge_rows``."""
+_merge_rows = Relaunches(merge_rows_kernel, num_warps=4)
 
 
 def merge_rows(
@@ -140,10 +140,11 @@ def merge_rows(
     """
     tokens, heads, size = output.shape
     rows = tokens * heads
-    relaunch(
-        merge_rows_kernel, (-(-rows // ROWS_TOGETHER), 1, 1), parts, part_lse, output, output_scale, output_lse, rows,
-        num_splits, *output.stride()[:2], heads, size, launch.power_of_two(size), ROWS_TOGETHER,
-        output_lse is not None, num_warps=4,
+    strides = output.stride()[:2]
+    key = (heads, size, strides, *specialised(output, parts, part_lse), *dtypes(output_scale, output_lse))
+    _merge_rows(
+        key, (-(-rows // ROWS_TOGETHER), 1, 1), parts, part_lse, output, output_scale, output_lse, rows, num_splits,
+        *strides, heads, size, launch.power_of_two(size), ROWS_TOGETHER, output_lse is not None,
     )  # fmt: skip
 
 

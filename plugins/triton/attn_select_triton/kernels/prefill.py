@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_select_triton.kernels import relaunch
+from attn_select_triton.facts.tuning import keys_class
 from attn_select_triton.kernels.launch import (
     PLAIN,
     PRECISION,
     SLICED,
+    Described,
     Launch,
     Terms,
     cache_strides,
@@ -42,6 +43,7 @@ from attn_select_triton.kernels.primitives import (
     natural_lse,
     normalised,
 )
+from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
 
 
 @triton.jit(do_not_specialize=["num_requests", "window", "stride_table"], do_not_specialize_on_alignment=SLICED)
@@ -200,6 +202,74 @@ def prefill_kernel(
         tl.store(lse_ptr + (query_start + token) * HEADS + head, natural_lse(row_max, row_sum), mask=in_rows)
 
 
+class _Kind:
+    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel.
+
+    Attributes:
+        block_m: query rows of a program.
+        strides, constants: of the kernel's arguments.
+        launch: the kernel.
+    """
+
+    __slots__ = ("_described", "block_m", "constants", "launch", "strides")
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        max_seq_len: int,
+        flags: tuple[Any, ...],
+        paged: bool,
+        clean: bool,
+        launch: Launch | None,
+    ) -> None:
+        heads, head_size = query.shape[1:]
+        kv_heads, value_size = value.shape[-2:]
+        capability, cache_dtype = capability_of(query.device), value.dtype
+        width = max(head_size, value_size) * (2 if 4 in (query.itemsize, cache_dtype.itemsize) else 1)
+        block_d, rest = two_powers(head_size)
+        block_dv = power_of_two(value_size)
+        chosen = launch or prefill_launch(capability, width, query.dtype, True, paged, max_seq_len)
+        described = (
+            block_d > 0
+            and value_size == block_dv
+            and query.dtype != torch.float32
+            and key.ndim < 5
+            and all(describable(tensor, query.dtype, chosen.block_n, capability) for tensor in (key, value))
+        )
+        if not described and launch is None:
+            chosen = prefill_launch(capability, width, query.dtype, False, paged, max_seq_len)
+        block_size, pack = (key.shape[1] if paged else 1), 0
+        self._described: tuple[Described, Described, Described | None] | None = None
+        if described:
+            keys, values = describe(key, chosen.block_n, block_d), describe(value, chosen.block_n, block_dv)
+            self._described = keys, values, describe(key, chosen.block_n, rest) if rest else None
+            k_strides = (keys.page_rows, keys.head_rows, keys.head_columns, 1)
+            v_strides = (values.page_rows, values.head_rows, values.head_columns, 1)
+        else:
+            block_d, rest = power_of_two(head_size), 0
+            block_size, pack, k_strides, v_strides = cache_strides(key, value, paged)
+        self.block_m = chosen.block_m
+        self.strides = (*query.stride()[:2], *output.stride()[:2], *k_strides, *v_strides)
+        self.constants = (
+            heads, heads // kv_heads, *flags, paged, described, clean, block_size, head_size, block_d, value_size,
+            block_dv, rest, pack, PRECISION, compute_dtype(query.dtype, cache_dtype), chosen.block_m, chosen.block_n,
+        )  # fmt: skip
+        self.launch = Relaunch(prefill_kernel, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
+
+    def sources(self, key: Tensor, value: Tensor) -> tuple[Any, Any, Any]:
+        """Return what the kernel reads K, V and the columns of K behind a power of two from."""
+        if self._described is None:
+            return key, value, None
+        keys, values, rest = self._described
+        return keys.over(key), values.over(value), None if rest is None else rest.over(key)
+
+
+_kinds: dict[Any, _Kind] = {}
+
+
 def prefill_attention(
     query: Tensor,
     key: Tensor,
@@ -246,46 +316,25 @@ def prefill_attention(
         num_tokens: of these requests, or any bound above it; None: T.
         launch: another than the table's.
     """
-    tokens, heads, head_size = query.shape
-    kv_heads, value_size = value.shape[-2:]
-    group, requests, paged = heads // kv_heads, len(seq_lens), block_table is not None
-    capability, cache_dtype = capability_of(query.device), value.dtype
-    width = max(head_size, value_size) * (2 if 4 in (query.itemsize, cache_dtype.itemsize) else 1)
-    block_d, rest = two_powers(head_size)
-    chosen = launch or prefill_launch(capability, width, query.dtype, True, paged, max_seq_len)
-    described = (
-        block_d > 0
-        and value_size == power_of_two(value_size)
-        and query.dtype != torch.float32
-        and key.ndim < 5
-        and all(describable(tensor, query.dtype, chosen.block_n, capability) for tensor in (key, value))
-    )
-    if not described and launch is None:
-        chosen = prefill_launch(capability, width, query.dtype, False, paged, max_seq_len)
-    block_m, block_n = chosen.block_m, chosen.block_n
-    block_dv = power_of_two(value_size)
-    block_size, pack, rest_keys = (key.shape[1] if paged else 1), 0, None
-    sources: tuple[Any, Any]
-    if described:
-        keys, values = describe(key, block_n, block_d), describe(value, block_n, block_dv)
-        rest_keys = describe(key, block_n, rest).descriptor if rest else None
-        sources = keys.descriptor, values.descriptor
-        k_strides = (keys.page_rows, keys.head_rows, keys.head_columns, 1)
-        v_strides = (values.page_rows, values.head_rows, values.head_columns, 1)
-    else:
-        block_d, rest, sources = power_of_two(head_size), 0, (key, value)
-        block_size, pack, k_strides, v_strides = cache_strides(key, value, paged)
+    tokens, heads, _ = query.shape
+    kv_heads, requests, paged, sinks = value.shape[-2], len(seq_lens), block_table is not None, terms.sinks
+    num_ranges = 0 if terms.ranges is None else terms.ranges.shape[1]
+    flags = (
+        terms.causal, terms.window > 0, terms.soft_cap > 0, terms.slopes is not None, sinks is not None, num_ranges,
+        output_lse is not None,
+    )  # fmt: skip
+    same = (
+        flags, paged, clean, launch, keys_class("prefill", max_seq_len), query.shape[1:], key.shape[1:],
+        value.shape[1:], query.stride(), key.stride(), value.stride(), output.stride(), key.numel() > 0,
+        *specialised(query, key, value, output), *dtypes(terms.slopes, sinks, output_scale),
+    )  # fmt: skip
+    kind = _kinds.get(same)
+    if kind is None:
+        kind = _kinds[same] = _Kind(query, key, value, output, max_seq_len, flags, paged, clean, launch)
     tokens = tokens if num_tokens is None else num_tokens
-    relaunch.launch(
-        prefill_kernel, (tokens * group // block_m + requests, kv_heads),
-        query, *sources, rest_keys, output, output_scale, output_lse,
-        block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes, terms.sinks, terms.ranges,
-        requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
-        query.stride(0), query.stride(1), output.stride(0), output.stride(1),
-        0 if block_table is None else block_table.stride(0), *k_strides, *v_strides,
-        heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0, terms.slopes is not None,
-        terms.sinks is not None, 0 if terms.ranges is None else terms.ranges.shape[1], output_lse is not None,
-        paged, described, clean, block_size, head_size, block_d, value_size, block_dv, rest, pack,
-        PRECISION, compute_dtype(query.dtype, cache_dtype), block_m, block_n,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    kind.launch(
+        (tokens * (heads // kv_heads) // kind.block_m + requests, kv_heads, 1), query, *kind.sources(key, value),
+        output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes, sinks,
+        terms.ranges, requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
+        *kind.strides[:4], 0 if block_table is None else block_table.stride(0), *kind.strides[4:], *kind.constants,
     )  # fmt: skip

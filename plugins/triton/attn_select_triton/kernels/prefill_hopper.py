@@ -28,12 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
-from attn_select_triton.facts.tuning import find_tile, tile_of
-from attn_select_triton.kernels import relaunch
+from attn_select_triton.facts.tuning import find_tile, section_of, tile_of
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe
 from attn_select_triton.kernels.merge import merge_rows
 from attn_select_triton.kernels.primitives import E4M3_MAX as E4M3_LIMIT
 from attn_select_triton.kernels.primitives import LOG2E
+from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
 
 LN2 = gl.constexpr(0.6931471805599453)
 E4M3_MAX = gl.constexpr(E4M3_LIMIT.value)
@@ -129,9 +129,11 @@ def clear_behind(v_smem, buffer, first, seq_len, PARTS: gl.constexpr, KEYS: gl.c
 
 
 @gluon.jit
-def soft_cap(scores, cap_log2):
-    """Return ``cap * tanh(scores / cap)`` as ``primitives.soft_cap``."""
-    return cap_log2 - 2 * cap_log2 / (1 + gl.exp2(scores * (2 * LOG2E / cap_log2)))
+def tanh(numbers):
+    """Return the hyperbolic tangent by the GPU's own instruction: a relative error of 2^-11 at most (PTX ISA, tanh)."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [numbers], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -150,7 +152,7 @@ def attend_tile(
         loaded: tiles that were loaded before this one.
         accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
         limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
-        scores_like: scale * log2(e), the soft cap times log2(e), and the window.
+        scores_like: scale * log2(e), or with a soft cap scale / cap; the soft cap times log2(e); and the window.
         FLAGS: whether there is a window, a soft cap, and turns.
         SHAPE: parts of K and of V, keys of a tile, and stages.
     """
@@ -180,8 +182,8 @@ def attend_tile(
     hand_back(k_empty, buffer)
     factor = score_scale
     if SOFT_CAP:
-        scores = soft_cap(scores * score_scale, cap_log2)
-        factor = 1.0
+        scores = tanh(scores * score_scale)
+        factor = cap_log2
     if MASKED:
         keys = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
         seen = keys[None, :] < limits[:, None]
@@ -323,7 +325,7 @@ def attend_rows(
 
 
 @gluon.jit(
-    do_not_specialize=["num_splits", "split_tiles", "num_requests", "window", "stride_table"],
+    do_not_specialize=["num_splits", "split_tiles", "num_requests", "section", "window", "stride_table"],
     do_not_specialize_on_alignment=SLICED,
 )
 def prefill_hopper_kernel(
@@ -343,6 +345,7 @@ def prefill_hopper_kernel(
     num_splits,
     split_tiles,
     num_requests,
+    section,
     score_scale,
     v_scale,
     cap_log2,
@@ -378,15 +381,20 @@ def prefill_hopper_kernel(
     """One program: 128 rows (token-major, the heads of a KV head's group within a token) against all keys they see, or
     with ``SPLIT`` against one of at most ``num_splits`` even shares of them, of ``split_tiles`` tiles at least.
 
-    Tiles as ``prefill_kernel`` deals them out. On chip: the query ``(128, D)`` and ``STAGES`` tiles each of K
-    ``(KEYS, D)`` and V ``(KEYS, DV)`` in shared memory; of each group scores ``(64, KEYS)`` and output ``(64, DV)`` in
-    registers. Memory traffic: Q and output once, K and V once per row tile, which L2 serves. A window is causal.
+    Tiles as ``prefill_kernel`` deals them out, each for ``section`` KV heads before the next tile, and all of them
+    before the next heads: long rows start before short ones, and L2 holds what a section reads. On chip: the query
+    ``(128, D)`` and ``STAGES`` tiles each of K ``(KEYS, D)`` and V ``(KEYS, DV)`` in shared memory; of each group
+    scores ``(64, KEYS)`` and output ``(64, DV)`` in registers.
+
+    Memory traffic: Q and output once, K and V once per row tile, which L2 serves. A window is causal.
     """
     PARTS: gl.constexpr = D // PART
     V_PARTS: gl.constexpr = DV // PART
     BLOCK_M: gl.constexpr = 2 * ROWS
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    kv_head = gl.program_id(1)
+    row_tiles = gl.num_programs(0) // (HEADS // GROUP)
+    place = gl.program_id(0) % (row_tiles * section)
+    tile = row_tiles - 1 - place // section
+    kv_head = gl.program_id(0) // (row_tiles * section) * section + place % section
     request = find_request(query_start_loc_ptr, tile, num_requests, GROUP, BLOCK_M)
     query_start = gl.load(query_start_loc_ptr + request)
     query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
@@ -408,7 +416,7 @@ def prefill_hopper_kernel(
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
         start = gl.minimum(gl.maximum(context + first // GROUP - window + 1, 0) // KEYS, tiles)
         full_start = (gl.maximum(context + last_token - window + 1, 0) + KEYS - 1) // KEYS
-    split = gl.program_id(2)
+    split = gl.program_id(1)
     if SPLIT:
         splits = gl.maximum(gl.minimum((tiles - start + split_tiles - 1) // split_tiles, num_splits), 1)
         share = (tiles - start + splits - 1) // splits
@@ -469,23 +477,80 @@ def box_rows(block_size: int, paged: bool, keys: int) -> int:
     return min(block_size & -block_size, keys) if paged else keys
 
 
+_readable: dict[Any, bool] = {}
+
+
 def readable(key: Tensor, value: Tensor) -> bool:
     """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
-    tile = find_tile("prefill_hopper", GLUON_CAPABILITY, head_size=key.shape[-1], value_size=value.shape[-1])
-    if tile is None:
-        return False
-    box = box_rows(key.shape[1], key.ndim == 4, tile.block_n)
-    return box >= LEAST_BOX and all(describable(tensor, key.dtype, box, GLUON_CAPABILITY) for tensor in (key, value))
+    kind = (*key.shape[1:], *value.shape[1:], key.stride(), value.stride(), *specialised(key, value), key.numel() > 0)
+    if kind not in _readable:
+        tile = find_tile("prefill_hopper", GLUON_CAPABILITY, head_size=key.shape[-1], value_size=value.shape[-1])
+        box = 0 if tile is None else box_rows(key.shape[1], key.ndim == 4, tile.block_n)
+        _readable[kind] = box >= LEAST_BOX and all(
+            describable(tensor, key.dtype, box, GLUON_CAPABILITY) for tensor in (key, value)
+        )
+    return _readable[kind]
 
 
-def _boxes(tensor: Tensor, box: int) -> tuple[Any, tuple[int, int, int]]:
-    """Return a descriptor of boxes ``(box, PART)`` over K or V, and the rows and columns from page or head to next."""
-    rows = describe(tensor, box, PART.value)
-    matrix = rows.descriptor
-    kind = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([box, PART.value], kind)
-    boxes = hopper.TensorDescriptor(tensor, list(matrix.shape), list(matrix.strides), [box, PART.value], layout)
-    return boxes, (rows.page_rows, rows.head_rows, rows.head_columns)
+class _Boxes:
+    """Descriptors of boxes ``(box, PART)`` over K or V of one kind, whose addresses and first dimensions differ.
+
+    Attributes:
+        rows: K or V as a matrix of rows.
+    """
+
+    __slots__ = ("_boxes", "rows")
+
+    def __init__(self, tensor: Tensor, box: int) -> None:
+        self.rows = describe(tensor, box, PART.value)
+        matrix = self.rows.descriptor
+        kind = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
+        layout = gl.NVMMASharedLayout.get_default_for([box, PART.value], kind)
+        self._boxes = hopper.TensorDescriptor(
+            tensor, list(matrix.shape), list(matrix.strides), [box, PART.value], layout
+        )  # fmt: skip
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Rows from a page to the next, and rows and columns from a head to the next."""
+        return self.rows.page_rows, self.rows.head_rows, self.rows.head_columns
+
+    def over(self, tensor: Tensor) -> Any:
+        """Return the descriptor over a tensor."""
+        return self.rows.over(tensor, self._boxes)
+
+
+class _Kind:
+    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel.
+
+    Attributes:
+        keys, values: of K and V.
+        row_bytes: of K and V of one token and KV head.
+        strides, constants: of the kernel's arguments.
+        launch: the kernel.
+    """
+
+    __slots__ = ("constants", "keys", "launch", "row_bytes", "strides", "tile", "values")
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, flags: tuple[Any, ...], paged: bool
+    ) -> None:
+        heads, head_size = query.shape[1:]
+        value_size = value.shape[-1]
+        self.tile = tile_of("prefill_hopper", GLUON_CAPABILITY, head_size=head_size, value_size=value_size)
+        block_size = key.shape[1] if paged else 1
+        box = box_rows(block_size, paged, self.tile.block_n)
+        self.keys, self.values = _Boxes(key, box), _Boxes(value, box)
+        self.row_bytes = (head_size + value_size) * key.itemsize
+        self.strides = (*query.stride()[:2], *output.stride()[:2])
+        self.constants = (
+            *self.keys.places, *self.values.places, heads, heads // value.shape[-2], *flags, paged, block_size,
+            head_size, value_size, self.tile.block_n, self.tile.num_stages, box, self.tile.turns,
+        )  # fmt: skip
+        self.launch = Relaunch(prefill_hopper_kernel, num_warps=4, maxnreg=168)
+
+
+_kinds: dict[Any, _Kind] = {}
 
 
 def prefill_hopper(
@@ -496,6 +561,7 @@ def prefill_hopper(
     *,
     query_start_loc: Tensor,
     seq_lens: Tensor,
+    max_seq_len: int,
     scale: float,
     block_table: Tensor | None = None,
     key_start_loc: Tensor | None = None,
@@ -521,27 +587,32 @@ def prefill_hopper(
         workspace: float32, ``decode.decode_workspace`` elements at least; with splits.
         first_token: row of the first request's first token, as ``query_start_loc`` has it; with splits.
     """
-    tokens, heads, head_size = query.shape
-    group, paged = heads // value.shape[-2], block_table is not None
-    block_size = key.shape[1] if paged else 1
-    tile = tile_of("prefill_hopper", GLUON_CAPABILITY, head_size=head_size, value_size=value.shape[-1])
-    keys_of_tile, stages = tile.block_n, tile.num_stages
-    box = box_rows(block_size, paged, keys_of_tile)
-    (keys, k_places), (values, v_places) = _boxes(key, box), _boxes(value, box)
+    tokens, heads, _ = query.shape
+    kv_heads, value_size = value.shape[-2:]
+    paged, sinks, cap = block_table is not None, terms.sinks, terms.soft_cap
     tokens = tokens if num_tokens is None else num_tokens
     parts = part_lse = None
     if num_splits > 1:
         assert workspace is not None
-        parts, part_lse = workspace, workspace[tokens * heads * num_splits * value.shape[-1] :]
-    relaunch.launch(
-        prefill_hopper_kernel, (tokens * group // (2 * ROWS.value) + len(seq_lens), value.shape[-2], num_splits),
-        query, keys, values, output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens,
-        terms.sinks, parts, part_lse, num_splits, max(1, split_keys // keys_of_tile), len(seq_lens),
-        scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
-        *query.stride()[:2], *output.stride()[:2], 0 if block_table is None else block_table.stride(0), *k_places,
-        *v_places, heads, group, terms.causal, terms.window > 0, terms.soft_cap > 0, terms.sinks is not None,
-        output_lse is not None, num_splits > 1, paged, block_size, head_size, value.shape[-1], keys_of_tile, stages,
-        box, tile.turns, num_warps=4, maxnreg=168,
+        parts, part_lse = workspace, workspace[tokens * heads * num_splits * value_size :]
+    flags = (terms.causal, terms.window > 0, cap > 0, sinks is not None, output_lse is not None, parts is not None)
+    same = (
+        flags, paged, query.shape[1:], key.shape[1:], kv_heads, value_size, query.stride(), key.stride(),
+        value.stride(), output.stride(), *specialised(query, key, value, output), *dtypes(sinks, output_scale),
+        None if workspace is None else workspace.data_ptr() % 16,
+    )  # fmt: skip
+    kind = _kinds.get(same)
+    if kind is None:
+        kind = _kinds[same] = _Kind(query, key, value, output, flags, paged)
+    requests, tile = len(seq_lens), kind.tile
+    row_tiles = tokens * (heads // kv_heads) // tile.block_m + requests
+    kind.launch(
+        (row_tiles * kv_heads, num_splits, 1), query, kind.keys.over(key), kind.values.over(value), output,
+        output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, sinks, parts, part_lse,
+        num_splits, max(1, split_keys // tile.block_n), requests,
+        section_of(kv_heads, max_seq_len * kind.row_bytes),
+        scale * k_scale / cap if cap else scale * k_scale * LOG2E.value, v_scale, cap * LOG2E.value, terms.window,
+        *kind.strides, 0 if block_table is None else block_table.stride(0), *kind.constants,
     )  # fmt: skip
     if parts is not None and part_lse is not None:
         rows = slice(first_token, first_token + tokens)

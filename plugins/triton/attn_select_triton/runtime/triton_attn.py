@@ -69,7 +69,8 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         self._views = CacheView(lambda kv_cache: key_value_unchecked(kv_cache, layout or "", config))
         self._attend = on_device(context.device, self._forward)
         self._warps: Any = None
-        if planned_prefill(context).warp_specialised and context.device.type == "cuda":
+        prefill = planned_prefill(context)
+        if (prefill.warp_specialised or prefill.gathered_warps) and context.device.type == "cuda":
             # Gluon is experimental: other releases of Triton may not have what this module imports.
             from attn_select_triton.kernels import prefill_hopper
 
@@ -139,10 +140,14 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
             key, value = part.gather.rows
         if part.warps and self._warps.readable(key, value) and (terms.causal or not terms.window):
-            given = {name: argument for name, argument in part.prefill.items() if name != "max_seq_len"} | part.shared
-            self._warps.prefill_hopper(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **given)
+            self._warps.prefill_hopper(
+                call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill, **part.shared
+            )
             return
-        prefill_attention(call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill)
+        prefill_attention(
+            call.query, key, value, output, terms=terms, output_lse=lse, clean=part.gather is not None, **scales,
+            **part.prefill,
+        )  # fmt: skip
 
 
 class TritonAttnBackend(AttentionBackend):

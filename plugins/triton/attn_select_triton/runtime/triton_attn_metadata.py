@@ -158,8 +158,9 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         by_tma = prefill.pages_by_tma or (prefill.warp_specialised and whole_pages)
         self._ways["pages"] = way_cost("tma_pages" if by_tma else "pages")
         self._ways["split"] = way_cost("split_fp8" if self._fp8 else "split")
-        if prefill.warp_specialised and device.type == "cuda":
+        if (prefill.warp_specialised or prefill.gathered_warps) and device.type == "cuda":
             check_gluon(device)
+        if prefill.warp_specialised and device.type == "cuda":
             self._ways |= {way: way_cost(way) for way in ("warps", "warps_split")}
         reserved = prefill.gather_bytes
         split_bytes = {phase: plan.workspace_bytes for phase, plan in context.plans.items()}
@@ -183,6 +184,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             )
             self._gathered = key, value
             self._ways["gathered"] = way_cost("gathered")
+            if prefill.gathered_warps and device.type == "cuda":
+                self._ways["gathered_warps"] = way_cost("gathered_warps")
 
     @property
     def _longest_decode(self) -> int:
@@ -330,7 +333,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if way == "split":
             keys = max(seq_lens), sum(seq_lens)
             return [self._splitting(common, first, last, sum(query_lens), max(query_lens), keys)]
-        if way != "gathered" or self._gathered is None:
+        if way not in ("gathered", "gathered_warps") or self._gathered is None:
             part = self._prefill(common, first, last, warps=way in ("warps", "warps_split"))
             if way == "warps_split":
                 self._share_keys(part, query_lens, seq_lens, int(common.query_start_loc_cpu[first]))
@@ -340,7 +343,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             torch.tensor([start for chunk in chunks for start in chunk.starts or [0]], dtype=torch.int32),
             self.context.device,
         )
-        return [self._gathering(common, first, chunk, starts, window) for chunk in chunks]
+        warps = way == "gathered_warps"
+        return [self._gathering(common, first, chunk, starts, window, warps) for chunk in chunks]
 
     @property
     def _partials(self) -> int:
@@ -360,7 +364,13 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             }
 
     def _gathering(
-        self, common: CommonAttentionMetadata, first: int, chunk: schedule.Chunk, starts: Tensor, window: int
+        self,
+        common: CommonAttentionMetadata,
+        first: int,
+        chunk: schedule.Chunk,
+        starts: Tensor,
+        window: int,
+        warps: bool,
     ) -> Part:
         """Return the launch of one chunk of requests, and of the copy before it."""
         part = self._prefill(common, first + chunk.first, first + chunk.last, chunk.tokens)
@@ -369,8 +379,9 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         key_start_loc = starts[chunk.first : chunk.last]
         of_requests = {name: part.prefill[name] for name in ("query_start_loc", "seq_lens")}
         table = part.prefill.pop("block_table")
-        part.prefill |= {"key_start_loc": key_start_loc, "clean": True}
+        part.prefill["key_start_loc"] = key_start_loc
         key, value = self._gathered
+        part.warps = warps
         part.gather = Gather(
             self._gathered,
             (key[..., : self.shape.head_size], value[..., : self.shape.value_size]),

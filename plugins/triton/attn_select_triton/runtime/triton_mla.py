@@ -246,7 +246,6 @@ class TritonMLAImpl(MLAAttentionImpl):
 
     def _run_prefill(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, **arguments: Any) -> None:
         if self._warps is not None and self._warps.readable(key, value):
-            del arguments["max_seq_len"]
             self._warps.prefill_hopper(query, key, value, output, **arguments)
         else:
             prefill_attention(query, key, value, output, **arguments)

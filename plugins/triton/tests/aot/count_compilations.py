@@ -23,10 +23,13 @@ from shape_classes import (
     fixed_split_mla_decode,
     gather_latents,
     gathered_prefill,
+    hopper_prefill,
     latent,
     merge_states,
     paged_prefill,
+    plain_hopper_prefill,
     split_decode,
+    split_hopper_prefill,
     split_mla_decode,
     version_1,
     version_2,
@@ -62,12 +65,16 @@ SHAPES = (
 )  # fmt: skip
 
 
+ON_HOPPER = attention(hopper_prefill, plain_hopper_prefill, split_hopper_prefill, head_size=128, dtype="float16")
+
+
 def main(target: int) -> None:
     """Run all launchers on all batches, print the counts."""
     torch.set_num_threads(1)
     pretend(target)
+    shapes = (*SHAPES, ON_HOPPER) if target == 90 else SHAPES
     with noting() as found:
-        for shape, requests, first, width in itertools.product(SHAPES, BATCHES, FIRST, WIDTHS):
+        for shape, requests, first, width in itertools.product(shapes, BATCHES, FIRST, WIDTHS):
             for launch in shape.launches:
                 launch(Tensors(shape, target, requests, first, width))
     with noting() as shifted:

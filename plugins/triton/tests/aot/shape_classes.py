@@ -200,26 +200,30 @@ def short_gathered_prefill(t: Tensors) -> None:
     gathered_prefill(t)
 
 
+def _hopper_options(t: Tensors) -> dict[str, Any]:
+    return {
+        "scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, "max_seq_len": t.longest,
+        **t.batch,
+    }  # fmt: skip
+
+
 def hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel, straight from the pages."""
-    options = {"scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, **t.batch}
-    prefill_hopper.prefill_hopper(t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, **options)
+    prefill_hopper.prefill_hopper(t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, **_hopper_options(t))
 
 
 def split_hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel, the keys split."""
     size = decode.decode_workspace(len(t.query), t.heads, t.config.value_head_size, 4)
     prefill_hopper.prefill_hopper(
-        t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, scale=0.1, output_scale=t.output_scale,
-        output_lse=t.lse, terms=t.terms, **t.batch, num_splits=4, split_keys=512,
-        workspace=tensor(size, dtype=torch.float32),
+        t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, num_splits=4, split_keys=512,
+        workspace=tensor(size, dtype=torch.float32), **_hopper_options(t),
     )  # fmt: skip
 
 
 def plain_hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel over K and V as they come."""
-    options = {"scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, **t.batch}
-    prefill_hopper.prefill_hopper(t.query, t.key, t.value, t.output, key_start_loc=t.seq_lens, **options)
+    prefill_hopper.prefill_hopper(t.query, t.key, t.value, t.output, key_start_loc=t.seq_lens, **_hopper_options(t))
 
 
 def plain_prefill(t: Tensors) -> None:
