@@ -212,7 +212,11 @@ def own_decode(problem: Problem, chosen: Launch | None = None, splits: int = 0) 
     case, output = problem.case, torch.full_like(problem.query, float("nan"))
     keys = min(case.seq_len, case.window + case.query_len) if case.window else case.seq_len
     gpu = launch.gpu_of(problem.query.device)
-    splits = splits or launch.num_splits_for(case.batch * case.kv_heads, keys, gpu, fp8=case.fp8)
+    programs, rows = case.batch * case.kv_heads, case.heads // case.kv_heads * case.query_len
+    used = chosen or launch.decode_launch(
+        gpu.capability, rows, case.size, problem.query.dtype, problem.key.dtype, programs / gpu.sms
+    )  # fmt: skip
+    splits = splits or launch.num_splits_for(programs, keys, gpu, used, 2 * case.size * problem.key.itemsize)
     size = decode.decode_workspace(len(problem.query), case.heads, case.size, splits)
     workspace = torch.empty(size, device="cuda", dtype=torch.float32)
 

@@ -146,7 +146,7 @@ def chosen_for(name: str) -> None:
         programs = requests * 8
         tile = decode_launch(gpu.capability, 4, 128, torch.bfloat16, torch.bfloat16, programs / gpu.sms)
         text = f"{tile.block_m} x {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
-        print(f"decode B{requests} S{keys}: {num_splits_for(programs, keys, gpu)} splits, tiles {text}")
+        print(f"decode B{requests} S{keys}: {num_splits_for(programs, keys, gpu, tile, 512)} splits, tiles {text}")
     ways: dict[tuning.Way, Cost] = {way: way_cost(way) for way in ("pages", "gathered", "split")}
     if gpu.capability == REFERENCE.capability:
         ways |= {"warps": way_cost("warps"), "warps_split": way_cost("warps_split")}

@@ -20,12 +20,13 @@ from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
 from attn_select.testing.running import common_of, layer_of, shared_prefix
-from attn_select_triton.facts.tuning import Gpu, way_cost
+from attn_select_triton.facts.tuning import Gpu, Tile, way_cost
 from attn_select_triton.runtime import schedule, triton_attn_metadata
 
 pytestmark = pytest.mark.long
 
 H100 = Gpu((9, 0), 132)
+BF16 = {"launch": Tile(16, 128, 4, 2), "key_bytes": 512, "fp8": False}
 MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
 UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
 
@@ -107,20 +108,20 @@ def test_long_requests_are_split_and_short_ones_are_not(
 
 
 def test_equal_requests_get_equal_splits() -> None:
-    wanted = {"units": 8, "gpu": H100, "most": 100, "fp8": False}
+    wanted = {"units": 8, "gpu": H100, "most": 100, **BF16}
     assert schedule.split_keys(requests=64, longest=4096, total=64 * 4096, **wanted) == (1, 4096)
     assert schedule.split_keys(requests=8, longest=16384, total=8 * 16384, **wanted) == (4, 4096)
-    assert schedule.split_keys(requests=1, longest=131072, total=131072, **wanted) == (32, 4096)
+    assert schedule.split_keys(requests=1, longest=131072, total=131072, **wanted) == (33, 3972)
 
 
 def test_a_batch_that_is_a_little_uneven_is_split_evenly() -> None:
     lens = [16384] * 12 + [8192] * 4
-    wanted = {"units": 8, "gpu": H100, "most": 100, "fp8": False}
+    wanted = {"units": 8, "gpu": H100, "most": 100, **BF16}
     assert schedule.split_keys(requests=16, longest=16384, total=sum(lens), **wanted) == (2, 8192)
 
 
 def test_long_requests_among_short_ones_go_into_parts_that_leave_no_tail() -> None:
-    wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "gpu": H100, "fp8": False}
+    wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "gpu": H100, **BF16}
     splits, tokens = schedule.split_keys(**wanted, most=100)
     assert splits == 85  # of a quarter of 194072 * 8 / (1.9 * 132) keys
     assert 1541 <= tokens <= 1548
@@ -129,7 +130,7 @@ def test_long_requests_among_short_ones_go_into_parts_that_leave_no_tail() -> No
 
 
 def test_parts_of_uneven_batches_are_not_too_short() -> None:
-    wanted = {"units": 32, "gpu": H100, "most": 100, "fp8": False}
+    wanted = {"units": 32, "gpu": H100, "most": 100, **BF16}
     assert schedule.split_keys(requests=44, longest=2718, total=2 * 2718 + 42 * 166, **wanted) == (3, 1024)
     assert schedule.split_keys(requests=44, longest=900, total=2 * 900 + 42 * 166, **wanted) == (1, 900)
     fp8 = {**wanted, "units": 8, "fp8": True}  # evenly split they are shorter than that
@@ -378,7 +379,7 @@ def test_a_window_costs_what_it_holds_on_paper() -> None:
 @pytest.mark.usefixtures("always_split")
 def test_a_few_tokens_over_a_long_context_are_split(fields: dict[str, Any], device: torch.device) -> None:
     group = many_sms(layers.made(device, layers.layer_config(**fields)))
-    problem = layers.problem_of(group, ((1, 90), (1, 3), (20, 700), (9, 9), (3, 40)))
+    problem = layers.problem_of(group, ((1, 600), (1, 500), (20, 700), (9, 9), (3, 40)))
     parts = group.build(common_of(problem)).parts[0].metadata.parts
     assert [part.decode.num_splits > 1 for part in parts] == [True, True]
     layers.check(group, problem)
@@ -633,6 +634,36 @@ def test_graphs(fields: dict[str, Any], mixed: bool, cuda: torch.device) -> None
         wanted, _ = problem.reference()
         worst = relative_error(found, wanted).row
         assert worst < layers.BOUNDS["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
+def test_decodes_beside_a_chunk(
+    fields: dict[str, Any], captured: bool, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = layers.made(cuda, layers.layer_config(num_heads=8, head_size=128, dtype="bfloat16", **fields))
+    problem = layers.problem_of(group, ((1, 2000), (1, 900), (1, 1), (700, 900), (64, 64)))
+    wanted = layers.check(group, problem)
+    monkeypatch.setattr(schedule, "worth_two_streams", lambda *_: True)
+    metadata = group.build(common_of(problem))
+    assert metadata.parts[0].metadata.beside
+    kv_cache, output, lse = problem.written_cache(), torch.empty_like(wanted[0]), torch.empty_like(wanted[1])
+
+    def step() -> None:
+        output.fill_(torch.nan)
+        layer_of(group, problem).forward(problem.query, None, None, kv_cache, metadata, output, lse)
+        output.mul_(1)  # behind both streams
+
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        graph.replay()
+    else:
+        step()
+    assert same_bits(output, wanted[0])
+    assert same_bits(lse, wanted[1])
 
 
 @pytest.mark.gpu

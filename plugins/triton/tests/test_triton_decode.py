@@ -144,14 +144,13 @@ def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
 def test_split_counts_keep_to_the_workspace_and_fill_the_gpu() -> None:
     for sms in (1, 14, 132, 192):
         for programs in (1, 8, 64, 100, 131, 132, 263, 300, 512, 2048):
+            used = launch.decode_launch((9, 0), 4, 128, torch.bfloat16, torch.bfloat16, programs / sms)
             for keys in (1, 64, 1000, 131072):
-                splits = launch.num_splits_for(programs, keys, Gpu((9, 0), sms))
+                splits = launch.num_splits_for(programs, keys, Gpu((9, 0), sms), used, 512)
                 tiles = -(-keys // 64)
                 assert 1 <= splits <= tiles
                 assert splits == 1 or programs * splits <= PROGRAMS_PER_SM * sms
-                assert programs * splits >= sms or splits == tiles
-    assert launch.num_splits_for(8, 131072, Gpu((9, 0), 132)) == 32
-    assert launch.num_splits_for(512, 4096, Gpu((9, 0), 132)) == 1
+                assert keys < 1000 or 2 * programs * splits >= sms or splits == tiles
 
 
 @pytest.mark.gpu

@@ -137,7 +137,10 @@ def test_decode(size: int, heads: int, kv_heads: int, block_size: int, kind: str
     query, window = drawn(batch.tokens, heads, size), 4096 if kind == "window" else 0
     output, lse = batch.poisoned(heads, size)
     keys = window + batch.max_query_len if window else LONGEST
-    splits = launch.num_splits_for(len(DECODES) * kv_heads, keys, launch.gpu_of(query.device), fp8=kind == "fp8")
+    gpu, cache = launch.gpu_of(query.device), key.dtype
+    rows, programs = heads // kv_heads * batch.max_query_len, len(DECODES) * kv_heads
+    used = launch.decode_launch(gpu.capability, rows, size, query.dtype, cache, programs / gpu.sms)
+    splits = launch.num_splits_for(programs, keys, gpu, used, 2 * size * cache.itemsize)
     split_tokens = 0
     if kind == "fixed":
         splits, split_tokens = LONGEST // 2048, 2048

@@ -19,7 +19,7 @@ import torch
 
 from attn_select.device import known_gpus
 from attn_select_triton.facts import tuning
-from attn_select_triton.facts.tuning import Gpu, Way, way_cost
+from attn_select_triton.facts.tuning import Gpu, Tile, Way, way_cost
 from attn_select_triton.kernels import launch, mla_decode, paged_attention
 from attn_select_triton.runtime import schedule
 
@@ -100,19 +100,34 @@ WAYS: tuple[dict[Way, str], ...] = (
 )
 
 
+def decode_tile(gpu: Gpu, programs: int, cache: torch.dtype) -> Tile:
+    return launch.decode_launch(gpu.capability, 4, 128, torch.bfloat16, cache, programs / gpu.sms)
+
+
 def schedules(gpu: Gpu) -> Iterator[tuple[str, list[Any]]]:
     """Yield how batches are split and run on a GPU."""
     programs, keys = (1, 3, 8, 20, 64, 100, 131, 132, 200, 264, 512), (1, 100, 1000, 4096, 16384, 131072)
     yield (
         "splits",
-        [launch.num_splits_for(*each, gpu, fp8=fp8) for fp8 in (False, True) for each in product(programs, keys)],
+        [
+            launch.num_splits_for(*each, gpu, decode_tile(gpu, each[0], cache), 256 * cache.itemsize)
+            for cache, each in product((torch.bfloat16, torch.float8_e4m3fn), product(programs, keys))
+        ],
     )
     yield "latent splits", [mla_decode.mla_num_splits(*each, gpu.sms) for each in product(programs, keys)]
     yield (
         "batches",
         [
             schedule.split_keys(
-                requests=len(lens), longest=max(lens), total=sum(lens), units=units, most=most, gpu=gpu, fp8=units == 2
+                requests=len(lens),
+                longest=max(lens),
+                total=sum(lens),
+                units=units,
+                most=most,
+                gpu=gpu,
+                launch=decode_tile(gpu, len(lens) * units, torch.float8_e4m3fn if units == 2 else torch.bfloat16),
+                key_bytes=256 if units == 2 else 512,
+                fp8=units == 2,
             )
             for _, lens, units, most in batches()
         ],
@@ -160,7 +175,7 @@ def written(groups: Iterator[tuple[str, list[Any]]]) -> dict[str, Any]:
 
 def all_choices() -> dict[str, Any]:
     found = {"{}.{}".format(*capability): written(tiles(capability)) for capability in CAPABILITIES}
-    return {**found, "H100": written(schedules(H100))}
+    return {**found, "H100": written(schedules(H100)), "H200": written(schedules(H200))}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -169,9 +184,9 @@ def test_tiles_are_those_that_were_measured_or_compiled(capability: tuple[int, i
     assert written(tiles(capability)) == before
 
 
-@pytest.mark.parametrize("gpu", [H100, H200, Gpu((9, 0), 132)], ids=str)
-def test_schedules_are_those_that_were_measured(gpu: Gpu) -> None:
-    assert written(schedules(gpu)) == json.loads(CHOICES.read_text(encoding="utf-8"))["H100"]
+@pytest.mark.parametrize(("name", "gpu"), [("H100", H100), ("H200", H200), ("H100", Gpu((9, 0), 132))], ids=str)
+def test_schedules_are_those_that_were_measured(name: str, gpu: Gpu) -> None:
+    assert written(schedules(gpu)) == json.loads(CHOICES.read_text(encoding="utf-8"))[name]
 
 
 def test_less_bandwidth_for_an_sm_needs_fewer_programs() -> None:
@@ -180,8 +195,24 @@ def test_less_bandwidth_for_an_sm_needs_fewer_programs() -> None:
     gpu = Gpu((8, 9), l40s.sm_count, l40s.bandwidth_gbps)
     assert 0.2 < gpu.bandwidth_share < 0.3
     assert tuning.decode_splits().programs(gpu, fp8=False) == 1.0
-    assert launch.num_splits_for(71, 131072, gpu) == 2  # one program for each
-    assert launch.num_splits_for(71, 131072, Gpu((8, 9), gpu.sms)) == 4
+
+
+def test_a_decode_fills_whole_waves_of_programs() -> None:
+    """What was fastest on an H200, of 1 to 19 splits (docs/log/triton.md)."""
+    for requests, keys, wanted in (
+        (1, 1024, 16),
+        (5, 5000, 6),
+        (8, 16384, 4),
+        (20, 3000, 3),
+        (32, 16384, 1),
+        (50, 2048, 1),
+    ):
+        tile = decode_tile(H200, 8 * requests, torch.bfloat16)
+        assert launch.num_splits_for(8 * requests, keys, H200, tile, 512) == wanted
+        waves = 8 * requests * wanted / (H200.sms * 8 // tile.num_warps)
+        assert waves <= 1
+    tile = decode_tile(H200, 8, torch.bfloat16)
+    assert launch.num_splits_for(8, 100, H200, tile, 512) == 1  # a merge takes longer than a second tile
 
 
 def test_less_bandwidth_makes_copies_dearer() -> None:

@@ -47,12 +47,17 @@ class Gpu:
         return known
 
     @property
+    def gbps(self) -> float:
+        """Its bandwidth; where that is not known, the reference's for so many multiprocessors."""
+        reference = _tuning()["reference"]
+        share: float = reference["bandwidth_gbps"] / reference["sms"]
+        return share * self.sms if self.bandwidth_gbps is None else self.bandwidth_gbps
+
+    @property
     def bandwidth_share(self) -> float:
         """Bandwidth per multiprocessor over the reference's, 1 at most: beyond, more programs were not needed."""
-        if self.bandwidth_gbps is None:
-            return 1.0
         reference = _tuning()["reference"]
-        share: float = self.bandwidth_gbps / self.sms / (reference["bandwidth_gbps"] / reference["sms"])
+        share: float = self.gbps / self.sms / (reference["bandwidth_gbps"] / reference["sms"])
         return min(1.0, share)
 
 
@@ -140,11 +145,18 @@ def way_cost(name: str) -> Cost:
 class DecodeSplits:
     """``[decode]`` of ``tuning.toml``."""
 
-    resident: float
-    resident_fp8: float
+    warps: int
     most: int
     least_keys: int
-    worth: float
+    waves: int
+    bandwidth: float
+    idle: float
+    tile_us: float
+    key_us: float
+    start_us: float
+    merge_us: float
+    resident: float
+    resident_fp8: float
     captured_least_keys: int
     uneven: float
     uneven_parts: int
@@ -153,6 +165,31 @@ class DecodeSplits:
     def programs(self, gpu: Gpu, fp8: bool) -> float:
         """Return the programs per multiprocessor that fill a GPU's memory pipeline, one at least."""
         return max(1.0, (self.resident_fp8 if fp8 else self.resident) * gpu.bandwidth_share)
+
+    def of_equal(self, programs: int, keys: int, gpu: Gpu, tile: Tile, key_bytes: int) -> int:
+        """Return into how many splits requests of ``keys`` each are cut.
+
+        A program takes a time for each of its tiles, and all together no less than their bytes take, which is longer
+        where the last wave leaves places empty. Of all counts those are tried that fill so many waves best.
+
+        Args:
+            programs: unsplit.
+            tile: the programs'.
+            key_bytes: of a key and its value, of one KV head.
+        """
+        places = gpu.sms * max(1, self.warps // tile.num_warps)
+        most = max(1, min(-(-keys // self.least_keys), self.most * gpu.sms // max(1, programs)))
+        least = programs * keys * key_bytes / (self.bandwidth * 1e3 * gpu.gbps)
+
+        def cost(splits: int) -> float:
+            waves, own = -(-programs * splits // places), -(-keys // splits)
+            empty = 1.0 - programs * splits / (waves * places)
+            busy = waves * (self.tile_us * -(-own // tile.block_n) + self.key_us * own)
+            merging = self.merge_us if splits > 1 else 0.0
+            return max(least * (1.0 + self.idle * empty), busy) + waves * self.start_us + merging
+
+        tried = {1, *(max(1, min(most, waves * places // max(1, programs))) for waves in range(1, self.waves + 1))}
+        return min(sorted(tried), key=cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +218,12 @@ class LatentSplits:
 def decode_splits() -> DecodeSplits:
     """Return how decodes are split."""
     return DecodeSplits(**_tuning()["decode"])
+
+
+def two_streams() -> dict[str, int]:
+    """Return from where on a mixed step's prefills and decodes run on two streams: ``tokens``, and ``mib`` of keys."""
+    found: dict[str, int] = _tuning()["two_streams"]
+    return found
 
 
 @cache

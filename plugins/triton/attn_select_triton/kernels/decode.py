@@ -297,6 +297,7 @@ class Decode:
             load = requests * shape.kv_heads / sm_count(shape.device)
             launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
         self.shape, self.launch, self.tokens, self.num_splits = shape, launch, tokens, num_splits
+        self.seq_lens = seq_lens
         self._rows = slice(first_token, first_token + tokens)
         row_tiles = -(-rows // launch.block_m)
         self._grid = (shape.kv_heads * row_tiles, requests, num_splits)

@@ -123,27 +123,17 @@ def decode_launch(
     return replace(tile, block_m=min(block_m, tile.block_m))
 
 
-def num_splits_for(programs: int, keys: int, gpu: Gpu, *, fp8: bool = False) -> int:
+@lru_cache(maxsize=4096)
+def num_splits_for(programs: int, keys: int, gpu: Gpu, launch: Launch, key_bytes: int) -> int:
     """Return into how many splits a decode cuts the keys.
-
-    The smallest count that leaves no SM with fewer programs than fill its memory pipeline, and more only where that
-    evens out the last wave.
 
     Args:
         programs: requests x KV heads x row tiles, unsplit.
         keys: the longest request's, or its window's.
-        fp8: the cache is FP8: half the bytes a key, so twice the programs.
+        launch: of the programs.
+        key_bytes: of a key and its value, of one KV head.
     """
-    by, sms = decode_splits(), gpu.sms
-    tiles = max(1, -(-keys // by.least_keys))
-    most = max(1, min(tiles, by.most * sms // max(1, programs)))
-    first = min(most, max(1, int(-(-by.programs(gpu, fp8) * sms // programs))))
-    best, load = first, -(-programs * first // sms) / first
-    for splits in range(first + 1, most + 1):
-        other = -(-programs * splits // sms) / splits
-        if other < by.worth * load:
-            best, load = splits, other
-    return best
+    return decode_splits().of_equal(programs, keys, gpu, launch, key_bytes)
 
 
 def _name(dtype: torch.dtype) -> str:

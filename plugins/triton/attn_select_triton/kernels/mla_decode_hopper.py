@@ -188,6 +188,34 @@ def write_columns(
 
 
 @gluon.jit
+def write_quarters(
+    pointers, first, second, norm, staging, position, num_splits, strides,
+    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr,
+):  # fmt: skip
+    """Write two quarters of the output's columns from ``COLUMN`` on, times ``norm``; 16-bit ones by way of ``staging``.
+
+    A thread has two numbers of a row in a row; from shared memory it takes eight.
+
+    Args:
+        staging: shared memory of ``ROWS * R`` bytes that nothing else uses any more.
+    """
+    out_ptr, _, _, _ = pointers
+    if SPLIT or out_ptr.dtype.element_ty.primitive_bitwidth != 16:
+        write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 1)
+        write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN + R // 4, 1)
+    else:
+        T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        quarters = staging._reinterpret(out_ptr.dtype.element_ty, [2, first.shape[0], R // 4], wide)
+        quarters.index(0).store((first * norm).to(out_ptr.dtype.element_ty))
+        quarters.index(1).store((second * norm).to(out_ptr.dtype.element_ty))
+        gl.thread_barrier()
+        for quarter in gl.static_range(2):
+            total = quarters.index(quarter).load(T)
+            write_columns(pointers, total, position, num_splits, strides, HEADS, R, False, COLUMN + quarter * R // 4, 1)
+
+
+@gluon.jit
 def score_tile(
     tile, row_max, row_sum, limits, low, score_scale, smem, barriers, exchange,
     MASKED: gl.constexpr, PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr,
@@ -264,7 +292,7 @@ def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
 
 @gluon.jit
 def attend_values(
-    pointers, smem, barriers, exchange, position, num_splits, strides,
+    pointers, smem, barriers, exchange, staging, position, num_splits, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
     TILE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -273,6 +301,7 @@ def attend_values(
     The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
 
     Args:
+        staging: as ``write_quarters`` has it, behind the last tile's scores.
         TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
@@ -286,8 +315,7 @@ def attend_values(
     mbarrier.wait(given.index(slot), tiles // SLOTS & 1)
     norm = factors.index(slot).load(gl.SliceLayout(1, ACC))[:, None]
     COLUMN: gl.constexpr = R // 2 if RIGHT else 0
-    write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 1)
-    write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN + R // 4, 1)
+    write_quarters(pointers, first, second, norm, staging, position, num_splits, strides, HEADS, R, SPLIT, COLUMN)
 
 
 @gluon.jit
@@ -522,9 +550,9 @@ def mla_decode_hopper_kernel(
             [
                 (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
                  HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 16)),
-                (attend_values, (pointers, smem, barriers, exchange, position, num_splits, strides,
+                (attend_values, (pointers, smem, barriers, exchange, q_left, position, num_splits, strides,
                  HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_values), SLOTS)),
-                (attend_values, (pointers, smem, barriers, exchange, position, num_splits, strides,
+                (attend_values, (pointers, smem, barriers, exchange, q_right, position, num_splits, strides,
                  HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), SLOTS)),
                 (load_tiles, loader),
             ],

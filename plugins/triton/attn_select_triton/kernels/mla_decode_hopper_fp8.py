@@ -28,6 +28,7 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     attend_half_turned,
     attend_scores,
     attend_values,
+    clear_behind,
     hand_back,
     key_range,
     make_exchange,
@@ -54,25 +55,36 @@ def rounded(numbers, scale):
 
 @gluon.jit
 def round_query(
-    query, q_smem, q_pe, q_ready, position, HEADS: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr
+    query, q_smem, q_pe, q_ready, position,
+    HEADS: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Bring the program's query rows to shared memory in e4m3; ``query`` is pointer, strides and scale."""
+    """Bring one half of the query's columns to shared memory in e4m3; all of it is under way before any is waited for.
+
+    Args:
+        query: pointer, strides and scale.
+        RIGHT: the right half of the latents' columns, or the left one and the rope part.
+    """
     q_ptr, stride_qt, stride_qh, scale = query
     first, _, query_start, query_len, _, _, _, _, _ = position
     T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HALF: gl.constexpr = R // PART // 2
+    BEGIN: gl.constexpr = HALF if RIGHT else 0
     flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     rows = q_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
     inside = (flat < query_len * HEADS)[:, None]
-    for part in gl.static_range(R // PART):
-        columns = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, T))
-        loaded = gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0)
-        q_smem.index(part).store(rounded(loaded, scale))
-    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
-    rows = q_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
-    columns = R + gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
-    loaded = gl.load(rows[:, None] + columns[None, :], mask=(flat < query_len * HEADS)[:, None], other=0.0)
-    q_pe.store(rounded(loaded, scale))
+    loaded = ()
+    for part in gl.static_range(HALF):
+        columns = (BEGIN + part) * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, T))
+        loaded = loaded + (gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
+    if not RIGHT:
+        flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
+        rows = q_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
+        columns = R + gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
+        rope = gl.load(rows[:, None] + columns[None, :], mask=(flat < query_len * HEADS)[:, None], other=0.0)
+        q_pe.store(rounded(rope, scale))
+    for part in gl.static_range(HALF):
+        q_smem.index(BEGIN + part).store(rounded(loaded[part], scale))
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(q_ready, count=1)
@@ -143,11 +155,12 @@ def add_values(
     buffer = tile % STAGES
     start = low + tile * KEYS
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
-    if start + KEYS > high:
-        widen(k_smem, values, buffer, start, high, R, RIGHT, True)
-    else:
-        widen(k_smem, values, buffer, start, high, R, RIGHT, False)
+    widen(k_smem, values, buffer, start, high, R, RIGHT, False)
     hand_back(empty, buffer)
+    if start + KEYS > high:
+        T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        for part in gl.static_range(R // PART // 2):
+            clear_behind(values.index(part), start, high, T)
     weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
     quarters = values._reinterpret(gl.float16, [2, KEYS, R // 4], values.type.layout)
     first, second = multiply_values(first, second, weights, factor, least, quarters.index(0), quarters.index(1))
@@ -195,13 +208,13 @@ def attend_tile_turned(
 @gluon.jit
 def round_and_attend_values(
     query, pointers, smem, barriers, exchange, position, num_splits, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
+    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The group of the left half: rounds the query beside the first loads, then attends."""
-    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS)
+    """One half's group: rounds its half of the query beside the first loads, then attends."""
+    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, RIGHT)
     attend_values(
-        pointers, smem, barriers, exchange, position, num_splits, strides, HEADS, R, SPLIT, ROWS, False,
-        gl.constexpr(add_values), SLOTS,
+        pointers, smem, barriers, exchange, smem[5] if RIGHT else smem[4], position, num_splits, strides,
+        HEADS, R, SPLIT, ROWS, RIGHT, gl.constexpr(add_values), SLOTS,
     )  # fmt: skip
 
 
@@ -209,12 +222,12 @@ def round_and_attend_values(
 def round_and_attend_turned(
     query, pointers, smem, barriers, position, num_splits, scales, strides,
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr,
+    ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The same with few rows."""
-    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS)
+    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, RIGHT)
     attend_half_turned(
-        pointers, smem, barriers, position, num_splits, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False,
+        pointers, smem, barriers, position, num_splits, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, RIGHT,
         gl.constexpr(attend_tile_turned), 32,
     )  # fmt: skip
 
@@ -274,7 +287,7 @@ def mla_decode_hopper_fp8_kernel(
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_ready, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=3 if ROWS == 64 else 2)
@@ -296,9 +309,9 @@ def mla_decode_hopper_fp8_kernel(
                 (attend_scores, (pointers, both, barriers, exchange, position, num_splits, scales,
                  HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 32)),
                 (round_and_attend_values, (query, pointers, both, barriers, exchange, position, num_splits, strides,
-                 HEADS, R, SPLIT, ROWS)),
-                (attend_values, (pointers, both, barriers, exchange, position, num_splits, strides,
-                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), SLOTS)),
+                 HEADS, R, SPLIT, ROWS, False)),
+                (round_and_attend_values, (query, pointers, both, barriers, exchange, position, num_splits, strides,
+                 HEADS, R, SPLIT, ROWS, True)),
                 (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
                  BLOCK_SIZE)),
             ],
@@ -311,9 +324,9 @@ def mla_decode_hopper_fp8_kernel(
         gl.warp_specialize(
             [
                 (round_and_attend_turned, (query, pointers, left, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS)),
-                (attend_half_turned, (pointers, right, barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile_turned), 32)),
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
+                (round_and_attend_turned, (query, pointers, right, barriers, position, num_splits, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
                 (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
                  BLOCK_SIZE)),
             ],

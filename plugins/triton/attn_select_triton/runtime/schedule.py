@@ -16,7 +16,7 @@ from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
 from attn_select_triton.facts import tuning
 from attn_select_triton.facts.tuning import Cost, Gpu, Way, prefill_cost
 from attn_select_triton.kernels.cache import GATHER_ALIGN
-from attn_select_triton.kernels.launch import num_splits_for
+from attn_select_triton.kernels.launch import Launch, num_splits_for
 from attn_select_triton.kernels.mla_decode import mla_num_splits
 
 LEAST_SPLIT = tuning.decode_splits().captured_least_keys
@@ -28,7 +28,16 @@ TILE_ROWS = 64
 
 
 def split_keys(
-    *, requests: int, longest: int, total: int, units: int, most: int, gpu: Gpu, fp8: bool
+    *,
+    requests: int,
+    longest: int,
+    total: int,
+    units: int,
+    most: int,
+    gpu: Gpu,
+    launch: Launch,
+    key_bytes: int,
+    fp8: bool,
 ) -> tuple[int, int]:
     """Return how many splits a decode may have, and how many keys each should have.
 
@@ -36,10 +45,11 @@ def split_keys(
         requests: in the batch; ``longest`` of them in keys, ``total`` of all.
         units: programs of one request, unsplit: KV heads x row tiles.
         most: splits that the workspace has room for.
+        launch, key_bytes: as ``num_splits_for`` has them.
         fp8: the cache is FP8.
     """
     by = tuning.decode_splits()
-    splits = max(1, min(num_splits_for(requests * units, longest, gpu, fp8=fp8), most))
+    splits = max(1, min(num_splits_for(requests * units, longest, gpu, launch, key_bytes), most))
     tokens = -(-longest // splits)
     if by.uneven * total < requests * longest:
         # Programs of what each resident one would have if all keys were dealt out evenly would still leave a tail.
@@ -48,6 +58,12 @@ def split_keys(
             splits = max(1, min(-(-longest // part), most))
             tokens = max(part, -(-longest // splits))
     return splits, max(1, tokens)
+
+
+def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
+    """Whether a step's prefills of so many query tokens run beside its decodes, which read so many bytes."""
+    least = tuning.two_streams()
+    return tokens >= least["tokens"] and decode_bytes >= least["mib"] << 20
 
 
 def most_splits(max_keys: int, units: int, gpu: Gpu, fp8: bool) -> int:

@@ -22,6 +22,7 @@ from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.side_by_side import COMPILING
+from attn_select_triton.runtime.side_stream import side_stream
 from attn_select_triton.runtime.triton_attn_metadata import (
     Part,
     TritonAttnBuilder,
@@ -105,6 +106,14 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         return output
 
     def _forward(self, call: _Call, metadata: TritonAttnMetadata, output: Tensor, lse: Tensor | None) -> None:
+        if metadata.beside:
+            decodes, *others = metadata.parts
+            with side_stream(call.query.device) as side:
+                for part in others:
+                    self._run(part, self._terms[part.causal], call, output, lse)
+                with torch.cuda.stream(side):
+                    self._run(decodes, self._terms[decodes.causal], call, output, lse)
+            return
         if metadata.prefix is None:
             for part in metadata.parts:
                 self._run(part, self._terms[part.causal], call, output, lse)

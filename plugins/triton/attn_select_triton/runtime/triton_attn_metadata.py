@@ -81,11 +81,13 @@ class TritonAttnMetadata:
         num_actual_tokens: T.
         parts: the launches; with a prefix those of each request's rest.
         prefix: the launches for a prefix that all requests share, which is one request of T queries.
+        beside: the first part, decodes, may run beside the others.
     """
 
     num_actual_tokens: int
     parts: list[Part]
     prefix: list[Part] | None = None
+    beside: bool = False
 
 
 def planned_prefill(context: BackendContext) -> PrefillKernel:
@@ -136,6 +138,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._window = config.sliding_window or 0
         self._fp8, self._gpu = config.cache_dtype in FP8_DTYPES, gpu_of(device)
         self._row = config.num_heads * (config.value_head_size + 1)
+        self._key_bytes = (config.head_size + config.value_head_size) * self.shape.cache_dtype.itemsize
         self._workspace: Tensor | None = None
         self._gathered: tuple[Tensor, Tensor] | None = None
         self._ways: dict[Way, Cost] = {}
@@ -210,7 +213,21 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             assert self.context.block_size is not None
             halves = split_for_cascade(common, common_prefix_len, self.context.block_size)
             prefix, common = self._prefills(halves.prefix, 0), halves.suffix
-        return TritonAttnMetadata(common.num_actual_tokens, self._parts(common), prefix)
+        parts = self._parts(common)
+        return TritonAttnMetadata(
+            common.num_actual_tokens, parts, prefix, prefix is None and self._beside(common, parts)
+        )
+
+    def _beside(self, common: CommonAttentionMetadata, parts: list[Part]) -> bool:
+        """Whether a step's decodes run beside its prefills: where both take long, and only one uses the workspace."""
+        if len(parts) < 2 or self.context.device.type != "cuda" or parts[0].decode is None:
+            return False
+        if any(part.decode is not None or part.shared for part in parts[1:]):
+            return False
+        decodes = len(parts[0].decode.seq_lens)
+        tokens = common.num_actual_tokens - int(common.query_start_loc_cpu[decodes])
+        keys = int(common.seq_lens_cpu[:decodes].sum())
+        return schedule.worth_two_streams(tokens, keys * self.shape.kv_heads * self._key_bytes)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TritonAttnMetadata:
         common, requests = common_attn_metadata, common_attn_metadata.num_reqs
@@ -279,7 +296,9 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if self._fixed_split:
             num_splits, each = -(-self._most_keys // self._fixed_split), self._fixed_split
         else:
-            num_splits, each = schedule.split_keys(requests=requests, gpu=self._gpu, fp8=self._fp8, **sizes)
+            num_splits, each = schedule.split_keys(
+                requests=requests, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, fp8=self._fp8, **sizes
+            )
         if split_tokens is not None and not self._fixed_split:
             num_splits = most
             split_tokens.fill_(each)
