@@ -26,6 +26,8 @@ a tune that is stopped, or run again, goes on from there. The rules name this GP
 they lapse with them. Some batches judge the rules and take no part in making them: their regret, the time of the chosen
 backend over the best one's, is printed.
 
+After an interrupt, rules are made of the layers and phases that were measured often enough.
+
 Exit code: 0 written, or nothing to write, 1 not written, 2 wrong input, 130 interrupted.
 """
 
@@ -126,23 +128,26 @@ def command(
                 found.skipped[each.kind] = f"its layers have no {phase}"
             for one in phases:
                 found.add(each.kind, config, one, spans, wanted)
-        complete = found.run(seconds, say)
-    outcome = tuner.outcome_of(found, rules_file.rules_in(seen) if seen else [])
+        found.run(seconds, say)
+    outcome = [*tuner.outcomes(found, rules_file.rules_in(seen) if seen else [])]
     if not as_json:
         print_lines(tuner.outcome_lines(outcome, found))
-    if not complete:
-        click.echo(f"interrupted: the times are kept in {found.file}, and the next tune goes on from there", err=True)
-        return 130
-    more = {"layers": tuner.outcome_dicts(outcome), "measurements": str(found.file)}
-    if not any(one.tables for one in outcome):
+    if found.interrupted:
+        text = f"interrupted: the times are kept in {found.file}, and the next tune goes on from there"
+        short = [f"{one.layer.kind} {one.layer.tuning.phase}" for one in outcome if one.unfinished]
+        click.echo(f"{text}; no rules yet of {', '.join(short)}" if short else text, err=True)
+    more = {"layers": tuner.outcome_dicts(outcome), "measurements": str(found.file), "interrupted": found.interrupted}
+    if any(one.tables for one in outcome):
+        kept = {table["name"] for one in outcome for table in one.tables}
+        gone = {rule["name"] for one in outcome if one.tables for rule in one.replaced} - kept
+        text = rules_file.without_rules(seen, gone)
+        for table in (table for one in outcome for table in one.tables):
+            text = rules_file.with_rule(text, table)
+        shown = {**options, "backend": (), "workload": workload}
+        code = Proposal(path, seen, text, [options["model"]], ["auto"], shown).put(yes, as_json, more)
+    else:
         if as_json:
             data = {**more, "file": str(path), "changes": [], "warnings": [], "written": False}
             print_json({"schema_version": 1, **data})
-        return 1
-    kept = {table["name"] for one in outcome for table in one.tables}
-    gone = {rule["name"] for one in outcome if one.tables for rule in one.replaced} - kept
-    text = rules_file.without_rules(seen, gone)
-    for table in (table for one in outcome for table in one.tables):
-        text = rules_file.with_rule(text, table)
-    shown = {**options, "backend": (), "workload": workload}
-    return Proposal(path, seen, text, [options["model"]], ["auto"], shown).put(yes, as_json, more)
+        code = 1
+    return 130 if found.interrupted else code

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from attn_select.config import AttentionConfig, Phase
+from attn_select.device import Device
 from attn_select.errors import ConfigError
 from attn_select.render import HANG, Line, config_text
 from attn_select.selector import select
@@ -20,7 +22,7 @@ from attn_select.times.regions import Region, find_regions, next_batch, order_in
 from attn_select.times.roofline import is_decode, roofline_us, step_work
 from attn_select.times.store import MeasurementFile, append_measurements, read_measurements
 from attn_select.times.tuned_rules import regions_of, rule_tables, tuned_before
-from attn_select.times.tuning import Domain, Span, Tuning
+from attn_select.times.tuning import TIE, Domain, Span, Tuning
 from attn_select.times.workload import Workload
 from attn_select_cli.benching import Bench, Candidate, check_runnable
 from attn_select_cli.output import counted
@@ -36,6 +38,9 @@ _WORSE = 1.005
 """Rules that lose to the present order by more than this factor on held-out batches are not written."""
 _COMPARED = 2
 """Batches of a layer's phase whose results are compared with the oracle."""
+_DRIFT = math.log1p(TIE)
+"""By how much, as a logarithm, a known time may differ from a new one of the same backend and batch: where it differs
+more, the device runs otherwise than it did, and the other known times of the batch do not compare with new ones."""
 _BATCH: Span = (1, 256)
 _PREFILL_BATCH: Span = (1, 16)
 _QUERY_LEN: Span = (128, 8192)
@@ -51,6 +56,7 @@ class LayerTuning:
         tuning: its measured batches.
         candidates: what is measured.
         reused: batches whose times were kept from before.
+        measured_here: batches that were measured since.
         measured: when the last of its times was measured, ISO 8601.
         libraries: versions by distribution, by backend.
         kernels: name of the phase's kernel, by backend.
@@ -62,6 +68,7 @@ class LayerTuning:
     candidates: list[Candidate]
     weighted: dict[BatchShape, float]
     reused: int = 0
+    measured_here: int = 0
     measured: str = ""
     libraries: dict[str, dict[str, str]] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
@@ -85,6 +92,7 @@ class Tuner:
     Attributes:
         layers: what was added.
         skipped: kinds of layers that cannot be timed alone, with the reason.
+        interrupted: whether somebody stopped it.
     """
 
     def __init__(self, bench: Bench, file: Path, backends: Sequence[str] = ()) -> None:
@@ -92,6 +100,7 @@ class Tuner:
         self._rated = bench.rates.of(bench.device)
         self.layers: list[LayerTuning] = []
         self.skipped: dict[str, str] = {}
+        self.interrupted = False
 
     def add(
         self,
@@ -175,15 +184,12 @@ class Tuner:
             ):
                 batch = parse_batch_shape(one.batch)
                 if layer.tuning.domain.holds(batch) or batch in layer.tuning.held_out:
-                    layer.tuning.add(batch, {one.backend: one.time_us})
+                    layer.tuning.add(batch, {one.backend: one.time_us}, [one.backend])
                     layer.measured = max(layer.measured, one.date)
-        samples = layer.tuning.samples
-        for batch in [b for b, times in samples.items() if len(times) < len(layer.tuning.backends)]:
-            del samples[batch]  # another backend takes part now: they are compared side by side
-        layer.reused = len(samples)
+        layer.reused = len(layer.tuning.samples)
 
-    def run(self, seconds: float, say: Callable[[str], None]) -> bool:
-        """Measure until the time is over or no batch would change a rule; return False where it was interrupted."""
+    def run(self, seconds: float, say: Callable[[str], None]) -> None:
+        """Measure until the time is over, no batch would change a rule, or it is interrupted."""
         deadline = time.monotonic() + seconds
         active = [layer for layer in self.layers if len(layer.tuning.backends) > 1]
         try:
@@ -191,23 +197,30 @@ class Tuner:
                 for layer in [*active]:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        return True
+                        return
                     batch = next_batch(layer.tuning)
                     if batch is None:
                         layer.done = True
                         active.remove(layer)
                         continue
                     say(f"{layer.kind}, {layer.tuning.phase}: {batch} ({left:.0f} s left)")
-                    if not self._measure(layer, batch):
-                        return False
+                    self._measure(layer, batch)
         except KeyboardInterrupt:
-            return False
-        return True
+            self.interrupted = True
 
-    def _measure(self, layer: LayerTuning, batch: BatchShape) -> bool:
+    def _measure(self, layer: LayerTuning, batch: BatchShape) -> None:
+        """Measure the backends that were not tried on a batch, beside the fastest of those that were; all of them where
+        all were tried, or none.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted; what was measured so far is kept in the file.
+        """
         tuning = layer.tuning
-        candidates = [each for each in layer.candidates if each.name not in layer.wrong]
-        compare = len(tuning.samples) - layer.reused < _COMPARED
+        known = tuning.samples.get(batch, {}) if tuning.missing(batch) else {}
+        beside = min(known, key=known.__getitem__, default=None)
+        asked = {*(tuning.missing(batch) or tuning.backends), *([beside] if beside else [])}
+        candidates = [each for each in layer.candidates if each.name in asked and each.name not in layer.wrong]
+        compare = layer.measured_here < _COMPARED
         found = self.bench.measure(tuning.config, batch, candidates, _BATCH_SECONDS, compare)
         for timed in found.timed:
             if timed.failure is None and not timed.exact:
@@ -215,13 +228,16 @@ class Tuner:
         right = [each for each in self.bench.measurements(tuning.config, found) if each.backend not in layer.wrong]
         append_measurements(self.file, right)
         if not found.complete:
-            return False
+            raise KeyboardInterrupt
         layer.measured = max([layer.measured, *(each.date for each in right)])
-        tuning.add(batch, {each.backend: each.time_us for each in found.timed if each.failure is None})
-        for times in tuning.samples.values() if layer.wrong else ():
-            for name in layer.wrong:
-                times.pop(name, None)
-        return True
+        layer.measured_here += 1
+        times = {each.backend: each.time_us for each in found.timed if each.failure is None}
+        if beside is not None and abs(math.log(times.get(beside, math.inf) / known[beside])) > _DRIFT:
+            tuning.forget(batch)  # all are measured side by side where this batch is asked for again
+        else:
+            tuning.add(batch, times, asked)
+        for name in layer.wrong:
+            tuning.leave_out(name)
 
 
 def _spans(workload: Workload, config: AttentionConfig, phase: Phase) -> dict[str, Span] | None:
@@ -264,34 +280,52 @@ class TunedLayer:
     before: list[float]
     refused: str | None
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether too little was measured, or nothing was made of it, though there are backends to choose from."""
+        return len(self.layer.tuning.backends) > 1 and not self.regions
 
-def outcome_of(tuner: Tuner, rules: Sequence[Mapping[str, Any]]) -> list[TunedLayer]:
-    """Return what every layer and phase came to, and which of a file's ``rules`` that replaces."""
-    found = []
-    device = tuner.bench.device
+
+def outcomes(tuner: Tuner, rules: Sequence[Mapping[str, Any]]) -> Iterator[TunedLayer]:
+    """Yield what every layer and phase came to, and which of a file's ``rules`` that replaces.
+
+    An interrupt leaves those without rules whose turn has not come.
+    """
+    stopped = False
     for layer in tuner.layers:
-        tuning = layer.tuning
-        replaced = tuned_before(rules, tuning.config, device, tuning.phase)
-        present = regions_of(replaced, tuning.config, device, layer.libraries)
-        regions = find_regions(tuning, layer.weighted or None, present) if len(tuning.backends) > 1 else []
-        held = [(batch, tuning.samples[batch]) for batch in tuning.held_out if tuning.samples.get(batch)]
-        regrets = [_regret(order_in(regions, batch), times) for batch, times in held] if regions else []
-        before = [_regret(tuning.backends, times) for _, times in held]
-        refused = None
-        if len(tuning.backends) < 2:
-            refused = f"only {tuning.backends[0]} is valid" if tuning.backends else "no backend is valid"
-        elif not regions or not layer.enough:
-            refused = "too few batches were measured; give more --seconds"
-        elif regrets and (mean := geometric_mean(regrets)) > _WORSE * (mean_before := geometric_mean(before)):
-            refused = f"the present order does better on held-out batches, {mean_before:.3f} against {mean:.3f}"
-        if refused:
-            tables: list[Mapping[str, Any]] = []
-        elif regions == present:
-            tables = replaced
-        else:
-            tables = [*rule_tables(tuning.config, device, tuning.phase, regions, layer.libraries, layer.measured)]
-        found.append(TunedLayer(layer, regions, tables, replaced, regrets, before, refused))
-    return found
+        one = None
+        if not stopped:
+            try:
+                one = _outcome_of(layer, rules, tuner.bench.device)
+            except KeyboardInterrupt:
+                stopped = tuner.interrupted = True
+        yield one or TunedLayer(layer, [], [], [], [], [], "interrupted before they were made")
+
+
+def _outcome_of(layer: LayerTuning, rules: Sequence[Mapping[str, Any]], device: Device) -> TunedLayer:
+    tuning = layer.tuning
+    replaced = tuned_before(rules, tuning.config, device, tuning.phase)
+    present = regions_of(replaced, tuning.config, device, layer.libraries)
+    held = [(b, tuning.samples[b]) for b in tuning.held_out if not tuning.missing(b) and tuning.samples[b]]
+    before = [_regret(tuning.backends, times) for _, times in held]
+    regions: list[Region] = []
+    if len(tuning.backends) > 1 and layer.enough:
+        regions = find_regions(tuning, layer.weighted or None, present)
+    regrets = [_regret(order_in(regions, batch), times) for batch, times in held] if regions else []
+    refused = None
+    if len(tuning.backends) < 2:
+        refused = f"only {tuning.backends[0]} is valid" if tuning.backends else "no backend is valid"
+    elif not regions:
+        refused = "too few batches were measured; give more --seconds"
+    elif regrets and (mean := geometric_mean(regrets)) > _WORSE * (mean_before := geometric_mean(before)):
+        refused = f"the present order does better on held-out batches, {mean_before:.3f} against {mean:.3f}"
+    if refused:
+        tables: list[Mapping[str, Any]] = []
+    elif regions == present:
+        tables = replaced
+    else:
+        tables = [*rule_tables(tuning.config, device, tuning.phase, regions, layer.libraries, layer.measured)]
+    return TunedLayer(layer, regions, tables, replaced, regrets, before, refused)
 
 
 def _regret(order: Sequence[str], times: Mapping[str, float]) -> float:

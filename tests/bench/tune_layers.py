@@ -19,7 +19,7 @@ from attn_select.registry import load_plugins
 from attn_select_cli import rules_file
 from attn_select_cli.benching import Bench
 from attn_select_cli.output import print_lines
-from attn_select_cli.tuner import Tuner, outcome_lines, outcome_of
+from attn_select_cli.tuner import Tuner, outcome_lines, outcomes
 
 
 def main() -> None:
@@ -37,10 +37,12 @@ def main() -> None:
             tuner.add(name, config, phase, {}, None)
     tuner.run(arguments.seconds, lambda text: print(text, flush=True))
     text = rules_file.read_text(rules)
-    outcome = outcome_of(tuner, rules_file.rules_in(text) if text else [])
-    for table in (table for one in outcome for table in one.tables):
-        text = rules_file.with_rule(text, table)
-    rules.write_text(text, encoding="utf-8")
+    outcome = []
+    for one in outcomes(tuner, rules_file.rules_in(text) if text else []):
+        outcome.append(one)
+        for table in one.tables:
+            text = rules_file.with_rule(text, table)
+        rules.write_text(text, encoding="utf-8")  # of each layer and phase as soon as they are made
     print_lines(outcome_lines(outcome, tuner))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("torch", reason="timing a layer needs torch")
 
 from attn_select.times import store, tuning
-from attn_select.times.batch_shape import BatchShape
-from attn_select_cli import benching
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select_cli import benching, tuner
 
 pytestmark = [
     pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
@@ -158,23 +158,159 @@ def test_newer_measurements_contradict_tuned_rules(run: Any, rules_file: Path, t
     assert "newer measurements contradict FLEX_ATTENTION first: TORCH_SDPA 90 us against 400 us at 4q1s64" in result.out
 
 
-def test_an_interrupted_tune_keeps_its_times(
-    run: Any, rules_file: Path, timer: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure = benching.Bench.measure
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch, timer: list[str]) -> Callable[[str], None]:
+    """A function that makes the measuring of a batch an interrupted one."""
+    measure, stops = benching.Bench.measure, set[str]()
 
-    def interrupted(self: Any, *arguments: Any) -> benching.TimedBatch:
-        found = measure(self, *arguments)
-        found.complete = len(timer) < 3
+    def interrupted(self: Any, config: Any, batch: BatchShape, *arguments: Any) -> benching.TimedBatch:
+        found = measure(self, config, batch, *arguments)
+        found.complete = str(batch) not in stops
         return found
 
     monkeypatch.setattr(benching.Bench, "measure", interrupted)
-    result = run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes")
+    return stops.add
+
+
+def test_an_interrupted_tune_keeps_its_times(
+    run: Any, rules_file: Path, timer: list[str], folder: Path, interrupt: Callable[[str], None]
+) -> None:
+    command = ("tune", *LAYER, "--phase", "decode", *QUICK, "--yes")
+    run(*command[:-1], "--json", "--output", str(folder / "other.jsonl"))
+    asked = [*timer]
+    interrupt(asked[2])
+    timer.clear()
+    result = run(*command)
     assert result.code == 130
-    assert "the next tune goes on from there" in result.err
+    assert result.err.rstrip().endswith("the next tune goes on from there; no rules yet of full_attention decode")
     assert not rules_file.exists()
-    (path,) = folder.iterdir()
+    assert timer == asked[:3]
+    (path,) = set(folder.iterdir()) - {folder / "other.jsonl"}
     assert len(path.read_text().splitlines()) == 6
+
+
+def test_an_interrupted_tune_writes_the_rules_of_what_was_measured_often_enough(
+    run: Any, rules_file: Path, timer: list[str], interrupt: Callable[[str], None]
+) -> None:
+    """Decodes are known from before, prefills are not: the first of them is interrupted."""
+    known = run("tune", *LAYER, "--phase", "decode", *QUICK, "--json")
+    assert known.json["layers"][0]["rules"]
+    assert not known.json["interrupted"]
+    count = len(timer)
+    run("tune", *LAYER, "--phase", "prefill", *QUICK, "--output", str(rules_file.parent / "other.jsonl"))
+    interrupt(timer[count + 1])
+    result = run("tune", *LAYER, *QUICK, "--yes", "--json")
+    assert result.code == 130
+    assert (result.json["interrupted"], result.json["written"]) == (True, True)
+    assert [layer["rules"] != [] for layer in result.json["layers"]] == [False, True]
+    assert "no rules yet of full_attention prefill" in result.err
+    assert {rule["phase"] for rule in tomllib.loads(rules_file.read_text())["rules"]} == {"decode"}
+
+
+def test_an_interrupt_while_rules_are_made_leaves_the_later_ones_out(
+    run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = tuner.find_regions
+
+    def stopped(tuning: Any, *arguments: Any) -> Any:
+        if tuning.phase == "decode":
+            raise KeyboardInterrupt
+        return find(tuning, *arguments)
+
+    monkeypatch.setattr(tuner, "find_regions", stopped)
+    result = run("tune", *LAYER, *QUICK, "--yes")
+    assert result.code == 130
+    assert "no rules: interrupted before they were made" in result.out
+    assert "no rules yet of full_attention decode" in result.err
+    assert {rule["phase"] for rule in tomllib.loads(rules_file.read_text())["rules"]} == {"prefill"}
+
+
+@pytest.fixture
+def third(monkeypatch: pytest.MonkeyPatch, timer: list[str]) -> list[tuple[str, set[str]]]:
+    """A third backend that is slower than the others. The list gets each batch with the backends that are measured."""
+    measured: list[tuple[str, set[str]]] = []
+    candidates, measure = benching.Bench.candidates, benching.Bench.measure
+
+    def three(*arguments: Any) -> list[benching.Candidate]:
+        found = candidates(*arguments)
+        return [*found, benching.Candidate("TRITON_ATTN", found[0].selection)]
+
+    def watched(self: Any, config: Any, batch: BatchShape, tried: Any, *rest: Any) -> benching.TimedBatch:
+        measured.append((str(batch), {each.name for each in tried}))
+        found = measure(self, config, batch, tried, *rest)
+        for timed in found.timed:
+            if timed.backend == "TRITON_ATTN":
+                timed.kernel, timed.samples_us = {"decode": "unnamed"}, [1000.0]
+        return found
+
+    monkeypatch.setattr(benching.Bench, "candidates", three)
+    monkeypatch.setattr(benching.Bench, "measure", watched)
+    return measured
+
+
+def lines_of(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    (path,) = folder.iterdir()
+    return path, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_backend_that_is_new_is_measured_beside_the_fastest_known_one(
+    run: Any, rules_file: Path, folder: Path, third: list[tuple[str, set[str]]]
+) -> None:
+    command = ("tune", *LAYER, "--phase", "decode", *QUICK, "--json")
+    before = run(*command).json["layers"][0]["batches"]
+    asked = {batch for batch, _ in third}
+    path, rows = lines_of(folder)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row["backend"] != "TRITON_ATTN"))
+    third.clear()
+    (layer,) = run(*command).json["layers"]
+    assert (layer["reused"], layer["batches"]) == (before, before)
+    assert third
+    assert {batch for batch, _ in third} <= asked
+    for text, names in third:
+        batch = parse_batch_shape(text)
+        fastest = min(("TORCH_SDPA", "FLEX_ATTENTION"), key=lambda name: known_time(name, batch))
+        assert names == {"TRITON_ATTN", fastest}
+    assert layer["rules"]
+    third.clear()
+    run(*command)
+    assert third == []
+
+
+def test_where_the_device_runs_otherwise_than_before_all_are_measured(
+    run: Any, rules_file: Path, folder: Path, third: list[tuple[str, set[str]]]
+) -> None:
+    command = ("tune", *LAYER, "--phase", "decode", *QUICK, "--json")
+    run(*command)
+    path, rows = lines_of(folder)
+    kept = [row | {"time_us": 0.95 * row["time_us"]} for row in rows if row["backend"] != "TRITON_ATTN"]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    third.clear()
+    run(*command)
+    alone = [batch for batch, names in third if len(names) == 2]
+    whole = [batch for batch, names in third if len(names) == 3]
+    assert alone
+    assert {*whole} & {*alone}
+    assert len(third) == len(alone) + len(whole)
+
+
+def test_the_first_batches_of_a_phase_are_compared_with_the_oracle(
+    run: Any, rules_file: Path, timer: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, compared = benching.Bench.measure, list[bool]()
+
+    def watched(self: Any, config: Any, batch: Any, tried: Any, seconds: float, compare: bool) -> benching.TimedBatch:
+        compared.append(compare)
+        return measure(self, config, batch, tried, seconds, compare)
+
+    monkeypatch.setattr(benching.Bench, "measure", watched)
+    command = ("tune", *LAYER, "--phase", "decode", *QUICK, "--json")
+    run(*command)
+    assert compared == [True, True, *[False] * (len(timer) - 2)]
+    path, rows = lines_of(folder)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row["backend"] == "TORCH_SDPA"))
+    compared.clear()
+    run(*command)
+    assert compared[:4] == [True, True, False, False]  # of the backend that is new, though the batches are known
 
 
 def test_a_backend_with_wrong_results_takes_no_part(

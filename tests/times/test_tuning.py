@@ -230,3 +230,60 @@ def test_a_batch_twice_as_long_is_not_near() -> None:
     other = BatchShape((replace(group, seq_len=group.seq_len * 2 if group.seq_len < 32768 else group.seq_len // 2),))
     fresh.add(other, {name: kernel(other) for name, kernel in KERNELS.items()})
     assert fresh.due() == first
+
+
+def missing_measured(known: Mapping[str, Kernel], batches: list[BatchShape], points: int) -> tuple[Tuning, int]:
+    """Return a tuning of all ``KERNELS`` that knew the times of ``known`` at some batches, and how many times it
+    measured since then: of each batch that it asked for what was missing there."""
+    tuning = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    for batch in batches:
+        tuning.add(batch, {name: time_us(batch) for name, time_us in known.items()}, [*known])
+    count = 0
+    for _ in range(points):
+        batch = next_batch(tuning)
+        if batch is None:
+            break
+        asked = tuning.missing(batch) or [*KERNELS]
+        count += len(asked)
+        tuning.add(batch, {name: KERNELS[name](batch) for name in asked}, asked)
+    return tuning, count
+
+
+def test_of_known_batches_what_is_missing_is_measured() -> None:
+    before = [*tuned(DECODE, 30, 0.0, seed=1).samples]
+    two = {name: KERNELS[name] for name in ("A", "B")}
+    tuning, count = missing_measured(two, before, 20)
+    assert {*before} & {batch for batch in tuning.samples if not tuning.missing(batch)} >= {*tuning.held_out}
+    assert sum(not tuning.missing(batch) for batch in before) >= FIRST + HELD_OUT - 2
+    assert count < 35  # at most 20 batches, of hardly any all three
+    assert max(regrets(find_regions(tuning), drawn(DECODE, 300, seed=4))) < 1.1
+    assert missing_measured(KERNELS, before, 1)[1] == 0
+
+
+def test_near_a_batch_that_some_were_tried_on_that_one_is_completed() -> None:
+    first = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS]).due()
+    assert first is not None
+    (group,) = first.groups
+    near, nearer = (BatchShape((replace(group, seq_len=round(group.seq_len * by)),)) for by in (1.8, 1.2))
+    tuning = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    for batch in (near, nearer):
+        tuning.add(batch, {"A": 1.0}, ["A", "B"])  # B failed
+    assert tuning.missing(near) == ["C"]
+    assert tuning.due() == nearer
+    tuning.add(nearer, {}, ["C"])
+    assert tuning.missing(nearer) == []
+    assert tuning.due() not in (first, near, nearer)
+    tuning.forget(nearer)
+    assert tuning.due() == near
+    tuning.add(first, {"A": 1.0}, ["A"])
+    assert tuning.due() == first
+
+
+def test_a_backend_that_is_left_out_is_neither_known_nor_missing() -> None:
+    batch = DECODE.cells(1)[0]
+    tuning = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    tuning.add(batch, {"A": 1.0, "B": 2.0}, ["A", "B"])
+    tuning.leave_out("B")
+    tuning.leave_out("C")
+    assert tuning.samples[batch] == {"A": 1.0}
+    assert tuning.missing(batch) == []

@@ -119,7 +119,7 @@ def next_batch(tuning: Tuning) -> BatchShape | None:
         return batch
 
     def showing() -> BatchShape | None:
-        return next((batch for batch in _regions(tuning, None, 1)[1] if batch not in tuning.samples), None)
+        return next((batch for batch in _regions(tuning, None, 1)[1] if tuning.missing(batch)), None)
 
     if len(tuning.samples) % 2:
         return showing() or tuning.unsure()

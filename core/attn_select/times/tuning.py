@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -115,7 +115,8 @@ class Tuning:
         device: for the models.
         domain: the batches.
         backends: the candidates, in the order that decides between equal times.
-        samples: microseconds by backend for every batch that was measured; a backend that failed has none.
+        samples: microseconds by backend for every batch that was measured; a backend that failed, or was not tried, has
+            none.
         held_out: batches that judge the rules. They are drawn by a fixed seed, so that each run has the same.
     """
 
@@ -125,6 +126,7 @@ class Tuning:
     domain: Domain
     backends: Sequence[str]
     samples: dict[BatchShape, dict[str, float]] = field(default_factory=dict)
+    _tried: dict[BatchShape, set[str]] = field(default_factory=dict)
     held_out: tuple[BatchShape, ...] = field(init=False)
     _pool: list[BatchShape] = field(init=False)
     _first: list[BatchShape] = field(init=False)
@@ -178,29 +180,52 @@ class Tuning:
     def due(self) -> BatchShape | None:
         """Return a batch that is measured in any case: one that lies far from the others, or is held out.
 
-        One near a batch that was known before is not.
+        One near a batch that all backends were tried on before is not. Where some were, that one is returned.
         """
-        first = [batch for batch in self._first if batch not in self.samples]
-        known = [coordinates(batch.groups, 0.0) for batch in self.fitted if batch not in self._first] if first else []
+        first = [batch for batch in self._first if self.missing(batch)]
+        near = [(coordinates(batch.groups, 0.0), batch) for batch in self.fitted if batch not in self._first]
         for batch in first:
             place = coordinates(batch.groups, 0.0)
-            if all(math.dist(place, other) > NEAR for other in known):
-                return batch
-        return next((batch for batch in self.held_out if batch not in self.samples), None)
+            known = {other: apart for at, other in near if (apart := math.dist(place, at)) <= NEAR}
+            if all(map(self.missing, known)):
+                return batch if batch in self.samples else min(known, key=known.__getitem__, default=batch)
+        return next((batch for batch in self.held_out if self.missing(batch)), None)
 
-    def add(self, batch: BatchShape, times: Mapping[str, float]) -> None:
+    def missing(self, batch: BatchShape) -> list[str]:
+        """Return the backends that were not tried on a batch."""
+        tried = self._tried.get(batch, ())
+        return [name for name in self.backends if name not in tried]
+
+    def add(self, batch: BatchShape, times: Mapping[str, float], tried: Iterable[str] | None = None) -> None:
         """Add what was measured of a batch. Of two times of one backend the shorter one counts: what disturbs a
-        measurement makes it longer."""
+        measurement makes it longer.
+
+        Args:
+            batch: the batch.
+            times: microseconds by backend.
+            tried: the backends that were measured, or failed; None: all.
+        """
         known = self.samples.setdefault(batch, {})
         for name, time_us in times.items():
             known[name] = min(time_us, known.get(name, math.inf))
+        self._tried.setdefault(batch, set()).update(self.backends if tried is None else tried)
+
+    def forget(self, batch: BatchShape) -> None:
+        """Take a batch for one that was not measured."""
+        del self.samples[batch], self._tried[batch]
+
+    def leave_out(self, backend: str) -> None:
+        """Forget the times of a backend, and that it was not tried."""
+        for batch, times in self.samples.items():
+            times.pop(backend, None)
+            self._tried[batch].add(backend)
 
     def doubtful(self) -> BatchShape | None:
         """Return a batch with a time far above what the other batches predict, to be measured again; each one once."""
         fitted = self.fitted
         if len(fitted) <= FIRST and self.due() is not None:
             return None
-        for batch in [each for each in fitted if each not in self._checked]:
+        for batch in [each for each in fitted if each not in self._checked and not self.missing(each)]:
             self._checked.add(batch)
             for name, model in self.models(without=batch).items():
                 prediction = model.predict(batch)
@@ -215,7 +240,7 @@ class Tuning:
     def unsure(self) -> BatchShape | None:
         """Return the batch whose best backend is least sure; None where all are sure, or measured."""
         models = self.models()
-        doubts = [(self._doubt(models, batch), batch) for batch in self._pool if batch not in self.samples]
+        doubts = [(self._doubt(models, batch), batch) for batch in self._pool if self.missing(batch)]
         worst = max(doubts, key=lambda pair: pair[0], default=(0.0, None))
         return worst[1] if worst[0] > _AHEAD else None
 
