@@ -134,6 +134,15 @@ def test_explain_is_light() -> None:
     assert found <= LIGHT | {CLI.name, "click", *PLUGINS}
 
 
+def test_a_gpu_that_is_not_here_needs_no_version_parser() -> None:
+    """``packaging`` takes 8 ms to import. No packaged rule is compared with a version that is not known."""
+    found = loaded(
+        "from attn_select_cli.main import run\nassert run(['explain', '--model', 'llama-3-8b', '--gpu', 'h100']) == 0"
+    )
+    assert "pydantic" in found
+    assert "packaging" not in found
+
+
 def test_the_oracle_needs_no_pytest() -> None:
     pytest.importorskip("torch")
     light = "import sys, attn_select.testing\nassert not {'pytest', 'attn_select.runtime'} & set(sys.modules)"

@@ -188,6 +188,9 @@ def test_numbers_of_the_device(field: str, value: Any, expected: bool) -> None:
         ("==0.6.3", "0.6.3+cu130", True),
         ("!=0.6.3", None, False),
         (">=0", "built by hand", False),
+        (" >= 0.6 , != 0.6.3 ", "0.6.4", True),
+        ("~=0.6.1", "0.6.9", True),
+        ("~=0.6.1", "0.7.0", False),
     ],
 )
 def test_library_and_cuda_versions(written: Any, version: str | None, expected: bool) -> None:
@@ -252,6 +255,10 @@ def test_all_libraries_must_match() -> None:
         ({"mla": {"x": True}}, ["mla = {'x': True}"]),
         ({"gpu": {}}, ["gpu = {}"]),
         ({"library": {"a": "~0.6"}}, ["library.a = '~0.6'"]),
+        ({"library": {"a": "=0.6"}}, ["library.a = '=0.6'"]),
+        ({"library": {"a": "<>0.6"}}, ["library.a = '<>0.6'"]),
+        ({"library": {"a": ">=0.6 <1"}}, ["library.a = '>=0.6 <1'"]),
+        ({"library": {"a": "~=1"}}, ["library.a = '~=1'"]),
         ({"gpu": datetime.date(2026, 1, 1)}, ["gpu = datetime.date"]),
     ],
 )
