@@ -193,6 +193,34 @@ def test_users_rules_beat_times_which_order_the_rest(decider: Any, rule: dict[st
     assert selection.selected["decode"] == next(name for name in order if name not in denied)
 
 
+TUNED = {"name": "tuned", "measured": "2026-11-23"}
+MINE = {"name": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "times", "order"),
+    [
+        ([{**TUNED, "prefer": ["C"]}], {"A": 125, "B": 100, "C": 140}, ["B", "A", "C"]),
+        ([{**TUNED, "prefer": ["C"], "when": {"batch": ">=64"}}], {"A": 125, "B": 100, "C": 140}, ["B", "A", "C"]),
+        ([{**TUNED, "prefer": ["B"]}], {"A": 100, "B": 100.5, "C": 140}, ["B", "A", "C"]),  # a tie goes to the rule
+        ([{**TUNED, "prefer": ["C"]}], {"A": 125, "B": 100}, ["C", "B", "A"]),  # without a time it keeps its place
+        ([{**TUNED, "prefer": ["C", "A"]}, {**MINE, "prefer": ["A"]}], {"A": 3, "B": 2, "C": 1}, ["A", "C", "B"]),
+        ([{**MINE, "prefer": ["A"]}, {**TUNED, "prefer": ["B"]}], {"A": 3, "B": 2, "C": 1}, ["B", "A", "C"]),
+        ([{**TUNED, "priority": ["A", "B", "C"]}], {"A": 125, "B": 100, "C": 140}, ["A", "B", "C"]),
+    ],
+)
+def test_rules_made_of_times_yield_to_times(
+    decider: Any, rules: list[dict[str, Any]], times: dict[str, float], order: list[str]
+) -> None:
+    selection = decide(decider(*rules), decode(times))
+    assert ranks(selection) == order
+    assert selection.selected["decode"] == order[0]
+
+
+def test_without_a_workload_rules_made_of_times_decide(decider: Any) -> None:
+    assert decider({**TUNED, "prefer": ["C"]}).decide(LAYER, Choice()).selected["decode"] == "C"
+
+
 def test_packaged_rules_of_every_effect_yield_to_times(decider: Any) -> None:
     for effect in ("prefer", "avoid"):
         rule = {"name": "packaged-effect", "layer": 0, effect: ["C"]}

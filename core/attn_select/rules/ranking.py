@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -73,11 +74,16 @@ class Ranking:
     def arranged(self, arrange: Callable[[list[str]], list[str]]) -> Ranking:
         """Return the ranking with the default order arranged anew; what users' rules place stays where they place it.
 
-        Unchanged where a user's priority gives the order, or a rule keeps evidence out.
+        Users' rules that were made of times, before the first one that was not, are part of what is arranged. Unchanged
+        where a user's priority gives the order, or a rule keeps evidence out.
         """
         if self._default_order is None or self.without_evidence is not None:
             return self
-        return self._with_default(arrange(self._default_order))
+        default_order = self._default_order
+        later = [*dropwhile(_is_measured, self._later)]
+        for rule in self._later[: len(self._later) - len(later)]:
+            default_order = _applied(rule, default_order)
+        return replace(self, _later=later)._with_default(arrange(default_order))
 
     def _with_default(self, default_order: list[str]) -> Ranking:
         order = default_order
@@ -286,6 +292,10 @@ def _test(condition: Condition) -> _Test:
     if not condition.unset:
         return get, condition.matches
     return lambda config: (get(config),), lambda value: value[0] is None or condition.matches(value[0])
+
+
+def _is_measured(rule: Rule) -> bool:
+    return rule.measured is not None
 
 
 def _applied(rule: Rule, order: list[str]) -> list[str]:

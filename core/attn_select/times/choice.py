@@ -149,7 +149,7 @@ def choose_by_times(
         winner = chosen[phase]
         why = _why_rules(phase, share, rankings[phase], phase in explicit, winner, known)
         if not why and winner is not None:
-            fixed = {each for each in order if ranking.placed_by(each)}
+            fixed = {each for each in order if rankings[phase].placed_by(each)}
             rivals[phase] = known.rivals(winner, order, fixed)
             if not rivals[phase]:
                 why = f"no neighbour of {winner} in the order has a time that compares with its own"
