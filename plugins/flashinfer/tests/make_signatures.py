@@ -37,7 +37,19 @@ ENTRIES = {
 }
 """By FlashInfer's module or package, the entries; one that a release does not have is left out."""
 METHODS = ("__init__", "plan", "run", "reset_workspace_buffer", "csr")
-ATTRIBUTES = ("_int_workspace_buffer", "_paged_kv_indptr_buf", "_pin_memory_int_workspace_buffer")
+ATTRIBUTES = (
+    "_float_workspace_buffer",
+    "_int_workspace_buffer",
+    "_pin_memory_int_workspace_buffer",
+    "_qo_indptr_buf",
+    "_paged_kv_indptr_buf",
+    "_paged_kv_indices_buf",
+    "_paged_kv_last_page_len_buf",
+    "_cached_module",
+    "_jit_module",
+    "_max_kv_len",
+    "_plan_info",
+)
 Signature = list[tuple[str, str | None]]
 
 

@@ -16,8 +16,12 @@ import pytest
 pytest.importorskip("torch")
 import flashinfer_batches as layers
 import flashinfer_emulated as fi
+import flashinfer_groups as groups
 import torch
 from flashinfer_emulated import paged, trtllm
+
+from attn_select.runtime import Attention
+from attn_select.testing.running import random_batch
 
 flashinfer: Any = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -152,6 +156,32 @@ def test_decode_wrapper(graph: bool) -> None:
         return wrapper.run(batch.query, batch.cache, q_scale=2.0, return_lse=True, out=batch.out)
 
     assert_both_agree(layers.Batch([1] * 3, [40, 1, 0]), run)
+
+
+def test_decode_steps_planned_by_the_compiled_function(emulate: Any) -> None:
+    """The third step on gets what the first two had from ``plan``, but for the lists; rows of the table are read."""
+    emulate(BatchDecodeWithPagedKVCacheWrapper=flashinfer.BatchDecodeWithPagedKVCacheWrapper)
+    group = groups.made(options={"use_trtllm": False}, block_size=16, sliding_window=40)
+    wrappers = groups.builder_of(group).native.pool
+    for step, seq_lens in enumerate(([40, 1], [33, 64, 17], [16, 70], [1, 90, 31])):
+        common, cache = random_batch(group, [1] * len(seq_lens), seq_lens)
+        layer = Attention(group)
+        output, lse = groups.run(group, common, cache, layer)
+        expected, expected_lse = groups.reference(group, common, cache, layer)
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=0)
+        (wrapper,) = wrappers._eager.values()
+        planned = wrapper.made._cached_module.planned
+        assert (wrapper.compiled is None, len(planned)) == (step == 0, step + 1)
+        first, last = planned[0], planned[-1]
+        assert [each.tolist() for each in last[3:6]] == [
+            [*range(len(seq_lens) + 1)],
+            [0, *itertools.accumulate(-(-each // 16) for each in seq_lens)],
+            seq_lens,
+        ]
+        assert last[6:8] == (len(seq_lens),) * 2
+        assert last[8:] == first[8:]
+        assert all(one is other for one, other in zip(last[:2], first[:2], strict=True))
 
 
 def gen_decode(*arguments: Any) -> None:

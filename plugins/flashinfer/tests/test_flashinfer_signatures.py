@@ -27,7 +27,7 @@ from attn_select.providers import KernelBuild
 from attn_select.runtime.providers import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 from attn_select_flashinfer.plugin import attn_select_register_backends
-from attn_select_flashinfer.runtime import library, plans
+from attn_select_flashinfer.runtime import compiled_plan, library, plans
 from attn_select_flashinfer.runtime.mla_schedule import TILE_KEYS
 
 MLA = "BatchMLAPagedAttentionWrapper"
@@ -105,7 +105,7 @@ def test_what_is_passed_fits_the_emulated_entry(entry: str) -> None:
 
 def test_the_wrappers_keep_their_schedules_where_the_runtime_replaces_them() -> None:
     """The ring swaps the pinned schedule before a plan, and the MLA wrappers of decode share one on the device."""
-    pinned, device = plans._ATTRIBUTE, "_int_workspace_buffer"
+    pinned, device = plans.PINNED, "_int_workspace_buffer"
     for release in fi.RELEASES:
         named = READ[release]["attributes"]
         for wrapper in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"):
@@ -117,6 +117,14 @@ def test_the_wrappers_keep_their_schedules_where_the_runtime_replaces_them() -> 
     # Since 0.7 each plan has its own, which the wrapper shows: the keeper holds it until its copy has finished.
     assert pinned not in since[MLA]["plan"]
     assert {pinned, device} <= set(since["mirrored"])
+
+
+def test_the_decode_wrapper_keeps_what_its_compiled_plan_takes() -> None:
+    own = {plans.PINNED, "_int_workspace_buffer", "_float_workspace_buffer"}
+    for release in fi.RELEASES:
+        named = READ[release]["attributes"]["BatchDecodeWithPagedKVCacheWrapper"]
+        assert {*own, *compiled_plan.LISTS, *compiled_plan.PLANNED} <= set(named["plan"])
+        assert {*compiled_plan.LISTS, "_cached_module", "_plan_info"} <= set(named["run"])
 
 
 def test_signatures_are_read_from_a_wheel(tmp_path: Path) -> None:

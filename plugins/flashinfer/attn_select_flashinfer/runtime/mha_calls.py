@@ -162,12 +162,12 @@ class NativePart(Part):
     Attributes:
         plan: of this step, on one of FlashInfer's wrappers.
         kernel: what it was planned with.
-        lists: the pages that it reads.
+        lists: the pages that it reads; None where these are rows of the block table.
     """
 
     plan: Plan
     kernel: PhaseKernel
-    lists: PageLists
+    lists: PageLists | None
 
     def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
         self.run(terms, query, kv_cache, output, lse)

@@ -9,9 +9,10 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select_flashinfer.runtime.compiled_plan import Recorder, RowLists, RowsPlan
 from attn_select_flashinfer.runtime.mha_calls import FICascade, FIDecode, FIPrefill
 from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
-from attn_select_flashinfer.runtime.plans import Plan, Wrapper
+from attn_select_flashinfer.runtime.plans import Wrapper
 
 
 class NativeBuilder:
@@ -26,14 +27,24 @@ class NativeBuilder:
         self._context = context
         self._page = context.block_size or 1
         self.pool = WrapperPool(context, torch.empty(scratch_bytes, dtype=torch.uint8, device=context.device))
+        self._rows = RowLists(self._page, context.max_num_seqs, context.device)
         self._causal, self._windowed = not context.config.non_causal, context.config.sliding_window is not None
 
     def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> FIDecode:
         """Plan the batch's first ``last`` requests, which have one token each."""
-        seq_lens = common.seq_lens_cpu
-        lists = self._lists(seq_lens if last == common.num_reqs else seq_lens[:last])
-        part = self._planned_decode(self.pool.eager(kernel, "decode"), kernel, lists)
-        self._flatten(part.plan, common, lists, 0)
+        seq_lens, wrapper = common.seq_lens_cpu, self.pool.eager(kernel, "decode")
+        if last < common.num_reqs:
+            seq_lens = seq_lens[:last]
+        rows = None if wrapper.compiled is None else self._rows.device(common, last)
+        if rows is not None:
+            host = self._rows.host(seq_lens)
+            plan = RowsPlan(wrapper, self.pool, kernel, host, rows, common.max_seq_len)
+            return FIDecode(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, lists=None)
+        lists = self._lists(seq_lens)
+        with Recorder(wrapper.made) as recorder:
+            part = self._planned_decode(wrapper, kernel, lists)
+        wrapper.compiled = recorder.compiled(kernel, lists)
+        self._flatten(common, lists, 0)
         return part
 
     def _planned_decode(self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists) -> FIDecode:
@@ -77,7 +88,9 @@ class NativeBuilder:
         qo_indptr = torch.from_numpy(ends - start)  # its own memory, because the plan may copy it later
         wrapper, longest = self.pool.eager(kernel, phase), common.max_query_len
         part = self._queries(phase, wrapper, kernel, (start, end), qo_indptr, lists, causal, longest, label)
-        self._flatten(part.plan, common, lists, first, skipped)
+        # The plan has copied the prefix sums to the device already (FlashInfer 0.6.14 keeps them there by this name).
+        indptr = getattr(wrapper.made, "_paged_kv_indptr_buf", None)
+        self._flatten(common, lists, first, skipped, indptr)
         return part
 
     def _lists(self, seq_lens: Tensor) -> PageLists:
@@ -111,9 +124,18 @@ class NativeBuilder:
         )
 
     def _flatten(
-        self, plan: Plan, common: CommonAttentionMetadata, lists: PageLists, first: int, skipped: int = 0
+        self,
+        common: CommonAttentionMetadata,
+        lists: PageLists,
+        first: int,
+        skipped: int = 0,
+        indptr: Tensor | None = None,
     ) -> None:
-        """Gather the page indices on the device, where the table is; the plan has not read them."""
+        """Gather the page indices on the device, where the table is; the plan has not read them.
+
+        Args:
+            indptr: ``lists.paged_kv_indptr`` on the device, if it is there.
+        """
         rows = common.block_table_tensor
         assert rows is not None
         requests = lists.num_reqs
@@ -121,8 +143,6 @@ class NativeBuilder:
             rows = rows[first : first + requests]
         if skipped:
             rows = rows[:, skipped // self._page :]
-        # The plan has copied the prefix sums to the device already (FlashInfer 0.6.14 keeps them there by this name).
-        indptr = getattr(plan.wrapper.made, "_paged_kv_indptr_buf", None)
         if indptr is None:
             indptr = to_device(lists.paged_kv_indptr, self._context.device)
         ops.flatten_block_table(rows, indptr, lists.paged_kv_indices)

@@ -310,10 +310,10 @@ class NativePlan(Plan):
         super().__init__(wrapper)
 
     def write(self) -> None:
-        """Call ``plan``. It waits neither for the device nor for an earlier plan's copy."""
+        """Plan. It waits neither for the device nor for an earlier plan's copy."""
         pool, kernel = self._pool, self._kernel
         try:
-            pool.ring.plan(self.wrapper.made, *self._lists, cleared=self._cleared, **kernel.planned, **self._more)
+            self._plan()
         except RuntimeError as error:
             if "workspace buffer" not in str(error):  # csrc AlignedAllocator, include/flashinfer/allocator.h 0.6.14
                 raise
@@ -322,3 +322,8 @@ class NativePlan(Plan):
                 f"{text}{len(self._lists[0]) - 1} requests ({str(error).splitlines()[0]})",
                 hint="raise native_workspace_bytes under [backends.FLASHINFER]",
             ) from error
+
+    def _plan(self) -> None:
+        """Call ``plan``."""
+        made, ring = self.wrapper.made, self._pool.ring
+        ring.plan(made, *self._lists, cleared=self._cleared, **self._kernel.planned, **self._more)

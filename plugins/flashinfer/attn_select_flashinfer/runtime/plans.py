@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +28,8 @@ from attn_select.runtime.metadata import BatchError
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, READ
 from attn_select_flashinfer.runtime.mla_schedule import BalancedPlan
 
-_ATTRIBUTE = "_pin_memory_int_workspace_buffer"
+PINNED = "_pin_memory_int_workspace_buffer"
+"""Attribute of a wrapper: where its schedules are written on the host."""
 
 
 class _Passed:
@@ -81,12 +83,21 @@ class PinnedRing:
             KernelMismatchError: the wrapper keeps no such buffer, so that its copies are unguarded.
         """
         _pinned_of(wrapper)
+
+        def plan(buffer: Tensor) -> None:
+            setattr(wrapper, PINNED, buffer)
+            if cleared:
+                buffer[:cleared].zero_()
+            wrapper.plan(*args, **kwargs)
+
+        self.lend(plan)
+
+    def lend(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``function(buffer, *args)``, which starts a copy out of the pinned buffer."""
         buffer, event = self._free()
-        setattr(wrapper, _ATTRIBUTE, buffer)
-        if cleared:
-            buffer[:cleared].zero_()
-        wrapper.plan(*args, **kwargs)
+        result = function(buffer, *args)
         _record(event, self._device)
+        return result
 
     def _free(self) -> tuple[Tensor, Any]:
         for slot in self._slots:
@@ -129,10 +140,10 @@ class PinnedKeeper:
 
 
 def _pinned_of(wrapper: Any) -> Tensor:
-    pinned: Tensor | None = getattr(wrapper, _ATTRIBUTE, None)
+    pinned: Tensor | None = getattr(wrapper, PINNED, None)
     if pinned is None:
         name = type(wrapper).__name__
-        text = f"{name} of the installed FlashInfer has no {_ATTRIBUTE}, so that its plans may overwrite each other"
+        text = f"{name} of the installed FlashInfer has no {PINNED}, so that its plans may overwrite each other"
         raise KernelMismatchError(text, hint=READ)
     return pinned
 
@@ -158,12 +169,14 @@ class Wrapper:
         made: FlashInfer's object.
         schedule: where its plans go.
         captured: whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees.
+        compiled: what its ``plan`` calls (``CompiledPlan``); None where that is not known (yet).
         balanced: ``MLALists.info_of`` it; None before its first balanced plan.
     """
 
     made: Any
     schedule: Schedule
     captured: bool = False
+    compiled: Any = None
     balanced: Any = None
 
 

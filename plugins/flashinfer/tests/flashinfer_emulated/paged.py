@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -214,9 +215,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         schedule = self._scheduled(planned) if not self._use_cuda_graph else self._replayed(planned)
         queries, pages, indices, last = (each.tolist() for each in lists)
         need(queries == list(schedule.qo_indptr), "the lists on the device are not those of the plan")
-        need(pages == list(schedule.kv_indptr), "the lists on the device are not those of the plan")
+        fa2 = self._backend == "fa2"
+        need(fa2 or pages == list(schedule.kv_indptr), "the lists on the device are not those of the plan")
         lens = list(schedule.kv_lens)
-        if self._backend == "fa2":  # its kernels read the lists on the device, fa3's the plan's
+        if fa2:  # its kernels read the lists on the device, fa3's the plan's
             lens = [
                 0 if first == end else (end - first - 1) * schedule.page_size + part
                 for first, end, part in zip(pages, pages[1:], last, strict=False)
@@ -233,7 +235,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             )
         for request, length in enumerate(lens):
             rows = slice(queries[request], queries[request + 1])
-            own = indices[pages[request] : pages[request + 1]]
+            count = schedule.kv_indptr[request + 1] - schedule.kv_indptr[request]
+            own = indices[pages[request] : min(pages[request] + count, pages[-1])]
+            need(len(own) == count, f"request {request}: the lists on the device are not those of the plan")
             unseen = schedule.causal and 0 < length < rows.stop - rows.start
             need(
                 self._backend == "fa2" or not unseen,
@@ -284,7 +288,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             )
             arange["qo_indptr_buf"] = torch.arange(batch + 1, dtype=torch.int32)
         names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(
+        self._jit_module: Any = None
+        self._prefill = _DecodeKernel(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend, **arange,
             **dict(zip(names, buffers, strict=True)),
         )  # fmt: skip
@@ -336,6 +341,22 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             o_data_type=o_data_type, sm_scale=sm_scale, seq_lens=seq_lens, fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
         )  # fmt: skip
+        for name in LISTS:
+            setattr(self, name, getattr(inner, name))
+        batch, lens = len(last_page_len), seq_lens
+        host = indptr.clone() if fi.is_on_device(indptr) else indptr
+        if lens is None:
+            lens = torch.tensor(inner.prepared.kv_lens, dtype=torch.int32)
+        self._max_kv_len = int(lens.max())
+        self._cached_module = self._jit_module or SimpleNamespace(plan=inner.make_schedule)
+        arguments = [
+            self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer,
+            torch.arange(batch + 1, dtype=torch.int32), host, lens, batch, batch, num_qo_heads, num_kv_heads,
+            page_size, self._use_cuda_graph, head_dim, head_dim, False, window_left,
+        ]  # fmt: skip
+        if inner._backend == "fa2":
+            arguments += [fixed_split_size or -1, disable_split_kv, 0]
+        self._plan_info = self._cached_module.plan(*arguments)
         fi.world.calls.pop()
         fi.world.syncs[seen:] = [each.replace("BatchPrefill", "BatchDecode") for each in fi.world.syncs[seen:]]
 
@@ -358,14 +379,63 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         kv_cache_sf: Any = None,
     ) -> Any:
         fi.called("BatchDecodeWithPagedKVCacheWrapper.run", locals())
-        batch = len(self._prefill._paged_kv_last_page_len_buf)
+        batch = len(self._paged_kv_last_page_len_buf)
         need(len(q) == batch, f"{len(q)} queries for {batch} requests: fa2 decodes one token per request")
+        for name in LISTS:
+            setattr(self._prefill, name, getattr(self, name))
+        self._prefill._schedule = self._plan_info
         result = self._prefill.run(
             q, paged_kv_cache, *args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
             return_lse=return_lse, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
         fi.world.calls.pop()
         return result
+
+
+LISTS = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
+"""Where the decode wrapper keeps what its kernel reads on the device."""
+
+
+class _DecodeKernel(BatchPrefillWithPagedKVCacheWrapper):
+    """The prefill kernel as decode has it: ``plan`` prepares, and a compiled function makes the schedule."""
+
+    def _send(self, schedule: Schedule, rows: int, size: int, split: bool, fixed: int | None) -> None:
+        self.prepared = schedule
+
+    def make_schedule(
+        self,
+        scratch: Tensor,
+        ints: Tensor,
+        pinned: Tensor,
+        queries: Tensor,
+        pages: Tensor,
+        lens: Tensor,
+        rows: int,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        graph: bool,
+        size: int,
+        size_vo: int,
+        causal: bool,
+        window_left: int,
+        fixed: int = -1,
+        whole: bool = False,
+        colocated: int = 0,
+    ) -> Schedule:
+        """``BatchPrefillWithKVCachePlan`` (csrc/batch_prefill.cu): the lists are read on the host."""
+        for name, tensor, length in (("qo_indptr", queries, batch + 1), ("kv_indptr", pages, batch + 1)):
+            need(not fi.is_on_device(tensor), f"{name} is read on the host")
+            fi.check_list(tensor, length, name)
+        fi.check_list(lens, batch, "kv_len_arr")
+        need(queries.tolist() == [*range(rows + 1)] and rows == batch, "one query of each request")
+        lists = (tuple(fi.check_indptr(queries, "qo_indptr")), tuple(fi.check_indptr(pages, "kv_indptr")))
+        schedule = Schedule(*lists, tuple(lens.tolist()), heads, kv_heads, page_size, causal, window_left)
+        self._float_workspace_buffer, self._int_workspace_buffer = scratch, ints
+        self._pin_memory_int_workspace_buffer = pinned
+        super()._send(schedule, rows, size_vo, not whole, fixed)
+        return schedule
 
 
 class SinkVariant:

@@ -1,0 +1,192 @@
+"""Plans one token per request by the compiled function that stands behind the decode wrapper's ``plan``.
+
+``plan`` copies three lists to the device, looks its module up and checks what is the same in every step, before it has
+a compiled function make the schedule (``BatchDecodeWithPagedKVCacheWrapper.plan`` in flashinfer/decode.py 0.6.14 to
+0.7.2.post1). A wrapper is planned by ``plan`` twice, and the second time the arguments of the compiled function are
+kept. Later steps call it with the same arguments but for the batch's lists, and put what the kernel reads where
+``plan`` puts it.
+
+The lists that a fa2 kernel reads on the device are not those of the schedule. The schedule counts pages on the host.
+The kernel takes from the device where a request's pages begin, and how many tokens they hold:
+``(pages - 1) * page_size + last_page_len`` modulo 2 ** 32 (``paged_kv_t::get_length`` in include/flashinfer/page.cuh).
+So the rows of the block table are read where they lie, each taken as wide as the table. A negative ``last_page_len``
+makes the length right. No page is copied, and those behind a request's last key are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
+from attn_select_flashinfer.runtime.plans import PINNED, Wrapper
+
+LISTS = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
+"""Attributes of a wrapper: the lists that its kernel reads, on the device."""
+PLANNED = ("_cached_module", "_jit_module", "_max_kv_len", "_plan_info")
+"""Attributes of a wrapper that its ``plan`` reads or writes beside them."""
+
+
+def _same(found: Any, own: Tensor) -> bool:
+    return torch.is_tensor(found) and found.data_ptr() == own.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """A wrapper's compiled function, with the arguments that are the same for all batches.
+
+    Attributes:
+        function: makes a schedule and starts its copy to the device.
+        before: the workspace for partial results and the schedule's memory on the device.
+        behind: heads, page size, window and what else stands behind the numbers of tokens and requests.
+    """
+
+    function: Callable[..., Any]
+    before: tuple[Tensor, ...]
+    behind: tuple[Any, ...]
+
+    def __call__(self, pinned: Tensor, queries: Tensor, pages: Tensor, seq_lens: Tensor) -> Any:
+        """Make a schedule for queries of one token.
+
+        Args:
+            pinned: where it is written; the device's copy is read from there later.
+            queries: int32 ``(B + 1,)`` on the host, 0 to B.
+            pages: int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages.
+            seq_lens: int32 ``(B,)`` on the host.
+
+        Returns:
+            What ``run`` reads as the wrapper's ``_plan_info``.
+        """
+        requests = seq_lens.shape[0]
+        return self.function(*self.before, pinned, queries, pages, seq_lens, requests, requests, *self.behind)
+
+
+class Recorder:
+    """While it is entered, keeps what a wrapper's ``plan`` calls: its module is asked for ``plan`` through this.
+
+    Nothing is kept at a wrapper's first plan, which looks the module up.
+    """
+
+    def __init__(self, made: Any) -> None:
+        self._made, self._arguments = made, ()
+        known = all(hasattr(made, name) for name in (*LISTS, *PLANNED))
+        self._module: Any = made._cached_module if known else None
+
+    def __enter__(self) -> Recorder:
+        if self._module is not None:
+            self._variant, self._made._jit_module = self._made._jit_module, self
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._module is not None:
+            self._made._cached_module, self._made._jit_module = self._module, self._variant
+
+    def plan(self, *arguments: Any) -> Any:
+        """Call the compiled function."""
+        self._arguments = arguments
+        return self._module.plan(*arguments)
+
+    def compiled(self, kernel: PhaseKernel, lists: PageLists) -> CompiledPlan | None:
+        """Return what the wrapper called with these lists; None where its arguments are not in the places known."""
+        if self._module is None:
+            return None
+        found, requests = self._arguments, lists.num_reqs
+        own = (self._made._float_workspace_buffer, self._made._int_workspace_buffer, getattr(self._made, PINNED))
+        places = {**dict(enumerate(own)), 4: lists.paged_kv_indptr, 5: lists.seq_lens}
+        known = (
+            kernel.backend == "fa2"
+            and len(found) > 8
+            and all(_same(found[place], tensor) for place, tensor in places.items())
+            and found[6:8] == (requests, requests)
+            and not any(map(torch.is_tensor, found[8:]))
+        )
+        return CompiledPlan(self._module.plan, found[:2], found[8:]) if known else None
+
+
+class RowsPlan(NativePlan):
+    """A batch of one token per request, planned by a wrapper's compiled function.
+
+    Args:
+        host: what the function gets of the batch.
+        device: what the kernel reads of it, in the order of ``LISTS``.
+        longest: the most keys of a request, or a bound.
+    """
+
+    __slots__ = ("_device", "_longest")
+
+    def __init__(
+        self,
+        wrapper: Wrapper,
+        pool: WrapperPool,
+        kernel: PhaseKernel,
+        host: tuple[Tensor, ...],
+        device: tuple[Tensor, ...],
+        longest: int,
+    ) -> None:
+        self._device, self._longest = device, longest
+        super().__init__(wrapper, pool, kernel, host, {})
+
+    def _plan(self) -> None:
+        """Call the compiled function."""
+        made = self.wrapper.made
+        for name, list_ in zip(LISTS, self._device, strict=True):
+            setattr(made, name, list_)
+        made._max_kv_len = self._longest
+        made._plan_info = self._pool.ring.lend(self.wrapper.compiled, *self._lists)
+
+
+class RowLists:
+    """Makes the lists of batches whose pages are rows of a block table.
+
+    Args:
+        page_size: tokens of a page.
+        most: the most requests of a batch.
+        device: where kernels read the lists.
+    """
+
+    def __init__(self, page_size: int, most: int, device: torch.device) -> None:
+        self._page_size, self._device = page_size, device
+        self._counted = torch.arange(most + 1, dtype=torch.int32)
+        self._queries: dict[int, tuple[Tensor, Tensor]] = {}
+        self._starts: dict[tuple[int, int], Tensor] = {}
+
+    def host(self, seq_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``CompiledPlan`` takes, for lengths int32 ``(B,)`` on the host."""
+        lens = seq_lens.numpy().copy()  # a copy: a batch may be planned again after the caller has changed its lengths
+        pages = np.zeros(len(lens) + 1, dtype=np.int32)
+        np.add.accumulate((lens + (self._page_size - 1)) // self._page_size, out=pages[1:])
+        return self._bounds(len(lens))[0], torch.from_numpy(pages), torch.from_numpy(lens)
+
+    def device(self, common: CommonAttentionMetadata, requests: int) -> tuple[Tensor, ...] | None:
+        """Return what the kernel reads of the first requests, in the order of ``LISTS``.
+
+        None where it cannot read their rows: they do not lie one behind the other, or places exceed 32 bits.
+        """
+        table, size = common.block_table_tensor, self._page_size
+        assert table is not None
+        width, step = table.stride()
+        if step != 1 or width < table.shape[1] or requests * width * size >= 1 << 32:
+            return None
+        try:
+            rows = table.as_strided((requests * width,), (1,))
+        except RuntimeError:  # columns were cut off in front, so that the last row is not as wide as the table
+            return None
+        lengths = common.seq_lens if requests == common.num_reqs else common.seq_lens[:requests]
+        starts = self._starts.get((width, requests))
+        if starts is None:
+            starts = self._starts[width, requests] = to_device(self._bounds(requests)[0] * width, self._device)
+        return self._bounds(requests)[1], starts, rows, lengths - (width - 1) * size
+
+    def _bounds(self, requests: int) -> tuple[Tensor, Tensor]:
+        """Return the queries' bounds, on the host and on the device."""
+        if requests not in self._queries:
+            bounds = self._counted[: requests + 1]
+            self._queries[requests] = bounds, to_device(bounds, self._device)
+        return self._queries[requests]

@@ -1,0 +1,178 @@
+"""Decode steps of FLASHINFER that its wrapper's compiled function plans: what it gets, and what the kernel reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import flashinfer_groups as groups
+import torch
+from flashinfer_emulated import paged
+
+from attn_select.runtime import Attention, BatchError
+from attn_select.testing.running import random_batch
+from attn_select_flashinfer.runtime import compiled_plan
+
+Emulate = Callable[..., Any]
+NATIVE = {"use_trtllm": False}
+PLAN = "BatchDecodeWithPagedKVCacheWrapper.plan"
+LENS = [[40, 1], [33, 64, 17], [16, 70], [90, 1, 31], [1]]
+BEHIND = 1 << 30
+"""A block that no cache has."""
+
+
+def spoiled(group: Any, query_lens: list[int], seq_lens: list[int]) -> tuple[Any, Any]:
+    """Return a batch behind whose last keys the block table holds ids of no block, and a cache."""
+    common, cache = random_batch(group, query_lens, seq_lens)
+    common.block_table_tensor = common.block_table_tensor.clone()
+    for row, length in zip(common.block_table_tensor, seq_lens, strict=True):
+        row[-(-length // group.block_size) :] = BEHIND
+    return common, cache
+
+
+def check(group: Any, common: Any, cache: Any) -> None:
+    layer = Attention(group)
+    output, lse = groups.run(group, common, cache, layer)
+    expected, expected_lse = groups.reference(group, common, cache, layer)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)
+
+
+def decode_of(group: Any, common: Any) -> Any:
+    return group.build(common).parts[0].metadata.parts[0]
+
+
+def test_rows_of_the_table_are_read_where_they_lie(emulate: Emulate) -> None:
+    """From the third step on, also beside prefills; what lies behind a request's last key is no block."""
+    world = emulate()
+    group = groups.made(options=NATIVE, block_size=16)
+    for step, seq_lens in enumerate(LENS):
+        common, cache = spoiled(group, [1] * len(seq_lens), seq_lens)
+        check(group, common, cache)
+        assert len(world.named(PLAN)) == min(step + 1, 2)
+    common, cache = spoiled(group, [1, 1, 20], [30, 65, 40])
+    check(group, common, cache)
+    decode = decode_of(group, common)
+    assert decode.lists is None
+    made = decode.plan.wrapper.made
+    assert made._paged_kv_indices_buf.data_ptr() == common.block_table_tensor.data_ptr()
+    assert made._paged_kv_indptr_buf.tolist() == [0, 5, 10]
+    assert made._paged_kv_last_page_len_buf.tolist() == [30 - 64, 65 - 64]
+    assert made._max_kv_len == common.max_seq_len
+    assert len(world.named(PLAN)) == 2
+    assert world.syncs == []
+
+
+def test_a_batch_keeps_its_lengths_and_is_planned_again(emulate: Emulate) -> None:
+    """Steps are run in another order than they were built in, and the caller's lengths have changed since."""
+    world = emulate()
+    group = groups.made(options=NATIVE, block_size=16)
+    layer, steps = Attention(group), []
+    for seq_lens in LENS:
+        common, cache = random_batch(group, [1] * len(seq_lens), seq_lens)
+        expected, _ = groups.reference(group, common, cache, layer)
+        common = dataclasses.replace(common, seq_lens_cpu=common.seq_lens_cpu.clone())
+        steps.append((common, cache, group.build(common), expected))
+        common.seq_lens_cpu.zero_()
+    for common, cache, metadata, expected in (*steps, *reversed(steps)):
+        query = groups.drawn_query(group, common.num_actual_tokens)
+        output = layer.forward(query, None, None, cache, metadata, torch.empty_like(query))
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+    assert len(world.named(PLAN)) == 6  # the first two steps, built once and run twice
+
+
+@pytest.mark.parametrize("cut", ["columns in front", "one row for all", "columns as rows"])
+def test_tables_whose_rows_do_not_lie_one_behind_the_other_are_flattened(cut: str, emulate: Emulate) -> None:
+    world = emulate()
+    group = groups.made(options=NATIVE, block_size=16)
+    for _ in range(4):
+        common, cache = random_batch(group, [1, 1], [40, 40])
+        table = common.block_table_tensor
+        if cut == "columns in front":
+            common.block_table_tensor = torch.cat((torch.full((2, 1), BEHIND).int(), table), 1)[:, 1:]
+        elif cut == "one row for all":
+            common.block_table_tensor = table[:1].expand(2, -1)
+        else:
+            common.block_table_tensor = table.T.contiguous().T
+        check(group, common, cache)
+    assert len(world.named(PLAN)) == 4
+
+
+@pytest.mark.parametrize("lacks", ["_jit_module", "_cached_module"])
+def test_a_release_without_the_attributes_plans_every_step(lacks: str, emulate: Emulate) -> None:
+    class Other(paged.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[misc]
+        def plan(self, *args: Any, **kwargs: Any) -> None:
+            self._jit_module = None
+            super().plan(*args, **kwargs)
+            delattr(self, lacks)
+
+    world = emulate(BatchDecodeWithPagedKVCacheWrapper=Other)
+    group = groups.made(options=NATIVE, block_size=16)
+    for seq_lens in LENS:
+        check(group, *random_batch(group, [1] * len(seq_lens), seq_lens))
+    assert len(world.named(PLAN)) == len(LENS)
+
+
+def test_scratch_that_is_too_small_names_the_option(emulate: Emulate) -> None:
+    emulate()
+    fields = {"num_heads": 128, "num_kv_heads": 8, "head_size": 128}
+    group = groups.made(options={**NATIVE, "native_workspace_bytes": 16 << 20}, **fields)
+    small, _ = random_batch(group, [1], [30])
+    assert [decode_of(group, small).lists is None for _ in range(3)] == [False, False, True]
+    common, _ = random_batch(group, [1] * 16, [1000] * 16)
+    with pytest.raises(BatchError, match=r"batch of 16 requests .*\n.*native_workspace_bytes"):
+        group.build(common)
+
+
+def change(arguments: list[Any], what: str) -> list[Any]:
+    """Return the compiled function's arguments as another release might pass them."""
+    other = torch.ones(3, dtype=torch.int32)
+    changed = {
+        "too few": arguments[:8],
+        "workspaces swapped": [arguments[1], arguments[0], *arguments[2:]],
+        "another pinned buffer": [*arguments[:2], other, *arguments[3:]],
+        "lists swapped": [*arguments[:4], arguments[5], arguments[4], *arguments[6:]],
+        "no tensor": [*arguments[:4], [0, 2, 3], *arguments[5:]],
+        "another number of tokens": [*arguments[:6], 4, *arguments[7:]],
+        "another number of requests": [*arguments[:7], 4, *arguments[8:]],
+        "another tensor": [*arguments, other],
+        "as known": arguments,
+    }
+    return changed[what]
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["too few", "workspaces swapped", "another pinned buffer", "lists swapped", "no tensor", "another number of tokens",
+     "another number of requests", "another tensor", "as known"],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_arguments_in_other_places_are_not_taken(what: str, backend: str) -> None:
+    scratch, ints, pinned, queries = (torch.zeros(size, dtype=torch.int32) for size in (4, 5, 6, 3))
+    lists = SimpleNamespace(
+        num_reqs=2, paged_kv_indptr=torch.tensor([0, 2, 3]).int(), seq_lens=torch.tensor([20, 5]).int()
+    )
+    arguments = [scratch, ints, pinned, queries, lists.paged_kv_indptr, lists.seq_lens, 2, 2, 32, 8, False]
+    module, names = SimpleNamespace(plan=lambda *given: given), (*compiled_plan.LISTS, *compiled_plan.PLANNED)
+    made = SimpleNamespace(
+        **dict.fromkeys(names) | {"_cached_module": module},
+        _float_workspace_buffer=scratch, _int_workspace_buffer=ints, _pin_memory_int_workspace_buffer=pinned,
+    )  # fmt: skip
+    with compiled_plan.Recorder(made) as recorder:
+        made._jit_module.plan(*change(arguments, what))
+        made._cached_module = made._jit_module
+    assert (made._cached_module, made._jit_module) == (module, None)
+    found = recorder.compiled(SimpleNamespace(backend=backend), lists)
+    if (what, backend) != ("as known", "fa2"):
+        assert found is None
+        return
+    later = [torch.zeros(size, dtype=torch.int32) for size in (7, 5, 5, 4)]
+    planned = found(*later)
+    assert all(one is other for one, other in zip(planned[:6], (scratch, ints, *later), strict=True))
+    assert planned[6:] == (4, 4, 32, 8, False)
