@@ -201,6 +201,41 @@ def test_prefill_alone() -> None:
     assert relative_error(ran.output[: ran.tokens], problem.reference(0)[0]).row <= bound.row
 
 
+PLACES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "contiguous": (lambda query: query, True),
+    "cut from wider tokens": (lambda query: torch.cat((query, query), -1)[..., : query.shape[-1]], True),
+    "at an odd place": (lambda query: torch.cat((query.new_zeros(1), query.flatten()))[1:].view_as(query), False),
+    "rows of an odd width": (lambda query: torch.cat((query, query[..., :1]), -1)[..., :-1], False),
+    "last dimension apart": (lambda query: query.transpose(0, 2).contiguous().transpose(0, 2), False),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_decode_that_takes_the_query_in_two_parts(place: str) -> None:
+    """Its rope part is not copied where kernels can read it as it lies."""
+    config = AttentionConfig(**{**SMALL, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}, dtype="bfloat16")
+    problem = random_mla_problem(0, config, requests=[(1, 9), (1, 40), (1, 3)])
+    group = MLAAttentionGroup(select(config, device="cpu", backend="TORCH_MLA"))
+    layer, common, step = layer_of(group, problem), common_of(problem), problem.step
+    assert step.kv_cache is not None
+    lie, apart = PLACES[place]
+    query, impl, seen = lie(problem.query), layer.impls["decode"], []
+    whole = impl.forward_mqa
+
+    def forward_mqa(layer: Any, query: Any, *rest: Any) -> torch.Tensor:
+        seen.append(query)
+        return whole(layer, torch.cat(query, -1) if isinstance(query, tuple) else query, *rest)
+
+    wanted = layer(query, step.key, step.value, step.kv_cache.clone(), group.build(common))
+    impl.forward_mqa, impl.takes_query_parts = forward_mqa, True  # type: ignore[method-assign]
+    found = layer(query, step.key, step.value, step.kv_cache.clone(), group.build(common))
+    assert torch.equal(found, wanted)
+    (given,) = seen
+    assert isinstance(given, tuple) == apart
+    if apart:
+        assert given[1].data_ptr() == query[..., 16:].data_ptr()
+
+
 @pytest.mark.parametrize("name", ["kv_c_normed", "k_pe"])
 def test_one_of_the_latents_may_have_padding(name: str) -> None:
     problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])

@@ -123,6 +123,16 @@ def test_quantize_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
     assert made.float()[3].isnan()
 
 
+def test_a_query_in_two_parts_is_joined_and_quantised() -> None:
+    latent, rope = torch.arange(12.0).view(2, 3, 2), -torch.arange(6.0).view(3, 2, 1).transpose(0, 1)
+    made = ops.concat_and_quantize_mla_q(latent, rope, torch.tensor(2.0), torch.float8_e4m3fn)
+    assert made.dtype == torch.float8_e4m3fn
+    assert made.float().tolist() == [
+        [[0, 0.5, 0], [1, 1.5, -1], [2, 2.5, -2]],
+        [[3, 3.5, -0.5], [4, 4.5, -1.5], [5, 5.5, -2.5]],
+    ]
+
+
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("kv_cache_dtype", STORED)

@@ -250,8 +250,7 @@ class MLAAttentionImpl:
 
     takes_query_parts: bool = False
     """Whether ``forward_mqa`` also takes the query as a pair, ``(T, num_heads, kv_lora_rank)`` and ``(T, num_heads,
-    qk_rope_head_dim)`` of any strides but in the last dimension, so that an engine that has them apart need not join
-    them."""
+    qk_rope_head_dim)`` of any strides but in the last dimension, so that who has them apart need not join them."""
 
     def __init__(
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None

@@ -219,11 +219,14 @@ class MLAAttention(nn.Module):
     ) -> None:
         impl, (lse, indices) = self._by_plan[part.backend, part.phase], lse_and_indices
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
-        absorbed = query.new_empty(query.shape[0], self.heads, self.rank + self.rope)
-        latent_query, rope_query = absorbed.split_with_sizes([self.rank, self.rope], dim=-1)
-        rope_query.copy_(rope)
+        view, absorbed = self._view(impl, kv_cache), None
+        if impl.takes_query_parts and self._in_parts is None and _aligned(rope):
+            latent_query = query.new_empty(query.shape[0], self.heads, self.rank)
+        else:
+            absorbed = query.new_empty(query.shape[0], self.heads, self.rank + self.rope)
+            latent_query, rope_query = absorbed.split_with_sizes([self.rank, self.rope], dim=-1)
+            rope_query.copy_(rope)
         _project(nope, self.w_uk_t, latent_query, part.spans)
-        view = self._view(impl, kv_cache)
         if self._in_parts is not None:
             self._in_parts.forward(
                 absorbed,
@@ -236,7 +239,8 @@ class MLAAttention(nn.Module):
             )
             return
         latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
-        latent = impl.forward_mqa(self, absorbed, view, part.metadata, latent, lse, indices)
+        given: Any = (latent_query, rope) if absorbed is None else absorbed
+        latent = impl.forward_mqa(self, given, view, part.metadata, latent, lse, indices)
         _project(latent, self.w_uv, output, part.spans)
 
     def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
@@ -295,6 +299,13 @@ class MLAAttention(nn.Module):
 def _capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is captured, in which nothing can be read back."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether kernels can read each row of the last dimension in pieces of 16 bytes."""
+    *strides, last = tensor.stride()
+    size = tensor.element_size()
+    return last == 1 and tensor.data_ptr() % 16 == 0 and not any([stride * size % 16 for stride in strides])
 
 
 def _rows(tensor: Tensor, rows: slice) -> Tensor:

@@ -22,6 +22,16 @@ def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (numbers.float() / scale).clamp_(-limit, limit).to(dtype)
 
 
+def concat_and_quantize_mla_q(latent: Tensor, rope: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a query's parts ``(T, H, R)`` and ``(T, H, Pr)`` side by side, quantised: ``(T, H, R + Pr)``, contiguous.
+
+    Args:
+        latent, rope: any strides but in the last dimension.
+        scale, dtype: as ``quantize_fp8`` has them.
+    """
+    return quantize_fp8(torch.cat((latent, rope), dim=-1), scale, dtype)
+
+
 def _stored(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``(T, heads, size)`` numbers as the cache holds them, FP8 as its bytes."""
     if dtype not in FP8_DTYPES.values():

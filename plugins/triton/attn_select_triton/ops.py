@@ -96,6 +96,11 @@ def quantize_fp8(device: torch.device) -> Operation | None:
     return _served("quantize_fp8", device)
 
 
+def concat_and_quantize_mla_q(device: torch.device) -> Operation | None:
+    """Return the FP8 quantisation of a query in two parts."""
+    return _served("concat_and_quantize_mla_q", device)
+
+
 def indexer_k_quant_and_cache(device: torch.device) -> Operation | None:
     """Return the cache update of the sparse indexer's keys."""
     return _served("indexer_k_quant_and_cache", device)

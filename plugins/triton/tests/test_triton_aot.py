@@ -44,6 +44,7 @@ OTHERS = (
     "reshape_and_cache_kernel", "gather_pages_kernel", "merge_splits_kernel", "merge_attn_states_kernel",
     "concat_and_cache_mla_kernel", "gather_cache_mla_kernel", "paged_attention_v2_reduce_kernel",
     "gather_classic_kernel", "quantize_fp8_kernel", "flatten_block_table_kernel",
+    "concat_and_quantize_mla_q_kernel",
     "pack_attn_states_kernel", "merge_rank_states_kernel", "count_chosen_kernel",
 )  # fmt: skip
 HOPPER = (

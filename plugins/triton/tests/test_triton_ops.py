@@ -98,6 +98,28 @@ def test_quantize_fp8(fp8: torch.dtype, dtype: torch.dtype, device: torch.device
         assert bool(((found.float() == wanted.float()) | both_nan).all())
 
 
+@pytest.mark.parametrize("sizes", [(512, 64), (256, 64), (48, 24)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fp8", FP8)
+def test_concat_and_quantize_mla_q(
+    fp8: torch.dtype, dtype: torch.dtype, sizes: tuple[int, int], device: torch.device
+) -> None:
+    """The parts lie as engines have them: in one tensor, behind what is absorbed, or with the heads in front."""
+    (rank, rope), scale = sizes, torch.tensor(0.5, device=device)
+    whole = numbers(device, 5, 3, rank + rope, dtype=dtype, exact=True)
+    whole[0, 0, 0], whole[0, 0, -1] = 6e4, -6e4
+    absorbed = numbers(device, 3, 5, rank, dtype=dtype, exact=True).transpose(0, 1)
+    for latent, behind in (
+        whole.split((rank, rope), dim=-1),
+        (absorbed, whole[..., 7 : 7 + rope]),
+        (absorbed[:0],) * 2,
+    ):
+        found = op_kernels.concat_and_quantize_mla_q(latent, behind, scale, fp8)
+        wanted = torch_ops.concat_and_quantize_mla_q(latent, behind, scale, fp8)
+        assert (found.dtype, found.shape, found.is_contiguous()) == (fp8, wanted.shape, True)
+        assert torch.equal(found.float(), wanted.float())
+
+
 def test_division_by_the_scale_is_exact(device: torch.device) -> None:
     """One unit in the last place off, and a number on the border of two FP8 numbers falls to the other side."""
     scale = torch.tensor(0.0123, device=device)
@@ -262,6 +284,8 @@ def test_no_operation_waits(device: torch.device) -> None:
         for module in (op_kernels, torch_ops):
             module.flatten_block_table(table, indptr, out)
             module.quantize_fp8(given, scale, torch.float8_e4m3fn)
+            parts = given.view(2, 2, 64).split((48, 16), dim=-1)
+            module.concat_and_quantize_mla_q(*parts, scale, torch.float8_e4m3fn)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert out.tolist() == [0, 1, 2, 8, 9, 10, 11, 0]

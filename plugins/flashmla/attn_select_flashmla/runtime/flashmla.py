@@ -103,6 +103,7 @@ class FlashMLAImpl(MLAAttentionImpl):
         self._adapter, self._fp8 = adapter_for(kernel), kernel.function == "dense_fp8"
         self._dense = self._adapter.dense
         self._direct = self._adapter.writes_output and not self._fp8
+        self.takes_query_parts = self._fp8
         self._heads, self._width = context.config.num_heads, context.config.head_size
         self._one_kv_head = CacheView(lambda kv_cache: kv_cache.unsqueeze(2))
         self._descales: tuple[Scales | None, tuple[Tensor, ...]] = (None, ())
@@ -110,7 +111,7 @@ class FlashMLAImpl(MLAAttentionImpl):
     def forward_mqa(
         self,
         layer: AttentionLayer,
-        query: Tensor,
+        query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         attn_metadata: FlashMLAMetadata,
         output: Tensor,
@@ -123,19 +124,20 @@ class FlashMLAImpl(MLAAttentionImpl):
         if not query_len:
             return output
         cache, scale = self._one_kv_head(kv_cache), self.scale
-        if self._direct and padding is None and output.is_contiguous():
+        if self._direct and padding is None and output.is_contiguous() and not isinstance(query, tuple):
             rows = query.view(requests, query_len, heads, self._width)
             into = output.view(requests, 1, query_len * heads, RANK)
             lse = self._dense(rows, cache, metadata, scale, into)[1]
         else:
+            parts = [*query] if isinstance(query, tuple) else [query]
             if padding is not None:
-                query = query.index_select(0, padding.sources)
+                parts = [part.index_select(0, padding.sources) for part in parts]
             if self._fp8:
-                query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
-            rows = query.view(requests, query_len, heads, self._width)
-            if self._fp8:
+                quantize = ops.quantize_fp8 if len(parts) == 1 else ops.concat_and_quantize_mla_q
+                rows = quantize(*parts, layer.scales.q, kv_cache.dtype).view(requests, query_len, heads, self._width)
                 found, lse = self._adapter.dense_fp8(rows, cache, metadata, scale, self._descales_of(layer.scales))
             else:
+                rows = parts[0].view(requests, query_len, heads, self._width)
                 found, lse = self._dense(rows, cache, metadata, scale, None)
             found = found.reshape(requests * query_len, heads, RANK)
             if padding is None and found.dtype == output.dtype:

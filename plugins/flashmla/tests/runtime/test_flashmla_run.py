@@ -157,6 +157,25 @@ def test_a_kernel_that_takes_no_output_returns_its_own(emulate: Emulate) -> None
         assert not found.isnan().any()
 
 
+@pytest.mark.parametrize("requests", [DECODES, [(1, 9), (2, 70)]], ids=["equal queries", "other lengths"])
+def test_an_fp8_kernel_takes_the_query_in_two_parts(requests: list[tuple[int, int]], emulate: Emulate) -> None:
+    """They are joined as they are quantised, wherever they lie."""
+    emulate("vllm")
+    group = group_of(layer_config(kv_cache_dtype="fp8_e4m3", num_speculative_tokens=1))
+    problem = problem_for(group, requests)
+    layer, query = layer_of(group, problem), problem.step.query.to(torch.bfloat16)
+    impl, cache = layer.impls["decode"], problem.step.written_cache()
+    metadata = group.build(common_of(problem)).parts[0].metadata
+    assert impl.takes_query_parts
+    found = []
+    for given in (query, query.split((512, 64), dim=-1)):
+        output = torch.full((len(query), 4, 512), torch.nan, dtype=torch.bfloat16)
+        found.append(impl.forward_mqa(layer, given, cache, metadata, output))
+    assert torch.equal(*found)
+    assert not found[0].isnan().any()
+    assert not layer_of(group_of(layer_config()), problem).impls["decode"].takes_query_parts
+
+
 def test_an_output_with_strides(emulate: Emulate) -> None:
     emulate("vllm")
     group = group_of(layer_config())

@@ -14,7 +14,7 @@ from attn_select_triton.kernels.primitives import saturated
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
 QUANTIZE_BLOCK = 2048
-"""Elements of one program of ``quantize_fp8``."""
+"""Elements of one program of ``quantize_fp8``, and of the latent part in ``concat_and_quantize_mla_q``."""
 FLATTEN_BLOCK = 1024
 """Columns of one step of ``flatten_block_table``."""
 _LIMITS = {dtype: torch.finfo(dtype).max for dtype in FP8}
@@ -60,6 +60,51 @@ def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     key = (*specialised(numbers, out), scale.dtype, unit, units >> 31, stride >> 31)  # 32 or 64 bits, by their size
     grid = (rows * tiles, 1, 1)
     _quantize(key, grid, numbers, out, scale, units, stride, tiles, unit, _LIMITS[dtype], QUANTIZE_BLOCK)
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["scale_ptr"])
+def concat_and_quantize_mla_q_kernel(
+    latent_ptr, rope_ptr, out_ptr, scale_ptr, rows, heads, stride_latent, stride_latent_head, stride_rope,
+    stride_rope_head, RANK: tl.constexpr, ROPE: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scale and cast the two parts of ``ROWS`` rows, each a head of a token, and write them side by side.
+
+    Memory traffic: each number read once, its byte written once.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = (row // heads).to(tl.int64)[:, None], (row % heads).to(tl.int64)[:, None]
+    inside, scale = (row < rows)[:, None], tl.load(scale_ptr)
+    out = out_ptr + row.to(tl.int64)[:, None] * (RANK + ROPE)
+    column = tl.arange(0, RANK_BLOCK)[None, :]
+    mask = inside & (column < RANK)
+    numbers = tl.load(latent_ptr + token * stride_latent + head * stride_latent_head + column, mask=mask, other=0.0)
+    tl.store(out + column, saturated(numbers, scale, LIMIT).to(out_ptr.dtype.element_ty), mask=mask)
+    column = tl.arange(0, ROPE_BLOCK)[None, :]
+    mask = inside & (column < ROPE)
+    numbers = tl.load(rope_ptr + token * stride_rope + head * stride_rope_head + column, mask=mask, other=0.0)
+    tl.store(out + RANK + column, saturated(numbers, scale, LIMIT).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_concat_and_quantize = Relaunches(concat_and_quantize_mla_q_kernel, num_warps=4)
+
+
+def concat_and_quantize_mla_q(latent: Tensor, rope: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``attn_select.runtime.torch_ops.concat_and_quantize_mla_q``: one pass over the numbers."""
+    tokens, heads, rank = latent.shape
+    width = rope.shape[2]
+    out = torch.empty((tokens, heads, rank + width), dtype=dtype, device=latent.device)
+    if not tokens:
+        return out
+    strides = (*latent.stride()[:2], *rope.stride()[:2])
+    blocks = triton.next_power_of_2(rank), triton.next_power_of_2(width)
+    rows = max(1, QUANTIZE_BLOCK // blocks[0])
+    sizes = (rank, width, _LIMITS[dtype], rows, *blocks)
+    steps = [(stride == 1, stride % 16 == 0, stride >> 31) for stride in strides]
+    key = (*specialised(latent, rope, out), scale.dtype, *sizes, *steps)
+    grid = (-(-tokens * heads // rows), 1, 1)
+    _concat_and_quantize(key, grid, latent, rope, out, scale, tokens * heads, heads, *strides, *sizes)
     return out
 
 

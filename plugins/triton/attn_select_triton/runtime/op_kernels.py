@@ -25,6 +25,7 @@ from attn_select_triton.kernels.rank_merge import merge_rank_states, pack_attn_s
 
 __all__ = [
     "concat_and_cache_mla",
+    "concat_and_quantize_mla_q",
     "flatten_block_table",
     "gather_cache_mla",
     "gather_rank_heads",
@@ -51,6 +52,13 @@ def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if not _casts(numbers.device, dtype):
         return torch_ops.quantize_fp8(numbers, scale, dtype)
     return convert.quantize_fp8(numbers, scale, dtype)
+
+
+def concat_and_quantize_mla_q(latent: Tensor, rope: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Join, scale and cast in one pass."""
+    if not _casts(latent.device, dtype):
+        return torch_ops.concat_and_quantize_mla_q(latent, rope, scale, dtype)
+    return convert.concat_and_quantize_mla_q(latent, rope, scale, dtype)
 
 
 def reshape_and_cache(

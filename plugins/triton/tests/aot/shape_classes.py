@@ -269,8 +269,10 @@ def conversions(t: Tensors) -> None:
 
 
 def write_latents(t: Tensors) -> None:
-    """The update of a cache of latents."""
+    """The update of a cache of latents, and a query in two parts quantised to FP8."""
     rank = t.config.kv_lora_rank or 0
+    dtype = torch.float8_e4m3fn if t.target >= 89 else torch.float8_e5m2
+    convert.concat_and_quantize_mla_q(t.query[..., :rank], t.query[..., rank:], t.scale, dtype)
     latents = t.query[:, 0, :rank], t.query[:, 0, rank:]
     mla_cache.concat_and_cache_mla(*latents, t.cache, t.slots, t.scale)
 
