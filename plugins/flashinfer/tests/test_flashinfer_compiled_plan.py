@@ -15,7 +15,7 @@ import flashinfer_groups as groups
 import torch
 from flashinfer_emulated import paged
 
-from attn_select.runtime import Attention, BatchError
+from attn_select.runtime import Attention, BatchError, Capacity
 from attn_select.testing.running import random_batch
 from attn_select_flashinfer.runtime import compiled_plan
 
@@ -128,6 +128,31 @@ def test_scratch_that_is_too_small_names_the_option(emulate: Emulate) -> None:
     common, _ = random_batch(group, [1] * 16, [1000] * 16)
     with pytest.raises(BatchError, match=r"batch of 16 requests .*\n.*native_workspace_bytes"):
         group.build(common)
+
+
+def test_captured_steps_read_rows_of_their_buffers(emulate: Emulate) -> None:
+    """Sizes take turns: a size that is new is planned by ``plan``, whose lists replace the rows in the same buffers."""
+    world = emulate()
+    group = groups.made(options=NATIVE, block_size=16, group_cuda_graphs=True, group_capacity=Capacity(4, 64, 200))
+    buffers = groups.builder_of(group).native.pool.buffers
+    routes = []
+    for size in (4, 4, 4, 2, 4, 2, 2, 4):
+        common, cache = spoiled(group, [1] * size, [150, 1, 33, 16][:size])
+        metadata = group.build_for_cudagraph_capture(common) if len(routes) < 4 else group.build(common)
+        decode = metadata.parts[0].metadata.parts[0]
+        routes.append(decode.lists is None)
+        query = groups.drawn_query(group, size)
+        output, layer = torch.empty_like(query), Attention(group)
+        layer.forward(query, None, None, cache, metadata, output)
+        expected, _ = groups.reference(group, common, cache, layer)
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+        assert decode.plan.wrapper.made._paged_kv_indices_buf.data_ptr() == buffers.paged_kv_indices.data_ptr()
+    assert routes == [False, False, True, False, True, False, True, True]
+    assert len(world.named(PLAN)) == 4
+    assert buffers.paged_kv_indptr.tolist() == [0, 13, 26, 39, 52]
+    assert buffers.paged_kv_last_page_len.tolist() == [length - 12 * 16 for length in (150, 1, 33, 16)]
+    wide = dataclasses.replace(common, block_table_tensor=torch.nn.functional.pad(common.block_table_tensor, (0, 9)))
+    check(group, wide, cache)
 
 
 def change(arguments: list[Any], what: str) -> list[Any]:

@@ -10,7 +10,8 @@ The lists that a fa2 kernel reads on the device are not those of the schedule. T
 The kernel takes from the device where a request's pages begin, and how many tokens they hold:
 ``(pages - 1) * page_size + last_page_len`` modulo 2 ** 32 (``paged_kv_t::get_length`` in include/flashinfer/page.cuh).
 So the rows of the block table are read where they lie, each taken as wide as the table. A negative ``last_page_len``
-makes the length right. No page is copied, and those behind a request's last key are not looked at.
+makes the length right. No page is copied, and those behind a request's last key are not looked at. A CUDA graph reads
+rows too, of a table that stays where it is and that the step's is copied into.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
+from attn_select_flashinfer.runtime.native_wrappers import GraphBuffers, NativePlan, PageLists, PhaseKernel, WrapperPool
 from attn_select_flashinfer.runtime.plans import PINNED, Wrapper
 
 LISTS = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
@@ -139,11 +140,11 @@ class RowsPlan(NativePlan):
         for name, list_ in zip(LISTS, self._device, strict=True):
             setattr(made, name, list_)
         made._max_kv_len = self._longest
-        made._plan_info = self._pool.ring.lend(self.wrapper.compiled, *self._lists)
+        made._plan_info = self._pool.ring.lend(self.wrapper.compiled, *self._lists, cleared=self._cleared)
 
 
 class RowLists:
-    """Makes the lists of batches whose pages are rows of a block table.
+    """Makes the lists of batches whose pages are rows of a table.
 
     Args:
         page_size: tokens of a page.
@@ -183,6 +184,22 @@ class RowLists:
         if starts is None:
             starts = self._starts[width, requests] = to_device(self._bounds(requests)[0] * width, self._device)
         return self._bounds(requests)[1], starts, rows, lengths - (width - 1) * size
+
+    def fill(self, common: CommonAttentionMetadata, buffers: GraphBuffers) -> bool:
+        """Write what a captured kernel reads into its buffers; False where places exceed 32 bits."""
+        table, size, requests = common.block_table_tensor, self._page_size, common.num_reqs
+        assert table is not None
+        rows = buffers.paged_kv_indices.view(len(buffers.paged_kv_last_page_len), -1)
+        width = rows.shape[1]
+        if rows.numel() * size >= 1 << 32:
+            return False
+        if not buffers.by_rows:
+            torch.mul(buffers.qo_indptr, width, out=buffers.paged_kv_indptr)
+            buffers.by_rows = True
+        columns = min(width, table.shape[1])
+        rows[:requests, :columns].copy_(table[:, :columns])
+        torch.sub(common.seq_lens, (width - 1) * size, out=buffers.paged_kv_last_page_len[:requests])
+        return True
 
     def _bounds(self, requests: int) -> tuple[Tensor, Tensor]:
         """Return the queries' bounds, on the host and on the device."""

@@ -9,7 +9,7 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select_flashinfer.runtime.compiled_plan import Recorder, RowLists, RowsPlan
+from attn_select_flashinfer.runtime.compiled_plan import LISTS, Recorder, RowLists, RowsPlan
 from attn_select_flashinfer.runtime.mha_calls import FICascade, FIDecode, FIPrefill
 from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
 from attn_select_flashinfer.runtime.plans import Wrapper
@@ -32,24 +32,34 @@ class NativeBuilder:
 
     def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> FIDecode:
         """Plan the batch's first ``last`` requests, which have one token each."""
-        seq_lens, wrapper = common.seq_lens_cpu, self.pool.eager(kernel, "decode")
-        if last < common.num_reqs:
-            seq_lens = seq_lens[:last]
+        wrapper = self.pool.eager(kernel, "decode")
         rows = None if wrapper.compiled is None else self._rows.device(common, last)
         if rows is not None:
-            host = self._rows.host(seq_lens)
-            plan = RowsPlan(wrapper, self.pool, kernel, host, rows, common.max_seq_len)
-            return FIDecode(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, lists=None)
-        lists = self._lists(seq_lens)
-        with Recorder(wrapper.made) as recorder:
-            part = self._planned_decode(wrapper, kernel, lists)
-        wrapper.compiled = recorder.compiled(kernel, lists)
+            return self._planned_rows(wrapper, kernel, common, last, rows)
+        lists = self._lists(_first(common.seq_lens_cpu, last))
+        part = self._planned_decode(wrapper, kernel, lists)
         self._flatten(common, lists, 0)
         return part
 
+    def _planned_rows(
+        self,
+        wrapper: Wrapper,
+        kernel: PhaseKernel,
+        common: CommonAttentionMetadata,
+        last: int,
+        device: tuple[Tensor, ...],
+    ) -> FIDecode:
+        """Plan the first ``last`` requests, whose pages are rows, by the compiled function."""
+        host = self._rows.host(_first(common.seq_lens_cpu, last))
+        plan = RowsPlan(wrapper, self.pool, kernel, host, device, common.max_seq_len)
+        return FIDecode(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, lists=None)
+
     def _planned_decode(self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists) -> FIDecode:
+        """Plan by FlashInfer's ``plan``, and keep what that calls."""
         given = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
-        plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
+        with Recorder(wrapper.made) as recorder:
+            plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
+        wrapper.compiled = recorder.compiled(kernel, lists)
         end = lists.num_reqs
         return FIDecode(phase="decode", label=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists)
 
@@ -152,6 +162,10 @@ class NativeBuilder:
         requests, buffers = common.num_reqs, self.pool.buffers
         assert buffers is not None
         wrapper = self.pool.captured(kernel, requests)
+        if wrapper.compiled is not None and self._rows.fill(common, buffers):
+            fixed = tuple(getattr(wrapper.made, name) for name in LISTS)
+            return self._planned_rows(wrapper, kernel, common, requests, fixed)
+        buffers.by_rows = False
         lists = PageLists.of(common.seq_lens_cpu, self._page, buffers.paged_kv_indices, self._context.device)
         part: FIDecode | FIPrefill
         if kernel.single_token:
@@ -180,3 +194,7 @@ class NativeBuilder:
         prefix = self._queries("prefill", wrapper, own, (0, tokens), qo_indptr, lists, False, tokens)
         label = f"cascade, {kernel.label}"
         return FICascade(phase="decode", label=label, start=0, end=tokens, prefix=prefix, rest=rest)
+
+
+def _first(lengths: Tensor, last: int) -> Tensor:
+    return lengths if len(lengths) == last else lengths[:last]

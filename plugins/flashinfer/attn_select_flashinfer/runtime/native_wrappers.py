@@ -202,12 +202,14 @@ class GraphBuffers:
         paged_kv_indices: int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens.
         paged_kv_last_page_len: int32 ``(max_num_seqs,)``.
         qo_indptr: int32 ``(max_num_seqs + 1,)``, one token per request.
+        by_rows: whether the pages are rows of equal width (``RowLists``) instead of one list.
     """
 
     paged_kv_indptr: Tensor
     paged_kv_indices: Tensor
     paged_kv_last_page_len: Tensor
     qo_indptr: Tensor
+    by_rows: bool = False
 
     @classmethod
     def make(cls, context: BackendContext) -> GraphBuffers:

@@ -86,15 +86,19 @@ class PinnedRing:
 
         def plan(buffer: Tensor) -> None:
             setattr(wrapper, PINNED, buffer)
-            if cleared:
-                buffer[:cleared].zero_()
             wrapper.plan(*args, **kwargs)
 
-        self.lend(plan)
+        self.lend(plan, cleared=cleared)
 
-    def lend(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(buffer, *args)``, which starts a copy out of the pinned buffer."""
+    def lend(self, function: Callable[..., Any], *args: Any, cleared: int = 0) -> Any:
+        """Return ``function(buffer, *args)``, which starts a copy out of the pinned buffer.
+
+        Args:
+            cleared: as ``plan`` has it.
+        """
         buffer, event = self._free()
+        if cleared:
+            buffer[:cleared].zero_()
         result = function(buffer, *args)
         _record(event, self._device)
         return result
