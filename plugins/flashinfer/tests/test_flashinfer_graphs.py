@@ -166,8 +166,8 @@ def test_a_step_built_early_leaves_the_running_one_alone(
 
 
 def test_build_copies_nothing_back_from_the_device(emulate: Emulate) -> None:
-    world = emulate()
     for options in ({}, NATIVE):
+        world = emulate()  # anew: another batch may lie where the last one was on the device
         group = groups.made(options=options)
         common, cache = random_batch(group, [1, 1, 20], [200, 7, 40])
         lengths = common.seq_lens.clone(), common.query_start_loc.clone(), common.block_table_tensor.clone()

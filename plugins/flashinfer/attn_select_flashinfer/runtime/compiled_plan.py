@@ -148,15 +148,13 @@ class RowLists:
 
     Args:
         page_size: tokens of a page.
-        most: the most requests of a batch.
         device: where kernels read the lists.
     """
 
-    def __init__(self, page_size: int, most: int, device: torch.device) -> None:
+    def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size, self._device = page_size, device
-        self._counted = torch.arange(most + 1, dtype=torch.int32)
         self._queries: dict[int, tuple[Tensor, Tensor]] = {}
-        self._starts: dict[tuple[int, int], Tensor] = {}
+        self._width, self._starts = 0, dict[int, Tensor]()
 
     def host(self, seq_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what ``CompiledPlan`` takes, for lengths int32 ``(B,)`` on the host."""
@@ -180,10 +178,11 @@ class RowLists:
         except RuntimeError:  # columns were cut off in front, so that the last row is not as wide as the table
             return None
         lengths = common.seq_lens if requests == common.num_reqs else common.seq_lens[:requests]
-        starts = self._starts.get((width, requests))
-        if starts is None:
-            starts = self._starts[width, requests] = to_device(self._bounds(requests)[0] * width, self._device)
-        return self._bounds(requests)[1], starts, rows, lengths - (width - 1) * size
+        if width != self._width:  # tables that are made anew in each step become wider now and then
+            self._width, self._starts = width, {}
+        if requests not in self._starts:
+            self._starts[requests] = to_device(self._bounds(requests)[0] * width, self._device)
+        return self._bounds(requests)[1], self._starts[requests], rows, lengths - (width - 1) * size
 
     def fill(self, common: CommonAttentionMetadata, buffers: GraphBuffers) -> bool:
         """Write what a captured kernel reads into its buffers; False where places exceed 32 bits."""
@@ -204,6 +203,6 @@ class RowLists:
     def _bounds(self, requests: int) -> tuple[Tensor, Tensor]:
         """Return the queries' bounds, on the host and on the device."""
         if requests not in self._queries:
-            bounds = self._counted[: requests + 1]
+            bounds = torch.arange(requests + 1, dtype=torch.int32)
             self._queries[requests] = bounds, to_device(bounds, self._device)
         return self._queries[requests]

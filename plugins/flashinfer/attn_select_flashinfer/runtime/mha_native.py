@@ -27,7 +27,7 @@ class NativeBuilder:
         self._context = context
         self._page = context.block_size or 1
         self.pool = WrapperPool(context, torch.empty(scratch_bytes, dtype=torch.uint8, device=context.device))
-        self._rows = RowLists(self._page, context.max_num_seqs, context.device)
+        self._rows = RowLists(self._page, context.device)
         self._causal, self._windowed = not context.config.non_causal, context.config.sliding_window is not None
 
     def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> FIDecode:
