@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import BatchError, Capacity, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch, check_level
 from attn_select.runtime.tree_group import DraftTreeGroup
+from attn_select.testing.problems import TREE_BATCHES, TREE_REQUESTS
 from attn_select.testing.running import (
     Result,
     check_result,
@@ -26,7 +27,6 @@ from attn_select.testing.running import (
     run_problem,
 )
 
-REQUESTS = ((1, 40), (4, 60), (3, 3), (4, 4), (4, 17), (2, 30), (4, 0), (20, 50), (5, 9))
 LAYER: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16, "dtype": "float32"}
 MakeTrees = Callable[..., DraftTreeGroup]
 
@@ -55,8 +55,7 @@ def make_trees(make_toy: Any, choose: Any) -> MakeTrees:
 @pytest.mark.parametrize("fields", [{}, {"sinks": True}, {"logits_soft_cap": 5.0}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_trees_are_those_of_the_oracle(fields: dict[str, Any], graphs: bool, make_trees: MakeTrees) -> None:
     group = make_trees(options={"cuda_graphs": graphs}, **fields)
-    parts: tuple[Sequence[tuple[int, int]], ...] = (REQUESTS, REQUESTS[:6], REQUESTS[2:4], REQUESTS[-2:])
-    for seed, requests in enumerate(parts):
+    for seed, requests in enumerate(TREE_BATCHES):
         problem = problem_for(group, requests, seed)
         found = run_problem(group, problem)
         check_result(group, problem, found)
@@ -83,7 +82,7 @@ def test_captured_metadata_serves_other_trees_and_contexts(fields: dict[str, Any
         output, lse = torch.full_like(given[0], torch.nan), torch.full((16, 4), torch.nan)
         layer.forward(*given, cache, captured, output, lse)
         check_result(group, problem, Result(output[:tokens], lse[:tokens], cache))
-        group.build(common_of(problem_for(group, REQUESTS, seed)))  # an eager step comes between
+        group.build(common_of(problem_for(group, TREE_REQUESTS, seed)))  # an eager step comes between
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -135,7 +134,7 @@ def test_the_plans_of_both_parts_are_made_anew_unless_asked_otherwise(
     for part in (group.plain, group.context):
         build = part.build
         monkeypatch.setattr(part, "build", lambda *given, build=build: (asked.append(given[2]), build(*given))[1])
-    common = common_of(problem_for(group, REQUESTS))
+    common = common_of(problem_for(group, TREE_REQUESTS))
     group.build(common)
     assert asked == [False, False]
     group.build(common, fast_build=True)

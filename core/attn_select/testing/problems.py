@@ -24,6 +24,12 @@ FP8_SCALE = 0.02
 """Of standard normal numbers in an FP8 cache: they reach 5, and e4m3 holds 448 scales."""
 Request = tuple[int, int]
 """``(query_len, seq_len)``: tokens of this step, and tokens in all once they are cached."""
+TREE_REQUESTS: tuple[Request, ...] = (
+    (1, 40), (4, 60), (3, 3), (4, 4), (4, 17), (2, 30), (4, 0), (20, 50), (5, 9)
+)  # fmt: skip
+"""Requests of layers with trees of up to three drafts: trees with and without a context, padding, then prefills."""
+TREE_BATCHES = (TREE_REQUESTS, TREE_REQUESTS[:6], TREE_REQUESTS[2:4], TREE_REQUESTS[-2:])
+"""All of them, trees, trees without a context, and prefills alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ pytest.importorskip("torch")
 
 from attn_select.runtime import Capacity, attention_group
 from attn_select.testing import gqa_layer
+from attn_select.testing.problems import TREE_BATCHES
 from attn_select.testing.running import check_result, problem_for, run_problem
 from attn_select.testing.toolkit import codes_of, plan_of, selection_of
 from attn_select_flashinfer.facts.mha import FLASHINFER
 
 TREES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
 TREES |= {"num_speculative_tokens": 3, "draft_tree": True}
-REQUESTS = ((1, 40), (4, 60), (3, 3), (4, 4), (4, 17), (2, 30), (4, 0), (20, 50), (5, 9))
 GPUS = {"h100": (9, 0), "b200": (10, 0), "a100": (8, 0), "rtx5090": (12, 0)}
 
 
@@ -27,7 +27,7 @@ def test_trees_are_those_of_the_oracle(gpu: str, fields: dict[str, Any], emulate
     emulate(GPUS[gpu])
     selection = selection_of(FLASHINFER, gqa_layer(**TREES, **fields), gpu)
     group = attention_group(selection, "cpu", Capacity(16, 1024, 1024))
-    for seed, requests in enumerate((REQUESTS, REQUESTS[:6], REQUESTS[2:4], REQUESTS[-2:])):
+    for seed, requests in enumerate(TREE_BATCHES):
         problem = problem_for(group, requests, seed)
         check_result(group, problem, run_problem(group, problem))
 

@@ -16,6 +16,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select.testing import gqa_layer
+from attn_select.testing.problems import TREE_BATCHES
 from attn_select.testing.running import (
     Result,
     check_result,
@@ -31,7 +32,6 @@ from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 TREES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16}
 TREES |= {"num_speculative_tokens": 3, "draft_tree": True}
-REQUESTS = ((1, 40), (4, 60), (3, 3), (4, 4), (4, 17), (2, 30), (4, 0), (20, 50), (5, 9))
 BESIDE: list[dict[str, Any]] = [
     {},
     {"kv_cache_dtype": "fp8_e4m3"},
@@ -51,7 +51,7 @@ def group_for(*, options: Any = None, **fields: Any) -> Any:
 def test_trees_are_those_of_the_oracle(fields: dict[str, Any], emulate: Callable[[str], Any]) -> None:
     emulate("vllm")
     group = group_for(**fields)
-    for seed, requests in enumerate((REQUESTS, REQUESTS[:6], REQUESTS[2:4], REQUESTS[-2:])):
+    for seed, requests in enumerate(TREE_BATCHES):
         problem = problem_for(group, requests, seed)
         found = run_problem(group, problem)
         check_result(group, problem, found)
