@@ -132,6 +132,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.unsqueeze(2)))
         self._decode = _adapter(context, "decode")
         self._latent_query = "" if self._decode is None else self._decode.latent_query
+        self.takes_query_parts = self._decode is not None and self._decode.build.version == 3
         self._prefill = _adapter(context, "prefill")
         self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(scale)
         self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(scale)
@@ -142,7 +143,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
     def forward_mqa(
         self,
         layer: AttentionLayer,
-        query: Tensor,
+        query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         attn_metadata: MLACall,
         output: Tensor,
@@ -154,10 +155,10 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         tokens = attn_metadata.num_tokens
         if not tokens:
             return output
-        if query.shape[0] != tokens:
-            query = query[:tokens]
+        latent_query, rope_query = query if isinstance(query, tuple) else self._query_parts(query)
+        if rope_query.shape[0] != tokens:
+            latent_query, rope_query = latent_query[:tokens], rope_query[:tokens]
         part = output if output.shape[0] == tokens else output[:tokens]
-        latent_query, rope_query = self._query_parts(query)
         latent, rope = self._parts(kv_cache)
         direct = self._decode.build.out.value
         extra = {self._latent_query: latent_query}

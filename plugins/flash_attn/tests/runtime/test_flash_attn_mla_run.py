@@ -88,6 +88,23 @@ def test_decode_reads_latent_and_rope_part_as_views(provider: str, block_size: i
         torch.testing.assert_close(lse[rows].double(), wanted_lse, atol=LSE, rtol=0)
 
 
+@pytest.mark.parametrize("provider", DECODE)
+def test_decode_takes_the_query_in_two_parts(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group, builder, impl = decoder(provider)
+    common, cache = random_batch(group, [1, 3, 1], [70, 5, 1])
+    assert impl.takes_query_parts
+    latent = torch.randn(4, 8, RANK).bfloat16().transpose(0, 1)
+    rope = torch.randn(8, 4, 2 * ROPE).bfloat16()[..., ROPE:]
+    outputs = torch.full((2, 8, 4, RANK), torch.nan).bfloat16()
+    for query, output in zip(((latent, rope), torch.cat((latent, rope), -1)), outputs, strict=True):
+        impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output)
+    assert torch.equal(outputs[0, :5], outputs[1, :5])
+    assert outputs[0, 5:].isnan().all()
+    call = next(call for call in calls if call["function"] != "get_scheduler_metadata")
+    assert {each.data_ptr() for each in call.values() if torch.is_tensor(each)} >= {latent.data_ptr(), rope.data_ptr()}
+
+
 def test_decodes_schedule_is_that_of_rope_and_latent(emulate: Emulate) -> None:
     calls = emulate("vllm")
     group, builder, impl = decoder("vllm", cuda_graphs=True, capacity=Capacity(8, 64, 256))
