@@ -47,6 +47,10 @@ OTHERS = (
     "concat_and_quantize_mla_q_kernel",
     "pack_attn_states_kernel", "merge_rank_states_kernel", "count_chosen_kernel",
 )  # fmt: skip
+INDEXER = (
+    "index_logits_kernel", "index_topk_kernel", "index_digit_kernel", "index_kept_kernel", "index_write_kernel",
+)  # fmt: skip
+"""Launched from 8.0 on, and from 8.9 on over FP8 caches, whose keys and queries are quantised."""
 HOPPER = (
     "mla_decode_hopper_kernel", "mla_decode_hopper_fp8_kernel", "mla_decode_gathered_kernel", "prefill_hopper_kernel",
     "merge_rows_kernel",
@@ -96,7 +100,8 @@ def test_a_usual_layer_compiles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:
     kernels = [line for line in report(target) if "refused" not in line]
-    wanted = {*ATTENTION, *OTHERS, *(HOPPER if target == 90 else [])}
+    wanted = {*ATTENTION, *OTHERS, *(HOPPER if target == 90 else []), *(INDEXER if target >= 80 else [])}
+    wanted |= {"quantize_rows_kernel"} if target >= 89 else set()
     assert {line["kernel"] for line in kernels} == wanted
     for line in kernels:
         assert line["shared"] <= SHARED_MEMORY[target] << 10, line

@@ -15,6 +15,7 @@ from attn_select.runtime import torch_indexer
 from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select.testing.oracle_indexer import index_scores_reference, wrong_choice
 from attn_select_triton.kernels import indexer
+from attn_select_triton.runtime import op_kernels
 
 BLOCK = 16
 REQUESTS = ((1, 150), (3, 70), (1, 20), (4, 4), (2, 0), (1, 33))
@@ -180,3 +181,17 @@ def test_keys_are_cached_as_torch_caches_them(size: int, dtype: torch.dtype, dev
     indexer.indexer_k_quant_and_cache(key, both[0], slots)
     torch_indexer.indexer_k_quant_and_cache(key, both[1], slots)
     assert torch.equal(*both)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((7, 5), "torch_indexer"), ((8, 0), "indexer")])
+def test_16_bit_scores_need_tensor_cores(
+    capability: tuple[int, int], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(op_kernels, "capability_of", lambda _: capability)
+    for name in ("indexer", "torch_indexer"):
+        monkeypatch.setattr(getattr(op_kernels, name), "indexer_topk", lambda *_, name=name: called.append(name))
+    index_cache = torch.empty(1, 16, 32, dtype=torch.bfloat16)
+    rows = IndexedRows(*(torch.empty(1, dtype=torch.int32),) * 3, [0, 1], [1], 1)
+    op_kernels.indexer_topk(index_cache, index_cache, index_cache, rows, 16, index_cache)
+    assert called == [taken]

@@ -53,6 +53,9 @@ GLUON_TRITON = "3.6."
 """Gluon, Triton's language of explicit layouts, is experimental: its kernels were compiled and run with these."""
 THOR = (11, 0)
 THOR_TRITON = (3, 7)
+MEASURED_CAPABILITY = (9, 0)
+"""Of the GPUs on which tiles and splits were measured: ``tuning.measured_gpus``."""
+_NEVER_MEASURED = "tiles and splits for this compute capability follow from a model and were never measured on it"
 _EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"
 _NO_MMA = "below compute capability 8.0 Triton compiles tl.dot to scalar FMAs: no tensor cores"
 
@@ -101,9 +104,11 @@ def machine_reasons(device: Device, environment: Environment) -> list[Reason]:
 def notes(config: AttentionConfig, device: Device) -> tuple[str, ...]:
     """Return what a user should know about Triton on this device, one clause each."""
     capability = device.compute_capability
-    if capability is None or capability >= (8, 0):
+    if capability is None or capability == MEASURED_CAPABILITY:
         return ()
-    return (_NO_MMA, _EMULATED_BF16) if config.dtype == "bfloat16" else (_NO_MMA,)
+    if capability >= (8, 0):
+        return (_NEVER_MEASURED,)
+    return (_NEVER_MEASURED, _NO_MMA, *([_EMULATED_BF16] if config.dtype == "bfloat16" else []))
 
 
 _BF16_BELOW_8_0 = "bfloat16 below compute capability 8.0 was compiled and never executed"

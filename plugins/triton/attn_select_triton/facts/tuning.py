@@ -15,6 +15,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from attn_select_triton.facts.triton_support import MEASURED_CAPABILITY
+
 Way = Literal["pages", "gathered", "split", "warps", "warps_split", "gathered_warps"]
 Kernel = Literal[
     "prefill", "prefill_hopper", "decode", "mla", "mla_hopper", "paged_attention", "classic_prefill"
@@ -63,7 +65,7 @@ class Gpu:
 
 def measured(capability: tuple[int, int] | None) -> bool:
     """Whether the choices for GPUs of this compute capability were measured on one."""
-    return capability is not None and _text(capability) == _tuning()["measured_capability"]
+    return capability == MEASURED_CAPABILITY
 
 
 def measured_gpus() -> tuple[str, ...]:

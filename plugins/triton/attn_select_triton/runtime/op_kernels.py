@@ -20,6 +20,7 @@ from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select_triton.facts.triton_support import E4M3_FROM
 from attn_select_triton.kernels import cache, convert, indexer, mla_cache, rank_memory
 from attn_select_triton.kernels.convert import flatten_block_table
+from attn_select_triton.kernels.launch import capability_of
 from attn_select_triton.kernels.merge import merge_attn_states
 from attn_select_triton.kernels.rank_merge import merge_rank_states, pack_attn_states
 
@@ -120,10 +121,10 @@ def gather_cache_mla(
 
 
 def _indexes(index_cache: Tensor) -> bool:
-    """Whether the kernels take a cache; products of float32 would spill."""
+    """Whether the kernels take a cache: products without tensor cores would spill, and not fit shared memory."""
     if index_cache.dtype == torch.uint8:
         return _casts(index_cache.device, torch.float8_e4m3fn)
-    return index_cache.dtype != torch.float32
+    return index_cache.dtype != torch.float32 and capability_of(index_cache.device) >= (8, 0)
 
 
 def indexer_k_quant_and_cache(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -20,6 +20,7 @@ from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD, MLA
 from attn_select.layouts import PAGED_ATTENTION as CLASSIC
 from attn_select.runtime.kv_cache import key_value_unchecked, kv_cache_shape, paged_attention_views
 from attn_select.runtime.torch_dtypes import storage_dtype
+from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
@@ -29,6 +30,7 @@ from attn_select_triton.kernels import (
     cache,
     convert,
     decode,
+    indexer,
     launch,
     merge,
     mla_cache,
@@ -332,6 +334,32 @@ def whole_sparse_mla(t: Tensors) -> None:
     _chosen(t, 1, t.lse)
 
 
+def _index(t: Tensors, fp8: bool, heads: int = 64, size: int = 128) -> None:
+    """The indexer's keys written, and its tokens chosen of few keys and of many."""
+    tokens, top_k, block_size = len(t.query), t.config.sparse_top_k or 0, t.cache.shape[1]
+    kind = torch.uint8 if fp8 else t.dtype
+    keys = tensor(BLOCKS, block_size, size + 4 if fp8 else size, dtype=kind)
+    if fp8:
+        indexer.indexer_k_quant_and_cache(tensor(tokens, size, dtype=t.dtype), keys, t.slots)
+    chosen, seen = tensor(tokens, top_k, dtype=torch.int32), tensor(tokens, dtype=torch.int32)
+    for longest in (indexer.LONG, 4 * indexer.LONG):
+        rows = IndexedRows(seen, seen, t.table, range(tokens + 1), [longest] * tokens, longest)
+        indexer.indexer_topk(
+            tensor(tokens, heads, size, dtype=t.dtype), tensor(tokens, heads, dtype=torch.float32), keys, rows,
+            block_size, chosen,
+        )  # fmt: skip
+
+
+def index(t: Tensors) -> None:
+    """The indexer over a 16-bit cache."""
+    _index(t, fp8=False)
+
+
+def index_fp8(t: Tensors) -> None:
+    """The indexer over its FP8 cache."""
+    _index(t, fp8=True)
+
+
 def gather_latents(t: Tensors) -> None:
     """Cached latents made contiguous, for a chunk of a prefill's context."""
     rows = tensor(64, t.config.head_size, dtype=t.dtype)
@@ -454,7 +482,8 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     yield latent(split_mla_decode, heads=128, dtype=usual, kv_lora_rank=48, qk_rope_head_dim=48)
     yield latent(write_latents, split_mla_decode, heads=16, dtype=usual, block_size=64, kv_cache_dtype=fp8)
     yield latent(split_mla_decode, heads=128, dtype=usual, block_size=64, kv_cache_dtype=fp8)
-    yield sparse(split_sparse_mla, whole_sparse_mla, heads=16, dtype=usual)
+    chosen = (index, index_fp8) if target >= 89 else (index,) if target >= 80 else ()
+    yield sparse(split_sparse_mla, whole_sparse_mla, *chosen, heads=16, dtype=usual)
     yield sparse(split_sparse_mla, heads=24, dtype=usual, kv_lora_rank=256)
     yield sparse(whole_sparse_mla, heads=128, dtype=usual)
     yield sparse(split_sparse_mla, heads=16, dtype=usual, qk_rope_head_dim=0)
