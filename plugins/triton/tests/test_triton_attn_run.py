@@ -650,9 +650,11 @@ def test_decodes_beside_a_chunk(
     assert metadata.parts[0].metadata.beside
     kv_cache, output, lse = problem.written_cache(), torch.empty_like(wanted[0]), torch.empty_like(wanted[1])
 
+    layer = layer_of(group, problem)
+
     def step() -> None:
         output.fill_(torch.nan)
-        layer_of(group, problem).forward(problem.query, None, None, kv_cache, metadata, output, lse)
+        layer.forward(problem.query, None, None, kv_cache, metadata, output, lse)
         output.mul_(1)  # behind both streams
 
     if captured:

@@ -67,7 +67,13 @@ def test_old_gpus_are_warned() -> None:
     assert any("tensor cores" in note for note in ask(TRITON_ATTN, (7, 5)).notes)
     assert any("emulated" in note for note in ask(TRITON_ATTN, (7, 5)).notes)
     assert not any("emulated" in note for note in ask(TRITON_ATTN, (7, 5), dtype="float16").notes)
-    assert ask(TRITON_ATTN, (8, 0)).notes == ()
+    assert not any("tensor cores" in note for note in ask(TRITON_ATTN, (8, 0)).notes)
+
+
+def test_what_was_never_measured_is_said() -> None:
+    for capability in ((7, 5), (8, 0), (10, 0), (12, 0)):
+        assert any("never measured" in note for note in ask(TRITON_ATTN, capability).notes)
+    assert not any("never measured" in note for note in ask(TRITON_ATTN, (9, 0)).notes)
 
 
 @pytest.mark.parametrize(
