@@ -161,7 +161,14 @@ def cascade(rounds: int) -> None:
 
 def host(rounds: int) -> None:
     """Print host microseconds per call: of the build, of the layer, of its impl alone, of the kernels prepared."""
-    for case in (Case("decode, 1 split", 256, 32), Case("decode, splits", 1, 4096), Case("prefill p64", 1, 64, 64, 64)):
+    for case in (
+        Case("decode, 1 split", 256, 32),
+        Case("decode, splits", 1, 4096),
+        Case("prefill p64", 1, 64, 64, 64),
+        Case("prefill, warp-specialised", 1, 2048, 256),
+        Case("prefill, gathered", 1, 512, 512),
+        Case("prefill, FP8 cache", 1, 512, 512, fp8=True),
+    ):
         found = host_times(_host_calls(Step(Problem(case))), rounds=rounds)
         print(f"{case.name:34s} " + "  ".join(f"{name} {time_:.1f}" for name, time_ in found.items()), flush=True)
 

@@ -29,7 +29,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1] / "tests"
 KERNELS = Path(__file__).parents[1] / "attn_select_triton" / "kernels"
 SELECTED = {  # of a file's tests, those whose names match; the slowest files first
-    "prefill_hopper": r"test_(terms|pages|groups|keys_are_split|keys_and_values|outputs|a_layer)",
+    "prefill_hopper": r"test_terms\[.*\(14, 2\)|test_pages\[(16|48)-|keys_are_split|as_they_come\[.*True|e4m3\[|"
+    r"by_it\[.*fp8",
     "mla_gpu": r"deepseek_layers_on_a_gpu\[(1-1|16-4|71-1|128-2)-",
     "prefill": r"terms\[(plain|window|not causal|ranges|all)\]|layouts|shapes\[|test_fp8\[|gathered|no_cache|"
     r"described\[.*(plain|window)|on_a_gpu\[(64-16-window|96-16-plain|128-(16|64)-plain|256-64-plain)\]|mla_prefill",

@@ -202,7 +202,8 @@ def test_warp_specialised_prefill_on_a_gpu(block_size: int, heads: int, kv_heads
     def attend(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         output, lse = part.poisoned(128)
         given = {**part.batch, "block_table": part.table, "scale": problem.scale, "output_lse": lse}
-        prefill_hopper.prefill_hopper(part.query, *views, output, max_seq_len=5000, **given)
+        counter = torch.zeros(2, dtype=torch.int32, device="cuda")
+        prefill_hopper.prefill_hopper(part.query, *views, output, max_seq_len=5000, counter=counter, **given)
         return output, lse
 
     check(problem, 512, attend)

@@ -83,7 +83,7 @@ class Tile:
         num_warps, num_stages: as Triton has them.
         by_tma: MLA's: the cache is read through tensor descriptors where pages hold whole tiles.
         registers: with which a thread starts; 0: the compiler's choice.
-        turns: of the prefill's two groups at the tensor cores: at each tile, at the first, or none.
+        in_turn: the groups of the warp-specialised prefill begin one behind the other.
     """
 
     block_m: int
@@ -92,7 +92,7 @@ class Tile:
     num_stages: int
     by_tma: bool = False
     registers: int = 0
-    turns: str = ""
+    in_turn: bool = False
 
 
 @lru_cache(maxsize=4096)

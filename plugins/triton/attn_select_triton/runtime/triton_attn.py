@@ -76,6 +76,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             from attn_select_triton.kernels import prefill_hopper
 
             self._warps = prefill_hopper
+            self._counter = torch.zeros(2, dtype=torch.int32, device=context.device)
 
     def forward(
         self,
@@ -110,7 +111,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             decodes, *others = metadata.parts
             with side_stream(call.query.device) as side:
                 for part in others:
-                    self._run(part, self._terms[part.causal], call, output, lse)
+                    self._run(part, self._terms[part.causal], call, output, lse, alone=False)
                 with torch.cuda.stream(side):
                     self._run(decodes, self._terms[decodes.causal], call, output, lse)
             return
@@ -132,7 +133,10 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if scale is not None:
             quantised.copy_(ops.quantize_fp8(whole, scale, quantised.dtype))
 
-    def _run(self, part: Part, terms: Terms, call: _Call, output: Tensor, lse: Tensor | None) -> None:
+    def _run(
+        self, part: Part, terms: Terms, call: _Call, output: Tensor, lse: Tensor | None, *, alone: bool = True
+    ) -> None:
+        """Launch a part; ``alone``: no other kernel is to run beside it."""
         if part.ranges is not None:
             terms = replace(terms, ranges=part.ranges)
         scales: dict[str, Any] = {
@@ -150,8 +154,9 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             key, value = part.gather.rows
         if part.warps and self._warps.readable(key, value) and (terms.causal or not terms.window):
             self._warps.prefill_hopper(
-                call.query, key, value, output, terms=terms, output_lse=lse, **scales, **part.prefill, **part.shared
-            )
+                call.query, key, value, output, terms=terms, output_lse=lse, counter=self._counter, alone=alone,
+                **scales, **part.prefill, **part.shared,
+            )  # fmt: skip
             return
         prefill_attention(
             call.query, key, value, output, terms=terms, output_lse=lse, clean=part.gather is not None, **scales,

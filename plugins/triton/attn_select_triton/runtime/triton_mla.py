@@ -187,6 +187,7 @@ class TritonMLAImpl(MLAAttentionImpl):
             check_gluon(context.device)
             # Gluon is experimental: other releases of Triton may not have what this module imports.
             self._warps = import_module("attn_select_triton.kernels.prefill_hopper")
+            self._counter = torch.zeros(2, dtype=torch.int32, device=context.device)
 
     def forward_mqa(
         self,
@@ -246,7 +247,7 @@ class TritonMLAImpl(MLAAttentionImpl):
 
     def _run_prefill(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, **arguments: Any) -> None:
         if self._warps is not None and self._warps.readable(key, value):
-            self._warps.prefill_hopper(query, key, value, output, **arguments)
+            self._warps.prefill_hopper(query, key, value, output, counter=self._counter, **arguments)
         else:
             prefill_attention(query, key, value, output, **arguments)
 

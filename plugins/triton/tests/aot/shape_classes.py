@@ -205,7 +205,7 @@ def short_gathered_prefill(t: Tensors) -> None:
 def _hopper_options(t: Tensors) -> dict[str, Any]:
     return {
         "scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, "max_seq_len": t.longest,
-        **t.batch,
+        "counter": tensor(2, dtype=torch.int32), **t.batch,
     }  # fmt: skip
 
 
