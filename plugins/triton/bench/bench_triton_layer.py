@@ -6,6 +6,7 @@ Run ``python plugins/triton/bench/bench_triton_layer.py [--what layers,paths,une
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,6 +105,7 @@ def layers(rounds: int) -> None:
 
 
 def paths(rounds: int) -> None:
+    """Print the time of each way to run a prefill, as lines of ``measured/times.jsonl``, and which of them is taken."""
     for fp8 in (False, True):
         for batch, seq_len, query_len in (
             *((1, 16896, q) for q in (16, 32, 64, 128, 256, 512, 1024)),
@@ -112,19 +114,25 @@ def paths(rounds: int) -> None:
             *((16, q, q) for q in (128, 256, 512)),
             *((8192 // q, q, q) for q in (1024, 2048, 4096)),
         ):
-            problem = Problem(Case("", batch, seq_len, query_len, fp8=fp8))
-            runs = {}
-            chosen = schedule.prefill_way
-            for name in ("pages", "gathered", "split", *([] if fp8 else ["warps"])):
-                with constants(prefill_way=lambda *_, name=name, **__: name):
-                    runs[name] = Step(problem).run()
-            step = Step(problem)
+            step = Step(Problem(Case("", batch, seq_len, query_len, fp8=fp8)))
             builder = step.group.backends[0].builder
-            way = chosen(
-                builder._ways, [query_len] * batch, [seq_len] * batch, heads=(32, 8), gpu=builder._gpu, causal=True,
-                window=0,
-            )  # fmt: skip
-            show(f"{'fp8 ' * fp8}B{batch} S{seq_len} q{query_len}: {way}", runs, rounds)
+            lens, given = ([query_len] * batch, [seq_len] * batch), {"heads": (32, 8), "gpu": builder._gpu}
+            room = {"room": builder._partials}
+            names = ["pages", "gathered", "split", "gathered_warps" if fp8 else "warps"]
+            if not fp8 and schedule.warp_splits(*lens, **given, **room) > 1:
+                names.append("warps_split")
+            runs = {}
+            for name in names:
+                with constants(prefill_way=lambda *_, name=name, **__: name):
+                    runs["split_fp8" if fp8 and name == "split" else name] = step.run()
+            for run in runs.values():
+                run()
+            torch.cuda.synchronize()
+            us = {name: round(time_, 1) for name, time_ in flushed_times(runs, rounds).items()}
+            way = schedule.prefill_way(builder._ways, *lens, **given, **room, causal=True, window=0)
+            line = {"kind": "ways", "gpu": torch.cuda.get_device_name(), "requests": batch, "query_len": query_len}
+            line |= {"seq_len": seq_len, "heads": [32, 8], **(room if "warps_split" in us else {}), "us": us}
+            print(json.dumps(line), f"taken: {way}", flush=True)
 
 
 def uneven(rounds: int) -> None:
