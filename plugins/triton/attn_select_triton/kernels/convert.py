@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -63,18 +65,25 @@ def quantize_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["scale_ptr"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "heads", "stride_latent", "stride_latent_head", "stride_rope", "stride_rope_head",
+    ],
+    do_not_specialize_on_alignment=["scale_ptr"],
+)  # fmt: skip
 def concat_and_quantize_mla_q_kernel(
     latent_ptr, rope_ptr, out_ptr, scale_ptr, rows, heads, stride_latent, stride_latent_head, stride_rope,
-    stride_rope_head, RANK: tl.constexpr, ROPE: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
-    RANK_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+    stride_rope_head, UNIT: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scale and cast the two parts of ``ROWS`` rows, each a head of a token, and write them side by side.
+
+    Strides are counted in ``UNIT`` elements.
 
     Memory traffic: each number read once, its byte written once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = (row // heads).to(tl.int64)[:, None], (row % heads).to(tl.int64)[:, None]
+    token, head = (row // heads).to(tl.int64)[:, None] * UNIT, (row % heads).to(tl.int64)[:, None] * UNIT
     inside, scale = (row < rows)[:, None], tl.load(scale_ptr)
     out = out_ptr + row.to(tl.int64)[:, None] * (RANK + ROPE)
     column = tl.arange(0, RANK_BLOCK)[None, :]
@@ -98,14 +107,23 @@ def concat_and_quantize_mla_q(latent: Tensor, rope: Tensor, scale: Tensor, dtype
     if not tokens:
         return out
     strides = (*latent.stride()[:2], *rope.stride()[:2])
-    blocks = triton.next_power_of_2(rank), triton.next_power_of_2(width)
-    rows = max(1, QUANTIZE_BLOCK // blocks[0])
-    sizes = (rank, width, _LIMITS[dtype], rows, *blocks)
-    steps = [(stride == 1, stride % 16 == 0, stride >> 31) for stride in strides]
-    key = (*specialised(latent, rope, out), scale.dtype, *sizes, *steps)
-    grid = (-(-tokens * heads // rows), 1, 1)
-    _concat_and_quantize(key, grid, latent, rope, out, scale, tokens * heads, heads, *strides, *sizes)
+    together = strides[0] | strides[1] | strides[2] | strides[3]
+    unit = 1 if together % 8 else 8
+    units = [stride // unit for stride in strides]
+    sizes = _blocks(rank, width, _LIMITS[dtype])
+    wide = together >> 31 and tuple([stride >> 31 for stride in units])  # 32 or 64 bits, by their size
+    key = (*specialised(latent, rope, out), scale.dtype, unit, wide, sizes)
+    rows = tokens * heads
+    grid = (-(-rows // sizes[3]), 1, 1)
+    _concat_and_quantize(key, grid, latent, rope, out, scale, rows, heads, *units, unit, *sizes)
     return out
+
+
+@cache
+def _blocks(rank: int, width: int, limit: float) -> tuple[int, int, float, int, int, int]:
+    """Return the constants from ``RANK`` on."""
+    blocks = triton.next_power_of_2(rank), triton.next_power_of_2(width)
+    return rank, width, limit, max(1, QUANTIZE_BLOCK // blocks[0]), *blocks
 
 
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr", "indptr_ptr", "out_ptr"])
