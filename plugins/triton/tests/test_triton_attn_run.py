@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="needs triton")
@@ -26,13 +27,31 @@ from attn_select_triton.runtime import schedule, triton_attn_metadata
 pytestmark = pytest.mark.long
 
 H100 = Gpu((9, 0), 132)
-BF16 = {"launch": Tile(16, 128, 4, 2), "key_bytes": 512, "fp8": False}
+AT_8: dict[str, Any] = {
+    "units": 8, "room": 6400, "gpu": Gpu((9, 0), 132, 4800), "launch": Tile(16, 128, 4, 2), "key_bytes": 512,
+}  # fmt: skip
 MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
 UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
 
 
 def slow(fields: dict[str, Any]) -> Any:
     return pytest.param(fields, marks=pytest.mark.slow(guard="the test's other cases; the kernels' tests of all terms"))
+
+
+def pieces_of(part: Any) -> list[int]:
+    """Return of each request in how many pieces its keys are, of a step whose pieces were checked to be in order."""
+    pieces = part.decode.pieces
+    if pieces is None:
+        return [1] * len(part.decode.seq_lens)
+    there = pieces[pieces[:, 0] >= 0].tolist()
+    assert [piece[0] >= 0 for piece in pieces.tolist()] == [True] * len(there) + [False] * (len(pieces) - len(there))
+    sizes = [-(-seq_len // splits) for _, _, splits, _, _, _, seq_len, _ in there]
+    assert sizes == sorted(sizes, reverse=True)
+    found = [0] * len(part.decode.seq_lens)
+    for request, _, splits, *_ in there:
+        found[request] = splits
+    assert len(there) == sum(found)
+    return found
 
 
 def builder_of(group: Any) -> Any:
@@ -53,6 +72,8 @@ def many_sms(group: Any, count: int = 100) -> Any:
     """Make the builder schedule for a GPU that is hard to fill."""
     builder = builder_of(group)
     builder._gpu = dataclasses.replace(builder._gpu, sms=count)
+    if builder._pieces is not None:
+        builder._reserve_pieces()
     return group
 
 
@@ -87,64 +108,58 @@ def test_nothing_to_do(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({}, (3, 256)),
-        ({"sinks": True, "sliding_window": 600}, (3, 256)),
-        ({"sliding_window": 300}, (2, 256)),
-        ({"sliding_window": 200}, (1, 200)),
-        ({"kv_cache_dtype": "fp8_e5m2"}, (3, 256)),
+        ({}, [2, 1, 1, 1]),
+        ({"sinks": True, "sliding_window": 600}, [2, 1, 1, 1]),
+        ({"sliding_window": 300}, [2, 1, 1, 1]),
+        ({"sliding_window": 100}, [1, 1, 1, 1]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, [2, 1, 1, 1]),
     ],
     ids=str,
 )
 def test_long_requests_are_split_and_short_ones_are_not(
-    fields: dict[str, Any], wanted: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], wanted: list[int], device: torch.device
 ) -> None:
-    short = dataclasses.replace(schedule.tuning.decode_splits(), uneven_least_keys=256)
-    monkeypatch.setattr(schedule.tuning, "decode_splits", lambda: short)
     group = many_sms(layers.made(device, layers.layer_config(**fields)), 4)
     problem = layers.problem_of(group, UNEVEN)
     (part,) = group.build(common_of(problem)).parts[0].metadata.parts
-    assert part.decode.splits[:2] == wanted
+    assert pieces_of(part) == wanted
     layers.check(group, problem)
 
 
 def test_equal_requests_get_equal_splits() -> None:
-    wanted = {"units": 8, "gpu": H100, "most": 100, **BF16}
-    assert schedule.split_keys(requests=64, longest=4096, total=64 * 4096, **wanted) == (1, 4096)
-    assert schedule.split_keys(requests=8, longest=16384, total=8 * 16384, **wanted) == (4, 4096)
-    assert schedule.split_keys(requests=1, longest=131072, total=131072, **wanted) == (33, 3972)
+    assert schedule.split_keys(np.array([4096] * 64), **AT_8) == (1, 4096)
+    assert schedule.split_keys(np.array([16384] * 8), **AT_8) == (4, 4096)
+    assert schedule.split_keys(np.array([131072]), **AT_8) == (33, 3972)
 
 
 def test_a_batch_that_is_a_little_uneven_is_split_evenly() -> None:
-    lens = [16384] * 12 + [8192] * 4
-    wanted = {"units": 8, "gpu": H100, "most": 100, **BF16}
-    assert schedule.split_keys(requests=16, longest=16384, total=sum(lens), **wanted) == (2, 8192)
+    assert schedule.split_keys(np.array([16384] * 12 + [8192] * 4), **AT_8) == (2, 8192)
 
 
-def test_long_requests_among_short_ones_go_into_parts_that_leave_no_tail() -> None:
-    wanted = {"requests": 64, "longest": 131072, "total": 131072 + 63 * 1000, "units": 8, "gpu": H100, **BF16}
-    splits, tokens = schedule.split_keys(**wanted, most=100)
-    assert splits == 85  # of a quarter of 194072 * 8 / (1.9 * 132) keys
-    assert 1541 <= tokens <= 1548
+def test_requests_of_many_lengths_go_into_pieces_that_leave_no_tail() -> None:
+    """What was fastest on an H200 (docs/log/triton.md), or as many pieces as it had."""
+    lens = np.array([1024] * 63 + [65536])
+    splits, tokens = schedule.split_keys(lens, **AT_8)
+    assert (splits, tokens) == (34, 1971)
     # Where the workspace has room for fewer, they are larger and still cover everything.
-    assert schedule.split_keys(**wanted, most=8) == (8, 16384)
+    splits, tokens = schedule.split_keys(lens, **{**AT_8, "room": 20})
+    assert 1 < splits <= 20
+    assert splits * tokens >= 65536
+    # Short requests among long ones fill the places that those leave.
+    splits, tokens = schedule.split_keys(np.array([2718] * 2 + [166] * 42), **AT_8)
+    assert 166 <= tokens < 700
+    assert schedule.split_keys(np.array([300] + [100] * 600), **AT_8)[0] == 1  # there are places for no more
 
 
-def test_parts_of_uneven_batches_are_not_too_short() -> None:
-    wanted = {"units": 32, "gpu": H100, "most": 100, **BF16}
-    assert schedule.split_keys(requests=44, longest=2718, total=2 * 2718 + 42 * 166, **wanted) == (3, 1024)
-    assert schedule.split_keys(requests=44, longest=900, total=2 * 900 + 42 * 166, **wanted) == (1, 900)
-    fp8 = {**wanted, "units": 8, "fp8": True}  # evenly split they are shorter than that
-    assert schedule.split_keys(requests=6, longest=4096, total=3 * 4096 + 3 * 300, **fp8)[1] < 1024
-
-
-def test_splits_fit_the_reserved_workspace(device: torch.device) -> None:
+@pytest.mark.parametrize(("room", "wanted"), [(11, [11, 1, 1, 1]), (10, [2, 1, 1, 1]), (1, [1, 1, 1, 1])])
+def test_splits_fit_the_reserved_workspace(room: int, wanted: list[int], device: torch.device) -> None:
     group = many_sms(layers.made(device, layers.layer_config(), capacity=Capacity(16, 1024, 4096)), 10_000)
     builder = builder_of(group)
     row = 4 * (32 + 1)
-    builder._workspace = builder._workspace[: 3 * 4 * row]
+    builder._workspace = builder._workspace[: room * row]
     problem = layers.problem_of(group, UNEVEN)
     (part,) = group.build(common_of(problem)).parts[0].metadata.parts
-    assert part.decode.num_splits == 3
+    assert pieces_of(part) == wanted
     layers.check(group, problem)
 
 
@@ -381,7 +396,7 @@ def test_a_few_tokens_over_a_long_context_are_split(fields: dict[str, Any], devi
     group = many_sms(layers.made(device, layers.layer_config(**fields)))
     problem = layers.problem_of(group, ((1, 600), (1, 500), (20, 700), (9, 9), (3, 40)))
     parts = group.build(common_of(problem)).parts[0].metadata.parts
-    assert [part.decode.num_splits > 1 for part in parts] == [True, True]
+    assert [max(pieces_of(part)) > 1 for part in parts] == [True, True]
     layers.check(group, problem)
 
 
@@ -548,19 +563,14 @@ def test_a_small_mixed_graph_knows_not_whose_its_tokens_are(device: torch.device
 
 def test_a_captured_decode_splits_by_what_the_replay_brings(device: torch.device) -> None:
     group = many_sms(layers.made(device, layers.layer_config(), cuda_graphs=True))
-    static, builder = StaticBatch(group, 1), builder_of(group)
+    static = StaticBatch(group, 1)
     (part,) = group.build_for_cudagraph_capture(static.dummy(4)).parts[0].metadata.parts
-    assert part.decode.num_splits == schedule.most_splits(2048, 2, Gpu((9, 0), 100), False) == 8
-    address = builder._split_tokens.data_ptr()
+    assert len(part.decode.pieces) == 4 + schedule.most_pieces(2, Gpu((9, 0), 100))
     seen = []
     for requests in (UNEVEN, ((1, 2000),) * 4):
         group.build(static.load(common_of(layers.problem_of(group, requests)), 4))
-        seen.append(int(builder._split_tokens))
-    assert seen == [88, 250]
-    builder._gpu = dataclasses.replace(builder._gpu, sms=6)
-    group.build(static.load(common_of(layers.problem_of(group, ((1, 2000),) * 4)), 4))
-    assert int(builder._split_tokens) == 667
-    assert builder._split_tokens.data_ptr() == address
+        seen.append(pieces_of(part))
+    assert seen == [[11, 1, 1, 1], [12, 12, 12, 12]]
 
 
 # --- On a GPU -------------------------------------------------------------------------------------

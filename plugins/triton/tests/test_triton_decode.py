@@ -57,11 +57,12 @@ def run(
     wanted, wanted_lse = problem.reference(kv_cache=kv_cache)
     output = torch.full(wanted.shape, torch.nan, dtype=problem.query.dtype, device=problem.query.device)
     lse = torch.full(wanted_lse.shape, torch.nan, dtype=torch.float32, device=output.device)
-    size = decode.decode_workspace(len(output), config.num_heads, config.value_head_size, splits)
+    longest = max(query_len for query_len, _ in problem.requests)
+    size = decode.decode_workspace(longest, config.num_heads, config.value_head_size, len(problem.requests) * splits)
     assert problem.block_table is not None
     decode.decode_attention(
         problem.query, key, value, output, query_start_loc=problem.query_start_loc, seq_lens=problem.seq_lens,
-        block_table=problem.block_table, max_query_len=max(query_len for query_len, _ in problem.requests),
+        block_table=problem.block_table, max_query_len=longest,
         scale=problem.scale, num_splits=splits, split_tokens=split_tokens, terms=terms, output_lse=lse, launch=used,
         workspace=torch.full((size,), torch.nan, device=output.device),
         k_scale=float(problem.k_scale or 1.0), v_scale=float(problem.v_scale or 1.0),
@@ -116,7 +117,7 @@ def test_a_request_alone_gives_the_same_bits(device: torch.device, terms_of: Cal
     for request, (rows, splits) in enumerate(((slice(0, 1), 3), (slice(1, 3), 2), (slice(3, 4), 7))):
         alone, alone_lse = torch.full_like(output[rows], torch.nan), torch.full_like(lse[rows], torch.nan)
         query = problem.query[rows]
-        size = decode.decode_workspace(len(query), 4, 32, splits)
+        size = decode.decode_workspace(2, 4, 32, splits)
         decode.decode_attention(
             query, key, value, alone, max_query_len=2, scale=problem.scale, num_splits=splits, split_tokens=32,
             query_start_loc=torch.tensor([0, len(query)], dtype=torch.int32, device=device),
@@ -131,9 +132,8 @@ def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
     problem = random_problem(6, config_of(), FLASH_ATTN_NHD, requests=((1, 40),), device=device)
     key, value = key_value_views(problem.written_cache(), FLASH_ATTN_NHD, problem.config)
     assert problem.block_table is not None
-    assert decode.decode_workspace(1, 4, 32, 1) == 0
     for workspace in (None, torch.empty(2 * 4 * 33 - 1, device=device)):
-        with pytest.raises(ValueError, match=r"2 splits of 1 tokens need 264"):
+        with pytest.raises(ValueError, match=r"2 partial results of 1 tokens need 264"):
             decode.decode_attention(
                 problem.query, key, value, problem.query, query_start_loc=problem.query_start_loc,
                 seq_lens=problem.seq_lens, block_table=problem.block_table, max_query_len=1, scale=1.0,

@@ -71,7 +71,8 @@ def decoded(part: Part, kv_cache: torch.Tensor, terms: Terms, used: Launch) -> t
     config = part.problem.config
     key, value = key_value_views(kv_cache, FLASHINFER_NHD, config)
     output, lse = part.poisoned(config.value_head_size)
-    size = decode.decode_workspace(len(output), config.num_heads, config.value_head_size, part.splits)
+    slots = len(part.lens) * part.splits
+    size = decode.decode_workspace(max(part.lens), config.num_heads, config.value_head_size, slots)
     decode.decode_attention(
         part.query, key, value, output, **part.batch, block_table=part.table, max_query_len=max(part.lens),
         scale=part.problem.scale, num_splits=part.splits, split_tokens=part.split_tokens, terms=terms, output_lse=lse,

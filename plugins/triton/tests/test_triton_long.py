@@ -144,7 +144,8 @@ def test_decode(size: int, heads: int, kv_heads: int, block_size: int, kind: str
     split_tokens = 0
     if kind == "fixed":
         splits, split_tokens = LONGEST // 2048, 2048
-    work = torch.full((decode.decode_workspace(batch.tokens, heads, size, splits),), torch.nan, device="cuda")
+    room = decode.decode_workspace(batch.max_query_len, heads, size, len(DECODES) * splits)
+    work = torch.full((room,), torch.nan, device="cuda")
     decode.decode_attention(
         query, key, value, output, **batch.batch, block_table=batch.table, max_query_len=batch.max_query_len,
         scale=size**-0.5, num_splits=splits, split_tokens=split_tokens, workspace=work, terms=Terms(window=window),

@@ -70,7 +70,7 @@ def merge_splits(
     tokens, heads, size = output.shape
     merge.merge_splits_kernel[(tokens * heads,)](
         parts, part_lse, output, None, lse, parts.shape[2], output.stride(0), output.stride(1),
-        heads, size, power_of_two(size), merge.MERGE_CHUNK, lse is not None, False, num_warps=4,
+        heads, size, power_of_two(size), merge.MERGE_CHUNK, lse is not None, num_warps=4,
     )  # fmt: skip
 
 

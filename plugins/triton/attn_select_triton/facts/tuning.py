@@ -157,16 +157,17 @@ class DecodeSplits:
     key_us: float
     start_us: float
     merge_us: float
-    resident: float
-    resident_fp8: float
-    captured_least_keys: int
     uneven: float
-    uneven_parts: int
-    uneven_least_keys: int
+    uneven_parts: tuple[int, ...]
+    beside: float
 
-    def programs(self, gpu: Gpu, fp8: bool) -> float:
-        """Return the programs per multiprocessor that fill a GPU's memory pipeline, one at least."""
-        return max(1.0, (self.resident_fp8 if fp8 else self.resident) * gpu.bandwidth_share)
+    def places(self, gpu: Gpu, tile: Tile) -> int:
+        """Return how many programs a GPU has at a time."""
+        return gpu.sms * max(1, self.warps // tile.num_warps)
+
+    def us_of_a_key(self, units: int, gpu: Gpu, key_bytes: int) -> float:
+        """Return what reading a key takes at least, of so many programs that each read ``key_bytes`` of it."""
+        return units * key_bytes / (self.bandwidth * 1e3 * gpu.gbps)
 
     def of_equal(self, programs: int, keys: int, gpu: Gpu, tile: Tile, key_bytes: int) -> int:
         """Return into how many splits requests of ``keys`` each are cut.
@@ -179,9 +180,9 @@ class DecodeSplits:
             tile: the programs'.
             key_bytes: of a key and its value, of one KV head.
         """
-        places = gpu.sms * max(1, self.warps // tile.num_warps)
+        places = self.places(gpu, tile)
         most = max(1, min(-(-keys // self.least_keys), self.most * gpu.sms // max(1, programs)))
-        least = programs * keys * key_bytes / (self.bandwidth * 1e3 * gpu.gbps)
+        least = keys * self.us_of_a_key(programs, gpu, key_bytes)
 
         def cost(splits: int) -> float:
             waves, own = -(-programs * splits // places), -(-keys // splits)
@@ -219,7 +220,8 @@ class LatentSplits:
 @cache
 def decode_splits() -> DecodeSplits:
     """Return how decodes are split."""
-    return DecodeSplits(**_tuning()["decode"])
+    given = _tuning()["decode"]
+    return DecodeSplits(**{**given, "uneven_parts": tuple(given["uneven_parts"])})
 
 
 def two_streams() -> dict[str, int]:

@@ -26,7 +26,8 @@ from attn_select_triton.kernels.launch import (
     power_of_two,
     sm_count,
 )
-from attn_select_triton.kernels.merge import DIRECT, MERGE_CHUNK, merge_splits_kernel
+from attn_select_triton.kernels.merge import MERGED_ROWS, merged_parts
+from attn_select_triton.kernels.pieces import Piece, list_pieces, read_piece
 from attn_select_triton.kernels.primitives import (
     LOG2E,
     Operand,
@@ -51,8 +52,26 @@ E4M3_SHIFT = 256.0
 """``primitives.fp8_pairs`` gives e4m3 times 2 ** -8."""
 
 
+@triton.jit
+def write_rows(
+    out_ptr, out_scale_ptr, lse_ptr, result, lse, query_start, token, head, query_len, stride_ot, stride_oh,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Write the results ``(rows, PADDED)`` and natural LSEs of a request's tokens and heads ``(rows,)``."""
+    width = tl.arange(0, PADDED)
+    inside = token < query_len
+    mask = inside[:, None]
+    if SIZE != PADDED:
+        mask = mask & (width < SIZE)[None, :]
+    rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
+    stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows[:, None] + width[None, :], stored, mask=mask)
+    if LSE:
+        tl.store(lse_ptr + (query_start + token).to(tl.int64) * HEADS + head, lse, mask=inside)
+
+
 @triton.jit(
-    do_not_specialize=["num_splits", "split_tokens", "row_tiles", "window", "stride_table", "stride_tree"],
+    do_not_specialize=["slot_rows", "row_tiles", "window", "stride_table", "stride_tree"],
     do_not_specialize_on_alignment=SLICED,
 )
 def decode_kernel(
@@ -64,6 +83,8 @@ def decode_kernel(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
+    arrived_ptr,
+    pieces_ptr,
     table_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
@@ -71,9 +92,7 @@ def decode_kernel(
     sinks_ptr,
     ranges_ptr,
     tree_ptr,
-    num_splits,
-    split_tokens,
-    split_tokens_ptr,
+    slot_rows,
     row_tiles,
     score_scale,
     v_scale,
@@ -116,21 +135,32 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: up to ``BLOCK_M`` rows (all heads of a KV head's group x all tokens), against one split of the keys.
+    """One program: up to ``BLOCK_M`` rows (all heads of a KV head's group x all tokens), against one piece of the keys.
 
-    Keys are cut into as many even shares as ``split_tokens`` asks for, ``num_splits`` at most: of one request by its
-    own length alone. Where that is one, the result is written at once, and ``DIRECT`` tells the merge so. Memory
-    traffic: each key and value that is seen, once; with several splits a float32 partial row and its LSE each.
+    Of a request in one piece the result is written at once; of several, the program that is done last merges all.
+    Memory traffic: each key and value that is seen, once; with several pieces a float32 partial row and its LSE each,
+    written and read.
+
+    Args:
+        part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
+        arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that
+            are done: 0 before and behind.
+        pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
     """
     kv_head = tl.program_id(0) // row_tiles
     first = tl.program_id(0) % row_tiles * BLOCK_M
-    request = tl.program_id(1)
-    split = tl.program_id(2)
-    query_start = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    if SPLIT:
+        piece = read_piece(pieces_ptr, tl.program_id(1))
+        if piece.request < 0:
+            return
+    else:
+        request = tl.program_id(1)
+        start = tl.load(query_start_loc_ptr + request)
+        end = tl.load(query_start_loc_ptr + request + 1)
+        piece = Piece(request, 0, 1, 0, start, end - start, tl.load(seq_lens_ptr + request))
+    request, split, splits, slot, query_start, query_len, seq_len = piece
     if first >= query_len * GROUP:
         return
-    seq_len = tl.load(seq_lens_ptr + request)
     context = seq_len - query_len
 
     flat = first + tl.arange(0, BLOCK_M)
@@ -150,17 +180,7 @@ def decode_kernel(
     )
     split_low = low
     split_high = high
-    splits = 1
-    row = (query_start + token).to(tl.int64) * HEADS + head
-    parts = row
     if SPLIT:
-        if split_tokens_ptr is not None:
-            split_tokens = tl.load(split_tokens_ptr)
-        splits = tl.maximum(tl.minimum(tl.cdiv(high - low, split_tokens), num_splits), 1)
-        parts = (row - tl.load(query_start_loc_ptr) * HEADS) * num_splits + split
-        if split >= splits:
-            tl.store(part_lse_ptr + parts, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_rows & (splits > 1))
-            return
         split_low, split_high = split_bounds(split, splits, low, high, BLOCK_N)
 
     size = tl.arange(0, BLOCK_D)
@@ -210,21 +230,40 @@ def decode_kernel(
         o_mask = o_mask & (width < SIZE)[None, :]
     result = normalised(accumulator, row_sum) * v_scale
     lse = natural_lse(row_max, row_sum)
-    if SPLIT:
-        tl.store(part_lse_ptr + parts, tl.where(splits > 1, lse, DIRECT), mask=in_rows)
+    if SPLIT:  # noqa: SIM102
         if splits > 1:
-            tl.store(part_ptr + parts[:, None] * SIZE + width[None, :], result, mask=o_mask)
-    if splits == 1:
-        o_rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
-        stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
-        tl.store(out_ptr + o_rows[:, None] + width[None, :], stored, mask=o_mask)
-        if LSE:
-            tl.store(lse_ptr + row, lse, mask=in_rows)
+            parts = slot.to(tl.int64) * slot_rows + token * HEADS + head
+            places = parts + split * slot_rows
+            tl.store(part_lse_ptr + places, lse, mask=in_rows)
+            tl.store(part_ptr + places[:, None] * SIZE + width[None, :], result, mask=o_mask)
+            tl.debug_barrier()  # what all threads wrote is there before one says so
+            arrived_ptr += slot * tl.num_programs(0) + tl.program_id(0)
+            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") != splits - 1:
+                return
+            tl.store(arrived_ptr, 0)
+            for begin in range(first, tl.minimum(first + BLOCK_M, query_len * GROUP), MERGED_ROWS):
+                own = begin + tl.arange(0, MERGED_ROWS)
+                own_token = own // GROUP
+                own_head = kv_head * GROUP + own % GROUP
+                first_part = slot.to(tl.int64) * slot_rows + own_token * HEADS + own_head
+                merged_result, merged_lse = merged_parts(
+                    part_ptr, part_lse_ptr, first_part, slot_rows, splits, own_token < query_len, SIZE, MERGED_ROWS,
+                    PADDED,
+                )  # fmt: skip
+                write_rows(
+                    out_ptr, out_scale_ptr, lse_ptr, merged_result, merged_lse, query_start, own_token, own_head,
+                    query_len, stride_ot, stride_oh, HEADS, SIZE, PADDED, LSE,
+                )  # fmt: skip
+            return
+    write_rows(
+        out_ptr, out_scale_ptr, lse_ptr, result, lse, query_start, token, head, query_len, stride_ot, stride_oh, HEADS,
+        SIZE, PADDED, LSE,
+    )  # fmt: skip
 
 
-def decode_workspace(tokens: int, heads: int, value_size: int, num_splits: int) -> int:
-    """Return how many float32 elements ``decode_attention`` takes for partial results; 0 without splits."""
-    return tokens * heads * num_splits * (value_size + 1) if num_splits > 1 else 0
+def decode_workspace(tokens: int, heads: int, value_size: int, slots: int) -> int:
+    """Return how many float32 elements so many partial results of ``tokens`` query tokens each take."""
+    return tokens * heads * slots * (value_size + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +286,8 @@ class Shape:
     device: torch.device
 
 
-_launches: dict[Any, tuple[Relaunch, Relaunch]] = {}
-"""Decode and merge by all that Triton compiles and specialises them for."""
+_launches: dict[Any, Relaunch] = {}
+"""By all that Triton compiles and specialises the kernel for."""
 
 
 class Decode:
@@ -257,22 +296,21 @@ class Decode:
     Args:
         shape: of the layers.
         query_start_loc: int32 ``(B + 1,)``, rows of the query; those before the first and behind the last are left
-            alone, but where splits are merged, ``tokens`` rows from the first on are written.
+            alone.
         seq_lens: int32 ``(B,)``, keys per request.
         block_table: int32 ``(B, W)``.
-        tokens: of these requests.
         max_query_len: most tokens of a request.
-        num_splits: programs that may share a request's keys (``launch.num_splits_for``).
-        split_tokens: keys that one of them should have at least; from 1, or int32 ``(1,)`` on the device, which a
-            captured kernel reads at each replay.
-        workspace: float32, ``decode_workspace`` elements at least; with splits.
-        first_token: row of the first request's first token, as ``query_start_loc`` has it.
+        pieces: of the requests' keys, by ``pieces.list_pieces``; None: each request's are one.
+        slots: partial results of a request that there may be: pieces of the requests that have several.
+        workspace: float32, ``decode_workspace`` elements at least; with slots.
+        arrived: int32, as many elements as slots x heads x ``max_query_len`` at least, zeros before and behind each
+            call; with slots.
         tree_mask: bool ``(T, columns)``, which of its request's tokens in this step a token of the query sees;
             ``max_query_len`` is at most ``columns``. None: those up to itself, with causal terms.
         launch: another than the table's.
 
     Raises:
-        ValueError: splits without a workspace that is large enough.
+        ValueError: slots without a workspace that is large enough.
     """
 
     def __init__(
@@ -282,12 +320,11 @@ class Decode:
         query_start_loc: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
-        tokens: int,
         max_query_len: int,
-        num_splits: int = 1,
-        split_tokens: int | Tensor = 1,
+        pieces: Tensor | None = None,
+        slots: int = 0,
         workspace: Tensor | None = None,
-        first_token: int = 0,
+        arrived: Tensor | None = None,
         tree_mask: Tensor | None = None,
         launch: Launch | None = None,
     ) -> None:
@@ -296,38 +333,34 @@ class Decode:
         if launch is None:
             load = requests * shape.kv_heads / sm_count(shape.device)
             launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
-        self.shape, self.launch, self.tokens, self.num_splits = shape, launch, tokens, num_splits
-        self.seq_lens = seq_lens
-        self._rows = slice(first_token, first_token + tokens)
+        self.shape, self.launch, self.pieces, self.seq_lens = shape, launch, pieces, seq_lens
         row_tiles = -(-rows // launch.block_m)
-        self._grid = (shape.kv_heads * row_tiles, requests, num_splits)
+        self._grid = (shape.kv_heads * row_tiles, requests if pieces is None else len(pieces), 1)
         compute = compute_dtype(shape.dtype, shape.cache_dtype)
         self._pairs = 0
         if shape.cache_dtype in FP8 and compute == tl.float16 and launch.block_m < WGMMA_ROWS:
             self._pairs = 2 if shape.cache_dtype == torch.float8_e5m2 else 1
-        self._parts: Tensor | None = None
-        self._part_lse: Tensor | None = None
-        if num_splits > 1:
-            wanted = decode_workspace(tokens, shape.heads, shape.value_size, num_splits)
+        parts = part_lse = None
+        if slots:
+            wanted = decode_workspace(max_query_len, shape.heads, shape.value_size, slots)
             if workspace is None or workspace.numel() < wanted:
                 have = 0 if workspace is None else workspace.numel()
                 raise ValueError(
-                    f"workspace has {have} float32 elements; {num_splits} splits of {tokens} tokens need {wanted} "
-                    "(decode_workspace computes the number)"
+                    f"workspace has {have} float32 elements; {slots} partial results of {max_query_len} tokens need "
+                    f"{wanted} (decode_workspace computes the number)"
                 )
-            partials = tokens * shape.heads * num_splits * shape.value_size
-            self._parts, self._part_lse = workspace[:partials], workspace[partials:wanted]
-        each, pointer = (1, split_tokens) if isinstance(split_tokens, Tensor) else (split_tokens, None)
-        self._tensors = (self._parts, self._part_lse, block_table, query_start_loc, seq_lens)
+            partials = slots * max_query_len * shape.heads * shape.value_size
+            parts, part_lse = workspace[:partials], workspace[partials:wanted]
+        self._tensors = (parts, part_lse, arrived, pieces, block_table, query_start_loc, seq_lens)
         self._tree = None if tree_mask is None else tree_mask.view(torch.uint8)
         self._columns, self._stride_tree = (0, 0) if tree_mask is None else (tree_mask.shape[1], tree_mask.stride(0))
-        self.splits = (num_splits, each, pointer, row_tiles)
+        self._sizes = (max_query_len * shape.heads, row_tiles)
         self._tile = (PRECISION, compute, launch.block_m, launch.block_n)
         self._stride_table = block_table.stride(0)
-        self._kind = (shape, launch, num_splits > 1, pointer is None)
+        self._kind = (shape, launch, slots > 0)
         # Of the layer before, which is most often like the next one.
         self._seen: Any = None
-        self._found: tuple[tuple[Any, ...], Relaunch, Relaunch] | None = None
+        self._found: tuple[tuple[Any, ...], Relaunch] | None = None
 
     def __call__(
         self,
@@ -368,22 +401,11 @@ class Decode:
         seen = (strides, flags, layer, block_size, pack, pairs)
         if seen != self._seen or self._found is None:
             self._found, self._seen = self._lookup(strides, flags, (block_size, pack, pairs), layer), seen
-        constants, decode, merge = self._found
+        constants, decode = self._found
         decode(
             self._grid, query, key, value, output, output_scale, output_lse, *self._tensors,
-            slopes, sinks, ranges, self._tree, *self.splits,
+            slopes, sinks, ranges, self._tree, *self._sizes,
             scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window, *strides, *constants,
-        )  # fmt: skip
-        if self._parts is None:
-            return
-        if len(output) != self.tokens:
-            output, output_lse = output[self._rows], None if output_lse is None else output_lse[self._rows]
-        shape = self.shape
-        merge(
-            (self.tokens * shape.heads, 1, 1), self._parts, self._part_lse, output, output_scale, output_lse,
-            self.num_splits,
-            output_token, output_head, shape.heads, shape.value_size, power_of_two(shape.value_size), MERGE_CHUNK,
-            output_lse is not None, True,
         )  # fmt: skip
 
     def _lookup(
@@ -392,22 +414,19 @@ class Decode:
         flags: tuple[Any, ...],
         cache: tuple[int, int, int],
         layer: tuple[Any, ...],
-    ) -> tuple[tuple[Any, ...], Relaunch, Relaunch]:
+    ) -> tuple[tuple[Any, ...], Relaunch]:
         """Return the kernel's constants, and the launches of what is compiled for all this."""
         shape, launch, (block_size, pack, pairs) = self.shape, self.launch, cache
         size = shape.value_size // 2 if pairs else shape.value_size
         constants = (
-            shape.heads, shape.heads // shape.kv_heads, *flags, self.num_splits > 1, block_size, shape.head_size,
+            shape.heads, shape.heads // shape.kv_heads, *flags, self.pieces is not None, block_size, shape.head_size,
             power_of_two(shape.head_size), size, power_of_two(size), pack, pairs, *self._tile,
         )  # fmt: skip
         # The strides of the table and of the tree are not specialised on; the table's differs from step to step.
         kind = (self._kind, strides[:4], strides[6:], constants, layer)
         if kind not in _launches:
-            _launches[kind] = (
-                Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages),
-                Relaunch(merge_splits_kernel, num_warps=4),
-            )
-        return constants, *_launches[kind]
+            _launches[kind] = Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        return constants, _launches[kind]
 
 
 def decode_attention(
@@ -436,21 +455,38 @@ def decode_attention(
 
     Args:
         query, key, value, output, query_start_loc, seq_lens, scale, block_table, k_scale, v_scale, output_scale,
-            output_lse: as ``prefill_attention`` has them. All T rows of ``output`` are written where splits are merged.
-        max_query_len, num_splits, workspace, tree_mask, launch: as ``Decode`` has them.
-        split_tokens: keys that a split should have, so that a request's result does not depend on the others' (with
+            output_lse: as ``prefill_attention`` has them.
+        max_query_len, tree_mask, launch: as ``Decode`` has them.
+        num_splits: shares of a request's keys, at most.
+        split_tokens: keys that a share should have, so that a request's result does not depend on the others' (with
             ``num_splits`` of them for the longest); 0: every request in ``num_splits`` shares.
+        workspace: float32, ``decode_workspace`` elements for ``num_splits`` results of each request; with splits.
 
     Raises:
         ValueError: splits without a workspace that is large enough.
     """
-    tokens, heads, head_size = query.shape
+    _, heads, head_size = query.shape
     kv_heads, value_size = value.shape[-2:]
     shape = Shape(heads, kv_heads, head_size, value_size, query.dtype, value.dtype, query.device)
+    parted: dict[str, Any] = {}
+    if num_splits > 1:
+        slots = len(seq_lens) * num_splits
+        reach = terms.window * (1 if terms.causal else 2)
+        parted = {
+            "pieces": list_pieces(
+                query_start_loc,
+                seq_lens,
+                capacity=slots,
+                split_tokens=split_tokens,
+                most_splits=num_splits,
+                reach=reach,
+            ),
+            "slots": slots,
+            "arrived": torch.zeros(slots * max_query_len * heads, dtype=torch.int32, device=query.device),
+        }
     step = Decode(
-        shape, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, tokens=tokens,
-        max_query_len=max_query_len, num_splits=num_splits, split_tokens=max(1, split_tokens), workspace=workspace,
-        tree_mask=tree_mask, launch=launch,
+        shape, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table,
+        max_query_len=max_query_len, workspace=workspace, tree_mask=tree_mask, launch=launch, **parted,
     )  # fmt: skip
     step(
         query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale,

@@ -12,8 +12,52 @@ from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
-DIRECT = tl.constexpr(float("inf"))
-"""LSE of a first split that had all keys and wrote its result itself."""
+IN_FLIGHT = tl.constexpr(8)
+"""Partial results of a row that ``merged_parts`` reads at once."""
+MERGED_ROWS = tl.constexpr(4)
+"""Rows that it merges at once."""
+
+
+@triton.jit
+def merged_parts(
+    part_ptr, part_lse_ptr, first, stride, splits, inside,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Return the merged result ``(ROWS, PADDED)`` and natural LSE ``(ROWS,)`` of rows that other programs wrote.
+
+    One split is taken after the other, so that a row's bits depend on its own splits alone.
+
+    Args:
+        first: int64 ``(ROWS,)``, each row's first partial result; ``stride`` to the next.
+        splits: of every row.
+        inside: the rows that are there.
+    """
+    width = tl.arange(0, PADDED)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, PADDED], tl.float32)
+    for start in range(0, splits, IN_FLIGHT):
+        for index in tl.static_range(IN_FLIGHT):
+            there = inside & (start + index < splits)
+            part = first + (start + index) * stride
+            # Through L2: what an L1 holds may be older.
+            lse = tl.load(part_lse_ptr + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+            pointers = part_ptr + part[:, None] * SIZE + width[None, :]
+            mask = there[:, None] & (width < SIZE)[None, :]
+            numbers = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+            total, row_max, row_sum = merged(total, row_max, row_sum, numbers, lse)
+    return total / tl.where(row_sum > 0, row_sum, 1.0)[:, None], natural_lse(row_max, row_sum)
+
+
+@triton.jit
+def merged(total, row_max, row_sum, numbers, lse):
+    """Return the running sums ``(rows, columns)``, base-2 maxima and weights with one more partial result of each."""
+    lse *= LOG2E
+    new_max = tl.maximum(row_max, lse)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - base)
+    weight = tl.exp2(lse - base)
+    return total * rescale[:, None] + numbers * weight[:, None], new_max, row_sum * rescale + weight
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=launch.SLICED)
@@ -31,17 +75,13 @@ def merge_splits_kernel(
     BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr,
     LSE: tl.constexpr,
-    SKIP: tl.constexpr,
 ):
-    """Merge the splits of one query row; one program per row. With ``SKIP``, rows that need no merge are ``DIRECT``.
+    """Merge the splits of one query row; one program per row.
 
     Splits are taken in chunks of fixed size in order, so that the bits of a row do not depend on how many empty
     splits follow its own. Memory traffic: each partial once.
     """
     row = tl.program_id(0).to(tl.int64)
-    if SKIP:  # noqa: SIM102
-        if tl.load(part_lse_ptr + row * num_splits) == DIRECT:
-            return
     width = tl.arange(0, BLOCK_DV)
     row_max = float("-inf")
     row_sum = 0.0
@@ -101,16 +141,10 @@ def merge_rows_kernel(
     accumulator = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for split in range(num_splits):
         part = row * num_splits + split
-        lse = tl.load(part_lse_ptr + part, mask=inside, other=float("-inf")) * LOG2E
+        lse = tl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
         mask = (lse > float("-inf"))[:, None] & (width < DV)[None, :]
         numbers = tl.load(part_ptr + part[:, None] * DV + width[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, lse)
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(row_max - base)
-        weight = tl.exp2(lse - base)
-        accumulator = accumulator * rescale[:, None] + numbers * weight[:, None]
-        row_sum = row_sum * rescale + weight
-        row_max = new_max
+        accumulator, row_max, row_sum = merged(accumulator, row_max, row_sum, numbers, lse)
     result = accumulator / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     target = out_ptr + (row // HEADS * stride_ot + row % HEADS * stride_oh)[:, None] + width[None, :]
     stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)

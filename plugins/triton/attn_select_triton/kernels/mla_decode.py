@@ -384,7 +384,13 @@ class _Prepared:
     )  # fmt: skip
 
     def __init__(
-        self, query: Tensor, kv_cache: Tensor, output: Tensor, launch: MLALaunch, flags: tuple[bool, bool, bool]
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        output: Tensor,
+        launch: MLALaunch,
+        flags: tuple[bool, bool, bool],
+        merge_chunk: int,
     ) -> None:
         tokens, heads, width = query.shape
         rank, block_size, element = output.shape[2], kv_cache.shape[1], kv_cache.itemsize
@@ -451,7 +457,7 @@ class _Prepared:
         for descriptor in (*self.query_parts, *self.cache_parts):
             descriptor.base = None  # it is kept, the tensor is not
         self.merge = Relaunch(merge_splits_kernel, num_warps=4)
-        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_CHUNK, flags[1], False
+        self.merge_constants = *output_strides, heads, rank, block_r, merge_chunk, flags[1]
 
 
 _prepared: dict[Any, _Prepared] = {}
@@ -475,6 +481,7 @@ def mla_decode(
     kv_scale: float = 1.0,
     q_scale: float = 1.0,
     output_lse: Tensor | None = None,
+    merge_chunk: int = MERGE_CHUNK,
 ) -> None:
     """Attend over the latents with the absorbed query. No synchronisation; may be captured in a CUDA graph.
 
@@ -495,6 +502,7 @@ def mla_decode(
         kv_scale: what an FP8 cache's numbers are to be multiplied with.
         q_scale: what the query is divided by before a kernel rounds it to e4m3.
         output_lse: float32 ``(T, H)``, written where given: natural logarithm; -inf, with output 0, without keys.
+        merge_chunk: splits that are merged at once, a power of two; on it a request's bits depend as well.
     """
     tokens, heads, width = query.shape
     if tokens == 0:
@@ -510,10 +518,10 @@ def mla_decode(
     addresses = query.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
     dtypes = query.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
     sizes = width, rank, kv_cache.shape[1], query.stride(), kv_cache.stride(), output.stride()
-    key = (heads, *sizes, *addresses, *dtypes, *flags, pointer is None, launch, query.get_device())
+    key = (heads, *sizes, *addresses, *dtypes, *flags, pointer is None, merge_chunk, launch, query.get_device())
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepared[key] = _Prepared(query, kv_cache, output, launch, flags)
+        prepared = _prepared[key] = _Prepared(query, kv_cache, output, launch, flags, merge_chunk)
     page_rows = prepared.page_rows
     queries = [over(part, tokens * heads, query) for part in prepared.query_parts]
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]

@@ -224,8 +224,10 @@ def round_and_attend_turned(
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The same with few rows."""
-    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, RIGHT)
+    """The same with few rows, of which one group rounds both halves."""
+    if not RIGHT:
+        round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, False)
+        round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, True)
     attend_half_turned(
         pointers, smem, barriers, position, num_splits, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, RIGHT,
         gl.constexpr(attend_tile_turned), 32,

@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
@@ -19,8 +21,7 @@ from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, num_splits_for
 from attn_select_triton.kernels.mla_decode import mla_num_splits
 
-LEAST_SPLIT = tuning.decode_splits().captured_least_keys
-"""Keys of a split of a captured step, at least."""
+Lens = NDArray[np.int64]
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 """Batch-invariant splits: so many at most, of so many keys at least."""
 TILE_ROWS = 64
@@ -28,48 +29,72 @@ TILE_ROWS = 64
 
 
 def split_keys(
-    *,
-    requests: int,
-    longest: int,
-    total: int,
-    units: int,
-    most: int,
-    gpu: Gpu,
-    launch: Launch,
-    key_bytes: int,
-    fp8: bool,
-) -> tuple[int, int]:
-    """Return how many splits a decode may have, and how many keys each should have.
+    lens: Lens, *, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int
+) -> tuple[int, int]:  # fmt: skip
+    """Return how many pieces a decode's longest request is cut into, and how many keys each piece should have.
 
     Args:
-        requests: in the batch; ``longest`` of them in keys, ``total`` of all.
+        lens: int64 ``(B,)``, the keys that each request's rows see, 1 at least.
         units: programs of one request, unsplit: KV heads x row tiles.
-        most: splits that the workspace has room for.
+        room: partial results of a request that the workspace holds.
         launch, key_bytes: as ``num_splits_for`` has them.
-        fp8: the cache is FP8.
     """
-    by = tuning.decode_splits()
-    splits = max(1, min(num_splits_for(requests * units, longest, gpu, launch, key_bytes), most))
+    by, requests, longest = tuning.decode_splits(), len(lens), int(lens.max())
+    splits = max(1, min(num_splits_for(requests * units, longest, gpu, launch, key_bytes), room // requests))
     tokens = -(-longest // splits)
-    if by.uneven * total < requests * longest:
-        # Programs of what each resident one would have if all keys were dealt out evenly would still leave a tail.
-        part = max(by.uneven_least_keys, int(total * units / (by.uneven_parts * by.programs(gpu, fp8) * gpu.sms)))
-        if part < tokens:
-            splits = max(1, min(-(-longest // part), most))
-            tokens = max(part, -(-longest // splits))
+    if by.uneven * int(lens.sum()) < requests * longest:
+        tokens = uneven_tokens(lens, tokens, units, room, gpu, launch, key_bytes)
+        splits = -(-longest // tokens)
     return splits, max(1, tokens)
+
+
+def uneven_tokens(
+    lens: Lens, even: int, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int
+) -> int:  # fmt: skip
+    """Return how many keys each piece of requests of many lengths should have.
+
+    The least time of some sizes is taken, by the costs of ``DecodeSplits.of_equal``. Pieces start in the order of their
+    lengths. All take no less than their bytes; the longest no less than its own time and a share of that, since others
+    read beside it; and where there are more than places, a place has two of those at the border of the first wave, or
+    three of those at the border of the second.
+
+    Args:
+        even: a size that is tried as well.
+    """
+    by, places = tuning.decode_splits(), tuning.decode_splits().places(gpu, launch) / units
+    total = int(lens.sum())
+    sizes = np.array([even, int(lens.max()), *(total * units / (gpu.sms * part) for part in by.uneven_parts)])
+    sizes = np.maximum(np.ceil(sizes), by.least_keys).astype(np.int64)[:, None]
+    pieces = -(-lens // sizes)
+    own = -(-lens // pieces)
+    busy = by.tile_us * -(-own // launch.block_n) + by.key_us * own
+    order = np.argsort(-own, axis=1)
+    placed = np.take_along_axis(pieces, order, 1).cumsum(1)
+    count = placed[:, -1]
+    waves = np.ceil(count / places)
+    least = total * by.us_of_a_key(units, gpu, key_bytes)
+    bound = busy.max(1)
+    for wave in range(1, int(waves.max())):
+        at = (placed <= wave * places).sum(1)
+        there = at < len(lens)
+        behind = np.take_along_axis(order, np.minimum(at, len(lens) - 1)[:, None], 1)
+        bound = np.maximum(bound, there * (wave + 1) * np.take_along_axis(busy, behind, 1)[:, 0])
+    time = np.maximum(least * (1 + by.idle * (1 - count / (waves * places))), bound + by.beside * least)
+    time += waves * by.start_us + by.merge_us * (pieces > 1).any(1)
+    time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
+    return int(sizes[int(time.argmin()), 0])
+
+
+def most_pieces(units: int, gpu: Gpu) -> int:
+    """Return how many pieces more than requests ``split_keys`` may cut a batch into, whatever its lengths are."""
+    by = tuning.decode_splits()
+    return -(-max(by.most, *by.uneven_parts) * gpu.sms // units)
 
 
 def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
     """Whether a step's prefills of so many query tokens run beside its decodes, which read so many bytes."""
     least = tuning.two_streams()
     return tokens >= least["tokens"] and decode_bytes >= least["mib"] << 20
-
-
-def most_splits(max_keys: int, units: int, gpu: Gpu, fp8: bool) -> int:
-    """Return how many splits the longest request of a captured step may need, whatever the others are."""
-    resident = tuning.decode_splits().programs(gpu, fp8) * gpu.sms
-    return max(1, min(-(-max_keys // LEAST_SPLIT), int(-(-resident // units))))
 
 
 def latent_splits(seq_lens: Tensor, longest: int, units: int, most: int, sms: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """``TRITON_ATTN``'s metadata: a step's launches, prepared once for all layers of a kind.
 
-In steps that are captured nothing may follow from lengths that replays change: uniform batches decode with a fixed
-number of splits, whose size each replay's ``build`` writes to the device, and mixed ones are one launch over the pages.
+In steps that are captured nothing may follow from lengths that replays change: uniform batches decode by a list of
+pieces that each replay's ``build`` writes to the same place, and mixed ones are one launch over the pages.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -28,6 +29,7 @@ from attn_select_triton.facts.tuning import Cost, Way, way_cost
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
 from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of
+from attn_select_triton.kernels.pieces import FIELDS, list_pieces
 from attn_select_triton.runtime import schedule
 
 LEAST_SAVED = 256 << 20
@@ -140,17 +142,17 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._row = config.num_heads * (config.value_head_size + 1)
         self._key_bytes = (config.head_size + config.value_head_size) * self.shape.cache_dtype.itemsize
         self._workspace: Tensor | None = None
+        self._arrived: Tensor | None = None
         self._gathered: tuple[Tensor, Tensor] | None = None
         self._ways: dict[Way, Cost] = {}
-        # In captured steps: the keys of a split, which replays change.
-        self._split_tokens: Tensor | None = None
+        self._pieces: Tensor | None = None
         self._fixed_split = 0
         if not config.has_cache:
             return
         self.reorder_batch_threshold = 1 + config.num_speculative_tokens
-        if context.cuda_graphs:
-            self._split_tokens = torch.ones(1, dtype=torch.int32, device=device)
         self._reserve()
+        if context.cuda_graphs:
+            self._reserve_pieces()
 
     def _reserve(self) -> None:
         """Allocate the plans' workspaces: partial results of splits, and what is gathered."""
@@ -172,9 +174,9 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         room = max(split_bytes.values()) // 4
         if config.batch_invariant:
             self._fixed_split = schedule.fixed_split(self._most_keys)
-            tokens = min(context.max_num_batched_tokens, context.max_num_seqs * self._longest_decode)
-            room = tokens * self._row * -(-self._most_keys // self._fixed_split)
+            room = context.max_num_seqs * self._longest_decode * self._row * self._fixed_pieces
         self._workspace = torch.empty(room, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(room // (config.value_head_size + 1), dtype=torch.int32, device=device)
         if not reserved:
             return
         widths = power_of_two(config.head_size), power_of_two(config.value_head_size)
@@ -189,6 +191,22 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             self._ways["gathered"] = way_cost("gathered")
             if prefill.gathered_warps and device.type == "cuda":
                 self._ways["gathered_warps"] = way_cost("gathered_warps")
+
+    def _reserve_pieces(self) -> None:
+        """Allocate the list of pieces that captured decodes read."""
+        most = self._capacity(self.context.max_num_seqs, self.shape.kv_heads)
+        self._pieces = torch.empty(most, FIELDS.value, dtype=torch.int32, device=self.context.device)
+
+    @property
+    def _fixed_pieces(self) -> int:
+        """Pieces of the longest request, where a piece has a fixed size."""
+        return -(-self._most_keys // self._fixed_split)
+
+    def _capacity(self, requests: int, units: int) -> int:
+        """Return how many pieces so many decodes may have at most, with ``units`` programs each."""
+        if self._fixed_split:
+            return requests * self._fixed_pieces
+        return requests + schedule.most_pieces(units, self._gpu)
 
     @property
     def _longest_decode(self) -> int:
@@ -261,62 +279,68 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         query_len = common.max_query_len if count == common.num_reqs else int(common.query_lens_cpu[:count].max())
         if self._fixed_split:
             query_len = self._longest_decode
-        seq_lens = common.seq_lens_cpu[:count]
-        keys = int(seq_lens.max()), int(seq_lens.sum())
-        return self._splitting(common, 0, count, tokens, query_len, keys, self._split_tokens, common.tree_mask)
+        return self._splitting(common, 0, count, query_len, self._pieces, common.tree_mask)
 
     def _splitting(
         self,
         common: CommonAttentionMetadata,
         first: int,
         last: int,
-        tokens: int,
         query_len: int,
-        keys: tuple[int, int],
-        split_tokens: Tensor | None = None,
+        captured: Tensor | None = None,
         tree_mask: Tensor | None = None,
     ) -> Part:
         """Return the launch of the decode kernel for requests ``first .. last - 1``.
 
         Args:
-            tokens: query tokens of these requests.
             query_len: of the longest.
-            keys: of the longest, and of all.
-            split_tokens: where the size of a split is to be written, for captured steps.
+            captured: where the pieces are to be, for captured steps.
             tree_mask: of the step, where its drafts form trees.
         """
         assert self._workspace is not None
         launch, requests = self._launch(last - first, query_len), last - first
         units = self.shape.kv_heads * -(-self._group * query_len // launch.block_m)
-        most = max(1, self._workspace.numel() // (tokens * self._row))
-        if split_tokens is not None:  # the same at capture and replay: the bound follows from padded sizes
-            most = min(most, schedule.most_splits(self._most_keys, units, self._gpu, self._fp8))
-        longest = self._visible(query_len, keys[0])
-        sizes = {"longest": longest, "total": min(keys[1], requests * longest), "units": units, "most": most}
+        room = self._workspace.numel() // (query_len * self._row)
+        lens = common.seq_lens_cpu[first:last].numpy().astype(np.int64)
+        lens = np.clip(lens, 1, self._visible(query_len, int(lens.max())) or 1)
         if self._fixed_split:
-            num_splits, each = -(-self._most_keys // self._fixed_split), self._fixed_split
+            splits, each = self._fixed_pieces, self._fixed_split
         else:
-            num_splits, each = schedule.split_keys(
-                requests=requests, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, fp8=self._fp8, **sizes
+            splits, each = schedule.split_keys(
+                lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes
             )
-        if split_tokens is not None and not self._fixed_split:
-            num_splits = most
-            split_tokens.fill_(each)
         bounds, seq_lens, table = self._requests(common, first, last)
         assert table is not None
+        parted: dict[str, Any] = {}
+        if splits > 1 or (captured is not None and not self._fixed_split):
+            # The same at capture and replay: the bound follows from padded sizes.
+            capacity = min(requests * splits, requests + int(lens.sum()) // each)
+            if captured is not None:
+                capacity = self._capacity(requests, units)
+                captured = captured[:capacity]
+            parted = {
+                "pieces": list_pieces(
+                    bounds,
+                    seq_lens,
+                    capacity=capacity,
+                    split_tokens=each,
+                    most_splits=splits,
+                    reach=self._window * (1 if self._causal else 2),
+                    pieces=captured,
+                ),
+                "slots": min(room, requests * splits if captured is None else capacity),
+                "workspace": self._workspace,
+                "arrived": self._arrived,
+            }
         decode = Decode(
             self.shape,
             query_start_loc=bounds,
             seq_lens=seq_lens,
             block_table=table,
-            tokens=tokens,
             max_query_len=query_len,
-            num_splits=num_splits,
-            split_tokens=each if split_tokens is None or self._fixed_split else split_tokens,
-            workspace=self._workspace,
-            first_token=int(common.query_start_loc_cpu[first]) if first else 0,
             tree_mask=tree_mask,
             launch=launch,
+            **parted,
         )
         return Part(self._causal and common.causal, self._ranges(common, first, last), decode)
 
@@ -350,8 +374,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             room=self._partials,
         )
         if way == "split":
-            keys = max(seq_lens), sum(seq_lens)
-            return [self._splitting(common, first, last, sum(query_lens), max(query_lens), keys)]
+            return [self._splitting(common, first, last, max(query_lens))]
         if way not in ("gathered", "gathered_warps") or self._gathered is None:
             part = self._prefill(common, first, last, warps=way in ("warps", "warps_split"))
             if way == "warps_split":

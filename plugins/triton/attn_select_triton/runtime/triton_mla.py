@@ -28,6 +28,7 @@ from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Va
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel
 from attn_select_triton.kernels.launch import Terms, capability_of, sm_count
+from attn_select_triton.kernels.merge import MERGE_CHUNK
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
@@ -155,6 +156,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             "workspace": workspace,
             "causal": self._causal and common.causal,
         }
+        if not self._fixed_split:  # few are merged faster in a small chunk
+            arguments["merge_chunk"] = min(MERGE_CHUNK, 1 << max(1, splits - 1).bit_length())
         return MLACall(common.num_actual_tokens, arguments)
 
     def build_prefill(self, varlen: VarlenMetadata) -> MLACall:

@@ -1,0 +1,143 @@
+"""Which program of a decode attends to which keys: requests cut into pieces, the longest first."""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_select_triton.kernels import launch
+from attn_select_triton.kernels.relaunch import Relaunches, dtypes
+
+FIELDS = tl.constexpr(8)
+"""Numbers of a piece: those of ``Piece``, and one that fills 32 bytes."""
+TOGETHER = tl.constexpr(32)
+"""Requests that a program lists."""
+
+
+class Piece(NamedTuple):
+    """One piece of a request's keys.
+
+    Attributes:
+        request: its number; -1: there is no such piece.
+        split, splits: which of how many even shares.
+        slot: of the first share's partial result, where there are several.
+        query_start, query_len, seq_len: the request's.
+    """
+
+    request: tl.tensor
+    split: tl.tensor
+    splits: tl.tensor
+    slot: tl.tensor
+    query_start: tl.tensor
+    query_len: tl.tensor
+    seq_len: tl.tensor
+
+
+@triton.jit
+def read_piece(pieces_ptr, index):
+    """Return a ``Piece``."""
+    pieces_ptr += index * FIELDS
+    return Piece(
+        tl.load(pieces_ptr), tl.load(pieces_ptr + 1), tl.load(pieces_ptr + 2), tl.load(pieces_ptr + 3),
+        tl.load(pieces_ptr + 4), tl.load(pieces_ptr + 5), tl.load(pieces_ptr + 6),
+    )  # fmt: skip
+
+
+@triton.jit
+def shares(query_start_loc_ptr, seq_lens_ptr, requests, count, split_tokens, most_splits, reach):
+    """Return of some requests query start and length, sequence length, shares, and keys of a share; without query 0."""
+    there = requests < count
+    start = tl.load(query_start_loc_ptr + requests, mask=there, other=0)
+    query_len = tl.load(query_start_loc_ptr + requests + 1, mask=there, other=0) - start
+    seq_len = tl.load(seq_lens_ptr + requests, mask=there, other=0)
+    keys = seq_len
+    if reach > 0:
+        keys = tl.minimum(seq_len, query_len - 1 + reach)
+    splits = tl.maximum(tl.minimum(tl.cdiv(keys, split_tokens), most_splits), 1)
+    splits = tl.where(there & (query_len > 0), splits, 0)
+    return start, query_len, seq_len, splits, tl.cdiv(keys, tl.maximum(splits, 1))
+
+
+@triton.jit(
+    do_not_specialize=["count", "capacity", "split_tokens", "most_splits", "reach"],
+    do_not_specialize_on_alignment=launch.SLICED,
+)
+def list_pieces_kernel(
+    pieces_ptr, query_start_loc_ptr, seq_lens_ptr, count, capacity, split_tokens, most_splits, reach
+):  # fmt: skip
+    """List the pieces of ``TOGETHER`` requests at their places among all, of which longer ones come first.
+
+    Each program goes through all requests, to count those before its own.
+    """
+    index = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    start, query_len, seq_len, splits, size = shares(
+        query_start_loc_ptr, seq_lens_ptr, index, count, split_tokens, most_splits, reach
+    )
+    place = tl.zeros([TOGETHER], tl.int32)
+    slot = tl.zeros([TOGETHER], tl.int32)
+    total = 0
+    for first in range(0, count, TOGETHER):
+        other = first + tl.arange(0, TOGETHER)
+        _, _, _, others, other_size = shares(
+            query_start_loc_ptr, seq_lens_ptr, other, count, split_tokens, most_splits, reach
+        )
+        before = other[None, :] < index[:, None]
+        longer = other_size[None, :] > size[:, None]
+        equal = other_size[None, :] == size[:, None]
+        place += tl.sum(tl.where(longer | (equal & before), others[None, :], 0), 1)
+        slot += tl.sum(tl.where(before & (others > 1)[None, :], others[None, :], 0), 1)
+        total += tl.sum(others, 0)
+    for split in range(0, tl.max(splits, 0)):
+        piece = pieces_ptr + (place + split) * FIELDS
+        there = split < splits
+        tl.store(piece, index, mask=there)
+        tl.store(piece + 1, index * 0 + split, mask=there)
+        tl.store(piece + 2, splits, mask=there)
+        tl.store(piece + 3, slot, mask=there)
+        tl.store(piece + 4, start, mask=there)
+        tl.store(piece + 5, query_len, mask=there)
+        tl.store(piece + 6, seq_len, mask=there)
+    for first in range(total + tl.program_id(0) * TOGETHER, capacity, tl.num_programs(0) * TOGETHER):
+        rest = first + tl.arange(0, TOGETHER)
+        tl.store(pieces_ptr + rest * FIELDS, rest * 0 - 1, mask=rest < capacity)
+
+
+_list = Relaunches(list_pieces_kernel, num_warps=4)
+
+
+def list_pieces(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    capacity: int,
+    split_tokens: int,
+    most_splits: int,
+    reach: int = 0,
+    pieces: Tensor | None = None,
+) -> Tensor:
+    """Return the pieces of a batch, int32 ``(capacity, 8)``; nothing waits for the device.
+
+    A request is cut into as many even shares as ``split_tokens`` asks for, by its own length alone.
+
+    Args:
+        query_start_loc: int32 ``(B + 1,)``; seq_lens int32 ``(B,)``. Requests without query tokens have no pieces.
+        capacity: pieces at least; what is behind the last has request -1.
+        split_tokens: keys that a share should have at least, from 1.
+        most_splits: shares of a request at most.
+        reach: keys before a token that it sees, itself included; 0: all.
+        pieces: where to, for captured steps.
+    """
+    if pieces is None:
+        pieces = torch.empty(capacity, FIELDS.value, dtype=torch.int32, device=seq_lens.device)
+    key = (seq_lens.get_device(), *dtypes(query_start_loc, seq_lens))
+    _list(
+        key, (max(1, -(-len(seq_lens) // TOGETHER.value)), 1, 1), pieces, query_start_loc, seq_lens, len(seq_lens),
+        capacity, max(1, split_tokens), most_splits, reach,
+    )  # fmt: skip
+    return pieces
