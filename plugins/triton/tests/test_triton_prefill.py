@@ -232,3 +232,18 @@ def test_mla_prefill_sizes() -> None:
     )  # fmt: skip
     assert relative_error(output, wanted).row < 2e-2
     assert lse_error(lse, wanted_lse) < 1e-2
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_description_serves_tensors_of_other_lengths(paged: bool, heads_first: bool) -> None:
+    """Those of a kind differ in address and first dimension alone."""
+    pool = torch.zeros(9, 2, 16, 4, 64, dtype=torch.float16) if paged else torch.zeros(9 * 16, 4, 64)
+    if heads_first and paged:
+        pool = torch.zeros(9, 2, 4, 16, 64, dtype=torch.float16).transpose(2, 3)
+    elif heads_first:
+        pool = torch.zeros(4, 9 * 16, 64).transpose(0, 1)
+    first, other = (pool[:5, 0], pool[2:, 1]) if paged else (pool[:5], pool[7:])
+    made, wanted = describe(first, 16, 64).over(other), describe(other, 16, 64).descriptor
+    assert made.base is other
+    assert (made.shape, made.strides, made.block_shape) == (wanted.shape, wanted.strides, wanted.block_shape)

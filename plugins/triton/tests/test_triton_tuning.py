@@ -187,6 +187,24 @@ def test_schedules_are_those_that_were_measured(name: str, gpu: Gpu) -> None:
     assert written(schedules(gpu)) == json.loads(CHOICES.read_text(encoding="utf-8"))[name]
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "mib", "section"), [(8, 1, 8), (8, 5, 4), (8, 12, 2), (8, 100, 1), (6, 5, 3), (7, 5, 1), (8, 0, 8)]
+)
+def test_a_section_has_the_heads_whose_keys_fit(kv_heads: int, mib: int, section: int) -> None:
+    assert tuning.section_of(kv_heads, mib << 20) == section
+
+
+def test_lengths_of_one_class_have_the_same_tile() -> None:
+    lengths = range(1, 4097, 64)
+    for described, paged, width in product((False, True), (False, True), (64, 128, 256)):
+        chosen = {
+            keys: launch.prefill_launch((9, 0), width, torch.bfloat16, described, paged, keys) for keys in lengths
+        }
+        classes = {keys: tuning.keys_class("prefill", keys) for keys in lengths}
+        assert len({(classes[keys], chosen[keys]) for keys in lengths}) == len(set(classes.values()))
+    assert len(set(classes.values())) == 2
+
+
 def test_less_bandwidth_for_an_sm_needs_fewer_programs() -> None:
     l40s = known_gpus()["l40s"]
     assert l40s.sm_count is not None
