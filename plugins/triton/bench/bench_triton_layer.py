@@ -147,12 +147,7 @@ def uneven(rounds: int) -> None:
         problem = Problem(Case("", len(lens), max(lens) if len(lens) < 64 else 8192))
         if max(lens) > 8192 and len(lens) == 64:  # one long request: its table repeats blocks
             problem.table = problem.table.repeat(1, 8)
-        runs = {}
-        for label, least in (("even", 1 << 30), ("fair", 256)):
-            with constants(LEAST_SPLIT=least):
-                step = Step(problem, lens)
-                runs[label] = step.run()
-        runs["graph"] = Step(problem, lens, cuda_graphs=True).captured()
+        runs = {"layer": Step(problem, lens).run(), "graph": Step(problem, lens, cuda_graphs=True).captured()}
         show(name, runs, rounds)
 
 

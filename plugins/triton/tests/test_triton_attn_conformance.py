@@ -71,4 +71,3 @@ class TestGathering(OnGPU):
             return names[sum(seq_lens) % len(names)]
 
         monkeypatch.setattr(schedule, "prefill_way", way)
-        monkeypatch.setattr(schedule, "LEAST_SPLIT", 16)
