@@ -45,8 +45,12 @@ ATTRIBUTES = (
     "_paged_kv_indptr_buf",
     "_paged_kv_indices_buf",
     "_paged_kv_last_page_len_buf",
+    "_batch_size",
     "_cached_module",
+    "_causal",
     "_jit_module",
+    "_max_q_len",
+    "_qo_indptr_last",
     "_max_kv_len",
     "_plan_info",
 )

@@ -172,7 +172,7 @@ def test_decode_steps_planned_by_the_compiled_function(emulate: Any) -> None:
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=0)
         (wrapper,) = wrappers._eager.values()
         planned = wrapper.made._cached_module.planned
-        assert (wrapper.compiled is None, len(planned)) == (step == 0, step + 1)
+        assert (wrapper.compiled == {}, len(planned)) == (step == 0, step + 1)
         first, last = planned[0], planned[-1]
         assert [each.tolist() for each in last[3:6]] == [
             [*range(len(seq_lens) + 1)],
@@ -182,6 +182,31 @@ def test_decode_steps_planned_by_the_compiled_function(emulate: Any) -> None:
         assert last[6:8] == (len(seq_lens),) * 2
         assert last[8:] == first[8:]
         assert all(one is other for one, other in zip(last[:2], first[:2], strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "fa3"])
+def test_prefill_steps_planned_by_the_compiled_function(kernel: str, emulate: Any) -> None:
+    names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    emulate(**{name: getattr(flashinfer, name) for name in names})
+    group = groups.made(options={"use_trtllm": False, "prefill_kernel": kernel}, block_size=16)
+    steps = [([20, 5], [20, 48]), ([1, 30, 7], [90, 40, 9]), ([1, 1, 40], [17, 3, 64]), ([64], [80])]
+    for step, (query_lens, seq_lens) in enumerate(steps):
+        common, cache = random_batch(group, query_lens, seq_lens)
+        output, lse = groups.run(group, common, cache, Attention(group))
+        expected, expected_lse = groups.reference(group, common, cache, Attention(group))
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)
+        wrapper = next(
+            found for (role, _), found in groups.builder_of(group).native.pool._eager.items() if role == "prefill"
+        )
+        planned = wrapper.made._cached_module.planned
+        assert (wrapper.compiled == {}, len(planned)) == (step == 0, step + 1)
+        first, last = planned[0], planned[-1]
+        own = [(query, keys) for query, keys in zip(query_lens, seq_lens, strict=True) if query > 1]
+        assert last[3].tolist() == [0, *itertools.accumulate(query for query, _ in own)]
+        assert last[5].tolist() == [keys for _, keys in own]
+        assert last[6:8] == (sum(query for query, _ in own), len(own))
+        assert last[8:] == first[8:]
 
 
 def gen_decode(*arguments: Any) -> None:

@@ -119,12 +119,15 @@ def test_the_wrappers_keep_their_schedules_where_the_runtime_replaces_them() -> 
     assert {pinned, device} <= set(since["mirrored"])
 
 
-def test_the_decode_wrapper_keeps_what_its_compiled_plan_takes() -> None:
+def test_the_wrappers_keep_what_their_compiled_plans_take() -> None:
     own = {plans.PINNED, "_int_workspace_buffer", "_float_workspace_buffer"}
     for release in fi.RELEASES:
         named = READ[release]["attributes"]["BatchDecodeWithPagedKVCacheWrapper"]
         assert {*own, *compiled_plan.LISTS, *compiled_plan.PLANNED} <= set(named["plan"])
         assert {*compiled_plan.LISTS, "_cached_module", "_plan_info"} <= set(named["run"])
+        named = READ[release]["attributes"]["BatchPrefillWithPagedKVCacheWrapper"]
+        assert {*own, *compiled_plan.LISTS, *compiled_plan.PLANNED, *compiled_plan.PREFILL} <= set(named["plan"])
+        assert {*compiled_plan.LISTS, *compiled_plan.PREFILL, "_cached_module", "_plan_info"} <= set(named["run"])
 
 
 def test_signatures_are_read_from_a_wheel(tmp_path: Path) -> None:

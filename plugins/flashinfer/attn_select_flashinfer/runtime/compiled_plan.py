@@ -1,17 +1,20 @@
-"""Plans one token per request by the compiled function that stands behind the decode wrapper's ``plan``.
+"""Plans steps by the compiled functions that stand behind the ``plan`` of FlashInfer's paged wrappers.
 
-``plan`` copies three lists to the device, looks its module up and checks what is the same in every step, before it has
-a compiled function make the schedule (``BatchDecodeWithPagedKVCacheWrapper.plan`` in flashinfer/decode.py 0.6.14 to
-0.7.2.post1). A wrapper is planned by ``plan`` twice, and the second time the arguments of the compiled function are
-kept. Later steps call it with the same arguments but for the batch's lists, and put what the kernel reads where
-``plan`` puts it.
+``plan`` copies three or four lists to the device, looks its module up and checks what is the same in every step, before
+it has a compiled function make the schedule (flashinfer/decode.py and prefill.py 0.6.14 to 0.7.2.post1). A wrapper is
+planned by ``plan`` twice, and the second time the arguments of the compiled function are kept. Later steps call it with
+the same arguments but for the batch's lists, and put what the kernel reads where ``plan`` puts it.
 
-The lists that a fa2 kernel reads on the device are not those of the schedule. The schedule counts pages on the host.
-The kernel takes from the device where a request's pages begin, and how many tokens they hold:
-``(pages - 1) * page_size + last_page_len`` modulo 2 ** 32 (``paged_kv_t::get_length`` in include/flashinfer/page.cuh).
-So the rows of the block table are read where they lie, each taken as wide as the table. A negative ``last_page_len``
-makes the length right. No page is copied, and those behind a request's last key are not looked at. A CUDA graph reads
-rows too, of a table that stays where it is and that the step's is copied into.
+Pages are then rows of the block table, read where they lie, each taken as wide as the table. No page is copied, and
+those behind a request's last key are not looked at:
+
+- fa2's schedule counts pages on the host. Its kernel takes from the device where a request's pages begin, and how many
+  tokens they hold: ``(pages - 1) * page_size + last_page_len`` modulo 2 ** 32 (``paged_kv_t::get_length`` in
+  include/flashinfer/page.cuh). A negative ``last_page_len`` makes the length right.
+- fa3's schedule takes both from the host, places and lengths (``PrefillSM90Plan`` in attention/scheduler.cuh), and its
+  kernel takes them from the schedule (attention/hopper/sparse_mainloop.cuh).
+
+A CUDA graph reads rows too, of a table that stays where it is and that the step's is copied into.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ LISTS = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_pa
 """Attributes of a wrapper: the lists that its kernel reads, on the device."""
 PLANNED = ("_cached_module", "_jit_module", "_max_kv_len", "_plan_info")
 """Attributes of a wrapper that its ``plan`` reads or writes beside them."""
+PREFILL = ("_batch_size", "_causal", "_max_q_len", "_qo_indptr_last")
+"""Attributes that the prefill wrapper's ``plan`` writes too, of the batch."""
 
 
 def _same(found: Any, own: Tensor) -> bool:
@@ -53,31 +58,35 @@ class CompiledPlan:
     before: tuple[Tensor, ...]
     behind: tuple[Any, ...]
 
-    def __call__(self, pinned: Tensor, queries: Tensor, pages: Tensor, seq_lens: Tensor) -> Any:
-        """Make a schedule for queries of one token.
+    def __call__(self, pinned: Tensor, queries: Tensor, pages: Tensor, seq_lens: Tensor, tokens: int) -> Any:
+        """Make a schedule.
 
         Args:
             pinned: where it is written; the device's copy is read from there later.
-            queries: int32 ``(B + 1,)`` on the host, 0 to B.
-            pages: int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages.
+            queries: int32 ``(B + 1,)`` on the host, prefix sums of the query lengths.
+            pages: int32 ``(B + 1,)`` on the host, where each request's pages begin, by fa2 prefix sums of their number.
             seq_lens: int32 ``(B,)`` on the host.
+            tokens: the last of ``queries``.
 
         Returns:
             What ``run`` reads as the wrapper's ``_plan_info``.
         """
-        requests = seq_lens.shape[0]
-        return self.function(*self.before, pinned, queries, pages, seq_lens, requests, requests, *self.behind)
+        return self.function(*self.before, pinned, queries, pages, seq_lens, tokens, seq_lens.shape[0], *self.behind)
 
 
 class Recorder:
     """While it is entered, keeps what a wrapper's ``plan`` calls: its module is asked for ``plan`` through this.
 
     Nothing is kept at a wrapper's first plan, which looks the module up.
+
+    Args:
+        made: FlashInfer's wrapper.
+        more: attributes beside ``LISTS`` and ``PLANNED`` that are written in the place of ``plan``.
     """
 
-    def __init__(self, made: Any) -> None:
+    def __init__(self, made: Any, more: tuple[str, ...] = ()) -> None:
         self._made, self._arguments = made, ()
-        known = all(hasattr(made, name) for name in (*LISTS, *PLANNED))
+        known = all(hasattr(made, name) for name in (*LISTS, *PLANNED, *more))
         self._module: Any = made._cached_module if known else None
 
     def __enter__(self) -> Recorder:
@@ -94,7 +103,7 @@ class Recorder:
         self._arguments = arguments
         return self._module.plan(*arguments)
 
-    def compiled(self, kernel: PhaseKernel, lists: PageLists) -> CompiledPlan | None:
+    def compiled(self, lists: PageLists, tokens: int) -> CompiledPlan | None:
         """Return what the wrapper called with these lists; None where its arguments are not in the places known."""
         if self._module is None:
             return None
@@ -102,45 +111,56 @@ class Recorder:
         own = (self._made._float_workspace_buffer, self._made._int_workspace_buffer, getattr(self._made, PINNED))
         places = {**dict(enumerate(own)), 4: lists.paged_kv_indptr, 5: lists.seq_lens}
         known = (
-            kernel.backend == "fa2"
-            and len(found) > 8
+            len(found) > 8
             and all(_same(found[place], tensor) for place, tensor in places.items())
-            and found[6:8] == (requests, requests)
+            and found[6:8] == (tokens, requests)
             and not any(map(torch.is_tensor, found[8:]))
         )
         return CompiledPlan(self._module.plan, found[:2], found[8:]) if known else None
 
 
-class RowsPlan(NativePlan):
-    """A batch of one token per request, planned by a wrapper's compiled function.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch's pages as rows of a table.
 
-    Args:
-        host: what the function gets of the batch.
-        device: what the kernel reads of it, in the order of ``LISTS``.
-        longest: the most keys of a request, or a bound.
+    Attributes:
+        starts: int32 ``(B + 1,)`` on the host, where each request's row begins.
+        device: what the kernel reads of them: ``starts``, the rows, ``last_page_len``.
     """
 
-    __slots__ = ("_device", "_longest")
+    starts: Tensor
+    device: tuple[Tensor, Tensor, Tensor]
+
+
+class RowsPlan(NativePlan):
+    """A batch whose pages are rows, planned by a wrapper's compiled function.
+
+    Args:
+        compiled: the function.
+        host: what it gets of the batch.
+        written: attributes of the wrapper, as ``plan`` would have left them.
+    """
+
+    __slots__ = ("_compiled", "_written")
 
     def __init__(
         self,
         wrapper: Wrapper,
         pool: WrapperPool,
         kernel: PhaseKernel,
-        host: tuple[Tensor, ...],
-        device: tuple[Tensor, ...],
-        longest: int,
+        compiled: CompiledPlan,
+        host: tuple[Any, ...],
+        written: dict[str, Any],
     ) -> None:
-        self._device, self._longest = device, longest
+        self._compiled, self._written = compiled, written
         super().__init__(wrapper, pool, kernel, host, {})
 
     def _plan(self) -> None:
         """Call the compiled function."""
         made = self.wrapper.made
-        for name, list_ in zip(LISTS, self._device, strict=True):
-            setattr(made, name, list_)
-        made._max_kv_len = self._longest
-        made._plan_info = self._pool.ring.lend(self.wrapper.compiled, *self._lists, cleared=self._cleared)
+        for name, value in self._written.items():
+            setattr(made, name, value)
+        made._plan_info = self._pool.ring.lend(self._compiled, *self._lists, cleared=self._cleared)
 
 
 class RowLists:
@@ -153,23 +173,34 @@ class RowLists:
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size, self._device = page_size, device
-        self._queries: dict[int, tuple[Tensor, Tensor]] = {}
-        self._width, self._starts = 0, dict[int, Tensor]()
+        self._counted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._width, self._starts = 0, dict[int, tuple[Tensor, Tensor]]()
 
-    def host(self, seq_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what ``CompiledPlan`` takes, for lengths int32 ``(B,)`` on the host."""
+    def counted(self, requests: int) -> tuple[Tensor, Tensor]:
+        """Return 0 to ``requests``, the bounds of queries of one token, on the host and on the device."""
+        if requests not in self._counted:
+            bounds = torch.arange(requests + 1, dtype=torch.int32)
+            self._counted[requests] = bounds, to_device(bounds, self._device)
+        return self._counted[requests]
+
+    def host(self, kernel: PhaseKernel, seq_lens: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return ``pages`` and ``seq_lens`` as ``CompiledPlan`` takes them, for lengths int32 ``(B,)`` on the host."""
         lens = seq_lens.numpy().copy()  # a copy: a batch may be planned again after the caller has changed its lengths
+        if kernel.backend == "fa3" and starts is not None:
+            return starts, torch.from_numpy(lens)
         pages = np.zeros(len(lens) + 1, dtype=np.int32)
         np.add.accumulate((lens + (self._page_size - 1)) // self._page_size, out=pages[1:])
-        return self._bounds(len(lens))[0], torch.from_numpy(pages), torch.from_numpy(lens)
+        return torch.from_numpy(pages), torch.from_numpy(lens)
 
-    def device(self, common: CommonAttentionMetadata, requests: int) -> tuple[Tensor, ...] | None:
-        """Return what the kernel reads of the first requests, in the order of ``LISTS``.
+    def of(self, common: CommonAttentionMetadata, first: int, last: int) -> Rows | None:
+        """Return the rows of requests ``first .. last - 1``.
 
-        None where it cannot read their rows: they do not lie one behind the other, or places exceed 32 bits.
+        None where kernels cannot read them: they do not lie one behind the other, or places exceed 32 bits.
         """
-        table, size = common.block_table_tensor, self._page_size
+        table, size, requests = common.block_table_tensor, self._page_size, last - first
         assert table is not None
+        if first:
+            table = table[first:]
         width, step = table.stride()
         if step != 1 or width < table.shape[1] or requests * width * size >= 1 << 32:
             return None
@@ -177,12 +208,14 @@ class RowLists:
             rows = table.as_strided((requests * width,), (1,))
         except RuntimeError:  # columns were cut off in front, so that the last row is not as wide as the table
             return None
-        lengths = common.seq_lens if requests == common.num_reqs else common.seq_lens[:requests]
         if width != self._width:  # tables that are made anew in each step become wider now and then
             self._width, self._starts = width, {}
         if requests not in self._starts:
-            self._starts[requests] = to_device(self._bounds(requests)[0] * width, self._device)
-        return self._bounds(requests)[1], self._starts[requests], rows, lengths - (width - 1) * size
+            starts = self.counted(requests)[0] * width
+            self._starts[requests] = starts, to_device(starts, self._device)
+        lengths = common.seq_lens if requests == common.num_reqs else common.seq_lens[first:last]
+        host, device = self._starts[requests]
+        return Rows(host, (device, rows, lengths - (width - 1) * size))
 
     def fill(self, common: CommonAttentionMetadata, buffers: GraphBuffers) -> bool:
         """Write what a captured kernel reads into its buffers; False where places exceed 32 bits."""
@@ -199,10 +232,3 @@ class RowLists:
         rows[:requests, :columns].copy_(table[:, :columns])
         torch.sub(common.seq_lens, (width - 1) * size, out=buffers.paged_kv_last_page_len[:requests])
         return True
-
-    def _bounds(self, requests: int) -> tuple[Tensor, Tensor]:
-        """Return the queries' bounds, on the host and on the device."""
-        if requests not in self._queries:
-            bounds = torch.arange(requests + 1, dtype=torch.int32)
-            self._queries[requests] = bounds, to_device(bounds, self._device)
-        return self._queries[requests]

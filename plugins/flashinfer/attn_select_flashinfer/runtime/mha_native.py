@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select_flashinfer.runtime.compiled_plan import LISTS, Recorder, RowLists, RowsPlan
+from attn_select_flashinfer.runtime.compiled_plan import LISTS, PREFILL, CompiledPlan, Recorder, RowLists, RowsPlan
 from attn_select_flashinfer.runtime.mha_calls import FICascade, FIDecode, FIPrefill
 from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
 from attn_select_flashinfer.runtime.plans import Wrapper
@@ -32,35 +34,40 @@ class NativeBuilder:
 
     def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> FIDecode:
         """Plan the batch's first ``last`` requests, which have one token each."""
-        wrapper = self.pool.eager(kernel, "decode")
-        rows = None if wrapper.compiled is None else self._rows.device(common, last)
+        wrapper, seq_lens = self.pool.eager(kernel, "decode"), _cut(common.seq_lens_cpu, 0, last)
+        compiled = wrapper.compiled.get(False) if kernel.backend == "fa2" else None
+        rows = None if compiled is None else self._rows.of(common, 0, last)
         if rows is not None:
-            return self._planned_rows(wrapper, kernel, common, last, rows)
-        lists = self._lists(_first(common.seq_lens_cpu, last))
+            bounds, on_device = self._rows.counted(last)
+            written = dict(zip(LISTS, (on_device, *rows.device), strict=True))
+            return self._decode_by_rows(wrapper, kernel, common, bounds, seq_lens, written)
+        lists = self._lists(seq_lens)
         part = self._planned_decode(wrapper, kernel, lists)
         self._flatten(common, lists, 0)
         return part
 
-    def _planned_rows(
+    def _decode_by_rows(
         self,
         wrapper: Wrapper,
         kernel: PhaseKernel,
         common: CommonAttentionMetadata,
-        last: int,
-        device: tuple[Tensor, ...],
+        bounds: Tensor,
+        seq_lens: Tensor,
+        written: dict[str, Any],
     ) -> FIDecode:
-        """Plan the first ``last`` requests, whose pages are rows, by the compiled function."""
-        host = self._rows.host(_first(common.seq_lens_cpu, last))
-        plan = RowsPlan(wrapper, self.pool, kernel, host, device, common.max_seq_len)
+        """Plan by the compiled function. The wrapper reads ``written``."""
+        last = seq_lens.shape[0]
+        host = (bounds, *self._rows.host(kernel, seq_lens, None), last)
+        written["_max_kv_len"] = common.max_seq_len
+        plan = RowsPlan(wrapper, self.pool, kernel, wrapper.compiled[False], host, written)
         return FIDecode(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, lists=None)
 
     def _planned_decode(self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists) -> FIDecode:
         """Plan by FlashInfer's ``plan``, and keep what that calls."""
-        given = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
+        given, end = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len), lists.num_reqs
         with Recorder(wrapper.made) as recorder:
             plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
-        wrapper.compiled = recorder.compiled(kernel, lists)
-        end = lists.num_reqs
+        _keep(wrapper, False, recorder.compiled(lists, end))
         return FIDecode(phase="decode", label=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists)
 
     def prefill(
@@ -89,15 +96,27 @@ class NativeBuilder:
                 "the step is not causal and the layers have a sliding window: native kernels cannot hide later keys",
                 hint="run such steps causally, or by another backend",
             )
-        seq_lens, bounds = common.seq_lens_cpu, common.query_start_loc_cpu
-        if last - first < common.num_reqs:
-            seq_lens, bounds = seq_lens[first:last], bounds[first : last + 1]
-        lists = self._lists(seq_lens - skipped if skipped else seq_lens)
+        seq_lens, bounds = _cut(common.seq_lens_cpu, first, last), _cut(common.query_start_loc_cpu, first, last + 1)
         ends = bounds.numpy()
         start, end = int(ends[0]), int(ends[-1])
         qo_indptr = torch.from_numpy(ends - start)  # its own memory, because the plan may copy it later
         wrapper, longest = self.pool.eager(kernel, phase), common.max_query_len
-        part = self._queries(phase, wrapper, kernel, (start, end), qo_indptr, lists, causal, longest, label)
+        compiled = None if skipped else wrapper.compiled.get(causal)
+        rows = None if compiled is None else self._rows.of(common, first, last)
+        if compiled is not None and rows is not None:
+            host = (qo_indptr, *self._rows.host(kernel, seq_lens, rows.starts), end - start)
+            on_device = _cut(common.query_start_loc, first, last + 1)
+            written: dict[str, Any] = dict(
+                zip(LISTS, (on_device - start if start else on_device, *rows.device), strict=True)
+            )
+            written |= dict(zip(PREFILL, (last - first, causal, longest, end - start), strict=True))
+            written["_max_kv_len"] = common.max_seq_len
+            plan = RowsPlan(wrapper, self.pool, kernel, compiled, host, written)
+            return self._part(phase, label, (start, end), plan, kernel, None, qo_indptr, causal)
+        lists = self._lists(seq_lens - skipped if skipped else seq_lens)
+        with Recorder(wrapper.made, PREFILL) as recorder:
+            part = self._queries(phase, wrapper, kernel, (start, end), qo_indptr, lists, causal, longest, label)
+        _keep(wrapper, causal, recorder.compiled(lists, end - start))
         # The plan has copied the prefix sums to the device already (FlashInfer 0.6.14 keeps them there by this name).
         indptr = getattr(wrapper.made, "_paged_kv_indptr_buf", None)
         self._flatten(common, lists, first, skipped, indptr)
@@ -121,12 +140,26 @@ class NativeBuilder:
         """Plan queries of any length, tokens ``tokens[0] .. tokens[1] - 1`` of the step."""
         given = (qo_indptr, lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
         more = {"causal": causal, "seq_lens": lists.seq_lens, "max_token_per_sequence": longest}
+        plan = NativePlan(wrapper, self.pool, kernel, given, more)
+        return self._part(phase, label, tokens, plan, kernel, lists, qo_indptr, causal)
+
+    @staticmethod
+    def _part(
+        phase: str,
+        label: str | None,
+        tokens: tuple[int, int],
+        plan: NativePlan,
+        kernel: PhaseKernel,
+        lists: PageLists | None,
+        qo_indptr: Tensor,
+        causal: bool,
+    ) -> FIPrefill:
         return FIPrefill(
             phase=phase,
             label=label or kernel.label,
             start=tokens[0],
             end=tokens[1],
-            plan=NativePlan(wrapper, self.pool, kernel, given, more),
+            plan=plan,
             kernel=kernel,
             lists=lists,
             qo_indptr=qo_indptr,
@@ -162,9 +195,10 @@ class NativeBuilder:
         requests, buffers = common.num_reqs, self.pool.buffers
         assert buffers is not None
         wrapper = self.pool.captured(kernel, requests)
-        if wrapper.compiled is not None and self._rows.fill(common, buffers):
-            fixed = tuple(getattr(wrapper.made, name) for name in LISTS)
-            return self._planned_rows(wrapper, kernel, common, requests, fixed)
+        if kernel.backend == "fa2" and wrapper.compiled and self._rows.fill(common, buffers):
+            written = {name: getattr(wrapper.made, name) for name in LISTS}
+            bounds = self._rows.counted(requests)[0]
+            return self._decode_by_rows(wrapper, kernel, common, bounds, common.seq_lens_cpu, written)
         buffers.by_rows = False
         lists = PageLists.of(common.seq_lens_cpu, self._page, buffers.paged_kv_indices, self._context.device)
         part: FIDecode | FIPrefill
@@ -196,5 +230,11 @@ class NativeBuilder:
         return FICascade(phase="decode", label=label, start=0, end=tokens, prefix=prefix, rest=rest)
 
 
-def _first(lengths: Tensor, last: int) -> Tensor:
-    return lengths if len(lengths) == last else lengths[:last]
+def _cut(list_: Tensor, first: int, last: int) -> Tensor:
+    return list_ if first == 0 and len(list_) == last else list_[first:last]
+
+
+def _keep(wrapper: Wrapper, causal: bool, compiled: CompiledPlan | None) -> None:
+    """Keep what a wrapper's ``plan`` has called, if that is known."""
+    if compiled is not None:
+        wrapper.compiled[causal] = compiled

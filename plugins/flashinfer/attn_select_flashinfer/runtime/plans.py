@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -173,14 +173,14 @@ class Wrapper:
         made: FlashInfer's object.
         schedule: where its plans go.
         captured: whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees.
-        compiled: what its ``plan`` calls (``CompiledPlan``); None where that is not known (yet).
+        compiled: what its ``plan`` calls (``CompiledPlan``), by causality; not there where it is not known (yet).
         balanced: ``MLALists.info_of`` it; None before its first balanced plan.
     """
 
     made: Any
     schedule: Schedule
     captured: bool = False
-    compiled: Any = None
+    compiled: dict[bool, Any] = field(default_factory=dict)
     balanced: Any = None
 
 

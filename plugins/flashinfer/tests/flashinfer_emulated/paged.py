@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
         self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
         self._max_total_num_rows: int | None = None
+        self._jit_module: Any = None
 
     def plan(
         self,
@@ -144,10 +146,54 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         fa3_fp8 = self._backend == "fa3" and self._dtypes[0] in fi.FP8
         need(not (fa3_fp8 and window_left >= 0), "FP8 fa3 with a window waits forever before 0.6.15")
         self._sm_scale = sm_scale
-        lists = tuple(tuple(each) for each in (queries, pages, lens))
-        schedule = Schedule(*lists, num_qo_heads, num_kv_heads, page_size, causal, window_left)
-        most = self._max_total_num_rows or queries[-1]
-        self._send(schedule, most, self._dims[1], not disable_split_kv, fixed_split_size)
+        self._causal, self._batch_size, self._qo_indptr_last = causal, batch, queries[-1]
+        self._max_q_len, self._max_kv_len = max(np.diff(queries)), max(lens)
+        self._cached_module = self._jit_module or SimpleNamespace(plan=self._make_schedule)
+        host = [each.clone() if fi.is_on_device(each) else each for each in (qo_indptr, paged_kv_indptr)]
+        arguments = [
+            self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer, *host,
+            torch.tensor(lens, dtype=torch.int32) if seq_lens is None else seq_lens,
+            self._max_total_num_rows or queries[-1], batch, num_qo_heads, num_kv_heads, page_size,
+            self._use_cuda_graph, *self._dims, causal, window_left,
+        ]  # fmt: skip
+        if self._backend == "fa2":
+            arguments += [fixed_split_size or -1, disable_split_kv, 0]
+        self._plan_info = self._cached_module.plan(*arguments)
+
+    def _make_schedule(
+        self,
+        scratch: Tensor,
+        ints: Tensor,
+        pinned: Tensor,
+        queries: Tensor,
+        pages: Tensor,
+        lens: Tensor,
+        rows: int,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        graph: bool,
+        size: int,
+        size_vo: int,
+        causal: bool,
+        window_left: int,
+        fixed: int = -1,
+        whole: bool = False,
+        colocated: int = 0,
+    ) -> Schedule:
+        """``BatchPrefillWithKVCachePlan`` (csrc/batch_prefill.cu, batch_prefill_sm90.cu): lists are the host's."""
+        for name, list_, length in (("qo_indptr", queries, batch + 1), ("kv_indptr", pages, batch + 1)):
+            need(not fi.is_on_device(list_), f"{name} is read on the host")
+            fi.check_list(list_, length, name)
+        fi.check_list(lens, batch, "kv_len_arr")
+        need(graph or rows == int(queries[-1]), f"{rows} rows, qo_indptr ends at {int(queries[-1])}")
+        lists = (tuple(fi.check_indptr(queries, "qo_indptr")), tuple(fi.check_indptr(pages, "kv_indptr")))
+        schedule = Schedule(*lists, tuple(lens.tolist()), heads, kv_heads, page_size, causal, window_left)
+        self._float_workspace_buffer, self._int_workspace_buffer = scratch, ints
+        self._pin_memory_int_workspace_buffer = pinned
+        self._send(schedule, rows, size_vo, not whole, fixed)
+        return schedule
 
     def run(
         self,
@@ -171,10 +217,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             fi.world.graph is None or self._use_cuda_graph,
             "a captured wrapper without use_cuda_graph: the next plan moves its lists",
         )
-        schedule = self._schedule
+        schedule = self._schedule = self._plan_info
+        need(schedule.causal == self._causal, "the mask is that of another plan")
         k, v = fi.unpack(paged_kv_cache, self._kv_layout)
         self._check_query(q, k.dtype)
-        rows = schedule.qo_indptr[-1]
+        rows = self._qo_indptr_last
         need(q.shape[0] == rows, f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({rows})", ValueError)
         need(window_left is None or window_left == schedule.window_left, "window_left", AssertionError)
         need(sinks is None, "fa2 and fa3 ignore sinks here: they take them from a variant's arguments")
@@ -229,13 +276,13 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 length <= (end - first) * schedule.page_size,
                 f"request {request}: {length} tokens in {end - first} pages",
             )
-            need(
-                length > (end - first - 1) * schedule.page_size or end == first,
+            need(  # fa2 splits as many pages as the plan has counted, fa3 keys
+                not fa2 or length > (end - first - 1) * schedule.page_size or end == first,
                 f"request {request}: last page length {last[request]}",
             )
         for request, length in enumerate(lens):
             rows = slice(queries[request], queries[request + 1])
-            count = schedule.kv_indptr[request + 1] - schedule.kv_indptr[request]
+            count = -(-length // schedule.page_size)
             own = indices[pages[request] : min(pages[request] + count, pages[-1])]
             need(len(own) == count, f"request {request}: the lists on the device are not those of the plan")
             unseen = schedule.causal and 0 < length < rows.stop - rows.start
@@ -289,7 +336,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             arange["qo_indptr_buf"] = torch.arange(batch + 1, dtype=torch.int32)
         names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
         self._jit_module: Any = None
-        self._prefill = _DecodeKernel(
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend, **arange,
             **dict(zip(names, buffers, strict=True)),
         )  # fmt: skip
@@ -333,7 +380,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._prefill._backend = "fa2"
         seen, inner = len(fi.world.syncs), self._prefill
         inner._pin_memory_int_workspace_buffer = self._pin_memory_int_workspace_buffer
-        inner._int_workspace_buffer = self._int_workspace_buffer
+        inner._int_workspace_buffer, inner._jit_module = self._int_workspace_buffer, self._jit_module
         inner.plan(
             torch.arange(len(last_page_len) + 1, dtype=torch.int32), indptr, indices, last_page_len, num_qo_heads,
             num_kv_heads, head_dim, page_size, causal=False, pos_encoding_mode=pos_encoding_mode,
@@ -341,22 +388,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             o_data_type=o_data_type, sm_scale=sm_scale, seq_lens=seq_lens, fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
         )  # fmt: skip
-        for name in LISTS:
+        for name in KEPT:
             setattr(self, name, getattr(inner, name))
-        batch, lens = len(last_page_len), seq_lens
-        host = indptr.clone() if fi.is_on_device(indptr) else indptr
-        if lens is None:
-            lens = torch.tensor(inner.prepared.kv_lens, dtype=torch.int32)
-        self._max_kv_len = int(lens.max())
-        self._cached_module = self._jit_module or SimpleNamespace(plan=inner.make_schedule)
-        arguments = [
-            self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer,
-            torch.arange(batch + 1, dtype=torch.int32), host, lens, batch, batch, num_qo_heads, num_kv_heads,
-            page_size, self._use_cuda_graph, head_dim, head_dim, False, window_left,
-        ]  # fmt: skip
-        if inner._backend == "fa2":
-            arguments += [fixed_split_size or -1, disable_split_kv, 0]
-        self._plan_info = self._cached_module.plan(*arguments)
         fi.world.calls.pop()
         fi.world.syncs[seen:] = [each.replace("BatchPrefill", "BatchDecode") for each in fi.world.syncs[seen:]]
 
@@ -381,9 +414,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         fi.called("BatchDecodeWithPagedKVCacheWrapper.run", locals())
         batch = len(self._paged_kv_last_page_len_buf)
         need(len(q) == batch, f"{len(q)} queries for {batch} requests: fa2 decodes one token per request")
-        for name in LISTS:
+        for name in KEPT:
             setattr(self._prefill, name, getattr(self, name))
-        self._prefill._schedule = self._plan_info
+        self._prefill._qo_indptr_last = self._plan_info.qo_indptr[-1]
         result = self._prefill.run(
             q, paged_kv_cache, *args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
             return_lse=return_lse, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf,
@@ -392,50 +425,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return result
 
 
-LISTS = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
-"""Where the decode wrapper keeps what its kernel reads on the device."""
-
-
-class _DecodeKernel(BatchPrefillWithPagedKVCacheWrapper):
-    """The prefill kernel as decode has it: ``plan`` prepares, and a compiled function makes the schedule."""
-
-    def _send(self, schedule: Schedule, rows: int, size: int, split: bool, fixed: int | None) -> None:
-        self.prepared = schedule
-
-    def make_schedule(
-        self,
-        scratch: Tensor,
-        ints: Tensor,
-        pinned: Tensor,
-        queries: Tensor,
-        pages: Tensor,
-        lens: Tensor,
-        rows: int,
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        page_size: int,
-        graph: bool,
-        size: int,
-        size_vo: int,
-        causal: bool,
-        window_left: int,
-        fixed: int = -1,
-        whole: bool = False,
-        colocated: int = 0,
-    ) -> Schedule:
-        """``BatchPrefillWithKVCachePlan`` (csrc/batch_prefill.cu): the lists are read on the host."""
-        for name, tensor, length in (("qo_indptr", queries, batch + 1), ("kv_indptr", pages, batch + 1)):
-            need(not fi.is_on_device(tensor), f"{name} is read on the host")
-            fi.check_list(tensor, length, name)
-        fi.check_list(lens, batch, "kv_len_arr")
-        need(queries.tolist() == [*range(rows + 1)] and rows == batch, "one query of each request")
-        lists = (tuple(fi.check_indptr(queries, "qo_indptr")), tuple(fi.check_indptr(pages, "kv_indptr")))
-        schedule = Schedule(*lists, tuple(lens.tolist()), heads, kv_heads, page_size, causal, window_left)
-        self._float_workspace_buffer, self._int_workspace_buffer = scratch, ints
-        self._pin_memory_int_workspace_buffer = pinned
-        super()._send(schedule, rows, size_vo, not whole, fixed)
-        return schedule
+KEPT = (
+    "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_cached_module",
+    "_max_kv_len", "_plan_info",
+)  # fmt: skip
+"""What the decode wrapper's ``plan`` keeps for ``run``, here the prefill wrapper's that it stands for."""
 
 
 class SinkVariant:
