@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -129,12 +130,26 @@ def test_keys_are_split_within_what_was_reserved() -> None:
 
 def test_unequal_requests_are_cut_into_fair_splits() -> None:
     """Four requests of 16384 tokens among sixteen of 512, two row tiles each, on 132 multiprocessors."""
-    lens = torch.tensor([16384] * 4 + [512] * 16, dtype=torch.int32)
-    splits, tokens = latent_splits(lens, 16384, 2, 13, 132)
+    lens = np.array([16384] * 4 + [512] * 16)
+    splits, tokens = latent_splits(lens, 2, 13, 132)
     assert splits == 12
     programs = 2 * sum(-(-int(length) // tokens) for length in lens)
     assert programs <= 132
     assert splits * tokens >= 16384
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_heads": 40}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
+def test_requests_of_many_lengths_are_decoded_in_pieces(fields: dict[str, Any]) -> None:
+    """Slots of the workspace that no piece fills hold NaN before."""
+    group = group_of(layer_config(**{"num_heads": 16, "num_speculative_tokens": 1, **fields}), Capacity(8, 64, 2048))
+    builder, _ = parts_of(group)
+    builder._sms = 40
+    common, cache, latents = batch(group, [1, 2, 1, 2, 0], [700, 20, 1, 300, 5])
+    query = queries(group, 6)
+    builder._workspace.fill_(torch.nan)
+    pieces = builder.build(0, common).arguments["pieces"]
+    assert pieces[pieces[:, 0] >= 0, 0].bincount().tolist() == [pieces[0, 2], 1, 1, pieces[pieces[:, 0] == 3, 2][0]]
+    close(decode(group, common, cache, query), expected(group, common, query, latents))
 
 
 def test_captured_steps_keep_their_splits_and_write_the_size_of_one() -> None:
@@ -145,16 +160,29 @@ def test_captured_steps_keep_their_splits_and_write_the_size_of_one() -> None:
         common = batch(group, [1, 1], [1, 1])[0]
         common.max_seq_len, common.seq_lens_cpu = longest, torch.full_like(common.seq_lens_cpu, longest)
         arguments = builder.build(0, common).arguments
-        tokens = arguments["split_tokens"]
-        seen.append((arguments["num_splits"], tokens.data_ptr()))
-        assert int(tokens) * arguments["num_splits"] >= longest
+        pieces = arguments["pieces"]
+        seen.append((arguments["num_splits"], arguments["merge_chunk"], len(pieces), pieces.data_ptr()))
+        assert pieces[pieces[:, 0] >= 0, 2].amax() <= arguments["num_splits"]
     assert seen[0] == seen[1]
+
+
+def test_captured_pieces_are_those_of_the_replay() -> None:
+    group = group_of(layer_config(num_heads=16), Capacity(4, 64, 4096), cuda_graphs=True)
+    builder, _ = parts_of(group)
+    builder._sms = 132
+    builder._pieces = torch.empty(4 + 4 * 132, 8, dtype=torch.int32, device=group.device)
+    captured = builder.build(0, batch(group, [1, 1], [1, 1])[0]).arguments["pieces"]
+    for lens in ([4096, 64], [700, 700], [1, 4000]):
+        builder.build(0, batch(group, [1, 1], lens)[0])
+        found = captured[captured[:, 0] >= 0]
+        assert found[:, 0].bincount().tolist() == [int(found[found[:, 0] == i, 2][0]) for i in (0, 1)]
+        assert found[0, 6] == max(lens)
+        assert found[0, 2] > 1
 
 
 @pytest.mark.parametrize(("requests", "longest"), [(64, 4096), (1, 32768), (20, 2000)])
 def test_equal_requests_have_the_splits_that_suit_all(requests: int, longest: int) -> None:
-    lens = torch.full((requests,), longest, dtype=torch.int32)
-    splits, tokens = latent_splits(lens, longest, 2, 1000, 132)
+    splits, tokens = latent_splits(np.full(requests, longest), 2, 1000, 132)
     assert splits == mla_num_splits(2 * requests, longest, 132)
     assert tokens % 64 == 0
     assert -(-longest // tokens) == splits

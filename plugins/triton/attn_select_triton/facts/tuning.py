@@ -202,6 +202,7 @@ class LatentSplits:
     tile: int
     program: int
     merge: int
+    most: int
     even: float
     counts: tuple[int, ...]
 

@@ -23,6 +23,7 @@ from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
 from attn_select_triton.facts.tuning import latent_splits, tile_of
 from attn_select_triton.kernels.launch import SLICED, capability_of, over, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
+from attn_select_triton.kernels.pieces import Piece, read_piece
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
 from attn_select_triton.kernels.relaunch import launch as launched
@@ -154,7 +155,7 @@ def mla_decode_kernel(
     seq_lens_ptr,
     num_splits,
     split_tokens,
-    split_tokens_ptr,
+    pieces_ptr,
     score_scale,
     value_scale,
     page_rows,
@@ -188,13 +189,18 @@ def mla_decode_kernel(
     shared memory, ``(BLOCK_M, R)`` float32 in registers.
     """
     first = tl.program_id(0) * BLOCK_M
-    split = tl.program_id(1)
-    request = tl.program_id(2)
-    query_start = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    if pieces_ptr is not None:
+        piece = read_piece(pieces_ptr, tl.program_id(1))
+        if piece.request < 0:
+            return
+    else:
+        request = tl.program_id(2)
+        start = tl.load(query_start_loc_ptr + request)
+        end = tl.load(query_start_loc_ptr + request + 1)
+        piece = Piece(request, tl.program_id(1), 0, 0, start, end - start, tl.load(seq_lens_ptr + request))
+    request, split, splits, _, query_start, query_len, seq_len = piece
     if first >= query_len * HEADS:
         return
-    seq_len = tl.load(seq_lens_ptr + request)
 
     flat = first + tl.arange(0, BLOCK_M)
     token = flat // HEADS
@@ -210,9 +216,8 @@ def mla_decode_kernel(
         high = tl.maximum(seq_len + last_token + 1 - query_len, 0)
     low = 0
     if SPLIT:
-        if split_tokens_ptr is not None:
-            split_tokens = tl.load(split_tokens_ptr)
-        splits = tl.maximum(tl.minimum(tl.cdiv(high, split_tokens), num_splits), 1)
+        if pieces_ptr is None:
+            splits = tl.maximum(tl.minimum(tl.cdiv(high, split_tokens), num_splits), 1)
         low, high = split_bounds(split, splits, 0, high, BLOCK_N)
     full_high = tl.maximum(tl.minimum(full_high, high) // BLOCK_N * BLOCK_N, low)
 
@@ -246,6 +251,10 @@ def mla_decode_kernel(
         parts = lse_row * num_splits + split
         tl.store(part_ptr + parts[:, None] * R + latent_columns[None, :], result, mask=mask)
         tl.store(part_lse_ptr + parts, natural_lse(row_max, row_sum), mask=in_rows)
+        if pieces_ptr is not None:  # the last split tells of those that are not
+            for other in range(tl.where(split == splits - 1, splits, num_splits), num_splits):
+                none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                tl.store(part_lse_ptr + lse_row * num_splits + other, none, mask=in_rows)
     else:
         out_rows = row * stride_ot + head * stride_oh
         out = result.to(out_ptr.dtype.element_ty)
@@ -475,7 +484,8 @@ def mla_decode(
     scale: float,
     launch: MLALaunch,
     num_splits: int = 1,
-    split_tokens: int | Tensor = 0,
+    split_tokens: int = 0,
+    pieces: Tensor | None = None,
     workspace: Tensor | None = None,
     causal: bool = True,
     kv_scale: float = 1.0,
@@ -494,9 +504,9 @@ def mla_decode(
         max_query_len: the most query tokens of a request.
         scale: factor on ``q . k``.
         num_splits: programs that may share the keys of one request.
-        split_tokens: keys that one of them should have at least, or int32 ``(1,)`` on the device, from 1, which a
-            captured kernel reads at each replay; 0: every request in ``num_splits`` shares. Where ``num_splits`` of
-            them cover the longest request, a request's bits do not depend on the others.
+        split_tokens: keys that one of them should have at least; 0: every request in ``num_splits`` shares. Where
+            ``num_splits`` of them cover the longest request, a request's bits do not depend on the others.
+        pieces: of ``pieces.list_pieces``, by which the keys are split instead; no request has more than ``num_splits``.
         workspace: float32, at 16 bytes, at least ``T * H * num_splits * (R + 1)`` where ``num_splits`` exceeds 1.
         causal: query token i of n sees the first ``seq_len - n + 1 + i`` keys; else each sees all.
         kv_scale: what an FP8 cache's numbers are to be multiplied with.
@@ -513,12 +523,11 @@ def mla_decode(
         assert workspace is not None
         parts, part_lse = workspace, workspace[tokens * heads * num_splits * rank :]
     # All that Triton specialises on: a kernel that is launched again is not looked up.
-    each, pointer = (1, split_tokens) if isinstance(split_tokens, Tensor) else (max(1, split_tokens), None)
     flags = causal, with_lse, split
     addresses = query.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
     dtypes = query.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
     sizes = width, rank, kv_cache.shape[1], query.stride(), kv_cache.stride(), output.stride()
-    key = (heads, *sizes, *addresses, *dtypes, *flags, pointer is None, merge_chunk, launch, query.get_device())
+    key = (heads, *sizes, *addresses, *dtypes, *flags, pieces is None, merge_chunk, launch, query.get_device())
     prepared = _prepared.get(key)
     if prepared is None:
         prepared = _prepared[key] = _Prepared(query, kv_cache, output, launch, flags, merge_chunk)
@@ -533,10 +542,11 @@ def mla_decode(
         queries, keys = [query, kv_cache], keys or [None, None]
     elif prepared.gathered:
         keys = [kv_cache]
+    row_tiles = -(-heads * max_query_len // prepared.block_m)
     prepared.decode(
-        (-(-heads * max_query_len // prepared.block_m), num_splits, seq_lens.shape[0]),
+        (row_tiles, num_splits, len(seq_lens)) if pieces is None else (row_tiles, len(pieces), 1),
         *queries, *keys, output, output_lse, parts, part_lse, block_table, query_start_loc, seq_lens,
-        num_splits, each, pointer, *scales, page_rows, *prepared.strides,
+        num_splits, max(1, split_tokens), pieces, *scales, page_rows, *prepared.strides,
         block_table.stride(0), *prepared.constants,
     )  # fmt: skip
     if split:

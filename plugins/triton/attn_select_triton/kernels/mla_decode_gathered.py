@@ -102,7 +102,7 @@ def mla_decode_gathered_kernel(
     seq_lens_ptr,
     num_splits,
     split_tokens,
-    split_tokens_ptr,
+    pieces_ptr,
     score_scale,
     value_scale,
     page_rows,
@@ -125,8 +125,8 @@ def mla_decode_gathered_kernel(
         cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
         table_ptr: int32 slots, of each request those that it reads.
     """
-    first, split, query_start, query_len, seq_len, low, high, tiles, full, slots = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table, HEADS,
+    first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, slots = key_range(
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
         CAUSAL, ROWS,
     )  # fmt: skip
     DTYPE: gl.constexpr = cache_ptr.dtype.element_ty
@@ -154,7 +154,7 @@ def mla_decode_gathered_kernel(
 
     smem = (q_left, q_right, q_pe, k_left, k_right, k_pe)
     barriers = (q_ready, left_ready, right_ready, left_empty, right_empty)
-    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full)
+    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
     pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
     strides = (stride_ot, stride_oh)
     row = query_start * HEADS + first

@@ -25,7 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn_select_triton.kernels.launch import SLICED
+from attn_select_triton.kernels.pieces import FIELDS as _FIELDS
 
+FIELDS = gl.constexpr(_FIELDS.value)
 LN2 = gl.constexpr(0.6931471805599453)
 KEYS = gl.constexpr(64)
 """Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
@@ -38,36 +40,48 @@ SLACK = gl.constexpr(8.0)
 
 @gluon.jit
 def key_range(
-    table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table,
+    table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Return what a program works on: first row, split, query start and length, sequence length, and its keys.
 
     Keys are ``low`` and the number of tiles from there on, of which ``full`` are seen whole by every row, and ``high``.
-    Programs behind the request's last row have no tiles.
+    Programs behind the request's last row have no tiles. Behind them stands how many splits the request has; without
+    ``pieces_ptr`` (of ``pieces.list_pieces``) there is a program for each of ``num_splits``.
     """
     first = gl.program_id(0) * ROWS
-    split = gl.program_id(1)
-    request = gl.program_id(2)
-    query_start = gl.load(query_start_loc_ptr + request)
-    query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
-    seq_len = gl.load(seq_lens_ptr + request)
+    if pieces_ptr is not None:
+        piece = pieces_ptr + gl.program_id(1) * FIELDS
+        request = gl.load(piece)
+        split = gl.load(piece + 1)
+        splits = gl.load(piece + 2)
+        query_start = gl.load(piece + 4)
+        query_len = gl.where(request < 0, 0, gl.load(piece + 5))
+        seq_len = gl.load(piece + 6)
+    else:
+        split = gl.program_id(1)
+        request = gl.program_id(2)
+        query_start = gl.load(query_start_loc_ptr + request)
+        query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
+        seq_len = gl.load(seq_lens_ptr + request)
     high = seq_len
     full_high = seq_len
     if CAUSAL:
         last_token = gl.minimum((first + ROWS - 1) // HEADS, query_len - 1)
         high = gl.maximum(seq_len + last_token + 1 - query_len, 0)
         full_high = gl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
-    if split_tokens_ptr is not None:
-        split_tokens = gl.load(split_tokens_ptr)
-    splits = gl.maximum(gl.minimum((high + split_tokens - 1) // split_tokens, num_splits), 1)
+    if pieces_ptr is None:
+        splits = gl.maximum(gl.minimum((high + split_tokens - 1) // split_tokens, num_splits), 1)
     all_tiles = (high + KEYS - 1) // KEYS
     low = split * all_tiles // splits * KEYS
     high = gl.minimum(high, (split + 1) * all_tiles // splits * KEYS)
     tiles = gl.maximum(high - low + KEYS - 1, 0) // KEYS
     tiles = gl.where(first < query_len * HEADS, tiles, 0)
     full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
-    return first, split, query_start, query_len, seq_len, low, high, tiles, full, table_ptr + request * stride_table
+    if pieces_ptr is None:
+        splits = num_splits
+    table = table_ptr + request * stride_table
+    return first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, table
 
 
 @gluon.jit
@@ -119,7 +133,7 @@ def hand_back(empty, buffer):
 @gluon.jit
 def seen_keys(flat, position, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
     """Return int32, how many keys of the request each of the rows ``flat`` sees."""
-    _, _, _, query_len, seq_len, _, _, _, _ = position
+    _, _, _, query_len, seq_len, _, _, _, _, _ = position
     limits = flat * 0 + seq_len
     if CAUSAL:
         limits = limits + flat // HEADS + 1 - query_len
@@ -153,14 +167,18 @@ def natural_lse(row_max, row_sum):
 
 @gluon.jit
 def write_lse(pointers, flat, lse, position, num_splits, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
-    """Write the log-sum-exp of the rows ``flat``, of a split to the workspace."""
+    """Write the log-sum-exp of the rows ``flat``, of a split to the workspace; the last tells of those that are not."""
     _, lse_ptr, _, part_lse_ptr = pointers
-    _, split, query_start, query_len, _, _, _, _, _ = position
+    _, split, query_start, query_len, _, _, _, _, _, splits = position
     row = query_start.to(gl.int64) * HEADS + flat
+    inside = flat < query_len * HEADS
     if SPLIT:
-        gl.store(part_lse_ptr + row * num_splits + split, lse, mask=flat < query_len * HEADS)
+        gl.store(part_lse_ptr + row * num_splits + split, lse, mask=inside)
+        for other in range(gl.where(split == splits - 1, splits, num_splits), num_splits):
+            none = gl.full(lse.shape, float("-inf"), gl.float32, lse.type.layout)
+            gl.store(part_lse_ptr + row * num_splits + other, none, mask=inside)
     elif LSE:
-        gl.store(lse_ptr + row, lse, mask=flat < query_len * HEADS)
+        gl.store(lse_ptr + row, lse, mask=inside)
 
 
 @gluon.jit
@@ -170,7 +188,7 @@ def write_columns(
 ):  # fmt: skip
     """Write the output's columns from ``COLUMN`` on, along ``AXIS`` of ``total``; of a split, to the workspace."""
     out_ptr, _, part_ptr, _ = pointers
-    first, split, query_start, query_len, _, _, _, _, _ = position
+    first, split, query_start, query_len, _, _, _, _, _, _ = position
     stride_ot, stride_oh = strides
     LAYOUT: gl.constexpr = total.type.layout
     COLUMNS: gl.constexpr = total.shape[AXIS]
@@ -253,7 +271,7 @@ def attend_scores(
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, DEPTH])
     _, factors, given, taken = exchange
-    first, _, _, _, _, low, _, tiles, full = position
+    first, _, _, _, _, low, _, tiles, full, _ = position
     score_scale, value_scale = scales
     flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     limits = seen_keys(flat, position, HEADS, CAUSAL)
@@ -306,7 +324,7 @@ def attend_values(
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
     _, factors, given, _ = exchange
-    _, _, _, _, _, low, high, tiles, _ = position
+    _, _, _, _, _, low, high, tiles, _, _ = position
     first = gl.zeros([ROWS, R // 4], gl.float32, ACC)
     second = gl.zeros([ROWS, R // 4], gl.float32, ACC)
     for tile in range(tiles):
@@ -430,7 +448,7 @@ def attend_half_turned(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    first, _, _, _, _, low, high, tiles, full = position
+    first, _, _, _, _, low, high, tiles, full, _ = position
     score_scale, value_scale = scales
     flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
     limits = seen_keys(flat, position, HEADS, CAUSAL)
@@ -489,7 +507,7 @@ def mla_decode_hopper_kernel(
     seq_lens_ptr,
     num_splits,
     split_tokens,
-    split_tokens_ptr,
+    pieces_ptr,
     score_scale,
     value_scale,
     page_rows,
@@ -512,8 +530,8 @@ def mla_decode_hopper_kernel(
         q_half, q_rope: descriptors over ``(T * H, R + P)``, blocks ``(64, R / 2)`` and ``(64, P)``.
         kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     """
-    first, split, query_start, query_len, seq_len, low, high, tiles, full, table = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table, HEADS,
+    first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, table = key_range(
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
         CAUSAL, ROWS,
     )  # fmt: skip
     q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
@@ -537,7 +555,7 @@ def mla_decode_hopper_kernel(
 
     smem = (q_left, q_right, q_pe, k_left, k_right, k_pe)
     barriers = (q_ready, left_ready, right_ready, left_empty, right_empty)
-    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full)
+    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
     pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
     strides = (stride_ot, stride_oh)
     row = query_start * HEADS + first

@@ -65,7 +65,7 @@ def round_query(
         RIGHT: the right half of the latents' columns, or the left one and the rope part.
     """
     q_ptr, stride_qt, stride_qh, scale = query
-    first, _, query_start, query_len, _, _, _, _, _ = position
+    first, _, query_start, query_len, _, _, _, _, _, _ = position
     T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HALF: gl.constexpr = R // PART // 2
@@ -248,7 +248,7 @@ def mla_decode_hopper_fp8_kernel(
     seq_lens_ptr,
     num_splits,
     split_tokens,
-    split_tokens_ptr,
+    pieces_ptr,
     score_scale,
     value_scale,
     q_scale,
@@ -274,8 +274,8 @@ def mla_decode_hopper_fp8_kernel(
             ``(64, 64)``.
         score_scale: scale * log2(e), times the query's scale and the cache's.
     """
-    first, split, query_start, query_len, seq_len, low, high, tiles, full, table = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, split_tokens_ptr, stride_table, HEADS,
+    first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, table = key_range(
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
         CAUSAL, ROWS,
     )  # fmt: skip
     PARTS: gl.constexpr = R // PART
@@ -297,7 +297,7 @@ def mla_decode_hopper_fp8_kernel(
 
     smem = (q_smem, q_pe, k_smem, k_pe)
     barriers = (q_ready, ready, empty)
-    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full)
+    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
     query = (q_ptr, stride_qt, stride_qh, q_scale)
     pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
     strides = (stride_ot, stride_oh)

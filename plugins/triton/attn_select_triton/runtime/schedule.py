@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
 from attn_select_triton.facts import tuning
@@ -54,9 +52,8 @@ def uneven_tokens(
     """Return how many keys each piece of requests of many lengths should have.
 
     The least time of some sizes is taken, by the costs of ``DecodeSplits.of_equal``. Pieces start in the order of their
-    lengths. All take no less than their bytes; the longest no less than its own time and a share of that, since others
-    read beside it; and where there are more than places, a place has two of those at the border of the first wave, or
-    three of those at the border of the second.
+    lengths. All take no less than their bytes, and what ``last_of_waves`` says with a share of that, since others read
+    beside them.
 
     Args:
         even: a size that is tried as well.
@@ -68,21 +65,35 @@ def uneven_tokens(
     pieces = -(-lens // sizes)
     own = -(-lens // pieces)
     busy = by.tile_us * -(-own // launch.block_n) + by.key_us * own
-    order = np.argsort(-own, axis=1)
-    placed = np.take_along_axis(pieces, order, 1).cumsum(1)
-    count = placed[:, -1]
+    count = pieces.sum(1)
     waves = np.ceil(count / places)
     least = total * by.us_of_a_key(units, gpu, key_bytes)
-    bound = busy.max(1)
-    for wave in range(1, int(waves.max())):
-        at = (placed <= wave * places).sum(1)
-        there = at < len(lens)
-        behind = np.take_along_axis(order, np.minimum(at, len(lens) - 1)[:, None], 1)
-        bound = np.maximum(bound, there * (wave + 1) * np.take_along_axis(busy, behind, 1)[:, 0])
+    bound = last_of_waves(pieces, busy, places)
     time = np.maximum(least * (1 + by.idle * (1 - count / (waves * places))), bound + by.beside * least)
     time += waves * by.start_us + by.merge_us * (pieces > 1).any(1)
     time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
     return int(sizes[int(time.argmin()), 0])
+
+
+def last_of_waves(pieces: Lens, busy: NDArray[np.float64], places: float) -> NDArray[np.float64]:
+    """Return what pieces that start in the order of their times take at least, for each of some ways to cut.
+
+    Where there are more pieces than places, a place has two of those at the border of the first wave, or three of
+    those at the border of the second.
+
+    Args:
+        pieces: ``(ways, B)``, of each request; busy what one takes.
+        places: pieces that run at a time.
+    """
+    order = np.argsort(-busy, axis=1)
+    placed = np.take_along_axis(pieces, order, 1).cumsum(1)
+    longest = np.take_along_axis(busy, order, 1)
+    bound = longest[:, 0]
+    for wave in range(1, int(np.ceil(placed[:, -1].max() / places))):
+        at = (placed <= wave * places).sum(1)[:, None]
+        behind = np.take_along_axis(longest, np.minimum(at, order.shape[1] - 1), 1)
+        bound = np.maximum(bound, np.where(at < order.shape[1], (wave + 1) * behind, 0.0)[:, 0])
+    return bound
 
 
 def most_pieces(units: int, gpu: Gpu) -> int:
@@ -97,30 +108,33 @@ def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
     return tokens >= least["tokens"] and decode_bytes >= least["mib"] << 20
 
 
-def latent_splits(seq_lens: Tensor, longest: int, units: int, most: int, sms: int) -> tuple[int, int]:
+def latent_splits(lens: Lens, units: int, most: int, sms: int) -> tuple[int, int]:
     """Return how many splits a decode over latents may have, and how many keys each should have.
 
     Args:
-        seq_lens: int32 ``(B,)`` on the host.
-        longest: of them.
+        lens: int64 ``(B,)``, keys of each request.
         units: programs of one request, unsplit: its row tiles.
         most: splits that there is room for.
         sms: multiprocessors. One program fills one.
     """
-    requests, by = len(seq_lens), tuning.latent_splits()
+    requests, longest, by = len(lens), int(lens.max()), tuning.latent_splits()
     tiles = max(1, -(-longest // by.tile))
     even = min(most, mla_num_splits(requests * units, longest, sms))
-    if most > 1 and int(seq_lens.sum()) < by.even * longest * requests:
-        counts = torch.tensor([count for count in by.counts if count <= min(most, tiles)])
-        share = -(-tiles // counts)[:, None]
-        own = seq_lens.long().add(by.tile - 1).div_(by.tile, rounding_mode="floor").clamp_(min=1)[None]
-        splits = -(-own // share)
-        time = -(-own // splits) + by.program
-        programs = units * splits.sum(1)
-        mean = units * (splits * time).sum(1) / programs
-        waves = torch.maximum(time.amax(1), -(-programs // sms) * mean) + by.merge * (counts > 1)
-        even = int(counts[int(waves.argmin())])
+    if most > 1 and int(lens.sum()) < by.even * longest * requests:
+        counts = np.array([count for count in by.counts if count <= min(most, tiles)])
+        own = np.maximum(-(-lens // by.tile), 1)
+        splits = -(-own // -(-tiles // counts)[:, None])
+        busy = -(-own // splits) + float(by.program)
+        work = (splits * busy).sum(1) * units / sms
+        time = np.maximum(work, last_of_waves(splits, busy, sms / units)) + by.merge * (counts > 1)
+        time[splits.sum(1) > requests + latent_pieces(units, sms)] = np.inf
+        even = int(counts[int(time.argmin())])
     return even, -(-tiles // even) * by.tile
+
+
+def latent_pieces(units: int, sms: int) -> int:
+    """Return how many pieces more than requests ``latent_splits`` may cut a batch into."""
+    return -(-tuning.latent_splits().most * sms // units)
 
 
 def fixed_split(max_keys: int, least: int = LEAST_FIXED_SPLIT, tile: int = 1) -> int:

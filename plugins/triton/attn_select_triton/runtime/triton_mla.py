@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -30,9 +31,10 @@ from attn_select_triton.facts.planned_kernels import MLADecodeKernel
 from attn_select_triton.kernels.launch import Terms, capability_of, sm_count
 from attn_select_triton.kernels.merge import MERGE_CHUNK
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
+from attn_select_triton.kernels.pieces import FIELDS, list_pieces
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime.current_device import on_device
-from attn_select_triton.runtime.schedule import fixed_split, latent_splits
+from attn_select_triton.runtime.schedule import fixed_split, latent_pieces, latent_splits
 from attn_select_triton.runtime.side_by_side import COMPILING
 from attn_select_triton.runtime.triton_attn_metadata import check_gluon, planned_prefill
 
@@ -94,37 +96,51 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         self._per_token = config.num_heads * (rank + 1)
         room = plan.workspace_bytes // 4
         self._fixed_split = 0
-        # In captured steps: the keys of a split, which replays change.
-        self._split_tokens: Tensor | None = None
+        self._pieces: Tensor | None = None
         if planned.fixed_splits:
             self._fixed_split = fixed_split(context.max_model_len, LEAST_FIXED_SPLIT, TILE)
             tokens = min(context.max_num_batched_tokens, context.max_num_seqs * longest)
             room = tokens * self._per_token * self._fixed_splits(context.max_model_len)
         elif context.cuda_graphs:
-            self._split_tokens = torch.ones(1, dtype=torch.int32, device=context.device)
+            most = context.max_num_seqs + latent_pieces(1, self._sms)
+            self._pieces = torch.empty(most, FIELDS.value, dtype=torch.int32, device=context.device)
         self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
 
     def _fixed_splits(self, max_seq_len: int) -> int:
         # Never one: its LSE would skip the merge, and differ in the last bit from that of a batch with longer requests.
         return max(2, -(-max_seq_len // self._fixed_split))
 
-    def _splits(self, common: CommonAttentionMetadata, room: int) -> tuple[int, int | Tensor]:
-        """Return how many splits a request may have, and the keys that each should have.
+    def _splits(self, common: CommonAttentionMetadata, room: int) -> dict[str, Any]:
+        """Return how ``mla_decode`` is to split the keys.
 
         Args:
             room: partial results that the workspace holds.
         """
         if self._fixed_split:
-            return self._fixed_splits(common.max_seq_len), self._fixed_split
+            return {"num_splits": self._fixed_splits(common.max_seq_len), "split_tokens": self._fixed_split}
         units = -(-self.context.config.num_heads * common.max_query_len // self._launch.block_m)
         most = max(1, room // max(1, common.num_actual_tokens))
-        if self._split_tokens is None:
-            return latent_splits(common.seq_lens_cpu, common.max_seq_len, units, most, self._sms)
-        # The same at capture and replay: the bound follows from padded sizes.
-        most = min(most, mla_num_splits(common.num_reqs * units, self.context.max_model_len, self._sms))
-        _, tokens = latent_splits(common.seq_lens_cpu, common.max_seq_len, units, most, self._sms)
-        self._split_tokens.fill_(tokens)
-        return most, self._split_tokens
+        if self._pieces is not None:  # the same at capture and replay: the bound follows from padded sizes
+            most = min(most, mla_num_splits(common.num_reqs * units, self.context.max_model_len, self._sms))
+        lens = common.seq_lens_cpu.numpy().astype(np.int64)
+        splits, tokens = latent_splits(lens, units, most, self._sms)
+        captured, capacity = None, min(common.num_reqs * splits, common.num_reqs + int(lens.sum()) // tokens)
+        if self._pieces is not None:
+            splits, capacity = most, common.num_reqs + latent_pieces(units, self._sms)
+            captured = self._pieces[:capacity]
+        if splits == 1:
+            return {"num_splits": 1, "split_tokens": tokens}
+        pieces = list_pieces(
+            common.query_start_loc,
+            common.seq_lens,
+            capacity=capacity,
+            split_tokens=tokens,
+            most_splits=splits,
+            pieces=captured,
+        )
+        # Few are merged faster in a small chunk.
+        chunk = min(MERGE_CHUNK, 1 << max(1, splits - 1).bit_length())
+        return {"num_splits": splits, "pieces": pieces, "merge_chunk": chunk}
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -137,7 +153,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         common, workspace = common_attn_metadata, self._workspace
         assert workspace is not None
         reserved = workspace.numel() // self._per_token
-        splits, split_tokens = self._splits(common, reserved)
+        split = self._splits(common, reserved)
+        splits = split["num_splits"]
         if splits > 1 and common.num_actual_tokens * splits > reserved:
             raise BatchError(
                 f"{common.num_actual_tokens} decode tokens in {splits} splits for max_seq_len = {common.max_seq_len} "
@@ -151,13 +168,10 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             "block_table": common.block_table_tensor,
             "max_query_len": common.max_query_len,
             "launch": self._launch,
-            "num_splits": splits,
-            "split_tokens": split_tokens,
             "workspace": workspace,
             "causal": self._causal and common.causal,
+            **split,
         }
-        if not self._fixed_split:  # few are merged faster in a small chunk
-            arguments["merge_chunk"] = min(MERGE_CHUNK, 1 << max(1, splits - 1).bit_length())
         return MLACall(common.num_actual_tokens, arguments)
 
     def build_prefill(self, varlen: VarlenMetadata) -> MLACall:
