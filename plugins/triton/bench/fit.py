@@ -3,10 +3,11 @@
     python plugins/triton/bench/fit.py [--gpu a100] [--check | --write]
 
 ``measured/times.jsonl`` has a line per batch: the times of the ways to run a prefill (``bench_triton_layer.py --what
-paths``), or of the splits of an MLA decode (``bench_triton_mla.py``). Regret is the time of what would be chosen over
-that of the fastest. A number is changed only where that makes the worst regret less by a hundredth: of numbers that
-choose alike, those stay that were used before. ``--check`` changes nothing and exits with 1 where the fit would;
-``--gpu`` prints what is chosen for some batches on a GPU, and whether that was measured.
+paths``), of the splits of an MLA decode (``bench_triton_mla.py``), or of a decode by the keys of its pieces. Regret is
+the time of what would be chosen over that of the fastest. A number is changed only where that makes the worst regret
+less by a hundredth: of numbers that choose alike, those stay that were used before. ``--check`` changes nothing and
+exits with 1 where the fit would; ``--gpu`` prints what is chosen for some batches on a GPU, and whether that was
+measured.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from attn_select.device import lookup
 from attn_select_triton.facts import tuning
-from attn_select_triton.facts.tuning import Cost, Gpu, LatentSplits, prefill_cost, way_cost
+from attn_select_triton.facts.tuning import Cost, DecodeSplits, Gpu, LatentSplits, Tile, prefill_cost, way_cost
 from attn_select_triton.kernels.launch import decode_launch, num_splits_for
-from attn_select_triton.runtime.schedule import prefill_way, prefill_work, warp_splits
+from attn_select_triton.runtime.schedule import decode_times, prefill_way, prefill_work, warp_splits
 
 TIMES = Path(__file__).with_name("measured") / "times.jsonl"
 TUNING = Path(tuning.__file__).with_suffix(".toml")
@@ -75,6 +78,22 @@ def split_regrets(lines: Sequence[dict[str, Any]], by: LatentSplits) -> list[flo
     return found
 
 
+def decode_regrets(lines: Sequence[dict[str, Any]], by: DecodeSplits) -> list[float]:
+    """Return the regret of each decode, among the sizes of pieces that were measured."""
+    found = []
+    for line in lines:
+        if line["kind"] == "decodes":
+            lens = np.array([keys for count, keys in line["lens"] for _ in range(count)])
+            sizes = np.array([int(keys) for keys in line["us"]])
+            gpu, tile = lookup(line["gpu"].split()[-1]), Tile(*line["tile"])
+            times = decode_times(
+                lens, sizes, by, units=line["units"], gpu=Gpu((9, 0), gpu.sm_count or 1, gpu.bandwidth_gbps),
+                launch=tile, key_bytes=line["key_bytes"],
+            )  # fmt: skip
+            found.append(line["us"][str(sizes[int(times.argmin())])] / min(line["us"].values()))
+    return found
+
+
 def judged(found: Sequence[float]) -> float:
     """Return what a fit makes less: the worst regret, and a little of all of them."""
     return max(found) + 0.01 * statistics.mean(found)
@@ -94,7 +113,9 @@ def descended(value: Any, names: Sequence[str], judge: Callable[[Any], float], w
     return value
 
 
-def fitted(lines: Sequence[dict[str, Any]], costs: Costs, by: LatentSplits) -> tuple[Costs, LatentSplits]:
+def fitted(
+    lines: Sequence[dict[str, Any]], costs: Costs, by: LatentSplits, decodes: DecodeSplits
+) -> tuple[Costs, LatentSplits, DecodeSplits]:
     """Return the costs and splits with what the times change about them."""
     for way in costs:
         names = [
@@ -105,10 +126,12 @@ def fitted(lines: Sequence[dict[str, Any]], costs: Costs, by: LatentSplits) -> t
             costs[way], names, lambda cost, way=way, kept=kept: judged(regrets(lines, {**kept, way: cost})), False
         )
         costs = {**costs, way: found}
-    return costs, descended(by, ("program", "merge"), lambda by: judged(split_regrets(lines, by)), True)
+    by = descended(by, ("program", "merge"), lambda by: judged(split_regrets(lines, by)), True)
+    of_decodes = ("bandwidth", "idle", "tile_us", "key_us", "start_us", "merge_us", "beside")
+    return costs, by, descended(decodes, of_decodes, lambda decodes: judged(decode_regrets(lines, decodes)), False)
 
 
-def report(lines: Sequence[dict[str, Any]], costs: Costs, by: LatentSplits) -> None:
+def report(lines: Sequence[dict[str, Any]], costs: Costs, by: LatentSplits, decodes: DecodeSplits) -> None:
     """Print how well numbers predict and choose."""
     print(f"{'way':10s} {'batches':>7s} {'typical error of the time':>26s}")
     for way in costs:
@@ -119,7 +142,11 @@ def report(lines: Sequence[dict[str, Any]], costs: Costs, by: LatentSplits) -> N
         ]
         text = f"{math.exp(statistics.median(map(abs, errors))) - 1:.0%}" if errors else "no times"
         print(f"{way:10s} {len(errors):7d} {text:>26s}")
-    for name, found in (("ways", regrets(lines, costs)), ("splits of latents", split_regrets(lines, by))):
+    for name, found in (
+        ("ways", regrets(lines, costs)),
+        ("splits of latents", split_regrets(lines, by)),
+        ("pieces of decodes", decode_regrets(lines, decodes)),
+    ):
         mean, worst = statistics.mean(found), max(found)
         print(f"{name}: {len(found)} batches, the chosen over the fastest {mean:.3f}, at worst {worst:.3f}")
     print(f"measured on {', '.join(sorted({line['gpu'] for line in lines}))}")
@@ -171,12 +198,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: way_cost(name)
         for name in ("pages", "gathered", "split", "split_fp8", "warps", "warps_split", "gathered_warps")
     }
-    by = tuning.latent_splits()
-    costs, splits = fitted(lines, before, by)
-    report(lines, costs, splits)
+    by, decodes = tuning.latent_splits(), tuning.decode_splits()
+    costs, splits, pieces = fitted(lines, before, by, decodes)
+    report(lines, costs, splits, pieces)
+    fits: list[tuple[str, Any, Any]] = [(way, before[way], costs[way]) for way in costs]
+    fits += [("", by, splits), ("", decodes, pieces)]
     changes = [
         (f"{section}.{name}" if section else name, getattr(old, name), getattr(new, name))
-        for section, old, new in [*((way, before[way], costs[way]) for way in costs), ("", by, splits)]
+        for section, old, new in [
+            *((way, before[way], costs[way]) for way in costs),
+            ("", by, splits),
+            ("", decodes, pieces),
+        ]
         for name in old.__slots__
         if getattr(old, name) != getattr(new, name)
     ]

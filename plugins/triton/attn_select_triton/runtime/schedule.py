@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
 from attn_select_triton.facts import tuning
-from attn_select_triton.facts.tuning import Cost, Gpu, Way, prefill_cost
+from attn_select_triton.facts.tuning import Cost, DecodeSplits, Gpu, Way, prefill_cost
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, num_splits_for
 from attn_select_triton.kernels.mla_decode import mla_num_splits
@@ -49,30 +49,38 @@ def split_keys(
 def uneven_tokens(
     lens: Lens, even: int, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int
 ) -> int:  # fmt: skip
-    """Return how many keys each piece of requests of many lengths should have.
-
-    The least time of some sizes is taken, by the costs of ``DecodeSplits.of_equal``. Pieces start in the order of their
-    lengths. All take no less than their bytes, and what ``last_of_waves`` says with a share of that, since others read
-    beside them.
+    """Return how many keys each piece of requests of many lengths should have: of some sizes the one of least time.
 
     Args:
         even: a size that is tried as well.
     """
-    by, places = tuning.decode_splits(), tuning.decode_splits().places(gpu, launch) / units
-    total = int(lens.sum())
-    sizes = np.array([even, int(lens.max()), *(total * units / (gpu.sms * part) for part in by.uneven_parts)])
-    sizes = np.maximum(np.ceil(sizes), by.least_keys).astype(np.int64)[:, None]
-    pieces = -(-lens // sizes)
+    by, total = tuning.decode_splits(), int(lens.sum())
+    tried = np.array([even, int(lens.max()), *(total * units / (gpu.sms * part) for part in by.uneven_parts)])
+    sizes = np.maximum(np.ceil(tried), by.least_keys).astype(np.int64)
+    time = decode_times(lens, sizes, by, units=units, gpu=gpu, launch=launch, key_bytes=key_bytes)
+    pieces = -(-lens // sizes[:, None])
+    time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
+    return int(sizes[int(time.argmin())])
+
+
+def decode_times(
+    lens: Lens, sizes: Lens, by: DecodeSplits, *, units: int, gpu: Gpu, launch: Launch, key_bytes: int
+) -> NDArray[np.float64]:
+    """Return what a decode takes in pieces of these sizes, in us, by the costs of ``DecodeSplits.of_equal``.
+
+    All pieces take no less than their bytes, and what ``last_of_waves`` says with a share of that, since others read
+    beside them.
+    """
+    places = by.places(gpu, launch) / units
+    pieces = -(-lens // sizes[:, None])
     own = -(-lens // pieces)
     busy = by.tile_us * -(-own // launch.block_n) + by.key_us * own
     count = pieces.sum(1)
     waves = np.ceil(count / places)
-    least = total * by.us_of_a_key(units, gpu, key_bytes)
-    bound = last_of_waves(pieces, busy, places)
-    time = np.maximum(least * (1 + by.idle * (1 - count / (waves * places))), bound + by.beside * least)
-    time += waves * by.start_us + by.merge_us * (pieces > 1).any(1)
-    time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
-    return int(sizes[int(time.argmin()), 0])
+    least = int(lens.sum()) * by.us_of_a_key(units, gpu, key_bytes)
+    bound = last_of_waves(pieces, busy, places) + by.beside * least
+    time: NDArray[np.float64] = np.maximum(least * (1 + by.idle * (1 - count / (waves * places))), bound)
+    return time + waves * by.start_us + by.merge_us * (pieces > 1).any(1)
 
 
 def last_of_waves(pieces: Lens, busy: NDArray[np.float64], places: float) -> NDArray[np.float64]:
