@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs triton")
 from attn_select.spec import Fact
 from attn_select.testing import BackendConformance
 from attn_select_triton.facts.triton_attn import CAPABILITIES, TRITON_ATTN
+from attn_select_triton.facts.tuning import Gpu
 from attn_select_triton.runtime import schedule
 
 _CAPABILITIES = replace(CAPABILITIES, dtypes=Fact(("float16", "float32"), "what the interpreter multiplies right"))
@@ -70,4 +71,10 @@ class TestGathering(OnGPU):
             names = ["gathered", "split", *(way for way in ("warps", "warps_split", "gathered_warps") if way in ways)]
             return names[sum(seq_lens) % len(names)]
 
+        def pieces(lens: schedule.Lens, *, units: int, room: int, gpu: Gpu, **_: object) -> tuple[int, int]:
+            total = int(lens.sum())
+            tokens = max(16, -(-2 * total // room), -(-total // schedule.most_pieces(units, gpu)))
+            return -(-int(lens.max()) // tokens), tokens
+
         monkeypatch.setattr(schedule, "prefill_way", way)
+        monkeypatch.setattr(schedule, "split_keys", pieces)

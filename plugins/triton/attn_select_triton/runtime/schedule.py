@@ -80,7 +80,8 @@ def decode_times(
     least = int(lens.sum()) * by.us_of_a_key(units, gpu, key_bytes)
     bound = last_of_waves(pieces, busy, places) + by.beside * least
     time: NDArray[np.float64] = np.maximum(least * (1 + by.idle * (1 - count / (waves * places))), bound)
-    return time + waves * by.start_us + by.merge_us * (pieces > 1).any(1)
+    time += waves * by.start_us + by.merge_us * (pieces > 1).any(1)
+    return time
 
 
 def last_of_waves(pieces: Lens, busy: NDArray[np.float64], places: float) -> NDArray[np.float64]:
