@@ -132,7 +132,9 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.unsqueeze(2)))
         self._decode = _adapter(context, "decode")
         self._latent_query = "" if self._decode is None else self._decode.latent_query
-        self.takes_query_parts = self._decode is not None and self._decode.build.version == 3
+        # Without a rope part the kernel is given some of the latent in its place (``LatentParts``).
+        known = self._decode is not None and self._decode.build.version == 3
+        self.takes_query_parts = known and bool(config.qk_rope_head_dim)
         self._prefill = _adapter(context, "prefill")
         self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(scale)
         self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(scale)

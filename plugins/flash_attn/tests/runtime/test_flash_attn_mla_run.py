@@ -34,7 +34,8 @@ class Layer:
 
 def decoder(provider: str, **options: Any) -> tuple[Any, Any, Any]:
     """Return group, builder and impl of decode."""
-    fields = {name: options.pop(name) for name in ("batch_invariant", "block_size") if name in options}
+    names = ("batch_invariant", "block_size", "qk_rope_head_dim")
+    fields = {name: options.pop(name) for name in names if name in options}
     selection = selection_of(FLASH_ATTN_MLA, mla_layer(num_heads=4, **fields), options={"provider": provider})
     group = layers.group_of(selection, **options)
     served = group.served["decode"]
@@ -103,6 +104,11 @@ def test_decode_takes_the_query_in_two_parts(provider: str, emulate: Emulate) ->
     assert outputs[0, 5:].isnan().all()
     call = next(call for call in calls if call["function"] != "get_scheduler_metadata")
     assert {each.data_ptr() for each in call.values() if torch.is_tensor(each)} >= {latent.data_ptr(), rope.data_ptr()}
+
+
+def test_a_query_without_a_rope_part_is_taken_whole(emulate: Emulate) -> None:
+    emulate("vllm")
+    assert not decoder("vllm", qk_rope_head_dim=0)[2].takes_query_parts
 
 
 def test_decodes_schedule_is_that_of_rope_and_latent(emulate: Emulate) -> None:
