@@ -80,6 +80,25 @@ def test_a_step_may_attend_in_both_directions() -> None:
     close(decode(group, common, cache, query), expected(group, common, query, latents, causal=False))
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
+def test_a_query_in_two_parts(cache_dtype: str) -> None:
+    """The rope part lies behind what is not rotated, in padded rows; the bits are those of the query in one."""
+    group = group_of(layer_config(num_speculative_tokens=3, kv_cache_dtype=cache_dtype))
+    common, cache, _ = batch(group, [4, 1], [130, 70])
+    query, (builder, impl) = queries(group, 5), parts_of(group)
+    wanted, wanted_lse = decode(group, common, cache, query)
+    rank = group.config.kv_lora_rank
+    latent, rope = query.new_full((6, *query.shape[1:-1], rank), torch.nan), query.new_full((6, 3, 40), torch.nan)
+    latent[:5], rope = query[..., :rank], torch.cat([rope, query.new_full((6, 3, query.shape[2] - rank), torch.nan)], 2)
+    rope[:5, :, 40:] = query[..., rank:]
+    output, lse = query.new_full((6, 3, rank), torch.nan), torch.full((6, 3), torch.nan, device=DEVICE)
+    assert impl.takes_query_parts
+    impl.forward_mqa(layer_of(), (latent, rope[..., 40:]), cache, builder.build(0, common), output, lse)
+    assert torch.equal(output[:5].cpu(), wanted)
+    assert torch.equal(lse[:5].cpu(), wanted_lse)
+    assert output[5].isnan().all()
+
+
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_caches_by_the_layers_scale(cache_dtype: str) -> None:
     group = group_of(layer_config(kv_cache_dtype=cache_dtype))

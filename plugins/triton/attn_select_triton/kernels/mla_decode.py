@@ -143,6 +143,7 @@ def attend_latent(
 @triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_kernel(
     q_ptr,
+    qr_ptr,
     cache_ptr,
     latent_descriptor,
     rope_descriptor,
@@ -161,6 +162,8 @@ def mla_decode_kernel(
     page_rows,
     stride_qt,
     stride_qh,
+    stride_rt,
+    stride_rh,
     stride_ot,
     stride_oh,
     stride_table,
@@ -228,9 +231,8 @@ def mla_decode_kernel(
     q_latent = tl.load(
         q_rows + latent_columns[None, :], mask=in_rows[:, None] & (latent_columns < R)[None, :], other=0.0
     )
-    q_rope = tl.load(
-        q_rows + (R + rope_columns)[None, :], mask=in_rows[:, None] & (rope_columns < P)[None, :], other=0.0
-    )
+    rope_rows = qr_ptr + (row * stride_rt + head * stride_rh)[:, None]
+    q_rope = tl.load(rope_rows + rope_columns[None, :], mask=in_rows[:, None] & (rope_columns < P)[None, :], other=0.0)
     accumulator = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -395,19 +397,21 @@ class _Prepared:
     def __init__(
         self,
         query: Tensor,
+        query_rope: Tensor,
         kv_cache: Tensor,
         output: Tensor,
         launch: MLALaunch,
         flags: tuple[bool, bool, bool],
         merge_chunk: int,
     ) -> None:
-        tokens, heads, width = query.shape
+        tokens, heads, rope = query_rope.shape
         rank, block_size, element = output.shape[2], kv_cache.shape[1], kv_cache.itemsize
-        rope = width - rank
         stride_b, stride_t, _ = kv_cache.stride()
         whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * element % 16 == 0
         described = launch.described and whole_rows
-        flat_query = query.stride(0) == heads * query.stride(1) and query.data_ptr() % 16 == 0
+        flat_query = all(
+            part.stride(0) == heads * part.stride(1) and part.data_ptr() % 16 == 0 for part in (query, query_rope)
+        )
         fp8 = kv_cache.dtype == torch.float8_e4m3fn
         if launch.hopper and not (described and (fp8 or flat_query)):
             columns = power_of_two(rank) + power_of_two(rope)
@@ -434,13 +438,14 @@ class _Prepared:
             self.cache_parts = tuple(
                 _described(block_size, kv_cache, stride_t, [64, size], True) for size in (PART.value, rope)
             )
-            self.strides = *query.stride()[:2], *output_strides
+            self.strides = *query.stride()[:2], *query_rope.stride()[:2], *output_strides
             self.constants = heads, rank, block_size, *flags, launch.block_m
             self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=registers)
         elif launch.hopper:
             sizes = rank // 2, rope
             self.query_parts = tuple(
-                _described(tokens * heads, query, query.stride(1), [launch.block_m, size], True) for size in sizes
+                _described(tokens * heads, part, part.stride(1), [launch.block_m, size], True)
+                for part, size in zip((query, query_rope), sizes, strict=True)
             )
             self.strides = output_strides
             kernel: Any
@@ -459,7 +464,7 @@ class _Prepared:
                 self.cache_parts = tuple(
                     _described(block_size, kv_cache, stride_t, [launch.block_n, size], False) for size in (rank, rope)
                 )
-            self.strides = *query.stride()[:2], *output_strides
+            self.strides = *query.stride()[:2], *query_rope.stride()[:2], *output_strides
             tail = described, launch.block_m, launch.block_n
             self.constants = stride_b, stride_t, heads, rank, block_r, rope, block_p, block_size, *flags, *tail
             self.decode = Relaunch(mla_decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
@@ -473,7 +478,7 @@ _prepared: dict[Any, _Prepared] = {}
 
 
 def mla_decode(
-    query: Tensor,
+    query: Tensor | tuple[Tensor, Tensor],
     kv_cache: Tensor,
     output: Tensor,
     *,
@@ -496,7 +501,7 @@ def mla_decode(
     """Attend over the latents with the absorbed query. No synchronisation; may be captured in a CUDA graph.
 
     Args:
-        query: ``(T, H, R + P)``, last dimension contiguous.
+        query: ``(T, H, R + P)``, last dimension contiguous; or its parts ``(T, H, R)`` and ``(T, H, P)``.
         kv_cache: ``(num_blocks, block_size, R + P)`` of the query's dtype or another; last dimension contiguous.
         output: ``(T, H, R)``, written; rows of no request are left alone.
         query_start_loc: int32 ``(B + 1,)``; seq_lens int32 ``(B,)``, keys per request with the step's own; block_table
@@ -514,32 +519,35 @@ def mla_decode(
         output_lse: float32 ``(T, H)``, written where given: natural logarithm; -inf, with output 0, without keys.
         merge_chunk: splits that are merged at once, a power of two; on it a request's bits depend as well.
     """
-    tokens, heads, width = query.shape
+    rank = output.shape[2]
+    latent, rope = query if isinstance(query, tuple) else (query, query[..., rank:])
+    tokens, heads, _ = latent.shape
     if tokens == 0:
         return
-    rank, with_lse, split = output.shape[2], output_lse is not None, num_splits > 1
+    with_lse, split = output_lse is not None, num_splits > 1
     parts = part_lse = None
     if split:
         assert workspace is not None
         parts, part_lse = workspace, workspace[tokens * heads * num_splits * rank :]
     # All that Triton specialises on: a kernel that is launched again is not looked up.
     flags = causal, with_lse, split
-    addresses = query.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
-    dtypes = query.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
-    sizes = width, rank, kv_cache.shape[1], query.stride(), kv_cache.stride(), output.stride()
-    key = (heads, *sizes, *addresses, *dtypes, *flags, pieces is None, merge_chunk, launch, query.get_device())
+    addresses = latent.data_ptr() % 16, rope.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
+    dtypes = latent.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
+    sizes = rope.shape[2], rank, kv_cache.shape[1], latent.stride(), rope.stride(), kv_cache.stride(), output.stride()
+    key = (heads, *sizes, *addresses, *dtypes, *flags, pieces is None, merge_chunk, launch, latent.get_device())
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepared[key] = _Prepared(query, kv_cache, output, launch, flags, merge_chunk)
+        prepared = _prepared[key] = _Prepared(latent, rope, kv_cache, output, launch, flags, merge_chunk)
     page_rows = prepared.page_rows
-    queries = [over(part, tokens * heads, query) for part in prepared.query_parts]
+    parts_of_query = latent, rope
+    queries = [over(part, tokens * heads, of) for part, of in zip(prepared.query_parts, parts_of_query, strict=False)]
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
     keys: list[Any] = [over(part, cache_rows, kv_cache) for part in prepared.cache_parts]
     scales: tuple[float, ...] = (scale * kv_scale * LOG2E.value, kv_scale)
     if prepared.fp8:
-        queries, scales = [query], (scales[0] * q_scale, kv_scale, q_scale)
+        queries, scales = [latent, rope], (scales[0] * q_scale, kv_scale, q_scale)
     elif prepared.pointers:
-        queries, keys = [query, kv_cache], keys or [None, None]
+        queries, keys = [latent, rope, kv_cache], keys or [None, None]
     elif prepared.gathered:
         keys = [kv_cache]
     row_tiles = -(-heads * max_query_len // prepared.block_m)

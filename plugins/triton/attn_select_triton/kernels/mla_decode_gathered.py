@@ -41,7 +41,7 @@ def gather_tiles(
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // P, P // 8], [LOADERS, 1], [1, 0])
     if tiles > 0:
         mbarrier.expect(q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_rope, [row, R], q_ready, q_pe)
+        tma.async_copy_global_to_shared(q_rope, [row, 0], q_ready, q_pe)
         tma.async_copy_global_to_shared(q_half, [row, 0], q_ready, q_left)
         tma.async_copy_global_to_shared(q_half, [row, R // 2], q_ready, q_right)
     half_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, HALF))
@@ -121,7 +121,8 @@ def mla_decode_gathered_kernel(
     """Attend from the heads of one token to one split of its chosen keys; all else as ``mla_decode_hopper_kernel``.
 
     Args:
-        q_half, q_rope: descriptors over ``(T * H, R + P)``, blocks ``(ROWS, R / 2)`` and ``(ROWS, P)``; 16 or 32 rows.
+        q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, blocks ``(ROWS, R / 2)`` and
+            ``(ROWS, P)``; 16 or 32 rows.
         cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
         table_ptr: int32 slots, of each request those that it reads.
     """

@@ -94,7 +94,7 @@ def load_tiles(
     q_ready, left_ready, right_ready, left_empty, right_empty = barriers
     if tiles > 0:
         mbarrier.expect(q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_rope, [row, R], q_ready, q_pe)
+        tma.async_copy_global_to_shared(q_rope, [row, 0], q_ready, q_pe)
         tma.async_copy_global_to_shared(q_half, [row, 0], q_ready, q_left)
         tma.async_copy_global_to_shared(q_half, [row, R // 2], q_ready, q_right)
     for tile in range(tiles):
@@ -527,7 +527,8 @@ def mla_decode_hopper_kernel(
     Memory traffic: the split's latents once per row tile.
 
     Args:
-        q_half, q_rope: descriptors over ``(T * H, R + P)``, blocks ``(64, R / 2)`` and ``(64, P)``.
+        q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
+            ``(ROWS, P)``.
         kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     """
     first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, table = key_range(

@@ -61,10 +61,10 @@ def round_query(
     """Bring one half of the query's columns to shared memory in e4m3; all of it is under way before any is waited for.
 
     Args:
-        query: pointer, strides and scale.
+        query: pointer and strides of the latents' columns, the same of the rope part's, and the scale.
         RIGHT: the right half of the latents' columns, or the left one and the rope part.
     """
-    q_ptr, stride_qt, stride_qh, scale = query
+    q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, scale = query
     first, _, query_start, query_len, _, _, _, _, _, _ = position
     T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -79,8 +79,8 @@ def round_query(
         loaded = loaded + (gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
     if not RIGHT:
         flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
-        rows = q_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
-        columns = R + gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
+        rows = qr_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_rt + flat % HEADS * stride_rh
+        columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
         rope = gl.load(rows[:, None] + columns[None, :], mask=(flat < query_len * HEADS)[:, None], other=0.0)
         q_pe.store(rounded(rope, scale))
     for part in gl.static_range(HALF):
@@ -237,6 +237,7 @@ def round_and_attend_turned(
 @gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_hopper_fp8_kernel(
     q_ptr,
+    qr_ptr,
     kv_part,
     kv_rope,
     out_ptr,
@@ -255,6 +256,8 @@ def mla_decode_hopper_fp8_kernel(
     page_rows,
     stride_qt,
     stride_qh,
+    stride_rt,
+    stride_rh,
     stride_ot,
     stride_oh,
     stride_table,
@@ -269,7 +272,7 @@ def mla_decode_hopper_fp8_kernel(
     """Attend from ``ROWS`` rows of one request to one split of its keys; all else as ``mla_decode_hopper_kernel``.
 
     Args:
-        q_ptr: 16-bit query ``(T, H, R + 64)``, the last dimension contiguous.
+        q_ptr, qr_ptr: 16-bit query ``(T, H, R)`` and its rope part ``(T, H, 64)``, the last dimensions contiguous.
         kv_part, kv_rope: descriptors over the cache's rows ``(tokens, R + 64)`` of e4m3, blocks ``(64, 128)`` and
             ``(64, 64)``.
         score_scale: scale * log2(e), times the query's scale and the cache's.
@@ -298,7 +301,7 @@ def mla_decode_hopper_fp8_kernel(
     smem = (q_smem, q_pe, k_smem, k_pe)
     barriers = (q_ready, ready, empty)
     position = (first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
-    query = (q_ptr, stride_qt, stride_qh, q_scale)
+    query = (q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, q_scale)
     pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
     strides = (stride_ot, stride_oh)
     scales = (score_scale, value_scale)

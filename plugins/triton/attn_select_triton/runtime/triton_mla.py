@@ -197,6 +197,7 @@ class TritonMLAImpl(MLAAttentionImpl):
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
         self._fp8 = context.config.cache_dtype in FP8_DTYPES
+        self.takes_query_parts = bool(context.config.qk_rope_head_dim)
         self._decode = on_device(context.device, mla_decode)
         self._prefill = on_device(context.device, self._run_prefill)
         self._warps: Any = None
@@ -209,7 +210,7 @@ class TritonMLAImpl(MLAAttentionImpl):
     def forward_mqa(
         self,
         layer: AttentionLayer,
-        query: Tensor,
+        query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         attn_metadata: MLACall,
         output: Tensor,
@@ -219,8 +220,12 @@ class TritonMLAImpl(MLAAttentionImpl):
         """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``layer.scales.k_float``, and a query
         that a kernel rounds with ``layer.scales.q_float``."""
         tokens, part = attn_metadata.num_tokens, output
-        if query.shape[0] != tokens or output.shape[0] != tokens:
-            query, part = query[:tokens], output[:tokens]
+        if output.shape[0] != tokens:
+            part = output[:tokens]
+        if isinstance(query, tuple):
+            query = query[0][:tokens], query[1][:tokens]
+        elif query.shape[0] != tokens:
+            query = query[:tokens]
         scales = (layer.scales.k_float, layer.scales.q_float) if self._fp8 else (1.0, 1.0)
         lse = output_lse if output_lse is None or output_lse.shape[0] == tokens else output_lse[:tokens]
         dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
