@@ -83,7 +83,8 @@ class Tile:
         num_warps, num_stages: as Triton has them.
         by_tma: MLA's: the cache is read through tensor descriptors where pages hold whole tiles.
         registers: with which a thread starts; 0: the compiler's choice.
-        in_turn: the groups of the warp-specialised prefill begin one behind the other.
+        turns: the groups of the warp-specialised prefill take turns at the tensor cores.
+        sums_apart: its threads add up the weights of their own keys, and all threads' only at the end.
     """
 
     block_m: int
@@ -92,7 +93,8 @@ class Tile:
     num_stages: int
     by_tma: bool = False
     registers: int = 0
-    in_turn: bool = False
+    turns: bool = False
+    sums_apart: bool = False
 
 
 @lru_cache(maxsize=4096)

@@ -75,26 +75,29 @@ def tanh(numbers):
 
 @gluon.jit
 def attend_tile(
-    tile, loaded, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem, barriers,
+    tile, loaded, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem, smem, barriers,
     MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
     T: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend from one group's rows to one tile.
 
-    With ``IN_TURN`` the groups begin one behind the other. Left to themselves they may fall into step, and the tensor
-    cores wait for both.
+    With ``TURNS`` a group's product with V and its next scores are issued together, while the others take
+    exponentials. Left to themselves groups may fall into step, and the tensor cores wait for all.
 
     Args:
         loaded: tiles that were loaded before this one, of all items.
         accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
+        sums: float32 ``(ROWS,)``, of the weights; with ``APART`` ``(ROWS, 8)``, a thread's of its own keys.
         limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
         scores_like: scale * log2(e), or with a soft cap scale / cap; the soft cap times log2(e); and the window.
-        FLAGS: whether there is a window, a soft cap, and groups that begin in turn.
+        worked: items with tiles before this one.
+        FLAGS: whether there is a window, a soft cap, turns, and sums apart.
         SHAPE: parts of K and of V, keys of a tile, stages, and groups.
     """
     WINDOW: gl.constexpr = FLAGS[0]
     SOFT_CAP: gl.constexpr = FLAGS[1]
-    IN_TURN: gl.constexpr = FLAGS[2]
+    TURNS: gl.constexpr = FLAGS[2]
+    APART: gl.constexpr = FLAGS[3]
     PARTS: gl.constexpr = SHAPE[0]
     V_PARTS: gl.constexpr = SHAPE[1]
     KEYS: gl.constexpr = SHAPE[2]
@@ -110,9 +113,8 @@ def attend_tile(
     for part in gl.static_range(PARTS):
         k = k_smem.index(buffer * PARTS + part)
         scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), scores, use_acc=part > 0, is_async=True)
-    if IN_TURN and INDEX < GROUPS - 1:  # noqa: SIM102  one is compiled in
-        if loaded == 0:
-            mbarrier.arrive(turns.index(INDEX + 1), count=1)
+    if TURNS:
+        mbarrier.arrive(turns.index((INDEX + 1) % GROUPS), count=1)
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(k_empty, buffer)
     factor = score_scale
@@ -132,13 +134,19 @@ def attend_tile(
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(scores * factor - base[:, None])
     rescale = gl.exp2(row_max - base)
-    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    if APART:
+        added = gl.sum(gl.reshape(weights, [ROWS, KEYS // 8, 8]), 1)
+        sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, added.type.layout))[:, None] + added
+    else:
+        sums = sums * rescale + gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(k_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
     factor = gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
     scaled = ()
     for part in gl.static_range(V_PARTS):
         scaled = scaled + (accumulators[part] * factor,)
     mbarrier.wait(v_ready.index(buffer), phase)
+    if TURNS:
+        mbarrier.wait(turns.index(INDEX), (loaded + worked + (1 if INDEX > 0 else 0)) & 1)
     if MASKED:  # noqa: SIM102  one is compiled in
         if (tile + 1) * KEYS > seq_len:
             clear_behind(v_smem, buffer, tile * KEYS, seq_len, V_PARTS, KEYS, T)
@@ -151,7 +159,7 @@ def attend_tile(
     else:
         accumulators = warpgroup_mma_wait(0, products)
     hand_back(v_empty, buffer)
-    return accumulators, new_max, row_sum
+    return accumulators, new_max, sums
 
 
 @gluon.jit
@@ -206,10 +214,12 @@ def attend_items(
     """Attend from one group's 64 rows of each item to all its tiles, and write their output, or with ``SPLIT`` their
     partial result. The query of the next item is on its way meanwhile, where registers allow it."""
     WINDOW: gl.constexpr = FLAGS[0]
-    IN_TURN: gl.constexpr = FLAGS[2]
+    TURNS: gl.constexpr = FLAGS[2]
+    APART: gl.constexpr = FLAGS[3]
     PARTS: gl.constexpr = SHAPE[0]
     V_PARTS: gl.constexpr = SHAPE[1]
     KEYS: gl.constexpr = SHAPE[2]
+    GROUPS: gl.constexpr = SHAPE[4]
     EARLY: gl.constexpr = PARTS + V_PARTS < 8
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -223,6 +233,7 @@ def attend_items(
     own_row = ROWS * INDEX
     turn = 0
     loaded = 0
+    worked = 0
     first, kv_head, query_start, query_len, _, _, _, _, _, _ = take(mail, 0)
     query = load_query(q_ptr, first + own_row, query_start, query_len, kv_head, strides, GROUP, PARTS, T)
     for part in gl.static_range(PARTS):
@@ -239,39 +250,51 @@ def attend_items(
         if CAUSAL:
             limits = gl.minimum(limits + flat // GROUP + 1 - query_len, seq_len)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+        sums = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+        if APART:
+            sums = gl.sum(gl.reshape(gl.zeros([ROWS, KEYS], gl.float32, S), [ROWS, KEYS // 8, 8]), 1)
         if SINKS:
             sinks = gl.load(sinks_ptr + kv_head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
             row_max = gl.where(split == 0, sinks, row_max)
-            row_sum += gl.where(split == 0, 1.0, 0.0)
+            sums += gl.where(split == 0, 1.0 / 8 if APART else 1.0, 0.0)
         accumulators = ()
         for _ in gl.static_range(V_PARTS):
             accumulators = accumulators + (gl.zeros([ROWS, PART], gl.float32, ACC),)
-        if IN_TURN and INDEX > 0:  # noqa: SIM102  one is compiled in
-            if loaded == 0 and tiles > start:
-                mbarrier.wait(turns.index(INDEX), 0)
+        # A group's barrier is reached once for each tile and once more for each item, so that no phase is missed: the
+        # first group waits for the end of the item before, the others for the start of this one.
+        if TURNS and tiles > start:
+            if INDEX > 0:
+                mbarrier.wait(turns.index(INDEX), (loaded + worked) & 1)
+            elif worked > 0:
+                mbarrier.wait(turns.index(INDEX), (loaded + worked - 1) & 1)
         before = loaded - start
         middle = start
         if WINDOW:
             middle = gl.maximum(gl.minimum(full_start, tiles), start)
             for tile in range(start, middle):
-                accumulators, row_max, row_sum = attend_tile(
-                    tile, before + tile, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
-                    barriers, True, FLAGS, SHAPE, S, ACC, T, INDEX,
+                accumulators, row_max, sums = attend_tile(
+                    tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem,
+                    smem, barriers, True, FLAGS, SHAPE, S, ACC, T, INDEX,
                 )  # fmt: skip
         for tile in range(middle, full):
-            accumulators, row_max, row_sum = attend_tile(
-                tile, before + tile, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
+            accumulators, row_max, sums = attend_tile(
+                tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem, smem,
                 barriers, False, FLAGS, SHAPE, S, ACC, T, INDEX,
             )  # fmt: skip
         for tile in range(gl.maximum(middle, full), tiles):
-            accumulators, row_max, row_sum = attend_tile(
-                tile, before + tile, accumulators, row_max, row_sum, limits, seq_len, scores_like, q_smem, smem,
+            accumulators, row_max, sums = attend_tile(
+                tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem, smem,
                 barriers, True, FLAGS, SHAPE, S, ACC, T, INDEX,
             )  # fmt: skip
+        if TURNS and tiles > start:
+            mbarrier.arrive(turns.index((INDEX + 1) % GROUPS), count=1)
+            worked += 1
         loaded += tiles - start
         turn += 1
 
+        row_sum = sums
+        if APART:
+            row_sum = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S))
         next_row, next_head, next_start, next_len, _, _, _, _, _, _ = take(mail, turn)
         if EARLY:
             query = load_query(q_ptr, next_row + own_row, next_start, next_len, next_head, strides, GROUP, PARTS, T)
@@ -357,7 +380,8 @@ def prefill_hopper_kernel(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     BOX: gl.constexpr,
-    IN_TURN: gl.constexpr,
+    TURNS: gl.constexpr,
+    APART: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
     """Attend from the rows of all items, 64 (token-major, the heads of a KV head's group within a token) of each group.
@@ -373,7 +397,7 @@ def prefill_hopper_kernel(
     PARTS: gl.constexpr = D // PART
     V_PARTS: gl.constexpr = DV // PART
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    FLAGS: gl.constexpr = (WINDOW, SOFT_CAP, IN_TURN)
+    FLAGS: gl.constexpr = (WINDOW, SOFT_CAP, TURNS, APART)
     SHAPE: gl.constexpr = (PARTS, V_PARTS, KEYS, STAGES, GROUPS)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_first = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
@@ -521,7 +545,8 @@ class _Kind:
         self.strides = (*query.stride()[:2], *output.stride()[:2])
         self.constants = (
             *self.keys.places, *self.values.places, heads, heads // value.shape[-2], *flags, paged, block_size,
-            head_size, value_size, self.tile.block_n, self.tile.num_stages, box, self.tile.in_turn, groups,
+            head_size, value_size, self.tile.block_n, self.tile.num_stages, box, self.tile.turns,
+            self.tile.sums_apart, groups,
         )  # fmt: skip
         self.sms = sm_count(query.device)
         self.launch = Relaunch(prefill_hopper_kernel, num_warps=4, maxnreg=168 if groups == 2 else 128)
