@@ -91,6 +91,8 @@ def test_requests_lie_by_the_keys_that_a_window_leaves() -> None:
     assert prefill.coordinates(parse_batch_shape("q385s4k").groups, 0.0)[1] == 9.0  # 385 + 127
     chunks = phase_work(replace(LAYER, attention_chunk_size=256), True, SM_COUNT)
     assert chunks.coordinates(parse_batch_shape("q1s1k").groups, 0.0)[1] == 8.0
+    assert chunks.coordinates(parse_batch_shape("q1s1k").groups, 0.0, whole=True)[1] == 10.0
+    assert [each.hides_keys for each in (work, chunks, phase_work(LAYER, True, SM_COUNT))] == [True, True, False]
     plain = phase_work(LAYER, True, SM_COUNT)
     assert plain.coordinates(parse_batch_shape("8q1s1k").groups, 0.5) == (3.0, 10.0, 5.0, 2.5, 0.0)
 

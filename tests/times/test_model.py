@@ -108,6 +108,22 @@ def test_a_start_is_no_shorter_than_a_kernel_can_be() -> None:
     assert start_us == pytest.approx(0.7 * short[0][1], rel=0.02)
 
 
+@pytest.mark.parametrize("visited", [False, True], ids=["skips", "visits"])
+def test_keys_that_a_window_hides_count_where_a_kernel_visits_them(visited: bool) -> None:
+    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=256)
+
+    def time_us(batch: BatchShape) -> float:
+        moved = step_work(config, batch).bytes / 2.5e6
+        return 6 + moved + (0.01 * batch.max_seq_len if visited else 0.0)
+
+    known = [parse_batch_shape(f"{n}q1s{s}") for n in (1, 4, 16, 64) for s in (512, 2048, 8192, 32768)]
+    model = fit(measured(time_us, known, 0.01, 1), timed_layer(config), H100)
+    assert model.decode is not None
+    assert model.decode.whole is visited
+    assert TimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    assert errors(model, time_us, [parse_batch_shape(text) for text in ("8q1s4k", "2q1s16k", "32q1s1k")])[-1] < 0.25
+
+
 def test_uneven_lengths_are_the_sum_of_their_requests() -> None:
     time_us = kernel(GQA, 8, 2500, 600)
     model = fit(measured(time_us, DECODES, 0.0, 1), timed_layer(GQA), H100)

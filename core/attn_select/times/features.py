@@ -133,12 +133,16 @@ class PhaseWork:
         work = float(tiles), float(waves), float(tokens), float(longest)
         return 1.0, moved, flops, *work, serial, busiest, float(parts), cold
 
-    def coordinates(self, groups: Sequence[RequestGroup], cold_share: float) -> Coordinates:
-        """Return where requests of this phase lie: with the keys that they read, which a window limits."""
-        config = self.config
-        if config.sliding_window is not None or config.attention_chunk_size is not None:
+    @property
+    def hides_keys(self) -> bool:
+        """Whether requests may have keys that none of their queries sees."""
+        return self.config.sliding_window is not None or self.config.attention_chunk_size is not None
+
+    def coordinates(self, groups: Sequence[RequestGroup], cold_share: float, whole: bool = False) -> Coordinates:
+        """Return where requests of this phase lie, by the keys that they read; ``whole``: by all that they have."""
+        if self.hides_keys and not whole:
             groups = [
-                replace(group, seq_len=max(group.query_len, keys_read(config, group.query_len, group.seq_len)))
+                replace(group, seq_len=max(group.query_len, keys_read(self.config, group.query_len, group.seq_len)))
                 for group in groups
             ]
         return coordinates(groups, cold_share)

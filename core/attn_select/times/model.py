@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product, repeat
 from operator import mul, truediv
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_select.config import AttentionConfig
 from attn_select.device import Device
@@ -38,6 +38,9 @@ _SCHEDULED_POWERS = (1.5, 3.0)
 _L2_BYTES = tuple([16e6 * 2 ** (step / 2) for step in range(9)])
 _SCHEDULE_WORTH = 0.97
 """A schedule has to bring the mean error to this share."""
+_WHOLE_WORTH = 0.8
+"""Keys that a window hides, which some kernels read or visit, have to bring the error of left-out batches to this
+share before batches lie by them too."""
 Fitted = tuple[float, float, tuple[float, ...], float]
 """Mean error in logarithms, power, rates, bytes that stay in the L2."""
 _LEAST_START, _LEAST_START_US = 0.7, 7.0
@@ -76,6 +79,7 @@ class Curve:
         rates: us per unit of each of ``FEATURES``.
         l2_bytes: bytes that stay in the L2 between runs; 0: none.
         schedule: how the work is cut, as far as that explains the times.
+        whole: whether batches lie by all keys of their requests, those included that a window hides.
         points: where the measured batches lie.
         level: of the interpolated deviation, to which each point's weight times its distance is added.
         weights: one for each point.
@@ -87,6 +91,7 @@ class Curve:
     rates: tuple[float, ...]
     l2_bytes: float
     schedule: Schedule | None
+    whole: bool
     points: tuple[Coordinates, ...]
     level: float
     weights: tuple[float, ...]
@@ -95,7 +100,7 @@ class Curve:
     def predict(self, groups: Sequence[RequestGroup]) -> Prediction:
         """Return the time of ``groups``, all of this curve's phase."""
         found = self.work.features(groups, self.l2_bytes, self.schedule)
-        place = self.work.coordinates(groups, found[-1] / found[1])
+        place = self.work.coordinates(groups, found[-1] / found[1], self.whole)
         distances = list(map(math.dist, repeat(place), self.points))
         deviation = self.level + sum(map(mul, self.weights, distances))
         time_us = _on_curve(self.rates, self.power, found) * math.exp(deviation)
@@ -255,8 +260,56 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
     times = [time_us for _, time_us in known]
     (_, power, rates, l2_bytes), schedule = _fit_rates(work, known, times, least)
     found = [work.features(groups, l2_bytes, schedule) for groups, _ in known]
-    places = [work.coordinates(groups, each[-1] / each[1]) for (groups, _), each in zip(known, found, strict=True)]
     left = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
+    whole, interpolated = False, _interpolated(work, known, found, left, whole=False)
+    if work.hides_keys:
+        other = _interpolated(work, known, found, left, whole=True)
+        if sum(map(abs, other.errors)) < _WHOLE_WORTH * sum(map(abs, interpolated.errors)):
+            whole, interpolated = True, other
+    places, apart, level, weights, errors = interpolated
+    nearest = [min(distance for j, distance in enumerate(row) if j != i) for i, row in enumerate(apart)]
+    scaled = [abs(error) / math.sqrt(_NEAR + distance) for error, distance in zip(errors, nearest, strict=True)]
+    return Curve(
+        work,
+        power,
+        rates,
+        l2_bytes,
+        schedule,
+        whole=whole,
+        points=tuple(places),
+        level=level,
+        weights=tuple([-each for each in weights]),
+        spread=_at_95_percent(scaled),
+    )
+
+
+class _Interpolated(NamedTuple):
+    """Deviations from a curve as they are interpolated between the measured batches.
+
+    Attributes:
+        places: where the batches lie.
+        apart: their distances from each other.
+        level, weights: as in ``Curve``, the weights with the other sign.
+        errors: what leaving a batch out would have missed its deviation by.
+    """
+
+    places: list[Coordinates]
+    apart: list[list[float]]
+    level: float
+    weights: list[float]
+    errors: list[float]
+
+
+def _interpolated(
+    work: PhaseWork,
+    known: Sequence[tuple[Sequence[RequestGroup], float]],
+    found: Sequence[tuple[float, ...]],
+    left: Sequence[float],
+    whole: bool,
+) -> _Interpolated:
+    places = [
+        work.coordinates(groups, each[-1] / each[1], whole) for (groups, _), each in zip(known, found, strict=True)
+    ]
     apart = [list(map(math.dist, repeat(place), places)) for place in places]
     most = 2 * max(map(max, apart)) + 1  # the variance of the mean deviation: enough to let the points decide on it
     covariance = [[most - distance for distance in row] for row in apart]
@@ -264,13 +317,8 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
         row[i] += _NOISE
     factor = cholesky(covariance)
     weights = solve(factor, left)
-    errors = map(truediv, weights, inverse_diagonal(factor))  # what leaving a point out would have missed it by
-    nearest = [min(distance for j, distance in enumerate(row) if j != i) for i, row in enumerate(apart)]
-    scaled = [abs(error) / math.sqrt(_NEAR + distance) for error, distance in zip(errors, nearest, strict=True)]
-    level, spread = most * sum(weights), _at_95_percent(scaled)
-    return Curve(
-        work, power, rates, l2_bytes, schedule, tuple(places), level, tuple([-each for each in weights]), spread
-    )
+    errors = list(map(truediv, weights, inverse_diagonal(factor)))
+    return _Interpolated(places, apart, most * sum(weights), weights, errors)
 
 
 def _fit_rates(
@@ -343,6 +391,7 @@ def _curve_to_dict(curve: Curve | None) -> dict[str, Any] | None:
         "rates": dict(zip(FEATURES, curve.rates, strict=True)),
         "l2_bytes": curve.l2_bytes,
         "schedule": curve.schedule,
+        "whole": curve.whole,
         "points": [list(point) for point in curve.points],
         "level": curve.level,
         "weights": list(curve.weights),
@@ -359,6 +408,7 @@ def _curve_from_dict(data: Mapping[str, Any] | None, work: PhaseWork) -> Curve |
         tuple(data["rates"][name] for name in FEATURES),
         data["l2_bytes"],
         None if data["schedule"] is None else (data["schedule"][0], data["schedule"][1]),
+        data["whole"],
         tuple((a, b, c, d, e) for a, b, c, d, e in data["points"]),
         data["level"],
         tuple(data["weights"]),
