@@ -100,7 +100,7 @@ def test_diff_names_the_rules_of_the_phase(run: Any) -> None:
 
 
 def test_diff_between_gpus_of_one_kind(run: Any) -> None:
-    assert run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu h200").code == 0
+    assert run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu h100-pcie").code == 0
 
 
 def test_diff_between_rules(run: Any, tmp_path: Path) -> None:

@@ -134,6 +134,9 @@ def test_parts_are_dealt_out_as_one_by_one(parts: list[tuple[int, int]], slots: 
         ("q1s8k", ("filled", 1), 683 + 2 * 256),  # 12 parts, which fill one round
         ("13q1s1k", ("filled", 1), 2 * (1024 + 256)),
         ("64q1s128_q1s64k", ("equal", 1), 65536),
+        ("4q1s1k", ("rounded", 2), 2 * 512),  # 32 blocks: 2.25 parts each fill three quarters
+        ("2q1s1k", ("rounded", 2), 2 * 205),  # 4.5
+        ("13q1s1k", ("rounded", 2), 2 * 1024),
     ],
 )
 def test_the_busiest_multiprocessor_reads_what_the_schedule_gives_it(text: str, schedule: Schedule, keys: int) -> None:
@@ -149,10 +152,19 @@ def test_the_busiest_multiprocessor_reads_what_the_schedule_gives_it(text: str, 
         ("q1s32k_q1s1k", ("fair", 1), 11),  # of the longest
         ("q1s8k", ("filled", 1), 12),
         ("13q1s1k", ("filled", 1), 1),
+        ("4q1s1k", ("rounded", 2), 2),
+        ("2q1s1k", ("rounded", 2), 5),
     ],
 )
 def test_the_longest_request_has_the_parts_of_the_schedule(text: str, schedule: Schedule, parts: int) -> None:
     assert features(text, decode=True, schedule=schedule)["parts"] == parts
+
+
+def test_a_fair_share_is_of_whole_lengths_whatever_a_window_leaves_of_them() -> None:
+    windowed = LAYER.model_copy(update={"sliding_window": 1024})
+    groups = parse_batch_shape("q1s64k_q1s1k").groups
+    found = dict(zip(FEATURES, phase_work(windowed, True, SM_COUNT).features(groups, 0.0, ("fair", 1)), strict=True))
+    assert (found["makespan"], found["parts"]) == (1024, 12)  # a share of 46 blocks leaves the short request whole
 
 
 @pytest.mark.parametrize(

@@ -39,19 +39,22 @@ new tokens; keys of the longest request; those of them that one thread block rea
 them; keys that the busiest multiprocessor reads by a schedule; into how many parts the schedule cuts the longest
 request, whose results are merged; bytes where they exceed what the L2 keeps from one run to the next.
 """
-Split = Literal["fair", "equal", "filled", "planned", "tiles"]
+Split = Literal["fair", "equal", "rounded", "filled", "planned", "tiles"]
 """How a kernel cuts its work into parts, each a thread block's: the keys of decodes, or the tiles of prefills.
 
 ``fair``: every request into equal parts that are no longer than a multiprocessor's share of all keys and a tenth more
 (FlashAttention 3, hopper/flash_prepare_scheduler.cu, ``blocks_per_sm``). ``equal``: every request into the same number
-of parts, as many as fit at once (XQA, csrc/xqa/mha.cu, ``nbSubSeqPerSeq``). ``filled``: the same, but as many as fit in
-one round or in two, whichever ends first. ``planned``: every request into parts of a multiprocessor's share, rounded up
-to 256 keys, which go in order to the one that has least (FlashInfer's MLA, attention/scheduler.cuh, ``MLAPlan``).
+of parts, as many as fit at once (XQA, csrc/xqa/mha.cu, ``nbSubSeqPerSeq``). ``rounded``: the same, as many as fill
+three quarters of the multiprocessors, rounded (XQA with an FP8 cache on Hopper, csrc/xqa/mha_sm90.cu). ``filled``: the
+same, but as many as fit in one round or in two, whichever ends first.
+``planned``: every request into parts of a multiprocessor's share, rounded up to 256 keys, which go in order to the one
+that has least (FlashInfer's MLA, attention/scheduler.cuh, ``MLAPlan``).
 ``tiles``: every tile of a prefill reads the keys that its rows see.
 """
 Schedule = tuple[Split, int]
 """How work is cut, and how many thread blocks a multiprocessor holds."""
 DECODE_SCHEDULES: tuple[Schedule, ...] = (("fair", 1), ("fair", 2), ("equal", 1), ("equal", 4), ("filled", 1))
+HEAD_SCHEDULES: tuple[Schedule, ...] = (*DECODE_SCHEDULES, ("rounded", 2))
 LATENT_SCHEDULES: tuple[Schedule, ...] = (*DECODE_SCHEDULES, ("planned", 1))
 PREFILL_SCHEDULES: tuple[Schedule, ...] = (("tiles", 1), ("tiles", 2))
 _BLOCK = 128
@@ -99,7 +102,7 @@ class PhaseWork:
         """How this phase's work may be cut."""
         if not self.decode:
             return PREFILL_SCHEDULES
-        return LATENT_SCHEDULES if self.config.mla else DECODE_SCHEDULES
+        return LATENT_SCHEDULES if self.config.mla else HEAD_SCHEDULES
 
     def features(
         self, groups: Sequence[RequestGroup], l2_bytes: float, schedule: Schedule | None = None
@@ -162,17 +165,19 @@ class PhaseWork:
         if split == "planned":
             return self._planned(groups)
         requests = self._requests(groups, _TILE_ROWS[True])
-        if split == "fair":
-            share = max(1, -(-11 * sum([count * -(-keys // _BLOCK) for count, keys in requests]) // (10 * slots)))
-            for count, keys in requests:
+        if split == "fair":  # by whole lengths, whatever a window leaves of them
+            whole = [-(-group.seq_len // _BLOCK) for group in groups]
+            total = sum([count * blocks for (count, _), blocks in zip(requests, whole, strict=True)])
+            share = max(1, -(-11 * total // (10 * slots)))
+            for (count, keys), all_blocks in zip(requests, whole, strict=True):
                 blocks = -(-keys // _BLOCK)
-                parts += _parts(count, blocks * _BLOCK, -(-blocks // -(-blocks // share)) * _BLOCK, 0)
-            longest = max([keys for _, keys in requests])
-            return dealt_out(parts, slots) * resident, -(-longest // (share * _BLOCK))
-        if split == "equal":
+                parts += _parts(count, blocks * _BLOCK, -(-blocks // -(-all_blocks // share)) * _BLOCK, 0)
+            return dealt_out(parts, slots) * resident, -(-max(whole) // share)
+        if split in ("equal", "rounded"):
+            each = max(1, slots // tiles if split == "equal" else (3 * self.sm_count // tiles + 2) // 4)
             for count, keys in requests:
-                parts += _parts(count, keys, max(64, -(-keys // max(1, slots // tiles))), 0)
-            return dealt_out(parts, slots) * resident, max(1, slots // tiles)
+                parts += _parts(count, keys, max(64, -(-keys // each)), 0)
+            return dealt_out(parts, slots) * resident, each
         least, most = math.inf, 1
         for each in sorted({1, max(1, slots // tiles), max(1, (2 * slots - 1) // tiles)}):
             parts = []
