@@ -95,7 +95,7 @@ def list_pieces_kernel(
         total += tl.sum(others, 0)
     for split in range(0, tl.max(splits, 0)):
         piece = pieces_ptr + (place + split) * FIELDS
-        there = split < splits
+        there = (split < splits) & (place + split < capacity)
         tl.store(piece, index, mask=there)
         tl.store(piece + 1, index * 0 + split, mask=there)
         tl.store(piece + 2, splits, mask=there)

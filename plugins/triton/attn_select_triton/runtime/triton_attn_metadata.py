@@ -251,7 +251,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         common, requests = common_attn_metadata, common_attn_metadata.num_reqs
         query_len, tokens = common.max_query_len, common.num_actual_tokens
         if self.context.kv_layout is not None and query_len <= self._longest_decode and tokens == requests * query_len:
-            parts = [self._decodes(common, requests, tokens)]
+            parts = [self._decodes(common, requests)]
         else:  # each replay brings its own requests for these tokens
             parts = [self._prefill(common, 0, requests)]
         return TritonAttnMetadata(tokens, parts)
@@ -267,14 +267,14 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         split = split_decodes_and_prefills(common, self._longest_decode)
         parts = []
         if split.num_decode_tokens:
-            parts.append(self._decodes(common, split.num_decodes, split.num_decode_tokens))
+            parts.append(self._decodes(common, split.num_decodes))
         if split.num_prefill_tokens:
             parts += self._prefills(common, split.num_decodes)
         return parts
 
     # Decodes
 
-    def _decodes(self, common: CommonAttentionMetadata, count: int, tokens: int) -> Part:
+    def _decodes(self, common: CommonAttentionMetadata, count: int) -> Part:
         """Return the launch of the first ``count`` requests."""
         query_len = common.max_query_len if count == common.num_reqs else int(common.query_lens_cpu[:count].max())
         if self._fixed_split:
