@@ -277,6 +277,18 @@ def test_bounds_and_room_of_many_single_tokens(number: int) -> None:
         prepare_batch([1] * number, seq_lens, table)
 
 
+@pytest.mark.parametrize("number", [3, 40])
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_slots_beyond_32_bits(number: int, query_len: int) -> None:
+    table = BlockTable(number, 2, 16, "cpu")
+    for row in range(number):
+        table.append_row(row, [2**31 - 1 - row, row])
+    common = prepare_batch([query_len] * number, [16] * number, table)
+    assert common.slot_mapping is not None
+    last = [(2**31 - 1 - row) * 16 + 15 for row in range(number)]
+    assert common.slot_mapping[query_len - 1 :: query_len].tolist() == last
+
+
 def test_requests_without_queries_beside_longer_ones() -> None:
     """As many tokens as requests, but not one each."""
     table = table_for([(2, 6), (0, 5)], 4, 1)
