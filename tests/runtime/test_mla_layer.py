@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,7 @@ PLACES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "cut from wider tokens": (lambda query: torch.cat((query, query), -1)[..., : query.shape[-1]], True),
     "at an odd place": (lambda query: torch.cat((query.new_zeros(1), query.flatten()))[1:].view_as(query), False),
     "rows of an odd width": (lambda query: torch.cat((query, query[..., :1]), -1)[..., :-1], False),
+    "every second number": (lambda query: query.repeat_interleave(2, dim=-1)[..., ::2], False),
     "last dimension apart": (lambda query: query.transpose(0, 2).contiguous().transpose(0, 2), False),
 }
 
@@ -234,6 +236,10 @@ def test_a_decode_that_takes_the_query_in_two_parts(place: str) -> None:
     assert isinstance(given, tuple) == apart
     if apart:
         assert given[1].data_ptr() == query[..., 16:].data_ptr()
+    # What computes a layer in parts, over several ranks, joins and sends the query as a whole.
+    layer._in_parts = SimpleNamespace(forward=lambda absorbed, *rest: seen.append(absorbed))
+    layer(query, step.key, step.value, step.kv_cache.clone(), group.build(common))
+    assert seen[1].shape == (3, layer.heads, layer.rank + layer.rope)
 
 
 @pytest.mark.parametrize("name", ["kv_c_normed", "k_pe"])
