@@ -259,6 +259,8 @@ def test_all_libraries_must_match() -> None:
         ({"library": {"a": "<>0.6"}}, ["library.a = '<>0.6'"]),
         ({"library": {"a": ">=0.6 <1"}}, ["library.a = '>=0.6 <1'"]),
         ({"library": {"a": "~=1"}}, ["library.a = '~=1'"]),
+        ({"library": {"a": ">=0.6,1"}}, ["library.a = '>=0.6,1'"]),
+        ({"library": {"a": ">=0.6.*"}}, ["library.a = '>=0.6.*'"]),
         ({"gpu": datetime.date(2026, 1, 1)}, ["gpu = datetime.date"]),
     ],
 )
