@@ -221,3 +221,13 @@ def test_adding_and_removing_a_rule() -> None:
     without = rules_file.without_rules(WRITTEN_BY_HAND, ["a"])
     assert [rule["name"] for rule in tomllib.loads(without)["rules"]] == ["b"]
     assert "# about b\n[[rules]]" in without
+
+
+def test_a_rule_made_of_times_says_that_times_decide_before_it() -> None:
+    rule = {"name": "tuned", "measured": "2026-11-23", "prefer": ["FLASHINFER"]}
+    text = rules_file.with_rule("", rule)
+    assert 'measured = "2026-11-23"  # Where a workload is named, times decide before this rule.' in text
+    later = rules_file.with_rule(text, {**rule, "measured": "2026-11-24"})
+    assert later == text.replace("-23", "-24")
+    assert "#" not in rules_file.rule_text({"name": "mine", "prefer": ["FLASHINFER"]})
+    assert "#" not in rules_file.rule_text({"name": "fixed", "measured": "2026-11-23", "priority": ["FLASHINFER"]})
