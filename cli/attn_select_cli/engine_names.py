@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from attn_select.device import Device
 from attn_select.outcome import Candidate
 from attn_select.rules.conditions import Condition, compile_when
 from attn_select.rules.ranking import holds_for
+from attn_select.rules.rule import PACKAGED
 from attn_select.selection import Selection
 
 
@@ -29,6 +30,7 @@ class EngineName:
         kernels: patterns of the stable names of attn-select's kernels that it stands for; empty: of all.
         block_sizes: tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all.
         arguments: what goes with it.
+        own_kernel: whether the engine runs a kernel of its own under the name, not the library that attn-select runs.
         source: file of the engine, and what to look for in it.
     """
 
@@ -39,6 +41,7 @@ class EngineName:
     kernels: tuple[str, ...]
     block_sizes: tuple[int, ...]
     arguments: Mapping[str, str]
+    own_kernel: bool
     source: str
 
     def missing(self, config: AttentionConfig, device: Device, kernels: Sequence[str | None]) -> list[str]:
@@ -88,8 +91,23 @@ class EngineTable:
         return not sizes or block_size in sizes or (self.splits_blocks and any(block_size % s == 0 for s in sizes))
 
     def offers(self, selection: Selection, phases: Sequence[Phase], argument: str) -> list[Offer]:
-        """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none."""
-        return [self._offer(candidate, selection, phases, argument) for candidate in selection.ranked(phases)]
+        """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
+
+        What was measured of attn-select's kernels says nothing of an engine's own kernel: unless a user asked for it,
+        that one yields to the next in the order where the packaged priority puts that one before it.
+        """
+        found = [self._offer(candidate, selection, phases, argument) for candidate in selection.ranked(phases)]
+        asked = {name for rule in selection.rules if rule.layer > PACKAGED for name in rule.backends}
+        asked.update(selection.explicit.values())
+        order = next((rule.backends for rule in reversed(selection.rules) if rule.effect == "priority"), ())
+        for place, offer in enumerate(found):
+            if offer.name is None or not offer.name.own_kernel or offer.backend not in order or offer.backend in asked:
+                continue
+            after = next((each.backend for each in found[place + 1 :] if each.name is not None), None)
+            if after in order[: order.index(offer.backend)]:
+                why = f"its place rests on attn-select's kernel, and {self.engine} runs one of its own"
+                found[place] = replace(offer, name=None, why=why)
+        return found
 
     def _offer(self, candidate: Candidate, selection: Selection, phases: Sequence[Phase], argument: str) -> Offer:
         plans = [plan for phase in phases if (plan := candidate.phases[phase].plan) is not None]
@@ -150,6 +168,7 @@ def engine_table(key: str) -> EngineTable:
                 kernels=tuple(row.get("kernels", ())),
                 block_sizes=tuple(row.get("block_sizes", ())),
                 arguments=row.get("arguments", {}),
+                own_kernel=row.get("own_kernel", False),
                 source=row["source"],
             )
             for row in data["names"]

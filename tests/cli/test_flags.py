@@ -51,6 +51,8 @@ def test_what_is_named_is_the_first_of_the_order_that_is_not_passed_over(run: An
     ("engine", "model", "gpu", "expected"),
     [
         ("vllm", "llama-3-8b", "h100", "--attention-backend FLASH_ATTN --dtype bfloat16 --block-size 16"),
+        ("vllm", "llama-3-8b", "h200", "--attention-backend FLASH_ATTN --dtype bfloat16 --block-size 16"),
+        ("sglang", "llama-3-8b", "t4", "--attention-backend triton --dtype float16 --page-size 16"),
         (
             "vllm",
             "deepseek-v3",
@@ -211,5 +213,17 @@ def test_tables_name_known_backends_with_sources(engine: str) -> None:
         assert ".py" in name.source or "kernels/" in name.source
     raw = tomllib.loads((Path(engine_table.__code__.co_filename).parent / f"engines/{engine}.toml").read_text())
     assert {key for row in raw["names"] for key in row} <= {
-        *("backend", "name", "argument", "when", "kernels", "block_sizes", "arguments", "source")
+        *("backend", "name", "argument", "when", "kernels", "block_sizes", "arguments", "own_kernel", "source")
     }
+
+
+def test_an_engines_own_kernel_takes_no_place_that_ours_was_measured_for(run: Any, tmp_path: Path) -> None:
+    words = ("flags", "--engine", "vllm", "--model", "llama-3-8b", "--gpu", "h200")
+    layer = run(*words, "--json").json["layers"][0]
+    assert (layer["selected"], layer["backend"]) == ("TRITON_ATTN", "FLASH_ATTN")
+    why = "its place rests on attn-select's kernel, and vLLM runs one of its own"
+    assert layer["passed_over"] == [{"backend": "TRITON_ATTN", "why": why}]
+    assert run(*words, "--backend", "TRITON_ATTN", "--json").json["layers"][0]["backend"] == "TRITON_ATTN"
+    rules = tmp_path / "rules.toml"
+    rules.write_text('version = 1\n[[rules]]\nname = "mine"\nprefer = ["TRITON_ATTN"]\n')
+    assert run(*words, "--rules", str(rules), "--json").json["layers"][0]["backend"] == "TRITON_ATTN"
