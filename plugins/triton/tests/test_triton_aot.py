@@ -160,6 +160,6 @@ def test_kernels_compile_side_by_side(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
     assert {line.split()[1] for line in lines} == {str(len(lines))}
     assert {line.split()[2] for line in lines} == {
-        "reshape_and_cache_kernel", "decode_kernel", "merge_splits_kernel", "prefill_kernel"
+        "reshape_and_cache_kernel", "decode_kernel", "list_pieces_kernel", "prefill_kernel"
     }  # fmt: skip
     assert again == "again 0"
