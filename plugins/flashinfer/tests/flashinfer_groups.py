@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from attn_select.runtime import Attention, AttentionGroup, Capacity, attention_g
 from attn_select.selector import environment_for
 from attn_select.testing import gqa_layer, selection_of
 from attn_select.testing.oracle_paged import paged_reference
+from attn_select.testing.running import random_batch
 from attn_select_flashinfer.facts.mha import FLASHINFER
 
 
@@ -79,3 +82,20 @@ def reference(group: Any, common: Any, cache: Any, layer: Any, sinks: Any = None
         drawn_query(group, common.num_actual_tokens), cache, group.kv_layout, common.block_table_tensor,
         common.query_start_loc, common.seq_lens, config, layer.scale, sinks=sinks, **scales,
     )  # fmt: skip
+
+
+def check_in_any_order(group: Any, layer: Any, batches: Sequence[tuple[list[int], list[int]]], **more: Any) -> None:
+    group: Any, layer: Attention, batches: Sequence[tuple[list[int], list[int]]], **more: Any
+) -> None:
+    """Build all steps, whose lengths the caller changes then, run them in this order and the other one, and compare."""
+    steps = []
+    for query_lens, seq_lens in batches:
+        common, cache = random_batch(group, query_lens, seq_lens)
+        expected, _ = reference(group, common, cache, layer, **more)
+        common = dataclasses.replace(common, seq_lens_cpu=common.seq_lens_cpu.clone())
+        steps.append((common, cache, group.build(common), expected))
+        common.seq_lens_cpu.zero_()
+    for common, cache, metadata, expected in (*steps, *reversed(steps)):
+        query = drawn_query(group, common.num_actual_tokens)
+        output = layer.forward(query, None, None, cache, metadata, torch.empty_like(query))
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)

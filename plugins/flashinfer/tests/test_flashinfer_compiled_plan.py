@@ -97,17 +97,7 @@ def test_a_batch_keeps_its_lengths_and_is_planned_again(emulate: Emulate) -> Non
     """Steps are run in another order than they were built in, and the caller's lengths have changed since."""
     world = emulate()
     group = groups.made(options=NATIVE, block_size=16)
-    layer, steps = Attention(group), []
-    for seq_lens in LENS:
-        common, cache = random_batch(group, [1] * len(seq_lens), seq_lens)
-        expected, _ = groups.reference(group, common, cache, layer)
-        common = dataclasses.replace(common, seq_lens_cpu=common.seq_lens_cpu.clone())
-        steps.append((common, cache, group.build(common), expected))
-        common.seq_lens_cpu.zero_()
-    for common, cache, metadata, expected in (*steps, *reversed(steps)):
-        query = groups.drawn_query(group, common.num_actual_tokens)
-        output = layer.forward(query, None, None, cache, metadata, torch.empty_like(query))
-        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+    groups.check_in_any_order(group, Attention(group), [([1] * len(lens), lens) for lens in LENS])
     assert len(world.named(PLAN)) == 6  # the first two steps, built once and run twice
 
 

@@ -116,18 +116,8 @@ def test_several_steps_may_be_built_before_the_first_one_runs(
     emulate({"h100": (9, 0), "b200": (10, 0)}[gpu])
     group = groups.made(gpu, **fields)
     sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
-    layer = Attention(group, **sinks)
-    steps = []
-    for query_lens, seq_lens in (([1, 1, 20], [30, 5, 40]), ([1, 7], [200, 64]), ([1], [9])):
-        common, cache = random_batch(group, query_lens, seq_lens)
-        expected, _ = groups.reference(group, common, cache, layer, **sinks)
-        common = dataclasses.replace(common, seq_lens_cpu=common.seq_lens_cpu.clone())
-        steps.append((common, cache, group.build(common), expected))
-        common.seq_lens_cpu.zero_()
-    for common, cache, metadata, expected in (*steps, *reversed(steps)):
-        query = groups.drawn_query(group, common.num_actual_tokens)
-        output = layer.forward(query, None, None, cache, metadata, torch.empty_like(query))
-        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+    batches = [([1, 1, 20], [30, 5, 40]), ([1, 7], [200, 64]), ([1], [9])]
+    groups.check_in_any_order(group, Attention(group, **sinks), batches, **sinks)
 
 
 def test_a_forced_path_that_cannot_run_is_an_error() -> None:
