@@ -85,8 +85,6 @@ def reference(group: Any, common: Any, cache: Any, layer: Any, sinks: Any = None
 
 
 def check_in_any_order(group: Any, layer: Any, batches: Sequence[tuple[list[int], list[int]]], **more: Any) -> None:
-    group: Any, layer: Attention, batches: Sequence[tuple[list[int], list[int]]], **more: Any
-) -> None:
     """Build all steps, whose lengths the caller changes then, run them in this order and the other one, and compare."""
     steps = []
     for query_lens, seq_lens in batches:
