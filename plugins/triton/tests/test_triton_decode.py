@@ -150,7 +150,8 @@ def test_split_counts_keep_to_the_workspace_and_fill_the_gpu() -> None:
                 tiles = -(-keys // 64)
                 assert 1 <= splits <= tiles
                 assert splits == 1 or programs * splits <= PROGRAMS_PER_SM * sms
-                assert keys < 1000 or 2 * programs * splits >= sms or splits == tiles
+                # One idle multiprocessor of 132 costs less than a split and its merge would.
+                assert programs * splits >= 0.99 * sms or splits == tiles
 
 
 @pytest.mark.gpu
