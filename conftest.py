@@ -13,7 +13,7 @@ import pytest
 
 QUICK_CONFIGS = 10
 """Configurations per conformance suite that `make test` runs; the others are marked slow."""
-SUMMARY = pytest.StashKey[list[str]]()
+SUMMARY = pytest.StashKey[list[Any]]()
 
 # On tensors as small as the tests' more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU kernels run in Triton's interpreter, which must be on before anything imports triton.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Processes of pytest-xdist take several GPUs in turn: CUDA_VISIBLE_DEVICES=0,1 python3 -m pytest -m gpu -n 40
+if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker) % len(gpus)]
 
 # The same examples on every machine, however slow it is. `make test` draws fewer: --hypothesis-profile=quick. A GPU
 # machine may lack hypothesis; its tests of kernels need none.
@@ -85,12 +90,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take over what a worker of pytest-xdist says of its conformance suites."""
-    lines: list[str] = getattr(node, "workeroutput", {}).get("attn-select-conformance", [])
-    node.config.stash.setdefault(SUMMARY, []).extend(lines)
+    counts: list[Any] = getattr(node, "workeroutput", {}).get("attn-select-conformance", [])
+    node.config.stash.setdefault(SUMMARY, []).extend(counts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SUMMARY in terminalreporter.config.stash:
         from attn_select.testing.conformance import write_summary
 
-        write_summary(terminalreporter, terminalreporter.config.stash[SUMMARY])
+        counts = terminalreporter.config.stash[SUMMARY]
+        write_summary(terminalreporter, counts)

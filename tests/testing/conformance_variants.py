@@ -47,16 +47,22 @@ class Variant:
         return type("TestVariant", (BackendConformance,), settings)
 
 
-def ids_of(suite: type[BackendConformance]) -> list[Any]:
-    """Return the configurations that pytest would make tests of their own, or the reason of their one skip."""
+def params_of(suite: type[BackendConformance], *, grouped: bool) -> list[Any]:
+    """Return what the suite gives to pytest as parameters, with pytest-xdist or without."""
     found: list[Any] = []
-    plugins = SimpleNamespace(get_plugin=lambda name: SimpleNamespace(suites={}))
+    plugins = SimpleNamespace(get_plugin=lambda name: SimpleNamespace(suites={}), hasplugin=lambda name: grouped)
     metafunc: Any = SimpleNamespace(
         fixturenames=["index"],
         parametrize=lambda name, values: found.extend(values),
         config=SimpleNamespace(pluginmanager=plugins),
     )
     suite().pytest_generate_tests(metafunc)
+    return found
+
+
+def ids_of(suite: type[BackendConformance]) -> list[Any]:
+    """Return the configurations that pytest would make tests of their own, or the reason of their one skip."""
+    found = params_of(suite, grouped=False)
     return [mark.kwargs["reason"] for each in found for mark in each.marks] if found[0] not in range(1000) else found
 
 

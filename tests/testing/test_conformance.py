@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conformance_variants import ACCEPTED, REJECTED, YES, Variant, failures, ids_of
+from conformance_variants import ACCEPTED, REJECTED, YES, Variant, failures, ids_of, params_of
 from torch import Tensor
 
 from attn_select.config import AttentionConfig, Phase
@@ -90,6 +90,32 @@ def test_what_this_machine_lacks_is_skipped_in_the_gates_words(right: Variant) -
     assert ids_of(suite) == ["none of 40 configurations can be run: device cpu (supported: 9.0)"]
     # The gate is held to its word all the same, and an emulated kernel runs.
     assert failures(right.declaring(compute_capabilities=hopper).suite(device="cpu", gate_device="h100")) == []
+
+
+def test_the_counts_of_several_processes_are_one_line() -> None:
+    first = conformance.SuiteCounts(
+        suite="TestOne (ACME_ATTN)", seed=3, tally={"accepted": 2, "run": 1, "batches": 4}, not_run={"no GPU": 1}
+    )
+    second = {**first, "tally": {"accepted": 1, "rejected": 2, "failed": 1}}
+    other = {**first, "seed": 4, "tally": {"rejected": 1}, "not_run": {}}
+    assert conformance.summary_lines([first, second, other]) == [  # type: ignore[list-item]
+        "TestOne (ACME_ATTN): 5 configurations of seed 3: 3 accepted, 2 rejected, "
+        "1 run (4 batches, 0 graph replays), 1 failed, 2 not run",
+        "  2 not run: no GPU",
+        "TestOne (ACME_ATTN): 1 configurations of seed 4: 0 accepted, 1 rejected, "
+        "0 run (0 batches, 0 graph replays), 0 failed, 0 not run",
+    ]
+
+
+def test_configurations_of_one_compile_key_go_to_one_process(right: Variant) -> None:
+    keyed = replace(right, spec=replace(right.spec, compile_key=lambda config: config.head_size)).suite()
+    groups: dict[str, set[int | None]] = {}
+    for param in params_of(keyed, grouped=True):
+        (mark,) = param.marks
+        groups.setdefault(mark.args[0], set()).add(keyed()._cases()[param.values[0]].config.head_size)
+    assert len(groups) > 2
+    assert all(len(sizes) == 1 for sizes in groups.values())
+    assert not any(hasattr(param, "marks") for param in params_of(keyed, grouped=False))  # where xdist is missing
 
 
 def test_a_plugin_without_runtime_is_skipped(right: Variant) -> None:

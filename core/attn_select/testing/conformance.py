@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypedDict
 
 import pytest
 import torch
@@ -58,6 +58,15 @@ NEVER_RUN: Mapping[Callable[[AttentionConfig], bool], str] = {
 }
 """What the suite can run on no machine; plans for it are marked ``unverified``."""
 _WORDS = {True: "accepts", False: "refuses"}
+
+
+class SuiteCounts(TypedDict):
+    """What happened to a suite's configurations in one process, as plain data that pytest-xdist can send."""
+
+    suite: str
+    seed: int
+    tally: dict[str, int]
+    not_run: dict[str, int]
 
 
 class BackendConformance:
@@ -156,8 +165,10 @@ class BackendConformance:
         """
         if "index" in metafunc.fixturenames:
             left_out = {case.index: self._left_out(case) for case in self._cases()}
-            metafunc.parametrize("index", self._to_run(left_out) or [self._skipped(left_out)])
             manager = metafunc.config.pluginmanager
+            indices = self._to_run(left_out)
+            params = [self._param(index, manager.hasplugin("xdist")) for index in indices] or [self._skipped(left_out)]
+            metafunc.parametrize("index", params)
             summary: Any = manager.get_plugin(_Summary.name)
             if summary is None:
                 manager.register(summary := _Summary(), _Summary.name)
@@ -165,8 +176,12 @@ class BackendConformance:
 
     @classmethod
     def setup_class(cls) -> None:
-        """Reset the counts, and use one thread: the tensors are too small for more."""
-        cls._tally, cls._not_run = Counter(), Counter()
+        """Begin the counts, and use one thread: the tensors are too small for more.
+
+        A process that pytest-xdist gives several groups of configurations comes here once for each.
+        """
+        if "_tally" not in cls.__dict__:
+            cls._tally, cls._not_run = Counter(), Counter()
         cls._threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
@@ -232,6 +247,15 @@ class BackendConformance:
         own = [case for case in self._cases() if left_out[case.index] is None]
         can_run = any(plans_of(self._judge(case)[0]) for case in own)
         return [case.index for case in own] if can_run else []
+
+    def _param(self, index: int, grouped: bool) -> Any:
+        """Return the parameter of one configuration; those of one compile key belong to one process."""
+        if not grouped:
+            return index
+        group = (
+            f"{type(self).__module__}.{type(self).__qualname__} {self.spec.compile_key(self._cases()[index].config)}"
+        )
+        return pytest.param(index, marks=pytest.mark.xdist_group(group))
 
     def _skipped(self, left_out: Mapping[int, str | None]) -> Any:
         """Return the parameter of the one test that stands for all configurations where none can be run here."""
@@ -303,18 +327,39 @@ class BackendConformance:
             raise
 
     @classmethod
+    def counts(cls) -> SuiteCounts:
+        """Return what happened to the configurations in this process."""
+        known = cls.__dict__
+        name = f"{cls.__name__} ({cls.spec.name})"
+        return {
+            "suite": name,
+            "seed": cls.seed,
+            "tally": dict(known.get("_tally", {})),
+            "not_run": dict(known.get("_not_run", {})),
+        }
+
+    @classmethod
     def summary(cls) -> list[str]:
         """Return the lines that count what happened to the configurations; none if no test ran."""
-        tally: Counter[str] = cls.__dict__.get("_tally", Counter())
-        drawn = tally["accepted"] + tally["rejected"]
-        if not drawn:
-            return []
-        runs = f"{tally['run']} run ({tally['batches']} batches, {tally['replays']} graph replays)"
-        line = (
-            f"{cls.__name__} ({cls.spec.name}): {drawn} configurations of seed {cls.seed}: {tally['accepted']} accepted"
-        )
-        line += f", {tally['rejected']} rejected, {runs}, {tally['failed']} failed, {cls._not_run.total()} not run"
-        return [line, *(f"  {count} not run: {why}" for why, count in cls._not_run.most_common())]
+        return summary_lines([cls.counts()])
+
+
+def summary_lines(counts: Iterable[SuiteCounts]) -> list[str]:
+    """Return the lines that count what happened, those of one suite in several processes as one."""
+    tallies: dict[tuple[str, int], tuple[Counter[str], Counter[str]]] = {}
+    for each in counts:
+        tally, not_run = tallies.setdefault((each["suite"], each["seed"]), (Counter(), Counter()))
+        tally.update(each["tally"])
+        not_run.update(each["not_run"])
+    lines = []
+    for (suite, seed), (tally, not_run) in tallies.items():
+        if drawn := tally["accepted"] + tally["rejected"]:
+            runs = f"{tally['run']} run ({tally['batches']} batches, {tally['replays']} graph replays)"
+            judged = f"{tally['accepted']} accepted, {tally['rejected']} rejected"
+            ended = f"{tally['failed']} failed, {not_run.total()} not run"
+            lines.append(f"{suite}: {drawn} configurations of seed {seed}: {judged}, {runs}, {ended}")
+            lines += [f"  {count} not run: {why}" for why, count in not_run.most_common()]
+    return lines
 
 
 class _Summary:
@@ -325,22 +370,22 @@ class _Summary:
     def __init__(self) -> None:
         self.suites: dict[type[BackendConformance], None] = {}
 
-    def lines(self) -> list[str]:
-        return [line for suite in self.suites for line in suite.summary()]
+    def counts(self) -> list[SuiteCounts]:
+        return [suite.counts() for suite in self.suites]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """In a worker of pytest-xdist, send the counts to the process that prints them."""
-        output: dict[str, list[str]] | None = getattr(session.config, "workeroutput", None)
+        output: dict[str, list[SuiteCounts]] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output[self.name] = self.lines()
+            output[self.name] = self.counts()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        write_summary(terminalreporter, self.lines())
+        write_summary(terminalreporter, self.counts())
 
 
-def write_summary(terminalreporter: pytest.TerminalReporter, lines: Sequence[str]) -> None:
+def write_summary(terminalreporter: pytest.TerminalReporter, counts: Iterable[SuiteCounts]) -> None:
     """Write the counts of all suites at the end of a session, nothing where no suite ran."""
-    if lines:
+    if lines := summary_lines(counts):
         terminalreporter.section("attention backends held to their specs")
         for line in lines:
             terminalreporter.write_line(line)
