@@ -96,7 +96,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SUMMARY in terminalreporter.config.stash:
-        from attn_select.testing.conformance import write_summary
+        from attn_select.testing.conformance_summary import write_summary
 
         counts = terminalreporter.config.stash[SUMMARY]
         write_summary(terminalreporter, counts)

@@ -14,6 +14,7 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.errors import RuntimeMissingError
 from attn_select.spec import BackendPlan, ComputeCapabilities, Fact, Reason
 from attn_select.testing import conformance
+from attn_select.testing.conformance_summary import SuiteCounts, summary_lines
 
 pytestmark = pytest.mark.long
 
@@ -93,12 +94,12 @@ def test_what_this_machine_lacks_is_skipped_in_the_gates_words(right: Variant) -
 
 
 def test_the_counts_of_several_processes_are_one_line() -> None:
-    first = conformance.SuiteCounts(
+    first = SuiteCounts(
         suite="TestOne (ACME_ATTN)", seed=3, tally={"accepted": 2, "run": 1, "batches": 4}, not_run={"no GPU": 1}
     )
     second = {**first, "tally": {"accepted": 1, "rejected": 2, "failed": 1}}
     other = {**first, "seed": 4, "tally": {"rejected": 1}, "not_run": {}}
-    assert conformance.summary_lines([first, second, other]) == [  # type: ignore[list-item]
+    assert summary_lines([first, second, other]) == [  # type: ignore[list-item]
         "TestOne (ACME_ATTN): 5 configurations of seed 3: 3 accepted, 2 rejected, "
         "1 run (4 batches, 0 graph replays), 1 failed, 2 not run",
         "  2 not run: no GPU",

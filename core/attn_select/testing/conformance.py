@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, TypedDict
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ from attn_select.spec_check import problems_of
 from attn_select.testing import comparison
 from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
 from attn_select.testing.conformance_run import Rig, Terms
+from attn_select.testing.conformance_summary import SuiteCounts, SummaryPlugin, summary_lines
 from attn_select.testing.ranks import run_ranks
 from attn_select.testing.toolkit import (
     Outcome,
@@ -58,15 +59,6 @@ NEVER_RUN: Mapping[Callable[[AttentionConfig], bool], str] = {
 }
 """What the suite can run on no machine; plans for it are marked ``unverified``."""
 _WORDS = {True: "accepts", False: "refuses"}
-
-
-class SuiteCounts(TypedDict):
-    """What happened to a suite's configurations in one process, as plain data that pytest-xdist can send."""
-
-    suite: str
-    seed: int
-    tally: dict[str, int]
-    not_run: dict[str, int]
 
 
 class BackendConformance:
@@ -169,9 +161,9 @@ class BackendConformance:
             indices = self._to_run(left_out)
             params = [self._param(index, manager.hasplugin("xdist")) for index in indices] or [self._skipped(left_out)]
             metafunc.parametrize("index", params)
-            summary: Any = manager.get_plugin(_Summary.name)
+            summary: Any = manager.get_plugin(SummaryPlugin.name)
             if summary is None:
-                manager.register(summary := _Summary(), _Summary.name)
+                manager.register(summary := SummaryPlugin(), SummaryPlugin.name)
             summary.suites[type(self)] = None
 
     @classmethod
@@ -342,53 +334,6 @@ class BackendConformance:
     def summary(cls) -> list[str]:
         """Return the lines that count what happened to the configurations; none if no test ran."""
         return summary_lines([cls.counts()])
-
-
-def summary_lines(counts: Iterable[SuiteCounts]) -> list[str]:
-    """Return the lines that count what happened, those of one suite in several processes as one."""
-    tallies: dict[tuple[str, int], tuple[Counter[str], Counter[str]]] = {}
-    for each in counts:
-        tally, not_run = tallies.setdefault((each["suite"], each["seed"]), (Counter(), Counter()))
-        tally.update(each["tally"])
-        not_run.update(each["not_run"])
-    lines = []
-    for (suite, seed), (tally, not_run) in tallies.items():
-        if drawn := tally["accepted"] + tally["rejected"]:
-            runs = f"{tally['run']} run ({tally['batches']} batches, {tally['replays']} graph replays)"
-            judged = f"{tally['accepted']} accepted, {tally['rejected']} rejected"
-            ended = f"{tally['failed']} failed, {not_run.total()} not run"
-            lines.append(f"{suite}: {drawn} configurations of seed {seed}: {judged}, {runs}, {ended}")
-            lines += [f"  {count} not run: {why}" for why, count in not_run.most_common()]
-    return lines
-
-
-class _Summary:
-    """Prints every suite's counts at the end of the session."""
-
-    name = "attn-select-conformance"
-
-    def __init__(self) -> None:
-        self.suites: dict[type[BackendConformance], None] = {}
-
-    def counts(self) -> list[SuiteCounts]:
-        return [suite.counts() for suite in self.suites]
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """In a worker of pytest-xdist, send the counts to the process that prints them."""
-        output: dict[str, list[SuiteCounts]] | None = getattr(session.config, "workeroutput", None)
-        if output is not None:
-            output[self.name] = self.counts()
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        write_summary(terminalreporter, self.counts())
-
-
-def write_summary(terminalreporter: pytest.TerminalReporter, counts: Iterable[SuiteCounts]) -> None:
-    """Write the counts of all suites at the end of a session, nothing where no suite ran."""
-    if lines := summary_lines(counts):
-        terminalreporter.section("attention backends held to their specs")
-        for line in lines:
-            terminalreporter.write_line(line)
 
 
 def rank_options(rng: random.Random, selection: Selection) -> dict[str, Any]:
