@@ -153,7 +153,7 @@ def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
             _take_one(same)
         else:
             for taken in same:
-                taken.offer = next((offer for offer in taken.offers if offer.name), None)
+                taken.offer = min(_had(taken), key=_place, default=None)
     return found
 
 
@@ -178,15 +178,20 @@ def _named_by(argument: str) -> str:
 
 def _take_one(several: Sequence[Taken]) -> None:
     """Take the engine's backend that stands least far behind in the orders of all layer kinds together."""
-    positions = [
-        {_name(offer): place for place, offer in reversed([*enumerate(taken.offers)]) if offer.name}
-        for taken in several
-    ]
-    common = [name for name in positions[0] if all(name in each for each in positions)]
+    named = [{_name(offer): offer for offer in sorted(_had(taken), key=_place, reverse=True)} for taken in several]
+    common = [name for name in named[0] if all(name in each for each in named)]
     if common:
-        best = min(common, key=lambda name: sum(each[name] for each in positions))
-        for taken, each in zip(several, positions, strict=True):
-            taken.offer = taken.offers[each[best]]
+        best = min(common, key=lambda name: sum(each[name].place for each in named))
+        for taken, each in zip(several, named, strict=True):
+            taken.offer = each[best]
+
+
+def _had(taken: Taken) -> list[Offer]:
+    return [offer for offer in taken.offers if offer.name is not None]
+
+
+def _place(offer: Offer) -> float:
+    return offer.place
 
 
 def _name(offer: Offer) -> str:

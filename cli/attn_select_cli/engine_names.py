@@ -11,10 +11,10 @@ from typing import Literal
 
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
+from attn_select.engine_kernels import rests_on_our_times
 from attn_select.outcome import Candidate
 from attn_select.rules.conditions import Condition, compile_when
 from attn_select.rules.ranking import holds_for
-from attn_select.rules.rule import PACKAGED
 from attn_select.selection import Selection
 
 
@@ -93,21 +93,23 @@ class EngineTable:
     def offers(self, selection: Selection, phases: Sequence[Phase], argument: str) -> list[Offer]:
         """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
 
-        What was measured of attn-select's kernels says nothing of an engine's own kernel: unless a user asked for it,
-        that one yields to the next in the order where the packaged priority puts that one before it.
+        An engine's own kernel has the place that it has without the times of attn-select's kernel.
         """
         found = [self._offer(candidate, selection, phases, argument) for candidate in selection.ranked(phases)]
-        asked = {name for rule in selection.rules if rule.layer > PACKAGED for name in rule.backends}
-        asked.update(selection.explicit.values())
-        order = next((rule.backends for rule in reversed(selection.rules) if rule.effect == "priority"), ())
+        offers: list[Offer] = []
         for place, offer in enumerate(found):
-            if offer.name is None or not offer.name.own_kernel or offer.backend not in order or offer.backend in asked:
-                continue
-            after = next((each.backend for each in found[place + 1 :] if each.name is not None), None)
-            if after in order[: order.index(offer.backend)]:
-                why = f"its place rests on attn-select's kernel, and {self.engine} runs one of its own"
-                found[place] = replace(offer, name=None, why=why)
-        return found
+            before: list[int] = []
+            if offer.name is not None and offer.name.own_kernel:
+                for later, other in enumerate(found[place + 1 :], place + 1):
+                    if other.name and rests_on_our_times(selection, offer.backend, phases[-1], other.backend):
+                        before.append(later)
+            why = (
+                f"its place rests on attn-select's kernel, and {self.engine} runs one of its own"
+                if before
+                else offer.why
+            )
+            offers.append(replace(offer, why=why, place=before[-1] + 0.5 if before else place))
+        return offers
 
     def _offer(self, candidate: Candidate, selection: Selection, phases: Sequence[Phase], argument: str) -> Offer:
         plans = [plan for phase in phases if (plan := candidate.phases[phase].plan) is not None]
@@ -134,14 +136,16 @@ class Offer:
     Attributes:
         backend: attn-select's name.
         name: the engine's; None where it has none.
-        why: why it has none; empty where it has one.
+        why: why it has none, or why the one that it has comes later; else empty.
         block_size: tokens per cache block that attn-select would give it; None for layers without a cache.
+        place: in the order for this engine, least first.
     """
 
     backend: str
     name: EngineName | None
     why: str
     block_size: int | None
+    place: float = 0
 
 
 def engine_table(key: str) -> EngineTable:

@@ -52,6 +52,7 @@ def test_what_is_named_is_the_first_of_the_order_that_is_not_passed_over(run: An
     [
         ("vllm", "llama-3-8b", "h100", "--attention-backend FLASH_ATTN --dtype bfloat16 --block-size 16"),
         ("vllm", "llama-3-8b", "h200", "--attention-backend FLASH_ATTN --dtype bfloat16 --block-size 16"),
+        ("sglang", "llama-3-8b", "h200", "--attention-backend fa3 --dtype bfloat16 --page-size 16"),
         ("sglang", "llama-3-8b", "t4", "--attention-backend triton --dtype float16 --page-size 16"),
         (
             "vllm",
@@ -217,13 +218,18 @@ def test_tables_name_known_backends_with_sources(engine: str) -> None:
     }
 
 
-def test_an_engines_own_kernel_takes_no_place_that_ours_was_measured_for(run: Any, tmp_path: Path) -> None:
-    words = ("flags", "--engine", "vllm", "--model", "llama-3-8b", "--gpu", "h200")
-    layer = run(*words, "--json").json["layers"][0]
+@pytest.mark.parametrize(("key", "engine"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_an_engines_own_kernel_takes_no_place_that_ours_was_measured_for(
+    run: Any, tmp_path: Path, key: str, engine: str
+) -> None:
+    words = ("flags", "--engine", key, "--model", "llama-3-8b", "--gpu", "h200")
+    layer = run(*words, "--json").json["layers"][-1]
     assert (layer["selected"], layer["backend"]) == ("TRITON_ATTN", "FLASH_ATTN")
-    why = "its place rests on attn-select's kernel, and vLLM runs one of its own"
+    why = f"its place rests on attn-select's kernel, and {engine} runs one of its own"
     assert layer["passed_over"] == [{"backend": "TRITON_ATTN", "why": why}]
-    assert run(*words, "--backend", "TRITON_ATTN", "--json").json["layers"][0]["backend"] == "TRITON_ATTN"
+    assert run(*words, "--backend", "TRITON_ATTN", "--json").json["layers"][-1]["backend"] == "TRITON_ATTN"
     rules = tmp_path / "rules.toml"
     rules.write_text('version = 1\n[[rules]]\nname = "mine"\nprefer = ["TRITON_ATTN"]\n')
-    assert run(*words, "--rules", str(rules), "--json").json["layers"][0]["backend"] == "TRITON_ATTN"
+    assert run(*words, "--rules", str(rules), "--json").json["layers"][-1]["backend"] == "TRITON_ATTN"
+    rules.write_text(rules.read_text() + 'measured = "2026-11-20T10:00:00+00:00"\n')
+    assert run(*words, "--rules", str(rules), "--json").json["layers"][-1]["backend"] == "FLASH_ATTN"

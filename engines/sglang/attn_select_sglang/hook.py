@@ -79,6 +79,9 @@ def log_block(choice: Choice, kinds: Sequence[LayerKind], selections: Sequence[S
     lines = [f"attn-select {__version__} chose for SGLang: {named}"]
     if choice.passed_over:
         lines.append(f"  SGLang does not have for all layers: {', '.join(choice.passed_over)}")
+    if choice.not_ours:
+        names = ", ".join(choice.not_ours)
+        lines.append(f"  comes first by times of attn-select's kernel, and SGLang runs one of its own: {names}")
     for kind, selection in zip(kinds, selections, strict=True):
         shown = layer_lines(selection, kind.kind, kind.count, runs=False)
         lines.append(plain([*shown, *warning_lines(selection.warnings)]))

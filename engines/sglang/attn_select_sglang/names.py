@@ -24,6 +24,8 @@ ENGINE_NAMES = {
 }
 """SGLang's names (``arg_groups/choices.py``) by attn-select's name. Sparse MLA is SGLang's own ``dsa``, which its model
 overrides choose."""
+OWN_KERNELS = ("triton",)
+"""Under these names SGLang has kernels of its own and attn-select others; the rest come from the same libraries."""
 BACKENDS = {
     (name, backend.endswith("MLA")): backend for backend, names in reversed(ENGINE_NAMES.items()) for name in names
 }

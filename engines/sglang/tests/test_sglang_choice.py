@@ -51,6 +51,24 @@ def test_choices(model: str, gpu: str, prefill: str, decode: str, passed_over: t
     assert chosen(model, gpu) == Choice(prefill, decode, passed_over)
 
 
+def test_times_of_our_kernel_choose_no_kernel_of_sglangs() -> None:
+    assert chosen("llama-3-8b", "h200") == Choice("fa3", "fa3", (), ("TRITON_ATTN",))
+    assert chosen("gpt-oss-120b", "h200") == Choice("fa3", "fa3", (), ("TRITON_ATTN",))
+    asked = select_model(configs_from_model("llama-3-8b", device=lookup("h200")).configs, "h200", backend="TRITON_ATTN")
+    assert choose(asked, True) == Choice("triton", "triton", ())
+    timed = select_model(configs_from_model("llama-3-8b", device=lookup("h200")).configs, "h200", workload="chat")
+    assert choose(timed, True).decode == "fa3"
+
+
+def test_a_kernel_of_sglangs_own_is_taken_where_no_other_is_valid() -> None:
+    wide = AttentionConfig(num_heads=8, num_kv_heads=4, head_size=512, dtype="bfloat16")
+    usual = AttentionConfig(num_heads=8, num_kv_heads=4, head_size=128, dtype="bfloat16")
+    alone = select(wide, "h200")
+    assert choose([alone], False).prefill == "triton"
+    # Of the usual layers' order fa3 comes first, which the wide ones do not have.
+    assert choose([alone, select(usual, "h200")], False).decode == "triton"
+
+
 def test_fields_of_server_args() -> None:
     assert Choice("fa3", "fa3", ()).declared() == {"attention_backend": "fa3"}
     assert Choice("flashinfer", "triton", ()).declared() == {

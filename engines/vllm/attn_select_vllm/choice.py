@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from attn_select.config import AttentionConfig, Phase
+from attn_select.engine_kernels import rests_on_our_times
 from attn_select.selection import Selection
-from attn_select_vllm.names import PREFILL_NAMES, EngineBackend, engine_backends
+from attn_select_vllm.names import NOT_OURS, PREFILL_NAMES, EngineBackend, engine_backends
 
 Refusals = list[str]
-"""Why vLLM does not take a backend; empty where it does."""
+"""Why vLLM does not take a backend, or is not to take it; empty where it does."""
 UNKNOWN = "this release of vLLM does not have it"
+_BY_OUR_TIMES = "it comes first by times of attn-select's kernel alone, and is vLLM's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Choice:
         selection: attn-select's decision.
         backend: attn-select's name of the backend that runs; None where vLLM accepts none.
         engine: the same as vLLM knows it; None with ``backend``.
-        refused: what was tried before it, by vLLM's name, with vLLM's reasons.
+        refused: what was passed over before it, by vLLM's name, with the reasons.
     """
 
     selection: Selection
@@ -42,16 +44,26 @@ def served_phases(config: AttentionConfig) -> tuple[Phase, ...]:
 def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusals]) -> Choice:
     """Return the first backend of attn-select's order that vLLM accepts.
 
+    A kernel of vLLM's own is passed over where only times of attn-select's put it before another that vLLM accepts.
+
     Args:
         refusals: asks vLLM about one of its backends; gets attn-select's name of it too.
     """
-    config = selection.config
+    config, device = selection.config, selection.device
+    phases = served_phases(config)
     refused: dict[str, Refusals] = {}
-    for candidate in selection.ranked(served_phases(config)):
-        for engine in engine_backends(candidate.backend, config, selection.device):
-            reasons = refusals(candidate.backend, engine)
+    order = selection.ranked(phases)
+    for place, candidate in enumerate(order):
+        backend = candidate.backend
+        for engine in engine_backends(backend, config, device):
+            reasons = refusals(backend, engine)
+            if not reasons and backend in NOT_OURS and not engine.own:
+                later = [other.backend for other in order[place + 1 :]]
+                better = [name for name in later if rests_on_our_times(selection, backend, phases[-1], name)]
+                if any(not refusals(name, each) for name in better for each in engine_backends(name, config, device)):
+                    reasons = [_BY_OUR_TIMES]
             if not reasons:
-                return Choice(selection, candidate.backend, engine, refused)
+                return Choice(selection, backend, engine, refused)
             refused[engine.name] = reasons
     return Choice(selection, None, None, refused)
 

@@ -48,4 +48,4 @@ def _winner(choice: Choice) -> str:
 
 def _refused(refused: Mapping[str, Refusals]) -> Iterator[str]:
     for name, reasons in refused.items():
-        yield f"  vLLM refuses {name}: {'; '.join(reasons)}"
+        yield f"  {name} is not taken: {'; '.join(reasons)}"

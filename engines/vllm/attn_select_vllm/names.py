@@ -36,6 +36,8 @@ ENGINE_NAMES = {
 } | {"FLASHINFER_MLA_SPARSE": ("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90")}
 """vLLM's names (``AttentionBackendEnum``) by attn-select's name; the first that vLLM accepts is meant. TORCH_SDPA is a
 tag of vision towers there, not a backend."""
+NOT_OURS = ("TRITON_ATTN", "TRITON_MLA")
+"""Under these names vLLM has kernels of its own and attn-select others; the rest come from the same libraries."""
 PREFILL_NAMES = {"FLASH_ATTN_MLA": "FLASH_ATTN", "FLASHINFER_MLA": "FLASHINFER"}
 """vLLM's names of MLA prefill (``MLAPrefillBackendEnum``) by attn-select's name."""
 

@@ -57,7 +57,7 @@ def test_the_first_of_our_order_that_vllm_0_33_accepts(gpu: str, layer: str) -> 
         assert not set(asked) & set(accepted)
     else:
         assert choice.engine.name in accepted
-        assert list(choice.refused) == asked[:-1]
+        assert list(choice.refused) == asked[: asked.index(choice.engine.name)]
         assert ENGINE_NAMES[choice.backend or ""][0] == choice.backend
 
 
@@ -97,6 +97,28 @@ def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     assert names("FLASHINFER", gqa, hopper) == ["FLASHINFER"]
     assert names("FLASHINFER", fp8, hopper) == ["own FLASHINFER", "FLASHINFER"]
     assert names("FLASH_ATTN", gqa, hopper) == ["FLASH_ATTN"]
+
+
+def chosen_on_an_h200(accepted: set[str], **options: Any) -> str | None:
+    """What is taken for a Llama's layers where vLLM accepts these alone."""
+    selection = select(AttentionConfig(**GQA_FIELDS), "h200", **options)
+    choice = choose(selection, lambda _, engine: [] if engine.name in accepted else ["-"])
+    return choice.engine.name if choice.engine else None
+
+
+def test_times_of_our_kernel_choose_no_kernel_of_vllms(tmp_path: Path) -> None:
+    ours, theirs, flash = OWN_PREFIX + "TRITON_ATTN", "TRITON_ATTN", "FLASH_ATTN"
+    assert chosen_on_an_h200({ours, theirs, flash}) == ours
+    assert chosen_on_an_h200({theirs, flash}) == flash
+    assert chosen_on_an_h200({theirs, flash}, workload="chat") == flash
+    assert chosen_on_an_h200({theirs, "FLEX_ATTENTION"}) == theirs
+    assert chosen_on_an_h200({theirs}) == theirs
+    assert chosen_on_an_h200({theirs, flash}, backend="TRITON_ATTN") == theirs
+    selection = select(AttentionConfig(**GQA_FIELDS), "h200")
+    choice = choose(selection, lambda _, engine: [] if engine.name in (theirs, flash) else ["the adapter does not"])
+    text = choice_text(choice, "full_attention")
+    assert f"{ours} is not taken: the adapter does not" in text
+    assert f"{theirs} is not taken: it comes first by times of attn-select's kernel alone" in text
 
 
 def test_the_log_says_what_runs_and_not_what_does_not() -> None:
@@ -205,7 +227,7 @@ def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     block = engine.log.lines[0]
     assert "chose for full_attention: nothing that vLLM accepts; vLLM chooses by itself" in block
-    assert "vLLM refuses FLEX_ATTENTION: this release of vLLM does not have it" in block
+    assert "FLEX_ATTENTION is not taken: this release of vLLM does not have it" in block
     assert "no_sdpa.toml:2" in block
     clear_cache()
 
@@ -230,7 +252,7 @@ def test_what_the_adapter_does_not_do_is_vllms(
 
     register()
     assert engine.platform.get_attn_backend_cls(None, ASKED._replace(**asked)) == "vllm.CPU_ATTN"
-    assert f"vLLM refuses ATTN_SELECT_TORCH_SDPA: {reason}" in engine.log.lines[0]
+    assert f"ATTN_SELECT_TORCH_SDPA is not taken: {reason}" in engine.log.lines[0]
 
 
 def test_layers_that_attn_select_does_not_know_are_vllms(vllm: Any) -> None:

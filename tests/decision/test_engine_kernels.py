@@ -1,0 +1,50 @@
+"""Places in the order that rest on times of attn-select's kernels alone, which an engine's own kernel does not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attn_select import AttentionConfig, select
+from attn_select.engine_kernels import rests_on_our_times
+from attn_select.testing.toolkit import GQA_FIELDS
+
+USERS = 'version = 1\n[[rules]]\nname = "mine"\nprefer = ["TRITON_ATTN"]\n'
+
+
+def rests(
+    gpu: str = "h200", rules: Path | None = None, backend: str | None = None, instead: str = "FLASH_ATTN"
+) -> bool:
+    selection = select(AttentionConfig(**GQA_FIELDS), gpu, rules=rules, backend=backend)
+    return rests_on_our_times(selection, "TRITON_ATTN", "decode", instead)
+
+
+def test_a_packaged_prefer_rests_on_times() -> None:
+    assert rests()
+    assert rests(instead="FLASHINFER")
+    assert not rests(instead="FLEX_ATTENTION"), "the priority puts it behind"
+
+
+def test_what_a_user_asks_for_does_not(tmp_path: Path) -> None:
+    assert not rests(backend="TRITON_ATTN")
+    rules = tmp_path / "rules.toml"
+    rules.write_text(USERS)
+    assert not rests(rules=rules)
+    rules.write_text('version = 1\n[[rules]]\nname = "mine"\npriority = ["TRITON_ATTN", "FLASH_ATTN"]\n')
+    assert not rests(rules=rules)
+
+
+def test_a_rule_that_tune_wrote_does(tmp_path: Path) -> None:
+    rules = tmp_path / "tuned.toml"
+    rules.write_text(USERS + 'measured = "2026-11-20T10:00:00+00:00"\n')
+    assert rests(rules=rules)
+
+
+def test_what_nothing_proves_is_behind_for_another_reason() -> None:
+    config = AttentionConfig(**{**GQA_FIELDS, "dtype": "float16"})
+    selection = select(config, "t4")
+    (plan,) = [c.phases["decode"].plan for c in selection.candidates if c.backend == "FLASHINFER"]
+    if plan is None or not plan.unverified:
+        pytest.fail("FLASHINFER is no longer unverified on a T4: take another example")
+    assert not rests_on_our_times(selection, "TRITON_ATTN", "decode", "FLASHINFER")
