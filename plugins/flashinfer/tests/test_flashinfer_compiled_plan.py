@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,35 @@ def test_a_batch_keeps_its_lengths_and_is_planned_again(emulate: Emulate) -> Non
     group = groups.made(options=NATIVE, block_size=16)
     groups.check_in_any_order(group, Attention(group), [([1] * len(lens), lens) for lens in LENS])
     assert len(world.named(PLAN)) == 6  # the first two steps, built once and run twice
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+def test_outputs_are_to_the_bit_those_of_steps_that_plan_planned(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes of up to 200 requests, prefills, and both in one step."""
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 16, "kv_cache_dtype": cache}
+    check_equal(lambda: groups.on_gpu(options=NATIVE, group_capacity=Capacity(200, 2048, 4096), **fields), monkeypatch)
+
+
+def check_equal(made: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, most: int = 200) -> None:
+    draw = random.Random(0)
+    queries = [[1], [1, 1], [1] * 7, [1] * 40, [1] * most, [300], [16, 500, 3], [1, 1, 90], [1] * 30 + [700]]
+    batches = [spoiled(made(), each, [tokens + draw.randint(0, 1500) for tokens in each]) for each in queries]
+
+    def outputs() -> list[torch.Tensor]:
+        group = made()
+        layer = Attention(group)
+        return [groups.run(group, *batch, layer)[0] for batch in (*batches, *reversed(batches))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_plan.Recorder, "compiled", lambda *_: None)
+        wanted = outputs()
+    calls, call = [], compiled_plan.CompiledPlan.__call__
+    monkeypatch.setattr(compiled_plan.CompiledPlan, "__call__", lambda *given: (calls.append(given), call(*given))[1])
+    found = outputs()
+    assert len(calls) > len(queries)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(one, other), f"step {number}"
 
 
 @pytest.mark.parametrize("cut", ["columns in front", "one row for all", "columns as rows"])
