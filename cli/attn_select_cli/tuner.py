@@ -32,18 +32,23 @@ _LONGEST_US = 30_000.0
 """Batches that take longer by the roofline are left out: they would cost the time of many others."""
 _MEMORY_SHARE = 0.7
 """Batches that move more than this share of the device's memory are left out."""
+_MOST_NEW_TOKENS, _MOST_TOKENS = 1 << 15, 1 << 20
+"""New tokens and tokens of all requests of a batch, where neither ranges nor a workload are asked for: what a model's
+layers share the memory for. Times of larger batches would say little of those that a service has."""
 _BATCH_SECONDS = 2.0
 """Most seconds of timing for one batch."""
 _WORSE = 1.005
 """Rules that lose to the present order by more than this factor on held-out batches are not written."""
 _COMPARED = 2
 """Batches of a layer's phase whose results are compared with the oracle."""
+_FAILURES = 3
+"""A backend that fails at this many batches and has no time takes no part any more."""
 _DRIFT = math.log1p(TIE)
 """By how much, as a logarithm, a known time may differ from a new one of the same backend and batch: where it differs
 more, the device runs otherwise than it did, and the other known times of the batch do not compare with new ones."""
 _BATCH: Span = (1, 256)
 _PREFILL_BATCH: Span = (1, 16)
-_QUERY_LEN: Span = (128, 8192)
+_QUERY_LEN: Span = (64, 16384)
 _SEQ_LEN: Span = (128, 131072)
 
 
@@ -55,24 +60,26 @@ class LayerTuning:
         kind: the layer kind's name.
         tuning: its measured batches.
         candidates: what is measured.
-        reused: batches whose times were kept from before.
+        known: batches whose times were kept from before.
         measured_here: batches that were measured since.
         measured: when the last of its times was measured, ISO 8601.
         libraries: versions by distribution, by backend.
         kernels: name of the phase's kernel, by backend.
-        wrong: backends whose results differ from the oracle's, with what was seen; they take no part.
+        wrong: backends that take no part, with what was seen: results that differ from the oracle's, or failures.
+        failures: by backend how many batches it failed at.
     """
 
     kind: str
     tuning: Tuning
     candidates: list[Candidate]
     weighted: dict[BatchShape, float]
-    reused: int = 0
+    known: frozenset[BatchShape] = frozenset()
     measured_here: int = 0
     measured: str = ""
     libraries: dict[str, dict[str, str]] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
     done: bool = False
 
     @property
@@ -136,7 +143,8 @@ class Tuner:
             longest = 1 + config.num_speculative_tokens
             found["query_len"] = (longest, longest)
         seq_len = found["seq_len"] if config.has_cache else None
-        domain = Domain(found["batch"], found["query_len"], seq_len, self._fits(config), uneven=phase == "decode")
+        fits = self._fits(config, usual=workload is None and not any(spans.values()))
+        domain = Domain(found["batch"], found["query_len"], seq_len, fits, uneven=phase == "decode")
         cells = domain.cells(1)
         if not cells:
             text = ", ".join(f"{name} {low} to {high}" for name, (low, high) in domain.axes.items())
@@ -159,10 +167,12 @@ class Tuner:
         self._read(added)
         self.layers.append(added)
 
-    def _fits(self, config: AttentionConfig) -> Callable[[BatchShape], bool]:
+    def _fits(self, config: AttentionConfig, usual: bool) -> Callable[[BatchShape], bool]:
         most_bytes = _MEMORY_SHARE * (self.bench.device.memory_gib or 8) * 2**30
 
         def fits(batch: BatchShape) -> bool:
+            if usual and (batch.num_tokens > _MOST_NEW_TOKENS or batch.num_kv_tokens > _MOST_TOKENS):
+                return False
             return (roofline_us(config, batch, self._rated) or 0.0) <= _LONGEST_US and (
                 step_work(config, batch).bytes <= most_bytes
             )
@@ -186,15 +196,17 @@ class Tuner:
                 if layer.tuning.domain.holds(batch) or batch in layer.tuning.held_out:
                     layer.tuning.add(batch, {one.backend: one.time_us}, [one.backend])
                     layer.measured = max(layer.measured, one.date)
-        layer.reused = len(layer.tuning.samples)
+        layer.known = frozenset(layer.tuning.samples)
+        layer.tuning.hold_out_known()
 
     def run(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Measure until the time is over, no batch would change a rule, or it is interrupted."""
+        """Measure until the time is over, no batch would change a rule, or it is interrupted: first what every layer
+        and phase needs, then what each is least sure of, in turn."""
         deadline = time.monotonic() + seconds
         active = [layer for layer in self.layers if len(layer.tuning.backends) > 1]
         try:
             while active:
-                for layer in [*active]:
+                for layer in [each for each in active if each.tuning.due() is not None] or [*active]:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return
@@ -232,12 +244,23 @@ class Tuner:
         layer.measured = max([layer.measured, *(each.date for each in right)])
         layer.measured_here += 1
         times = {each.backend: each.time_us for each in found.timed if each.failure is None}
+        self._note_failures(layer, {each.backend: each.failure for each in found.timed if each.failure is not None})
         if beside is not None and abs(math.log(times.get(beside, math.inf) / known[beside])) > _DRIFT:
             tuning.forget(batch)  # all are measured side by side where this batch is asked for again
         else:
             tuning.add(batch, times, asked)
         for name in layer.wrong:
             tuning.leave_out(name)
+        tuning.hold_out_known()
+
+    @staticmethod
+    def _note_failures(layer: LayerTuning, failed: Mapping[str, str]) -> None:
+        """Let a backend that always fails take no part any more."""
+        for name, why in failed.items():
+            layer.failures[name] = layer.failures.get(name, 0) + 1
+            known = any(name in times for times in layer.tuning.samples.values())
+            if layer.failures[name] == _FAILURES and not known:
+                layer.wrong[name] = f"it failed at each of {_FAILURES} batches: {why}"
 
 
 def _spans(workload: Workload, config: AttentionConfig, phase: Phase) -> dict[str, Span] | None:
@@ -340,11 +363,13 @@ def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
     for one in outcome:
         layer, tuning = one.layer, one.layer.tuning
         lines += [[(f"{layer.kind}, {tuning.phase}  ", "title"), HANG, (config_text(tuning.config), "")]]
-        held = len(one.before)
         measured = counted(len(tuning.samples), "batch", "batches")
-        told = f"{measured} measured, {layer.reused} of them before; {held} of them held out"
+        held, before = len(one.before), sum(batch in layer.known for batch in tuning.held_out)
+        judges = f"{held} of them held out" + (f", {before} of these known before" if before else "")
+        told = f"{measured} measured, {len(layer.known)} of them before; {judges}"
         lines.append([("  ", ""), HANG, (told, "dim")])
-        lines += [[(f"  {name} takes no part: {text}", "rejected")] for name, text in layer.wrong.items()]
+        for name, text in layer.wrong.items():
+            lines.append([(f"  {name} takes no part: ", "rejected"), HANG, (text, "rejected")])
         if one.refused is not None:
             lines += [[("  no rules: ", "warning"), HANG, (one.refused, "warning")], []]
             continue
@@ -378,7 +403,7 @@ def outcome_dicts(outcome: Sequence[TunedLayer]) -> list[dict[str, Any]]:
             "config": one.layer.tuning.config.model_dump(),
             "backends": list(one.layer.tuning.backends),
             "batches": len(one.layer.tuning.samples),
-            "reused": one.layer.reused,
+            "reused": len(one.layer.known),
             "finished": one.layer.done,
             "wrong": one.layer.wrong,
             "refused": one.refused,

@@ -332,6 +332,56 @@ def test_a_backend_with_wrong_results_takes_no_part(
     assert [rule["prefer"] for rule in tomllib.loads(rules_file.read_text())["rules"]] == [["TORCH_SDPA"]]
 
 
+def test_a_backend_that_always_fails_is_not_tried_for_ever(
+    run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, tried = benching.Bench.measure, list[set[str]]()
+
+    def failing(self: Any, config: Any, batch: Any, candidates: Any, *rest: Any) -> benching.TimedBatch:
+        tried.append({each.name for each in candidates})
+        found = measure(self, config, batch, candidates, *rest)
+        for timed in found.timed:
+            if timed.backend == "FLEX_ATTENTION":
+                timed.failure, timed.samples_us = "its library is broken", []
+        return found
+
+    monkeypatch.setattr(benching.Bench, "measure", failing)
+    result = run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes")
+    assert "FLEX_ATTENTION takes no part: it failed at each of 3 batches: its library is broken" in result.out
+    assert [len(names) for names in tried[:4]] == [2, 2, 2, 1]
+    assert [rule["prefer"] for rule in tomllib.loads(rules_file.read_text())["rules"]] == [["TORCH_SDPA"]]
+
+
+def test_what_every_phase_needs_is_measured_before_what_one_is_unsure_of(
+    run: Any, rules_file: Path, timer: list[str], folder: Path
+) -> None:
+    run("tune", *LAYER, "--phase", "decode", *QUICK, "--json")  # decodes are known, prefills are not
+    timer.clear()
+    result = run("tune", *LAYER, *QUICK, "--json")
+    needed = result.json["layers"][0]["held_out"]["batches"] + tuning.FIRST
+    first = [parse_batch_shape(text) for text in timer[: needed - 2]]
+    assert all(batch.max_query_len > 1 for batch in first)
+
+
+def test_batches_without_an_end_are_left_out_unless_they_are_asked_for(
+    run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "_LONGEST_US", 1e9)
+
+    def most(*options: str) -> tuple[int, int]:
+        timer.clear()
+        assert run("tune", *LAYER, "--rounds", "1", "--seconds", "2", "--json", *options).code == 1
+        batches = [parse_batch_shape(text) for text in timer]
+        return max(batch.num_tokens for batch in batches), max(batch.num_kv_tokens for batch in batches)
+
+    new, every = most()
+    assert new <= 32768
+    assert every <= 1 << 20
+    new, every = most("--batch", "200-256", "--seq-len", "256-16k")
+    assert new > 32768
+    assert every > 1 << 20
+
+
 def test_rules_that_lose_to_the_order_in_force_are_not_written(
     run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from attn_select.config import AttentionConfig
 from attn_select.device import lookup
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
 from attn_select.times.regions import Region, find_regions, next_batch, order_in
-from attn_select.times.tuning import FIRST, HELD_OUT, TIE, Domain, Tuning
+from attn_select.times.tuning import ENOUGH_KNOWN, FIRST, HELD_OUT, TIE, Domain, Tuning
 
 H100 = lookup("h100")
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -157,6 +157,50 @@ def test_held_out_batches_teach_nothing() -> None:
         tuning.samples[batch] = {"A": 1e6, "B": 1.0, "C": 1e6}
     assert find_regions(tuning) == before
     assert tuned(DECODE, 1, 0.0, seed=2).held_out == tuning.held_out
+
+
+def known_before(count: int) -> Tuning:
+    """A tuning that knew ``count`` drawn batches."""
+    tuning = Tuning(CONFIG, "decode", H100, DECODE, [*KERNELS])
+    batches = [batch for batch in dict.fromkeys(drawn(DECODE, 2 * count, seed=6)) if batch not in tuning.held_out]
+    for batch in batches[:count]:
+        tuning.add(batch, {name: k(batch) for name, k in KERNELS.items()})
+    return tuning
+
+
+def test_where_many_batches_are_known_some_of_them_judge() -> None:
+    tuning = known_before(ENOUGH_KNOWN)
+    tuning.hold_out_known()
+    assert len(tuning.held_out) == HELD_OUT
+    assert {*tuning.held_out} <= {*tuning.samples}
+    assert not {*tuning.held_out} & {*tuning.fitted}
+    kept = tuning.held_out
+    while (batch := tuning.due()) is not None:
+        tuning.add(batch, {name: k(batch) for name, k in KERNELS.items()})
+        tuning.hold_out_known()
+    assert tuning.held_out == kept
+    more = known_before(80)
+    more.hold_out_known()
+    assert len(more.held_out) == 10
+
+
+def test_where_few_batches_are_known_new_ones_judge() -> None:
+    tuning = known_before(ENOUGH_KNOWN - 1)
+    before = tuning.held_out
+    tuning.hold_out_known()
+    assert tuning.held_out == before
+    for batch in before:
+        tuning.add(batch, {name: k(batch) for name, k in KERNELS.items()})
+    tuning.hold_out_known()
+    assert tuning.held_out == before
+
+
+def test_a_region_counts_the_batches_in_which_it_is_right() -> None:
+    tuning = tuned(DECODE, 40, 0.01, seed=1)
+    regions = find_regions(tuning)
+    assert sum(region.decided for region in regions) == len(tuning.fitted)
+    assert all(region.right <= region.decided for region in regions)
+    assert sum(region.right for region in regions) > 0.8 * len(tuning.fitted)
 
 
 def test_a_disturbed_time_is_measured_again() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from attn_select.times.batch_shape import BatchShape
@@ -45,6 +45,8 @@ class Region:
         sample: the measured batch that shows best why the first backend leads; None where none does.
         times: microseconds by backend of that batch.
         against: the backend that the first one is compared with there.
+        decided: measured batches in which this region decides.
+        right: those of them in which its first backend is the fastest, or within a tie of it.
     """
 
     order: list[str]
@@ -52,6 +54,8 @@ class Region:
     sample: BatchShape | None = None
     times: Times = field(default_factory=dict)
     against: str | None = None
+    decided: int = 0
+    right: int = 0
 
     def holds(self, batch: BatchShape) -> bool:
         """Whether a batch lies in the box."""
@@ -87,15 +91,24 @@ def find_regions(
             that noise alone changes no rule.
     """
     regions, _ = _regions(tuning, weighted, _PER_OCTAVE)
-    if not regions or not present or {name for each in present for name in each.order} != set(tuning.backends):
-        return regions
-    batches = [weighted] if weighted else []
-    batches.append(dict.fromkeys(tuning.cells(_PER_OCTAVE), 1.0))
-    if any(_lost(present, tuning, each) > _lost(regions, tuning, each) + _LEAST_GAIN for each in batches):
-        return regions
-    for number, region in enumerate(present):
-        _show(region, tuning, present[:number])
-    return [*present]
+    if regions and present and {name for each in present for name in each.order} == set(tuning.backends):
+        batches = [weighted] if weighted else []
+        batches.append(dict.fromkeys(tuning.cells(_PER_OCTAVE), 1.0))
+        if all(_lost(present, tuning, each) <= _lost(regions, tuning, each) + _LEAST_GAIN for each in batches):
+            regions = [*present]
+            for number, region in enumerate(regions):
+                _show(region, tuning, regions[:number])
+    _count(regions, tuning.fitted)
+    return regions
+
+
+def _count(regions: Sequence[Region], measured: Mapping[BatchShape, Times]) -> None:
+    """Count for every region the measured batches in which it decides, and those in which it is right."""
+    for batch, times in measured.items():
+        region = next((each for each in reversed(regions) if each.holds(batch)), None)
+        if region is not None and region.order[0] in times and len(times) > 1:
+            region.decided += 1
+            region.right += times[region.order[0]] <= (1 + TIE) * min(times.values())
 
 
 def _lost(regions: Sequence[Region], tuning: Tuning, weighted: Mapping[BatchShape, float]) -> float:
@@ -223,25 +236,31 @@ class _Box:
 
 def _best_box(cells: Sequence[_Cell], backend: str) -> _Box:
     """Return the box in which a backend wins most: from every order of the fields, each bounded in turn as is best."""
-    gains = [(cell, cell.gain(backend)) for cell in cells]
-    best = _Box(0.0, backend, {})
     columns = {name: tuple(cell.values[name] for cell in cells) for name in FIELDS}
     names = [
         *{column: name for name, column in reversed(columns.items()) if len({*column}) > 1}.values()
     ]  # no two alike
-    for order in (names[i:] + names[:i] for i in range(len(names))):
-        box, last = _Box(0.0, backend, {}), -math.inf
-        while box.gain > last:
-            last = box.gain
-            for name in order:
-                others = replace(box, spans={field: span for field, span in box.spans.items() if field != name})
+    rows = [
+        (gain, *values)
+        for gain, *values in zip([cell.gain(backend) for cell in cells], *map(columns.__getitem__, names), strict=True)
+    ]
+    best = _Box(0.0, backend, {})
+    for first in range(len(names)):
+        spans: dict[int, tuple[float, float]] = {}
+        gain, last = 0.0, -math.inf
+        while gain > last:
+            last = gain
+            for at in [*range(first + 1, len(names) + 1), *range(1, first + 1)]:
+                inside = rows
+                for other, (low, high) in spans.items():
+                    if other != at:
+                        inside = [row for row in inside if low <= row[other] <= high]
                 sums: dict[float, float] = {}
-                for cell, gain in gains:
-                    if others.holds(cell):
-                        sums[cell.values[name]] = sums.get(cell.values[name], 0.0) + gain
-                gain, span = _best_run(sorted(sums.items()))
-                box = _Box(gain, backend, {**others.spans, name: span})
-        best = max(best, box, key=lambda box: box.gain)
+                for row in inside:
+                    sums[row[at]] = sums.get(row[at], 0.0) + row[0]
+                gain, spans[at] = _best_run(sorted(sums.items()))
+        if gain > best.gain:
+            best = _Box(gain, backend, {names[at - 1]: span for at, span in spans.items()})
     return best
 
 

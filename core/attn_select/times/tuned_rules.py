@@ -147,7 +147,10 @@ def _because(region: Region, measured: str) -> str:
     text += f": {leader} {_us(region.times[leader])} us"
     if region.against is not None:
         text += f" against {region.against}'s {_us(region.times[region.against])} us"
-    return f"{text} at {region.sample}"
+    text += f" at {region.sample}"
+    if region.decided > 1:
+        text += f"; the fastest or within {TIE:.0%} of it in {region.right} of {region.decided} batches"
+    return text
 
 
 def _us(time_us: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,14 +27,21 @@ LEAST_UNEVEN = 3
 """Uneven batches that have to be known before others are predicted."""
 DOUBTFUL = math.log(1.3)
 """A time that is this much above what the others predict, as a logarithm, is measured again."""
+_SUSPECT = 0.005
+"""A model follows its own points. Whatever the other batches predict of a time, one that is above its own model by less
+than this, as a logarithm, is not doubtful, so that no model is made without it."""
 NEAR = 1.0
 """A batch within this distance of a known one, in doublings, is not far from all."""
 HELD_OUT = 8
 """Batches that judge the rules and that no model has seen."""
+ENOUGH_KNOWN = 4 * HELD_OUT
+"""Where this many batches are known before, some of them are held out, and no new ones are measured for that."""
 _AHEAD = math.log1p(TIE)
 
 Span = tuple[int, int]
 """The least and the greatest of some numbers."""
+Points = list[tuple[BatchShape, float]]
+"""Batches and their microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,8 @@ class Tuning:
         backends: the candidates, in the order that decides between equal times.
         samples: microseconds by backend for every batch that was measured; a backend that failed, or was not tried, has
             none.
-        held_out: batches that judge the rules. They are drawn by a fixed seed, so that each run has the same.
+        held_out: batches that judge the rules. They are drawn by a fixed seed, so that each run has the same, or taken
+            of what was known before (``hold_out_known``).
     """
 
     config: AttentionConfig
@@ -131,6 +140,7 @@ class Tuning:
     _pool: list[BatchShape] = field(init=False)
     _first: list[BatchShape] = field(init=False)
     _checked: set[BatchShape] = field(default_factory=set)
+    _models: dict[str, tuple[Points, TimeModel]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         grid = self.domain.cells(1)
@@ -141,7 +151,7 @@ class Tuning:
         self._first += farthest_first(between, FIRST - FIRST // 2, self._first) if between else []
         self._first += farthest_first(uneven, MOST_UNEVEN) if uneven else []
         self.held_out = self._drawn()
-        self._pool = [batch for batch in (*grid, *between) if batch not in self.held_out]
+        self._pool = [*grid, *between]
 
     def _between(self, grid: Sequence[BatchShape]) -> list[BatchShape]:
         """Return batches between those of a grid: kernels favour powers of two, and requests know nothing of them."""
@@ -176,6 +186,15 @@ class Tuning:
             if batch is not None and batch not in self._first and len(found) < HELD_OUT:
                 found[batch] = None
         return tuple(found)
+
+    def hold_out_known(self) -> None:
+        """Where many batches are known of all backends, hold out some of them in place of those that nobody has
+        measured. Which ones is said by a digest of their names, so that a batch more changes little."""
+        known = [batch for batch in self.samples if self.domain.holds(batch) and not self.missing(batch)]
+        drawn = [batch for batch in self.held_out if batch in known]
+        if len(drawn) < len(self.held_out) and len(known) >= ENOUGH_KNOWN:
+            others = sorted((batch for batch in known if batch not in drawn), key=_digest)
+            self.held_out = (*drawn, *others[: max(HELD_OUT, len(known) // 8) - len(drawn)])
 
     def due(self) -> BatchShape | None:
         """Return a batch that is measured in any case: one that lies far from the others, or is held out.
@@ -225,22 +244,31 @@ class Tuning:
         fitted = self.fitted
         if len(fitted) <= FIRST and self.due() is not None:
             return None
+        models = self.models()
         for batch in [each for each in fitted if each not in self._checked and not self.missing(each)]:
             self._checked.add(batch)
-            for name, model in self.models(without=batch).items():
-                prediction = model.predict(batch)
-                if (
-                    prediction is not None
-                    and name in fitted[batch]
-                    and math.log(fitted[batch][name] / prediction.time_us) > DOUBTFUL
-                ):
+            for name, time_us in fitted[batch].items():
+                if self._above(models.get(name), batch, time_us) <= _SUSPECT:
+                    continue
+                without = [point for point in self._points(name) if point[0] != batch]
+                other = fit(without, timed_layer(self.config), self.device)
+                if self._above(other, batch, time_us) > DOUBTFUL:
                     return batch
         return None
+
+    @staticmethod
+    def _above(model: TimeModel | None, batch: BatchShape, time_us: float) -> float:
+        """Return by how much a time is above a model's, as a logarithm; 0 where the model says nothing."""
+        prediction = None if model is None else model.predict(batch)
+        return 0.0 if prediction is None else math.log(time_us / prediction.time_us)
 
     def unsure(self) -> BatchShape | None:
         """Return the batch whose best backend is least sure; None where all are sure, or measured."""
         models = self.models()
-        doubts = [(self._doubt(models, batch), batch) for batch in self._pool if self.missing(batch)]
+        held = set(self.held_out)
+        doubts = [
+            (self._doubt(models, batch), batch) for batch in self._pool if self.missing(batch) and batch not in held
+        ]
         worst = max(doubts, key=lambda pair: pair[0], default=(0.0, None))
         return worst[1] if worst[0] > _AHEAD else None
 
@@ -266,15 +294,20 @@ class Tuning:
         held = set(self.held_out)
         return {b: times for b, times in self.samples.items() if b not in held and self.domain.holds(b)}
 
-    def models(self, without: BatchShape | None = None) -> dict[str, TimeModel]:
-        """Return the model of every backend that was measured often enough for one, as if one batch had not been."""
+    def models(self) -> dict[str, TimeModel]:
+        """Return the model of every backend that was measured often enough for one."""
         found = {}
-        known = [(batch, times) for batch, times in self.fitted.items() if batch != without]
         for backend in self.backends:
-            points = [(batch, times[backend]) for batch, times in known if backend in times]
-            if len(points) >= LEAST_POINTS:
-                found[backend] = fit(points, timed_layer(self.config), self.device)
+            points = self._points(backend)
+            if len(points) < LEAST_POINTS:
+                continue
+            if backend not in self._models or self._models[backend][0] != points:
+                self._models[backend] = points, fit(points, timed_layer(self.config), self.device)
+            found[backend] = self._models[backend][1]
         return found
+
+    def _points(self, backend: str) -> Points:
+        return [(batch, times[backend]) for batch, times in self.fitted.items() if backend in times]
 
     def times(self, batches: Sequence[BatchShape]) -> list[dict[str, float]]:
         """Return the microseconds by backend for batches: predicted, or measured where there is no model.
@@ -294,3 +327,7 @@ class Tuning:
                     times[backend] = measured[backend]
             found.append(times)
         return found
+
+
+def _digest(batch: BatchShape) -> bytes:
+    return hashlib.sha256(str(batch).encode()).digest()
