@@ -4,6 +4,8 @@
     python tests/bench/collect_times.py --out $OUT --done before/rounds.jsonl     # goes on where that stopped
     python tests/bench/collect_times.py --out $OUT --only FLASHINFER --kinds prefill,mixed   # one backend's alone
     python tests/bench/collect_times.py --out $OUT --close 30   # batches where the choice is close, by the times so far
+    python tests/bench/collect_times.py --close 30 --list h200 > points.txt     # the same, chosen without the GPU
+    python tests/bench/collect_times.py --out $OUT --points points.txt
 
 ``OUT/measurements.jsonl`` is a file of measurements, ``OUT/rounds.jsonl`` has every round. With ``--compile`` every
 layer first runs small batches in a process of its own, so that kernels that compile at their first call do so side by
@@ -13,6 +15,7 @@ side.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -21,16 +24,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 
 from drawn_batches import draw
 from timed_layers import Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
 
 from attn_select import AttentionConfig, Environment, select
 from attn_select.config import Phase
-from attn_select.device import Device
+from attn_select.device import Device, lookup
+from attn_select.environment import parse_pins
+from attn_select.selector import environment_for
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.features import coordinates
 from attn_select.times.roofline import is_decode
 from attn_select.times.store import append_measurements
+from attn_select.times.timing import Timing
 from attn_select_cli.benching import Bench
 
 TIERS = (
@@ -53,9 +61,23 @@ DRAWN_AGAIN = {"spread": 7, "decode": 8, "mixed spread": 3, "prefill": 4, "uneve
 DRAWN_THIRD = {"decode": 12, "uneven": 6, "prefill": 6, "mixed": 5, "spread": 3, "mixed spread": 1}
 """As many kinds as the held-out workloads have, for all kernels as they were on 2026-11-23."""
 TINY_DRAWN, TINY_AGAIN = {"mixed": 1}, {"spread": 1, "mixed spread": 1}
-CLOSE = 1.25
-"""The second fastest backend over the fastest one, as predicted, up to which a choice is close."""
-CLOSE_KINDS = ("decode", "prefill", "uneven", "decode", "mixed", "decode", "prefill", "uneven", "decode", "spread")
+APART = 0.5
+"""Least distance between batches where a choice is close."""
+MOST_US = 4000.0
+"""Longer batches say less for the seconds that they take."""
+CLOSE_KINDS = (
+    "decode",
+    "prefill",
+    "uneven",
+    "decode",
+    "mixed",
+    "decode",
+    "prefill",
+    "uneven",
+    "decode",
+    "spread",
+    "mixed",
+)
 COMPILING = ("2q1s64", "q64", "q64_2q1s64", "2q4s64")
 """Small batches that run every kernel of a layer once."""
 COMPILE_SECONDS = 240
@@ -90,24 +112,46 @@ def points(layers: Mapping[str, AttentionConfig], tiny: bool) -> list[Point]:
     return found
 
 
-def close(layers: Mapping[str, AttentionConfig], count: int, device: Device, environment: Environment) -> list[Point]:
-    """Return up to ``count`` more batches for each layer, of 8 times as many drawn ones those where the choice is close
-    by the times known so far."""
+def close(
+    layers: Mapping[str, AttentionConfig], count: int, seed: str, device: Device, environment: Environment
+) -> list[Point]:
+    """Return up to ``count`` more batches for each layer, of 8 times as many drawn ones those of each kind where the
+    choice may cost most by the margins of the times known so far, and none near another."""
     found: dict[str, list[Point]] = {}
     for name, config in layers.items():
-        rng, own = random.Random(f"close {name}"), found.setdefault(name, [])
+        rng, own = random.Random(f"{seed} {name}"), found.setdefault(name, [])
+        drawn = []
         for turn in range(8 * count):
-            if len(own) == count:
-                break
             kind = CLOSE_KINDS[turn % len(CLOSE_KINDS)]
             batch = draw(rng, kind, config.num_speculative_tokens, False)
             phase: Phase = "decode" if phase_kind(config, batch) == "decode" else "prefill"
             ranked = select(config, device, environment=environment, workload=str(batch)).candidates
             timings = [each.phases[phase].timing for each in ranked]
-            times = sorted(each.time_us for each in timings if each is not None and each.kind == "packaged")
-            if len(times) > 1 and times[1] <= CLOSE * times[0]:
-                own.append(Point(name, batch, f"close {kind}"))
+            known = [each for each in timings if each is not None and each.kind == "packaged"]
+            if known and not any(each.measured_shapes for each in known) and known[0].time_us < MOST_US:
+                drawn.append((doubt(known), Point(name, batch, f"close {kind}")))
+        drawn.sort(key=lambda each: each[0], reverse=True)
+        for turn in range(count):
+            kind = f"close {CLOSE_KINDS[turn % len(CLOSE_KINDS)]}"
+            places = [coordinates(each.batch.groups, 0.0) for each in own if each.kind == kind]
+            for _, point in drawn:
+                place = coordinates(point.batch.groups, 0.0)
+                if point.kind == kind and all(math.dist(place, each) > APART for each in places):
+                    own.append(point)
+                    break
     return [own[index] for index in range(count) for own in found.values() if index < len(own)]
+
+
+def doubt(timings: Sequence[Timing]) -> float:
+    """Return what the fastest candidate is expected to lose to the others, as a logarithm, each alone."""
+    fastest, *others = sorted(timings, key=lambda each: each.time_us)
+    total = 0.0
+    for other in others:
+        ahead = math.log(other.time_us / fastest.time_us)
+        spread = math.hypot(math.log1p(fastest.margin), math.log1p(other.margin)) / 1.96
+        normal = NormalDist(0.0, spread)
+        total += spread**2 * normal.pdf(ahead) - ahead * (1 - normal.cdf(ahead))
+    return total
 
 
 def phase_kind(config: AttentionConfig, batch: BatchShape) -> str:
@@ -145,12 +189,23 @@ def main() -> None:
     parser.add_argument(
         "--close", type=int, default=0, metavar="N", help="more batches of each layer, by the packaged times"
     )
+    parser.add_argument("--seed", default="close", help="of the batches that --close draws (default: close)")
+    parser.add_argument(
+        "--list", metavar="GPU", help="print what --close takes on a GPU that need not be here, and stop"
+    )
+    parser.add_argument("--points", type=Path, metavar="FILE", help="measure what --list printed, and nothing else")
     parser.add_argument("--unchecked", action="store_true", help="do not compare results with the oracle, to save time")
     parser.add_argument("--compile", action="store_true", help="compile first, in parallel")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     began = time.monotonic()
     layers = layers_of(arguments)
+    if arguments.list:
+        device = lookup(arguments.list)
+        environment = environment_for(device, parse_pins(arguments.pins))
+        for point in close(layers, arguments.close, arguments.seed, device, environment):
+            print(point.layer, point.batch, point.kind)
+        return
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.compile_only:
         bench = Bench(environment_of(arguments), rounds=1)
@@ -168,9 +223,15 @@ def main() -> None:
     done = {(row["layer"], row["batch"]) for file in files for row in rows(file)}
     kinds, only = (tuple(filter(None, text.split(","))) for text in (arguments.kinds, arguments.only))
     bench = Bench(environment_of(arguments), rounds=arguments.rounds)
-    asked = points(layers, arguments.device == "cpu")
+    if arguments.points:
+        lines = [text.split() for text in arguments.points.read_text().splitlines()]
+        asked = [
+            Point(name, parse_batch_shape(batch), " ".join(kind)) for name, batch, *kind in lines if name in layers
+        ]
+    else:
+        asked = points(layers, arguments.device == "cpu")
     if arguments.close:
-        asked += close(layers, arguments.close, bench.device, bench.environment)
+        asked += close(layers, arguments.close, arguments.seed, bench.device, bench.environment)
     todo = [
         point
         for point in asked
