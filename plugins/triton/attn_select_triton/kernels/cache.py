@@ -191,10 +191,11 @@ def reshape_and_cache_kernel(
     offset = tl.where(kept, slot % BLOCK_SIZE, 0)
     token = token.to(tl.int64)
 
+    # What is masked is read as 1: an exact division of 0 takes many times as long.
     element = tl.arange(0, BLOCK_K)
     head, column = element // D, element % D
     mask = kept[:, None] & (head < HEADS)[None, :]
-    key = tl.load(key_ptr + token[:, None] * stride_key + (head * stride_keyh + column)[None, :], mask=mask)
+    key = tl.load(key_ptr + token[:, None] * stride_key + (head * stride_keyh + column)[None, :], mask, 1.0)
     key = stored(key, k_scale_ptr, HEADS, PER_HEAD, head, LIMIT, k_ptr.dtype.element_ty)
     place = column * stride_kd
     if PACK > 0:
@@ -205,7 +206,7 @@ def reshape_and_cache_kernel(
     element = tl.arange(0, BLOCK_V)
     head, column = element // DV, element % DV
     mask = kept[:, None] & (head < HEADS)[None, :]
-    value = tl.load(value_ptr + token[:, None] * stride_value + (head * stride_valueh + column)[None, :], mask=mask)
+    value = tl.load(value_ptr + token[:, None] * stride_value + (head * stride_valueh + column)[None, :], mask, 1.0)
     value = stored(value, v_scale_ptr, HEADS, PER_HEAD, head, LIMIT, v_ptr.dtype.element_ty)
     target = (block * stride_vb + offset * stride_vt)[:, None] + (head * stride_vh + column * stride_vd)[None, :]
     tl.store(v_ptr + target, value, mask=mask)

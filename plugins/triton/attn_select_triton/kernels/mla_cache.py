@@ -31,7 +31,8 @@ def write_part(
     """Write ``SIZE`` columns of ``TOKENS`` rows, at which the pointers are; FP8 divided by its scale and saturated."""
     column = tl.arange(0, BLOCK)
     mask = kept[:, None] & (column < SIZE)[None, :]
-    numbers = tl.load(source_ptr[:, None] + (column * stride_source)[None, :], mask=mask)
+    # What is masked is read as 1: an exact division of 0 takes many times as long.
+    numbers = tl.load(source_ptr[:, None] + (column * stride_source)[None, :], mask=mask, other=1.0)
     if LIMIT > 0:
         numbers = saturated(numbers, tl.load(scale_ptr), LIMIT)
     target = target_ptr[:, None] + (column * stride_target)[None, :]
