@@ -66,6 +66,8 @@ _TILE_ROWS = {True: 64, False: 128}
 """Rows that a thread block takes: of decodes, queries times heads of one KV head; of prefills, queries of one head."""
 _PLANNED_SIZES = (8, 32), (16, 64), (32, 128), (64, 192)
 """A multiprocessor's share of keys up to which a planned part has so many; beyond the last a multiple of 256."""
+_MERGED = 2.0
+"""Distance between prefills of MLA with context and those without, whose deviations have causes of their own."""
 _STEEP = 6
 """How sharply caches of more than ``l2_bytes`` fall out of the L2."""
 
@@ -133,6 +135,8 @@ class PhaseWork:
         serial = longest / max(1.0, self.sm_count / tiles)
         waves = -(-tiles // self.sm_count)
         busiest, parts = self._makespan(groups, tiles, schedule) if schedule is not None else (0.0, 0)
+        if self.merges_context(groups):
+            parts = 1
         work = float(tiles), float(waves), float(tokens), float(longest)
         return 1.0, moved, flops, *work, serial, busiest, float(parts), cold
 
@@ -141,6 +145,10 @@ class PhaseWork:
         """Whether requests may have keys that none of their queries sees."""
         return self.config.sliding_window is not None or self.config.attention_chunk_size is not None
 
+    def merges_context(self, groups: Sequence[RequestGroup]) -> bool:
+        """Whether prefills read keys of earlier steps by products and launches of their own, as those of MLA do."""
+        return self.config.mla and not self.decode and any([group.seq_len > group.query_len for group in groups])
+
     def coordinates(self, groups: Sequence[RequestGroup], cold_share: float, whole: bool = False) -> Coordinates:
         """Return where requests of this phase lie, by the keys that they read; ``whole``: by all that they have."""
         if self.hides_keys and not whole:
@@ -148,7 +156,8 @@ class PhaseWork:
                 replace(group, seq_len=max(group.query_len, keys_read(self.config, group.query_len, group.seq_len)))
                 for group in groups
             ]
-        return coordinates(groups, cold_share)
+        place = coordinates(groups, cold_share)
+        return (*place[:4], place[4] + _MERGED) if self.merges_context(groups) else place
 
     def _makespan(self, groups: Sequence[RequestGroup], tiles: int, schedule: Schedule) -> tuple[float, int]:
         """Return the keys that the busiest multiprocessor reads, and how many parts the longest request has at most.
