@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,16 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
 """
 
 
+class Seconds(click.FloatRange):
+    """A range that ``nan``, which is less than nothing and no more than anything, does not pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return seconds
+
+
 @click.command("bench", epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
 @bench_options
 @click.option("--layer", metavar="KIND", help="Time only this kind of the model's layers [default: each].")
@@ -53,7 +64,7 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Rounds per batch.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=Seconds(0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="S",
@@ -116,17 +127,18 @@ def command(
                 benching.check_runnable(config, shape.batch, ranks)
                 todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
         expect(sum(3 * len(candidates) + 1 for _, _, candidates in todo))
-        complete = True
+        complete, kept = True, False
         for done, (each, shape, candidates) in enumerate(todo):
             found = bench.measure(each.layer.selection.config, shape.batch, candidates, seconds / (len(todo) - done))
             seconds = max(0.0, seconds - found.seconds)
             each.batches.append((shape, found))
-            if file is not None:
-                append_measurements(file, bench.measurements(each.layer.selection.config, found))
+            if file is not None and (new := bench.measurements(each.layer.selection.config, found)):
+                append_measurements(file, new)
+                kept = True
             if not found.complete:
                 complete = False
                 break
-    outcome = Outcome(explanation, bench.rates, wanted, layers, file, complete)
+    outcome = Outcome(explanation, bench.rates, wanted, layers, file if kept else None, complete)
     if first and plot is not None:
         _draw(outcome, plot)
     if first:
@@ -245,7 +257,7 @@ class Outcome:
         lines += [[("Measured   ", "dim"), HANG, (rates, "")], [("Workload   ", "dim"), HANG, (str(self.workload), "")]]
         for each in self.layers:
             lines += [[], *self._layer_lines(each)]
-        if self.file is not None and any(each.batches for each in self.layers):
+        if self.file is not None:
             lines += [[], [("Saved      ", "dim"), HANG, (str(self.file), "")]]
         if not self.complete:
             lines.append([("interrupted: what was measured until then is shown", "warning")])
@@ -319,12 +331,12 @@ class Outcome:
 def _check_plot(path: Path) -> None:
     """Refuse, before anything is measured, a chart that could not be written."""
     from attn_select_cli.libraries import require_libraries
+    from attn_select_cli.output import require_folder
 
     require_libraries("--plot", "matplotlib")
     if path.suffix != ".svg":
         raise click.BadParameter(f"{path}: a chart is an SVG file, such as times.svg", param_hint="--plot")
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}", param_hint="--plot")
+    require_folder(path, "--plot")
 
 
 def _draw(outcome: Outcome, path: Path) -> None:

@@ -12,6 +12,7 @@ from attn_select_cli.layer_options import diff_options, overrides_from
 
 if TYPE_CHECKING:
     from attn_select_cli.engine_arguments import EngineArguments
+    from attn_select_cli.engine_names import EngineTable
     from attn_select_cli.explanation import Explanation
     from attn_select_cli.table import Block
 
@@ -60,11 +61,36 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
         for layer in explanation.layers:
             layer.selection.require()
     result = engine_arguments(explanation, table, options["tensor_parallel"], overrides_from(options))
+    _refuse_replaced(result)
     if as_json:
         print_json(_to_dict(result, explanation))
     else:
         print_lines(_lines(result, explanation, _shown_model(options)))
     return 0 if result.ok else 1
+
+
+def _refuse_replaced(result: EngineArguments) -> None:
+    """Refuse an explicit choice that the engine has no backend for."""
+    from attn_select.errors import ConfigError
+
+    table = result.table
+    for taken in result.taken:
+        for phase in taken.phases:
+            name = taken.layer.selection.explicit.get(phase)
+            if name is None or (taken.offer is not None and taken.offer.backend == name):
+                continue
+            one = f"{table.engine} takes one backend for {' and '.join(taken.phases)}"
+            why = dict(taken.passed_over()).get(name, one)
+            adapter = f"; {_adapter_text(table)}" if table.adapter else ""
+            raise ConfigError(
+                f"--backend {name} for {taken.layer.kind}, {phase}: {why}",
+                fields=["backend"],
+                hint=f"without --backend the first of attn-select's order that {table.engine} has is named{adapter}",
+            )
+
+
+def _adapter_text(table: EngineTable) -> str:
+    return f"{table.adapter}, installed beside {table.engine}, chooses in it at every start"
 
 
 def _shown_model(options: Mapping[str, Any]) -> str:
@@ -112,8 +138,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
         lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
         if table.adapter:
-            text = f"{table.adapter}, installed beside {table.engine}, chooses in it at every start"
-            lines.append([("  ", ""), HANG, (text, "remedy")])
+            lines.append([("  ", ""), HANG, (_adapter_text(table), "remedy")])
     lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
     lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]
     lines += [[], [(f"Whether {table.engine} serves this model at all is not looked up.", "dim")]]

@@ -110,7 +110,9 @@ def read_golden(path: str) -> dict[str, Any]:
         raise _refused(path, error.strerror or shorten(error)) from None
     except RecursionError:
         raise _refused(path, "nested too deeply") from None
-    except ValueError as error:  # not JSON, not UTF-8, a null byte in the path
+    except UnicodeDecodeError:
+        raise _refused(path, "not UTF-8: save it as UTF-8") from None
+    except ValueError as error:  # not JSON, a null byte in the path
         raise _refused(path, f"not JSON: {shorten(error)}") from None
     return dict(document)
 

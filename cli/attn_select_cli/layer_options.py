@@ -169,6 +169,7 @@ def workload_options(function: F) -> F:
     )(function)
     return click.option(
         "--workload",
+        "-w",
         shell_complete=complete.workloads,
         metavar="SHAPES|PROFILE|FILE",
         help="The batches to be fast at: 64q1s4k*0.8,q2k*0.2 (requests, q new tokens, s all tokens; shares), "

@@ -118,7 +118,10 @@ def run(arguments: list[str]) -> int:
         context = getattr(error, "ctx", None)
         shown = context.command_path.partition(" --")[0] if context is not None else ""
         hint = f"`{shown} --help` shows the options" if shown else None
-        return _fail(as_json, "usage", error.format_message(), hint, 2)
+        message = error.format_message()
+        if context is not None and message.startswith("Got unexpected extra argument") and _names_a_model(context):
+            hint = f"a model is given by --model; {hint}"
+        return _fail(as_json, "usage", message, hint, 2)
     except AttnSelectError as error:
         from attn_select.selection import NoBackendError
 
@@ -130,7 +133,8 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         # Files that a user names are read elsewhere, with errors of their own: this is the output.
         if sys.stderr is not None:
-            click.echo(f"error: the output cannot be written: {error.strerror or error}", err=True)
+            output = error.filename or "the output"
+            click.echo(f"error: {output} cannot be written: {error.strerror or error}", err=True)
         return 2
     except Exception as error:
         from attn_select import variables
@@ -139,6 +143,10 @@ def run(arguments: list[str]) -> int:
             raise
         hint = f"this is a bug: run it again with {variables.TRACEBACK}=1 and report what it prints"
         return _fail(as_json, "internal-error", f"{type(error).__name__}: {error}", hint, 3)
+
+
+def _names_a_model(context: click.Context) -> bool:
+    return any(parameter.name == "model" for parameter in context.command.params)
 
 
 def _fail(as_json: bool, code: str, message: str, hint: str | None, exit_code: int) -> int:

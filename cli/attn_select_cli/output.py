@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,6 +33,18 @@ def print_lines(blocks: Sequence[Block]) -> None:
     for line in fitted(blocks, console.width):
         pieces = ((text, STYLES.get(style, "") if colours else "") for text, style in line)
         console.print(Text.assemble(*pieces), soft_wrap=True)
+
+
+def require_folder(path: Path, option: str) -> None:
+    """Refuse, before the work is done, a file of ``option`` whose folder is missing or takes no files.
+
+    Raises:
+        BadParameter: which folder it is.
+    """
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+    if not os.access(path.parent, os.W_OK):
+        raise click.BadParameter(f"the folder {path.parent} cannot be written to", param_hint=option)
 
 
 def counted(number: int, noun: str, several: str = "") -> str:

@@ -77,10 +77,10 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
 
 def _check_output(output: Path, force: bool) -> None:
     """Refuse to replace a file that no report wrote, and to write where nothing can be written."""
+    from attn_select_cli.output import require_folder
     from attn_select_cli.report_page.page import MARK
 
-    if not output.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
+    require_folder(output, "--output")
     if output.exists() and not force:
         with output.open("rb") as file:
             if MARK.encode() not in file.read(100):

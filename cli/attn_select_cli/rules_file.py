@@ -131,7 +131,9 @@ def read_text(path: Path) -> str:
         return read_file(path).removeprefix(codecs.BOM_UTF8).decode()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+    except UnicodeDecodeError as error:
+        raise RulesError(f"{path}: is not UTF-8 (byte 0x{error.object[error.start]:02x}): save it as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise RulesError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 

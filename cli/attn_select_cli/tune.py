@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.bench import Seconds
 from attn_select_cli.layer_options import bench_options
 from attn_select_cli.rules_edit import write_options
 
@@ -61,7 +62,7 @@ class _Range(click.ParamType[tuple[int, int]]):
 @click.option("--query-len", type=_Range(), metavar="LOW-HIGH", help="New tokens of a request in prefill.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=Seconds(0, min_open=True),
     default=600.0,
     show_default=True,
     metavar="S",

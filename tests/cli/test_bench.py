@@ -152,8 +152,9 @@ def test_a_backend_that_is_not_valid_says_why(run: Any) -> None:
     result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTN", "--backend", "TORCH_SDPA")
     assert result.code == 0
     assert "FLASH_ATTN: not valid for decode: device cpu" in result.out
-    result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTN")
+    result = run("bench", *LAYER, "--workload", "2q1s40", "--rounds", "1", "--backend", "FLASH_ATTN")
     assert result.code == 1
+    assert "Saved" not in result.out
     result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTEN")
     assert result.code == 2
     assert "did you mean FLASH_ATTN" in result.err
@@ -379,3 +380,10 @@ def test_a_chart_that_cannot_be_written_is_refused_before_anything_is_measured(r
     result = run("bench", *LAYER, *QUICK, "--plot", file)
     assert result.code == 2
     assert said in result.err
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_seconds_are_a_number(run: Any, command: str) -> None:
+    result = run(command, *LAYER, "--seconds", "nan")
+    assert result.code == 2
+    assert "Invalid value for '--seconds': 'nan' is not a number" in result.err

@@ -367,6 +367,13 @@ def test_output_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
+def test_a_model_without_its_option_is_told(run: Any) -> None:
+    result = run("explain", "llama-3-8b")
+    assert result.code == 2
+    assert "a model is given by --model" in result.err
+    assert "--model" not in run("backends", "FLASH_ATTN", "FLASHMLA").err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -167,6 +167,23 @@ def test_an_explicit_choice_is_never_replaced(run: Any) -> None:
     assert "--attention-backend TRITON_ATTN" in run(*words, "TRITON_ATTN").out
 
 
+@pytest.mark.parametrize(
+    ("engine", "choice", "said"),
+    [
+        ("vllm", "TORCH_SDPA", "--backend TORCH_SDPA for full_attention, prefill: vLLM has no such backend"),
+        ("vllm", "decode=TRITON_ATTN", "vLLM takes one backend for prefill and decode"),
+        ("trtllm", "TRITON_ATTN", "TensorRT-LLM has no such backend"),
+    ],
+)
+def test_an_explicit_choice_that_the_engine_does_not_have_is_refused(
+    run: Any, engine: str, choice: str, said: str
+) -> None:
+    refused = run("flags", "-e", engine, "-m", "llama-3-8b", "-g", "h100", "--backend", choice)
+    assert (refused.code, refused.out) == (2, "")
+    assert said in refused.err
+    assert "without --backend" in refused.err
+
+
 def test_wrong_input(run: Any) -> None:
     unknown = run("flags", "-e", "vlm", "-m", "llama-3-8b", "-g", "h100")
     assert unknown.code == 2

@@ -60,7 +60,8 @@ def test_a_missing_field_is_named(run: Any, tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "golden.json"
-    for content, said in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"[" * 100_000, "nested too deeply")):
+    wrong = ((b"{", "not JSON"), (b"\xff", "not UTF-8: save it as UTF-8"), (b"[" * 100_000, "nested too deeply"))
+    for content, said in wrong:
         file.write_bytes(content)
         result = run("diff", *MODEL, "--golden", str(file))
         assert result.code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,13 @@ def test_a_matrix(run: Any, tmp_path: Path) -> None:
     (text,) = {text for key, text in opened(page).items() if key == "llama-3-8b h100"}
     assert "FLASH_ATTN" in text
     assert "attn-select explain --model llama-3-8b --gpu h100" in text
+
+
+def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    result = run("report", "--output", "page.html")
+    assert result.code == 2
+    assert "Invalid value for --output: the folder . cannot be written to" in result.err
 
 
 @pytest.mark.parametrize(

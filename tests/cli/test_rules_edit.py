@@ -136,6 +136,8 @@ def test_a_broken_file_is_left_alone(run: Any, user_file: Path) -> None:
     assert result.code == 2
     assert "not valid TOML" in result.err
     assert user_file.read_text() == "version = 1\n[[rules]\n"
+    user_file.write_bytes(b"\xffversion = 1\n")
+    assert "is not UTF-8 (byte 0xff): save it as UTF-8" in run("rules", "prefer", "FLASHINFER", "--yes").err
 
 
 def test_undo_and_undo_again(run: Any, user_file: Path) -> None:
