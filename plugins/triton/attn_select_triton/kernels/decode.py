@@ -27,7 +27,7 @@ from attn_select_triton.kernels.launch import (
     sm_count,
 )
 from attn_select_triton.kernels.merge import MERGED_ROWS, merged_parts
-from attn_select_triton.kernels.pieces import Piece, list_pieces, read_piece
+from attn_select_triton.kernels.pieces import list_pieces, read_piece, share_of
 from attn_select_triton.kernels.primitives import (
     LOG2E,
     Operand,
@@ -154,10 +154,7 @@ def decode_kernel(
         if piece.request < 0:
             return
     else:
-        request = tl.program_id(1)
-        start = tl.load(query_start_loc_ptr + request)
-        end = tl.load(query_start_loc_ptr + request + 1)
-        piece = Piece(request, 0, 1, 0, start, end - start, tl.load(seq_lens_ptr + request))
+        piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(1), 0, 1)
     request, split, splits, slot, query_start, query_len, seq_len = piece
     if first >= query_len * GROUP:
         return

@@ -23,7 +23,7 @@ from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
 from attn_select_triton.facts.tuning import latent_splits, tile_of
 from attn_select_triton.kernels.launch import SLICED, capability_of, over, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
-from attn_select_triton.kernels.pieces import Piece, read_piece
+from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
 from attn_select_triton.kernels.relaunch import launch as launched
@@ -197,10 +197,7 @@ def mla_decode_kernel(
         if piece.request < 0:
             return
     else:
-        request = tl.program_id(2)
-        start = tl.load(query_start_loc_ptr + request)
-        end = tl.load(query_start_loc_ptr + request + 1)
-        piece = Piece(request, tl.program_id(1), 0, 0, start, end - start, tl.load(seq_lens_ptr + request))
+        piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(2), tl.program_id(1), 0)
     request, split, splits, _, query_start, query_len, seq_len = piece
     if first >= query_len * HEADS:
         return

@@ -50,6 +50,14 @@ def read_piece(pieces_ptr, index):
 
 
 @triton.jit
+def share_of(query_start_loc_ptr, seq_lens_ptr, request, split, splits):
+    """Return a ``Piece`` that no list has: one of ``splits`` shares of a request."""
+    start = tl.load(query_start_loc_ptr + request)
+    end = tl.load(query_start_loc_ptr + request + 1)
+    return Piece(request, split, splits, 0, start, end - start, tl.load(seq_lens_ptr + request))
+
+
+@triton.jit
 def shares(query_start_loc_ptr, seq_lens_ptr, requests, count, split_tokens, most_splits, reach):
     """Return of some requests query start and length, sequence length, shares, and keys of a share; without query 0."""
     there = requests < count

@@ -206,13 +206,23 @@ def write_rows(
 
 
 @gluon.jit
-def attend_items(
-    pointers, q_smem, smem, barriers, mail, scales, strides, parts,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-    SPLIT: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, INDEX: gl.constexpr,
-):  # fmt: skip
+def attend_items(q_smem, state, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Attend from one group's 64 rows of each item to all its tiles, and write their output, or with ``SPLIT`` their
-    partial result. The query of the next item is on its way meanwhile, where registers allow it."""
+    partial result. The query of the next item is on its way meanwhile, where registers allow it.
+
+    Args:
+        q_smem: shared memory of the query's parts.
+        state, OPTIONS: what all groups share, as ``prefill_hopper_kernel`` makes it.
+        INDEX: of the group.
+    """
+    HEADS: gl.constexpr = OPTIONS[0]
+    GROUP: gl.constexpr = OPTIONS[1]
+    CAUSAL: gl.constexpr = OPTIONS[2]
+    SINKS: gl.constexpr = OPTIONS[3]
+    LSE: gl.constexpr = OPTIONS[4]
+    SPLIT: gl.constexpr = OPTIONS[5]
+    FLAGS: gl.constexpr = OPTIONS[6]
+    SHAPE: gl.constexpr = OPTIONS[7]
     WINDOW: gl.constexpr = FLAGS[0]
     TURNS: gl.constexpr = FLAGS[2]
     APART: gl.constexpr = FLAGS[3]
@@ -224,6 +234,7 @@ def attend_items(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    pointers, smem, barriers, mail, scales, strides, parts = state
     q_ptr, _, _, lse_ptr, sinks_ptr = pointers
     score_scale, v_scale, cap_log2, window = scales
     scores_like = (score_scale, cap_log2, window)
@@ -433,41 +444,35 @@ def prefill_hopper_kernel(
     row_tiles = items // num_splits // (HEADS // GROUP)
     counts = (num_requests, row_tiles, section, num_splits, split_tiles)
     places = (k_pages, k_head_rows, k_head_columns, v_pages, v_head_rows, v_head_columns)
+    state = (pointers, smem, barriers, mail, scales, strides, parts)
+    loads = (
+        (k_descriptor, v_descriptor), smem, barriers, mail, counter_ptr, items, (query_start_loc_ptr, seq_lens_ptr),
+        counts, window, (table_ptr, stride_table, key_start_loc_ptr), places,
+    )  # fmt: skip
+    OPTIONS: gl.constexpr = (HEADS, GROUP, CAUSAL, SINKS, LSE, SPLIT, FLAGS, SHAPE)
+    LOADS: gl.constexpr = (GROUP, CAUSAL, WINDOW, SPLIT, PAGED, BLOCK_SIZE, BOX, BLOCK_M, SHAPE)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (attend_items, (pointers, q_first, smem, barriers, mail, scales, strides, parts, HEADS, GROUP, CAUSAL,
-                 SINKS, LSE, SPLIT, FLAGS, SHAPE, 0)),
-                (attend_items, (pointers, q_second, smem, barriers, mail, scales, strides, parts, HEADS, GROUP, CAUSAL,
-                 SINKS, LSE, SPLIT, FLAGS, SHAPE, 1)),
-                (load_items, (
-                    (k_descriptor, v_descriptor), smem, barriers, mail, counter_ptr, items,
-                    (query_start_loc_ptr, seq_lens_ptr), counts, window, (table_ptr, stride_table, key_start_loc_ptr),
-                    places, GROUP, CAUSAL, WINDOW, SPLIT, PAGED, BLOCK_SIZE, BOX, BLOCK_M, SHAPE,
-                )),
+                (attend_items, (q_first, state, OPTIONS, 0)),
+                (attend_items, (q_second, state, OPTIONS, 1)),
+                (load_items, (loads, LOADS)),
             ],
             [4, 1],
             [232, 40] if PARTS + V_PARTS < 8 else [240, 24],
-        )  # fmt: skip
+        )
     else:
         q_third = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
         gl.warp_specialize(
             [
-                (attend_items, (pointers, q_first, smem, barriers, mail, scales, strides, parts, HEADS, GROUP, CAUSAL,
-                 SINKS, LSE, SPLIT, FLAGS, SHAPE, 0)),
-                (attend_items, (pointers, q_second, smem, barriers, mail, scales, strides, parts, HEADS, GROUP, CAUSAL,
-                 SINKS, LSE, SPLIT, FLAGS, SHAPE, 1)),
-                (attend_items, (pointers, q_third, smem, barriers, mail, scales, strides, parts, HEADS, GROUP, CAUSAL,
-                 SINKS, LSE, SPLIT, FLAGS, SHAPE, 2)),
-                (load_items, (
-                    (k_descriptor, v_descriptor), smem, barriers, mail, counter_ptr, items,
-                    (query_start_loc_ptr, seq_lens_ptr), counts, window, (table_ptr, stride_table, key_start_loc_ptr),
-                    places, GROUP, CAUSAL, WINDOW, SPLIT, PAGED, BLOCK_SIZE, BOX, BLOCK_M, SHAPE,
-                )),
+                (attend_items, (q_first, state, OPTIONS, 0)),
+                (attend_items, (q_second, state, OPTIONS, 1)),
+                (attend_items, (q_third, state, OPTIONS, 2)),
+                (load_items, (loads, LOADS)),
             ],
             [4, 4, 1],
             [160, 160, 32],
-        )  # fmt: skip
+        )
 
 
 def box_rows(block_size: int, paged: bool, keys: int) -> int:

@@ -156,15 +156,21 @@ def take(mail, turn):
 
 
 @gluon.jit
-def load_items(
-    descriptors, smem, barriers, mail, counter_ptr, items, lengths, counts, window, table, places,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr, PAGED: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, BLOCK_M: gl.constexpr, SHAPE: gl.constexpr,
-):  # fmt: skip
+def load_items(loads, LOADS: gl.constexpr):
     """Take items as long as there are any, tell the groups, and load every tile once they are through with its buffer.
 
     Boxes behind the end read page 0. The program that ends last clears the counter.
     """
+    descriptors, smem, barriers, mail, counter_ptr, items, lengths, counts, window, table, places = loads
+    GROUP: gl.constexpr = LOADS[0]
+    CAUSAL: gl.constexpr = LOADS[1]
+    WINDOW: gl.constexpr = LOADS[2]
+    SPLIT: gl.constexpr = LOADS[3]
+    PAGED: gl.constexpr = LOADS[4]
+    BLOCK_SIZE: gl.constexpr = LOADS[5]
+    BOX: gl.constexpr = LOADS[6]
+    BLOCK_M: gl.constexpr = LOADS[7]
+    SHAPE: gl.constexpr = LOADS[8]
     PARTS: gl.constexpr = SHAPE[0]
     V_PARTS: gl.constexpr = SHAPE[1]
     KEYS: gl.constexpr = SHAPE[2]
