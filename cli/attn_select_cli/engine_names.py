@@ -61,6 +61,7 @@ class EngineTable:
         engine, release: its name as people write it, and the version that was read.
         command: what its server is started with; the model follows.
         adapter: attn-select's distribution that runs inside the engine, where there is one.
+        adapter_kernels: conditions under which it brings a backend of attn-select's into the engine, by the name.
         mla_prefill: who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the
             prefill's in every phase (``for all``), or a backend per phase (``by phase``).
         splits_blocks: whether a block may be any multiple of what a backend takes.
@@ -77,6 +78,7 @@ class EngineTable:
     release: str
     command: tuple[str, ...]
     adapter: str | None
+    adapter_kernels: Mapping[str, tuple[Condition, ...]]
     mla_prefill: Literal["apart", "by decode", "for all", "by phase"]
     splits_blocks: bool
     arguments: Mapping[str, str]
@@ -89,6 +91,13 @@ class EngineTable:
         """Whether a backend of the engine runs with cache blocks of so many tokens."""
         sizes = name.block_sizes
         return not sizes or block_size in sizes or (self.splits_blocks and any(block_size % s == 0 for s in sizes))
+
+    def adapter_runs(self, backend: str, selection: Selection) -> bool:
+        """Whether the adapter brings attn-select's kernels of a backend into the engine, for a layer."""
+        conditions = self.adapter_kernels.get(backend)
+        if conditions is None:
+            return False
+        return all(holds_for(condition, selection.config, selection.device) for condition in conditions)
 
     def offers(self, selection: Selection, phases: Sequence[Phase], argument: str) -> list[Offer]:
         """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
@@ -104,7 +113,7 @@ class EngineTable:
                     if other.name and rests_on_our_times(selection, offer.backend, phases[-1], other.backend):
                         before.append(later)
             why = (
-                f"its place rests on attn-select's kernel, and {self.engine} runs one of its own"
+                f"only times of attn-select's kernel put it there, and {self.engine} runs one of its own"
                 if before
                 else offer.why
             )
@@ -157,6 +166,7 @@ def engine_table(key: str) -> EngineTable:
         release=data["release"],
         command=tuple(data["command"]),
         adapter=data.get("adapter"),
+        adapter_kernels={name: compile_when(when)[0] for name, when in data.get("adapter_kernels", {}).items()},
         mla_prefill=data.get("mla_prefill", "by phase"),
         splits_blocks=data.get("splits_blocks", False),
         arguments=data["arguments"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -81,7 +81,8 @@ def _refuse_replaced(result: EngineArguments) -> None:
                 continue
             one = f"{table.engine} takes one backend for {' and '.join(taken.phases)}"
             why = dict(taken.passed_over()).get(name, one)
-            adapter = f"; {_adapter_text(table)}" if table.adapter else ""
+            runs = table.adapter_runs(name, taken.layer.selection)
+            adapter = f"; {_adapter_text(table, [name])}" if runs else ""
             raise ConfigError(
                 f"--backend {name} for {taken.layer.kind}, {phase}: {why}",
                 fields=["backend"],
@@ -89,8 +90,8 @@ def _refuse_replaced(result: EngineArguments) -> None:
             )
 
 
-def _adapter_text(table: EngineTable) -> str:
-    return f"{table.adapter}, installed beside {table.engine}, chooses in it at every start"
+def _adapter_text(table: EngineTable, backends: Iterable[str]) -> str:
+    return f"{table.adapter}, installed beside {table.engine}, runs attn-select's {', '.join(backends)} in it"
 
 
 def _shown_model(options: Mapping[str, Any]) -> str:
@@ -137,8 +138,14 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
     if passed:
         lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
         lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
-        if table.adapter:
-            lines.append([("  ", ""), HANG, (_adapter_text(table), "remedy")])
+        brought = dict.fromkeys(
+            backend
+            for taken in result.taken
+            for backend, _ in taken.passed_over()
+            if table.adapter_runs(backend, taken.layer.selection)
+        )
+        if brought:
+            lines.append([("  ", ""), HANG, (_adapter_text(table, brought), "remedy")])
     lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
     lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]
     lines += [[], [(f"Whether {table.engine} serves this model at all is not looked up.", "dim")]]

@@ -137,7 +137,10 @@ def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     preset = run("flags", "-e", "vllm", "-m", "gpt-oss-120b", "-g", "rtx5090")
     assert "  vllm serve MODEL \\\n    --attention-backend TRITON_ATTN \\\n    --dtype bfloat16 \\\n" in preset.out
     assert "Passed over, though attn-select ranks it higher:\n  FLASHINFER: vLLM has it where sinks false" in preset.out
-    assert "attn-select-vllm" in preset.out
+    assert "attn-select-vllm" not in preset.out  # it does not bring FLASHINFER there
+    triton = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h200").out
+    assert "  attn-select-vllm, installed beside vLLM, runs attn-select's TRITON_ATTN in it\n" in triton
+    assert "attn-select-sglang" not in run("flags", "-e", "sglang", "-m", "llama-3-8b", "-g", "h200").out
     folder = tmp_path / "a model"
     folder.mkdir()
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512}
@@ -242,7 +245,7 @@ def test_an_engines_own_kernel_takes_no_place_that_ours_was_measured_for(
     words = ("flags", "--engine", key, "--model", "llama-3-8b", "--gpu", "h200")
     layer = run(*words, "--json").json["layers"][-1]
     assert (layer["selected"], layer["backend"]) == ("TRITON_ATTN", "FLASH_ATTN")
-    why = f"its place rests on attn-select's kernel, and {engine} runs one of its own"
+    why = f"only times of attn-select's kernel put it there, and {engine} runs one of its own"
     assert layer["passed_over"] == [{"backend": "TRITON_ATTN", "why": why}]
     assert run(*words, "--backend", "TRITON_ATTN", "--json").json["layers"][-1]["backend"] == "TRITON_ATTN"
     rules = tmp_path / "rules.toml"

@@ -14,6 +14,7 @@ from vllm_emulated import LLAMA, AttentionSelectorConfig, engine_config
 from attn_select import AttentionConfig, select
 from attn_select.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
+from attn_select_cli.engine_names import engine_table
 from attn_select_vllm.choice import choose, prefill_order
 from attn_select_vllm.log_block import choice_text
 from attn_select_vllm.names import ENGINE_NAMES, OWN_KERNELS, OWN_PREFIX, engine_backends
@@ -97,6 +98,16 @@ def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     assert names("FLASHINFER", gqa, hopper) == ["FLASHINFER"]
     assert names("FLASHINFER", fp8, hopper) == ["own FLASHINFER", "FLASHINFER"]
     assert names("FLASH_ATTN", gqa, hopper) == ["FLASH_ATTN"]
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "a100", "h100", "b200"])
+def test_flags_know_which_kernels_come_with_the_adapter(gpu: str) -> None:
+    table = engine_table("vllm")
+    for fields in (GQA_FIELDS, {**GQA_FIELDS, "kv_cache_dtype": "fp8"}, MLA_FIELDS):
+        selection = select(AttentionConfig(**fields), gpu)
+        for backend in {*OWN_KERNELS, *ENGINE_NAMES}:
+            own = any(each.own for each in engine_backends(backend, selection.config, selection.device))
+            assert table.adapter_runs(backend, selection) == own, backend
 
 
 def chosen_on_an_h200(accepted: set[str], **options: Any) -> str | None:
