@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timed_kernels
 
 from attn_select.config import PHASES, AttentionConfig
 from attn_select.decide import Decider
@@ -19,8 +21,15 @@ from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapa
 
 HOPPER = Device("h100", (9, 0), full_name="NVIDIA H100", sm_count=132, memory_gib=80, bandwidth_gbps=3350)
 
+PACKAGED = {"name": "packaged-order", "layer": 0, "priority": ["A", "B", "C"]}
+
 MakeSpec = Callable[..., BackendSpec]
 MakeDecider = Callable[..., Decider]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    name: str
 
 
 @pytest.fixture
@@ -124,3 +133,41 @@ def no_rules_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Run in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def spec(make_spec: Any) -> Callable[..., BackendSpec]:
+    """Return a factory of backends whose kernel is called as the backend, in small letters."""
+
+    def make(
+        name: str, layouts: Sequence[str] = ("FLASH_ATTN_NHD",), kernel: str | None = None, **more: Any
+    ) -> BackendSpec:
+        def plan(config: AttentionConfig, *_: Any) -> BackendPlan:
+            return BackendPlan(
+                kernel=Kernel(kernel or name.lower()),
+                path="path",
+                because="only one",
+                query_dtype=config.dtype,
+                returns_lse=True,
+                kv_layouts=tuple(layouts),
+                kernel_block_sizes=(16,),
+                cuda_graph="ALWAYS",
+                unverified=more.get("unverified", ()),
+            )
+
+        return make_spec(name, plan=plan, **{key: value for key, value in more.items() if key != "unverified"})
+
+    return make
+
+
+@pytest.fixture
+def decider(spec: Any, make_decider: Any) -> Callable[..., Decider]:
+    """Return a factory: backends A, B and C that can do the same, and rules behind the packaged order."""
+
+    def make(*rules: Mapping[str, Any], specs: Sequence[BackendSpec] | None = None) -> Decider:
+        made: Decider = make_decider(
+            specs or [spec("A"), spec("B"), spec("C")], [PACKAGED, *rules], timed_kernels.HOPPER
+        )
+        return made
+
+    return make
