@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from attn_select import __version__
 from attn_select.render import layer_lines, plain, warning_lines
-from attn_select_vllm.choice import Choice, Refusals
+from attn_select_vllm.choice import Choice, Refusals, served_phases
 
 _NOTHING = "nothing that vLLM accepts; vLLM chooses by itself"
 
@@ -17,6 +17,11 @@ def choice_text(choice: Choice, kind: str) -> str:
     lines = [f"attn-select {__version__} chose for {kind}: {_winner(choice)}"]
     lines += _refused(choice.refused)
     selection = choice.selection
+    phases = served_phases(selection.config)
+    if choice.engine is not None and len({selection.selected[phase] for phase in phases}) > 1:
+        lines.append(
+            f"  it runs in {' and '.join(phases)}: vLLM takes one backend for both, and the order in decode counts"
+        )
     runs = choice.engine is not None and choice.engine.own and choice.backend in selection.selected.values()
     shown = replace(selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
     lines.append(plain([*layer_lines(shown, kind, runs=runs), *warning_lines(selection.warnings)]))

@@ -145,6 +145,15 @@ def test_the_log_says_what_runs_and_not_what_does_not() -> None:
     assert "CUDA graphs ALWAYS" in choice_text(ours, "full_attention")
 
 
+def test_the_log_says_that_one_backend_serves_both_phases() -> None:
+    pair = choose(select(AttentionConfig(**GQA_FIELDS), "h200"), lambda *_: [])
+    assert set(pair.selection.selected.values()) == {"FLASH_ATTN", "TRITON_ATTN"}
+    text = "it runs in prefill and decode: vLLM takes one backend for both"
+    assert text in choice_text(pair, "full_attention")
+    assert text not in choice_text(choose(select(AttentionConfig(**GQA_FIELDS), "h100"), lambda *_: []), "any")
+    assert text not in choice_text(choose(select(AttentionConfig(**MLA_FIELDS), "h200"), lambda *_: []), "mla")
+
+
 def test_mla_prefill_is_ordered_apart() -> None:
     assert prefill_order(select(AttentionConfig(**MLA_FIELDS), "h100")) == ["FLASH_ATTN", "FLASHINFER"]
 
