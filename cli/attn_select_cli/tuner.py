@@ -201,12 +201,14 @@ class Tuner:
 
     def run(self, seconds: float, say: Callable[[str], None]) -> None:
         """Measure until the time is over, no batch would change a rule, or it is interrupted: first what every layer
-        and phase needs, then what each is least sure of, in turn."""
+        and phase needs, one after the other, so that those that are reached get rules; then what each is least sure of,
+        in turn."""
         deadline = time.monotonic() + seconds
         active = [layer for layer in self.layers if len(layer.tuning.backends) > 1]
         try:
             while active:
-                for layer in [each for each in active if each.tuning.due() is not None] or [*active]:
+                needing = next((layer for layer in active if layer.tuning.due() is not None), None)
+                for layer in [*active] if needing is None else [needing]:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return
