@@ -22,9 +22,9 @@ from attn_select.times.regions import Region, find_regions, next_batch, order_in
 from attn_select.times.roofline import is_decode, roofline_us, step_work
 from attn_select.times.store import MeasurementFile, append_measurements, read_measurements
 from attn_select.times.tuned_rules import regions_of, rule_tables, tuned_before
-from attn_select.times.tuning import TIE, Domain, Span, Tuning
-from attn_select.times.workload import Workload
-from attn_select_cli.benching import Bench, Candidate, check_runnable
+from attn_select.times.tuning import MIXED, TIE, Domain, Span, Tuning
+from attn_select.times.workload import Workload, phases_of
+from attn_select_cli.benching import Bench, Candidate, TimedBatch, check_runnable
 from attn_select_cli.output import counted
 from attn_select_cli.table import Block, Table
 
@@ -67,6 +67,7 @@ class LayerTuning:
         kernels: name of the phase's kernel, by backend.
         wrong: backends that take no part, with what was seen: results that differ from the oracle's, or failures.
         failures: by backend how many batches it failed at.
+        mixed: batches of prefills and decodes to measure: no rule is made of them, but times choose by them.
     """
 
     kind: str
@@ -80,7 +81,13 @@ class LayerTuning:
     kernels: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    mixed: list[BatchShape] = field(default_factory=list)
     done: bool = False
+
+    @property
+    def needs(self) -> BatchShape | None:
+        """A batch that is measured in any case."""
+        return self.tuning.due() or next(iter(self.mixed), None)
 
     @property
     def enough(self) -> bool:
@@ -164,8 +171,17 @@ class Tuner:
         plans = {each.backend: each.phases[phase].plan for each in ranked.candidates if phase in each.phases}
         added.kernels = {name: (plan and plan.kernel_name) or "unnamed" for name, plan in plans.items()}
         added.libraries = {name: self.bench.libraries(name, config) for name in tuning.backends}
+        if phase == "prefill" and not config.mla:  # MLA computes the two phases one behind the other
+            added.mixed = self._mixed(added, spans.get("batch") or _BATCH, workload)
         self._read(added)
         self.layers.append(added)
+
+    @staticmethod
+    def _mixed(layer: LayerTuning, decodes: Span, workload: Workload | None) -> list[BatchShape]:
+        config = layer.tuning.config
+        if workload is None:
+            return layer.tuning.domain.mixed(decodes, 1 + config.num_speculative_tokens)
+        return [shape.batch for shape in workload.shapes if len(phases_of(shape.batch, config)) > 1]
 
     def _fits(self, config: AttentionConfig, usual: bool) -> Callable[[BatchShape], bool]:
         most_bytes = _MEMORY_SHARE * (self.bench.device.memory_gib or 8) * 2**30
@@ -184,6 +200,7 @@ class Tuner:
         fields = timed_layer(layer.tuning.config).to_dict()
         if not self.file.is_file():
             return
+        mixed: dict[str, int] = {}
         for row in read_measurements([MeasurementFile("user", self.file)], self.bench.gpu).measurements:
             one = row.measurement
             if (
@@ -193,9 +210,12 @@ class Tuner:
                 and one.kernel.get(layer.tuning.phase) == layer.kernels.get(one.backend)
             ):
                 batch = parse_batch_shape(one.batch)
+                mixed[one.backend] = mixed.get(one.backend, 0) + (len(phases_of(batch, layer.tuning.config)) > 1)
                 if layer.tuning.domain.holds(batch) or batch in layer.tuning.held_out:
                     layer.tuning.add(batch, {one.backend: one.time_us}, [one.backend])
                     layer.measured = max(layer.measured, one.date)
+        if all(mixed.get(name, 0) >= MIXED for name in layer.tuning.backends):
+            layer.mixed.clear()
         layer.known = frozenset(layer.tuning.samples)
         layer.tuning.hold_out_known()
 
@@ -207,44 +227,33 @@ class Tuner:
         active = [layer for layer in self.layers if len(layer.tuning.backends) > 1]
         try:
             while active:
-                needing = next((layer for layer in active if layer.tuning.due() is not None), None)
+                needing = next((layer for layer in active if layer.needs is not None), None)
                 for layer in [*active] if needing is None else [needing]:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return
-                    batch = next_batch(layer.tuning)
+                    batch = layer.needs or next_batch(layer.tuning)
                     if batch is None:
                         layer.done = True
                         active.remove(layer)
                         continue
                     say(f"{layer.kind}, {layer.tuning.phase}: {batch} ({left:.0f} s left)")
-                    self._measure(layer, batch)
+                    if batch in layer.mixed:
+                        self._measure_mixed(layer, batch)
+                    else:
+                        self._measure(layer, batch)
         except KeyboardInterrupt:
             self.interrupted = True
 
     def _measure(self, layer: LayerTuning, batch: BatchShape) -> None:
         """Measure the backends that were not tried on a batch, beside the fastest of those that were; all of them where
-        all were tried, or none.
-
-        Raises:
-            KeyboardInterrupt: it was interrupted; what was measured so far is kept in the file.
-        """
+        all were tried, or none."""
         tuning = layer.tuning
         known = tuning.samples.get(batch, {}) if tuning.missing(batch) else {}
         beside = min(known, key=known.__getitem__, default=None)
         asked = {*(tuning.missing(batch) or tuning.backends), *([beside] if beside else [])}
         candidates = [each for each in layer.candidates if each.name in asked and each.name not in layer.wrong]
-        compare = layer.measured_here < _COMPARED
-        found = self.bench.measure(tuning.config, batch, candidates, _BATCH_SECONDS, compare)
-        for timed in found.timed:
-            if timed.failure is None and not timed.exact:
-                layer.wrong[timed.backend] = f"error {timed.error:.1e} at {batch}, above its bound {timed.bound:.1e}"
-        right = [each for each in self.bench.measurements(tuning.config, found) if each.backend not in layer.wrong]
-        append_measurements(self.file, right)
-        if not found.complete:
-            raise KeyboardInterrupt
-        layer.measured = max([layer.measured, *(each.date for each in right)])
-        layer.measured_here += 1
+        found = self._timed(layer, batch, candidates)
         times = {each.backend: each.time_us for each in found.timed if each.failure is None}
         self._note_failures(layer, {each.backend: each.failure for each in found.timed if each.failure is not None})
         if beside is not None and abs(math.log(times.get(beside, math.inf) / known[beside])) > _DRIFT:
@@ -254,6 +263,33 @@ class Tuner:
         for name in layer.wrong:
             tuning.leave_out(name)
         tuning.hold_out_known()
+
+    def _measure_mixed(self, layer: LayerTuning, batch: BatchShape) -> None:
+        """Measure the backends that serve both phases on a batch of prefills and decodes; the file keeps the times."""
+        layer.mixed.remove(batch)
+        able = self.bench.candidates(layer.tuning.config, batch, self._backends)
+        candidates = [each for each in able if each.failure is None and each.name not in layer.wrong]
+        if candidates:
+            self._timed(layer, batch, candidates)
+
+    def _timed(self, layer: LayerTuning, batch: BatchShape, candidates: Sequence[Candidate]) -> TimedBatch:
+        """Measure, and keep the times in the file.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted; what was measured so far is kept.
+        """
+        config, compare = layer.tuning.config, layer.measured_here < _COMPARED
+        found = self.bench.measure(config, batch, candidates, _BATCH_SECONDS, compare)
+        for timed in found.timed:
+            if timed.failure is None and not timed.exact:
+                layer.wrong[timed.backend] = f"error {timed.error:.1e} at {batch}, above its bound {timed.bound:.1e}"
+        right = [each for each in self.bench.measurements(config, found) if each.backend not in layer.wrong]
+        append_measurements(self.file, right)
+        if not found.complete:
+            raise KeyboardInterrupt
+        layer.measured = max([layer.measured, *(each.date for each in right)])
+        layer.measured_here += 1
+        return found
 
     @staticmethod
     def _note_failures(layer: LayerTuning, failed: Mapping[str, str]) -> None:

@@ -363,6 +363,24 @@ def test_what_every_phase_needs_is_measured_before_what_one_is_unsure_of(
     assert all(batch.max_query_len > 1 for batch in first)
 
 
+def test_a_few_batches_of_prefills_and_decodes_are_measured_too(
+    run: Any, rules_file: Path, timer: list[str], folder: Path
+) -> None:
+    def mixed() -> list[str]:
+        return [text for text in timer if len({group.query_len == 1 for group in parse_batch_shape(text).groups}) == 2]
+
+    run("tune", *LAYER, "--phase", "prefill", *QUICK, "--json")
+    assert len(mixed()) == tuning.MIXED
+    path, rows = lines_of(folder)
+    assert {row["batch"] for row in rows} >= {*mixed()}
+    timer.clear()
+    run("tune", *LAYER, *QUICK, "--json")
+    assert mixed() == []
+    path.unlink()
+    run("tune", *LAYER, *QUICK[6:], "--workload", "q16_2q1s32,2q1s64,q8", "--json")
+    assert mixed() == ["q16_2q1s32"]
+
+
 def test_batches_without_an_end_are_left_out_unless_they_are_asked_for(
     run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

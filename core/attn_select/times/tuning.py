@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
 from attn_select.config import AttentionConfig, Phase
@@ -32,6 +33,8 @@ _SUSPECT = 0.005
 than this, as a logarithm, is not doubtful, so that no model is made without it."""
 NEAR = 1.0
 """A batch within this distance of a known one, in doublings, is not far from all."""
+MIXED = 4
+"""Batches of a prefill beside decodes that say how a backend's two phases overlap."""
 HELD_OUT = 8
 """Batches that judge the rules and that no model has seen."""
 ENOUGH_KNOWN = 4 * HELD_OUT
@@ -98,6 +101,29 @@ class Domain:
         shape = BatchShape((RequestGroup(long, query_len, seq_len), RequestGroup(batch - long, query_len, short)))
         return shape if self.fits(shape) else None
 
+    def mixed(self, decodes: Span, new_tokens: int) -> list[BatchShape]:
+        """Return ``MIXED`` batches of one prefill, every other one without cached tokens, and decodes beside it, drawn
+        log-uniformly by a fixed seed; fewer where few fit.
+
+        Args:
+            decodes: how many requests decode.
+            new_tokens: of each of them; prefills have more.
+        """
+        draw, found = random.Random(17), dict[BatchShape, None]()
+        spans = self.axes
+        for _ in range(50 * MIXED if "seq_len" in spans else 0):
+            query = log_uniform(draw, *spans["query_len"])
+            cached = len(found) % 2 and max(0, log_uniform(draw, *spans["seq_len"]) - query)
+            count, length = log_uniform(draw, *decodes), log_uniform(draw, *spans["seq_len"])
+            prefill, decode = RequestGroup(1, query, query + cached), RequestGroup(count, new_tokens, length)
+            if (
+                query > new_tokens <= length
+                and len(found) < MIXED
+                and self.fits(batch := BatchShape((prefill, decode)))
+            ):
+                found[batch] = None
+        return [*found]
+
     def holds(self, batch: BatchShape) -> bool:
         """Whether a batch is one of these."""
         lengths = {group.query_len for group in batch.groups}
@@ -105,6 +131,11 @@ class Domain:
             return False
         values = {"batch": batch.num_requests, "query_len": batch.max_query_len, "seq_len": batch.max_seq_len}
         return all(low <= values[name] <= high for name, (low, high) in self.axes.items())
+
+
+def log_uniform(draw: random.Random, low: int, high: int) -> int:
+    """Draw a number whose logarithm is uniform."""
+    return min(high, round(math.exp(draw.uniform(math.log(low), math.log(high + 1)))))
 
 
 def _between(low: int, high: int, per_octave: int) -> list[int]:
@@ -172,10 +203,7 @@ class Tuning:
     def _drawn(self) -> tuple[BatchShape, ...]:
         """Return batches drawn log-uniformly, none of them among the first; every other one uneven, if those count."""
         draw = random.Random(7)
-
-        def between(low: int, high: int) -> int:
-            return min(high, round(math.exp(draw.uniform(math.log(low), math.log(high + 1)))))
-
+        between = partial(log_uniform, draw)
         found: dict[BatchShape, None] = {}
         for _ in range(HELD_OUT * 50):
             at = {name: between(*span) for name, span in self.domain.axes.items()}
