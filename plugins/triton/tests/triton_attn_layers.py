@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 from attn_select.config import AttentionConfig
@@ -14,6 +16,12 @@ from attn_select.testing.running import common_of, layer_of
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 
 BOUNDS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
+UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
+
+
+def slow(fields: dict[str, Any]) -> Any:
+    return pytest.param(fields, marks=pytest.mark.slow(guard="the test's other cases; the kernels' tests of all terms"))
 
 
 def layer_config(**fields: Any) -> AttentionConfig:
@@ -87,3 +95,32 @@ def compare(group: AttentionGroup, problem: Problem, output: torch.Tensor, lse: 
     bound = BOUNDS[group.config.dtype]
     assert relative_error(output, wanted).row < bound
     assert lse_error(lse, wanted_lse) < bound
+
+
+def builder_of(group: Any) -> Any:
+    return group.backends[0].builder
+
+
+def many_sms(group: Any, count: int = 100) -> Any:
+    """Make the builder schedule for a GPU that is hard to fill."""
+    builder = builder_of(group)
+    builder._gpu = dataclasses.replace(builder._gpu, sms=count)
+    if builder._pieces is not None:
+        builder._reserve_pieces()
+    return group
+
+
+def pieces_of(part: Any) -> list[int]:
+    """Return of each request in how many pieces its keys are, of a step whose pieces were checked to be in order."""
+    pieces = part.decode.pieces
+    if pieces is None:
+        return [1] * len(part.decode.seq_lens)
+    there = pieces[pieces[:, 0] >= 0].tolist()
+    assert [piece[0] >= 0 for piece in pieces.tolist()] == [True] * len(there) + [False] * (len(pieces) - len(there))
+    sizes = [-(-seq_len // splits) for _, _, splits, _, _, _, seq_len, _ in there]
+    assert sizes == sorted(sizes, reverse=True)
+    found = [0] * len(part.decode.seq_lens)
+    for request, _, splits, *_ in there:
+        found[request] = splits
+    assert len(there) == sum(found)
+    return found
