@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,13 +125,6 @@ def gqa() -> AttentionConfig:
 def mla() -> AttentionConfig:
     """DeepSeek-V3's MLA layer."""
     return AttentionConfig(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-
-
-@pytest.fixture
-def no_rules_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

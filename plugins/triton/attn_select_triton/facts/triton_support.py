@@ -54,7 +54,7 @@ GLUON_TRITON = "3.6."
 THOR = (11, 0)
 THOR_TRITON = (3, 7)
 MEASURED_CAPABILITY = (9, 0)
-"""Of the GPUs on which tiles and splits were measured: ``tuning.measured_gpus``."""
+"""Of the GPUs on which tiles and splits were measured, which ``tuning.toml`` names."""
 _NEVER_MEASURED = "tiles and splits for this compute capability follow from a model and were never measured on it"
 _EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"
 _NO_MMA = "below compute capability 8.0 Triton compiles tl.dot to scalar FMAs: no tensor cores"

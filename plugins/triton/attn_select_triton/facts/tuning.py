@@ -68,11 +68,6 @@ def measured(capability: tuple[int, int] | None) -> bool:
     return capability == MEASURED_CAPABILITY
 
 
-def measured_gpus() -> tuple[str, ...]:
-    """Return the GPUs on which the choices were measured."""
-    return tuple(_tuning()["measured"])
-
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How one kernel is launched.
