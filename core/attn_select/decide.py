@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attn_select import distributions, gate
 from attn_select.config import PHASES, AttentionConfig, Phase
@@ -35,8 +35,10 @@ _NO_REASONS: list[Reason] = []
 _Cache = tuple[str | None, int | None]
 """KV layout and block size (tokens)."""
 _Plans = dict[Phase, dict[str, BackendPlan]]
-_MOST_ROWS = 1024
+_MOST_TYPES = 1024
+"""Of how many types of layers (``gate.Demands.types``) is kept what backends say of them."""
 _MOST_REFUSALS = 8192
+"""How many verdicts on backends that run no layer of some types are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,22 @@ def _split_choice(text: object) -> tuple[str, str]:
     return (phase, name) if equals else ("", text)
 
 
-_Part = tuple[gate.CapabilityGate | None, list[Reason], bool, list[Phase]]
-"""Phases of a backend that share a gate, None where they are not served; what speaks against layers of some types there
-already; and whether their kind of attention is served."""
+class _Part(NamedTuple):
+    """What a backend says of layers of some types (``gate.Demands.types``) in phases that share one gate.
+
+    Attributes:
+        gate: compares the layers with the capabilities; None where the phases are not served.
+        against: what speaks against all layers of these types.
+        fits: whether the backend serves their kind of attention, so that its ``plan`` is asked.
+        phases: the phases.
+    """
+
+    gate: gate.CapabilityGate | None
+    against: list[Reason]
+    fits: bool
+    phases: list[Phase]
+
+
 _Asked = tuple[BackendSpec, BackendOptions, list[_Part]]
 """A backend that may run layers of some types."""
 
@@ -133,10 +148,10 @@ class _Judged:
             served = self._gates.get(phase)
             if served not in found:
                 if served is None:
-                    found[None] = None, [gate.phase_not_served(self.spec, phase)], False, []
+                    found[None] = _Part(None, [gate.phase_not_served(self.spec, phase)], False, [])
                 else:
-                    found[served] = served, served.of_types(demands), served.kind == demands.kind, []
-            found[served][-1].append(phase)
+                    found[served] = _Part(served, served.of_types(demands), served.kind == demands.kind, [])
+            found[served].phases.append(phase)
         return [*found.values()]
 
 
@@ -152,9 +167,9 @@ class _Refused:
 
     def __init__(self, name: str, parts: Sequence[_Part], phases: Sequence[Phase]) -> None:
         self.name = name
-        said = {phase: against for _, against, _, phases_of in parts for phase in phases_of}
+        said = {phase: part.against for part in parts for phase in part.phases}
         self._candidate = Candidate(name, {phase: Verdict(None, "rejected", said[phase], None) for phase in phases})
-        self._parts = [(each, against, phases_of) for each, against, _, phases_of in parts if each is not None]
+        self._parts = [(part.gate, part.against, part.phases) for part in parts if part.gate is not None]
         self.looks_at = functools.reduce(operator.or_, [each.refusing for each, _, _ in self._parts], 0)
 
     def candidate(self, demands: gate.Demands) -> Candidate:
@@ -367,15 +382,15 @@ class Decider:
                     reject(name, phase, [_denied(name, rule), *candidates[name].phases[phase].reasons])
 
     def _rows(self, demands: gate.Demands) -> tuple[list[_Refused], list[_Asked]]:
-        """Return every known backend for layers of these types. Kept for the next of them."""
-        if len(self._by_types) >= _MOST_ROWS:
+        """Return the known backends that run no layer of these types, and those that may. Kept for the next of them."""
+        if len(self._by_types) >= _MOST_TYPES:
             self._by_types.clear()
         phases = demands.config.phases
-        refused = [_Refused(name, [(None, said, False, [*phases])], phases) for name, said in self._absent.items()]
+        refused = [_Refused(name, [_Part(None, said, False, [*phases])], phases) for name, said in self._absent.items()]
         asked: list[_Asked] = []
         for judged in self._judged:
             parts = judged.parts(demands)
-            if any(fits for _, _, fits, _ in parts):
+            if any(part.fits for part in parts):
                 asked.append((judged.spec, judged.options, parts))
             else:
                 refused.append(_Refused(judged.spec.name, parts, phases))

@@ -13,6 +13,8 @@ from attn_select.selection import Selection
 
 TIE = 0.02
 """Times that differ by less than this share are alike."""
+_UNRANKED = 1000
+"""More than there are backends."""
 
 
 class Decide(Protocol):
@@ -106,5 +108,6 @@ def _fastest(trials: list[list[Selection]]) -> list[list[Selection]]:
 
 
 def _rank_sum(selection: Selection) -> int:
+    """Return the sum of the selected backends' ranks; one that no rule ranks stands behind all others."""
     verdicts = [v for c in selection.candidates for v in c.phases.values() if v.verdict == "selected"]
-    return sum(v.rank if v.rank is not None else 1000 for v in verdicts)
+    return sum(v.rank if v.rank is not None else _UNRANKED for v in verdicts)

@@ -206,7 +206,7 @@ def test_of_every_layer_all_is_said_that_the_gate_says_of_it_alone(name: str) ->
 
 
 def test_what_a_decider_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select.decide._MOST_ROWS", 4)
+    monkeypatch.setattr("attn_select.decide._MOST_TYPES", 4)
     monkeypatch.setattr("attn_select.decide._MOST_REFUSALS", 40)
     monkeypatch.setattr("attn_select.rules.ranking._MOST_RANKINGS", 10)
     clear_cache()

@@ -403,7 +403,7 @@ def test_mla_layers_are_another_class(make_group: Factory) -> None:
 def test_names_of_living_layers_are_unique(make_group: Factory) -> None:
     group = make_group(CONFIG)
     first = Attention(group, layer_name="model.layers.0")
-    with pytest.raises(ConfigError, match=r"layer_name = 'model.layers.0': a layer of that name exists"):
+    with pytest.raises(ConfigError, match=r"model.layers.0.: a layer of that name exists\n.*a name of its own"):
         Attention(group, layer_name="model.layers.0")
     del first
     Attention(group, layer_name="model.layers.0")

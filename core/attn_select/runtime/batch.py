@@ -101,7 +101,8 @@ class BlockTable:
         end = start + len(block_ids)
         if end > self.host.shape[1]:
             raise BatchError(
-                f"row {row} of the block table: {end} blocks, but max_num_blocks_per_req = {self.host.shape[1]}"
+                f"row {row} of the block table: {end} blocks, but max_num_blocks_per_req = {self.host.shape[1]}",
+                hint="make the BlockTable with room for the longest request",
             )
         first = row * self.host.shape[1]
         self._ids[first + start : first + end] = array("i", block_ids)

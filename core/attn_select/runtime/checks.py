@@ -258,7 +258,8 @@ def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) ->
     mask = common.tree_mask
     assert mask is not None
     if not config.draft_tree:
-        raise BatchError("tree_mask given, but the layers were selected with draft_tree = False")
+        text = "tree_mask given, but the layers were selected with draft_tree = False"
+        raise BatchError(text, hint="select with draft_tree = True")
     if not common.causal:
         raise BatchError("tree_mask given with causal = False: drafts see their ancestors alone (accepted: True)")
     columns = 1 + config.num_speculative_tokens

@@ -84,7 +84,8 @@ class StaticBatch:
             if table.shape[1] > self.block_table.shape[1]:
                 raise BatchError(
                     f"block_table_tensor of {table.shape[1]} columns: max_model_len = "
-                    f"{self.group.capacity.max_model_len} reserved {self.block_table.shape[1]}"
+                    f"{self.group.capacity.max_model_len} reserved {self.block_table.shape[1]}",
+                    hint="make the group with a larger max_model_len in its Capacity, or cut the table",
                 )
             self.block_table[: common.num_reqs, : table.shape[1]].copy_(table)
         if self.tree_mask is not None:
@@ -191,6 +192,7 @@ class CudaGraphRunner(Generic[G]):
                 raise ConfigError(
                     "a group was made without cuda_graphs=True, so its tensors change their addresses",
                     fields=["cuda_graphs"],
+                    hint="attention_group(selection, cuda_graphs=True)",
                 )
         self.batches = {group: StaticBatch(group, self.query_len) for group in self.groups}
         self._check_sizes()
@@ -230,7 +232,8 @@ class CudaGraphRunner(Generic[G]):
             if wanted <= size:
                 return size
         unit = "tokens" if self.query_len is None else "requests"
-        raise BatchError(f"a batch of {wanted} {unit}: graphs were captured for {', '.join(map(str, self.sizes))}")
+        text = f"a batch of {wanted} {unit}: graphs were captured for {', '.join(map(str, self.sizes))}"
+        raise BatchError(text, hint="run it eagerly, or capture a larger size")
 
     def __call__(self, inputs: Mapping[str, Tensor], commons: Commons) -> Tensor:
         """Replay a step; return its output rows, ``(num_actual_tokens, …)``, valid until the next replay.
@@ -273,6 +276,7 @@ class CudaGraphRunner(Generic[G]):
                     f"size {largest} is {requests} requests and {tokens} tokens: a group was made for max_num_seqs = "
                     f"{capacity.max_num_seqs} and max_num_batched_tokens = {capacity.max_num_batched_tokens}",
                     fields=["sizes"],
+                    hint="leave that size out, or make the group with a larger Capacity",
                 )
 
 
@@ -290,4 +294,4 @@ def check_level(group: AttentionGroup, query_len: int = 1, mixed: bool = False) 
         what = "mixed batches" if mixed else f"uniform batches of query length {query_len}"
         names = " with ".join(dict.fromkeys(served.spec.name for served in group.served.values()))
         text = f"CUDA graphs of {what} need level {needed}: {names} is at {level}"
-        raise ConfigError(text, fields=["cuda_graph"])
+        raise ConfigError(text, fields=["cuda_graph"], hint=f"select with cuda_graph = {needed!r}")

@@ -72,7 +72,8 @@ def register_layer(layer: Runnable, name: str) -> str:
     if not name:
         name = next(made for number in _numbers if (made := f"attention.{number}") not in _layers)
     elif name in _layers:
-        raise ConfigError(f"layer_name = {name!r}: a layer of that name exists", fields=["layer_name"])
+        text = f"layer_name = {name!r}: a layer of that name exists"
+        raise ConfigError(text, fields=["layer_name"], hint="give each layer a name of its own, or none")
     _layers[name] = layer
     return name
 

@@ -379,7 +379,8 @@ class AttentionGroup:
     def _server(self, way: Way, phase: Phase) -> Served:
         if phase not in way.served:
             here = " and ".join(way.served)
-            raise BatchError(f"the batch has requests in {phase}, but this group was made for {here} only")
+            text = f"the batch has requests in {phase}, but this group was made for {here} only"
+            raise BatchError(text, hint=f"make the group without phases, or with {phase} among them")
         return way.served[phase]
 
     def _prefix(self, served: Served, prefix: int, common: CommonAttentionMetadata) -> int:
@@ -396,7 +397,9 @@ class AttentionGroup:
         if common.num_reqs > capacity.max_num_seqs or common.num_actual_tokens > capacity.max_num_batched_tokens:
             raise BatchError(
                 f"a batch of {common.num_reqs} requests and {common.num_actual_tokens} tokens: this group was made for "
-                f"max_num_seqs = {capacity.max_num_seqs} and max_num_batched_tokens = {capacity.max_num_batched_tokens}"
+                f"max_num_seqs = {capacity.max_num_seqs} and max_num_batched_tokens = "
+                f"{capacity.max_num_batched_tokens}",
+                hint="make it with a larger Capacity, or split the batch",
             )
         if self.config.has_cache and (common.block_table_tensor is None or common.slot_mapping is None):
             missing = "block_table_tensor" if common.block_table_tensor is None else "slot_mapping"
@@ -408,7 +411,8 @@ class AttentionGroup:
                 hint="make the BlockTable with group.block_size; groups of other block sizes need tables of their own",
             )
         if common.mm_prefix_ranges is not None and not self.config.mm_prefix:
-            raise BatchError("mm_prefix_ranges given, but the layers were selected with mm_prefix = False")
+            text = "mm_prefix_ranges given, but the layers were selected with mm_prefix = False"
+            raise BatchError(text, hint="select with mm_prefix = True")
         if common.tree_mask is not None:
             checks.check_tree_mask(common, self.config)
         if not common.causal and self.config.attention_chunk_size is not None:

@@ -29,9 +29,12 @@ def kernel_block_sizes(plans: Plans, block_size: int | None, kv_layout: str | No
     sizes = shared_block_sizes(plans, block_size, kv_layout)
     if sizes is None:
         able = _able_block_sizes(plans, block_size)
+        each = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in able.items())
         raise ConfigError(
-            f"block_size = {block_size}: kernels of {' and '.join(able)} share no block size in {kv_layout} ({able})",
+            f"block_size = {block_size}: kernels of {' and '.join(able)} share no block size in {kv_layout} "
+            f"(those that divide it: {each})",
             fields=["block_size"],
+            hint="select without block_size, or name one backend for both phases",
         )
     return sizes
 
@@ -105,7 +108,8 @@ class KernelTables:
             return None
         if columns > most:
             raise BatchError(
-                f"block_table_tensor of {columns} columns: max_model_len = {self._max_model_len} reserved {most}"
+                f"block_table_tensor of {columns} columns: max_model_len = {self._max_model_len} reserved {most}",
+                hint="make the group with a larger max_model_len in its Capacity, or cut the table",
             )
         if id(context) not in self._persistent:
             shape = (self._max_num_seqs, kernel_columns)

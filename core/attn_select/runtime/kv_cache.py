@@ -41,15 +41,18 @@ def num_blocks_for(budget_bytes: int, bytes_per_token: Sequence[int], block_size
         block_size: tokens per block of the allocator.
 
     Raises:
-        ConfigError: ``bytes_per_token`` is not a sequence, or the budget does not hold one block.
+        ConfigError: ``bytes_per_token`` is no sequence of positive numbers, or the budget does not hold one block.
     """
     if not isinstance(bytes_per_token, Sequence):
         text = f"bytes_per_token = {bytes_per_token!r}: accepted is a sequence with one number per layer"
         raise ConfigError(text, fields=["bytes_per_token"], hint="for equal layers: [bytes_per_token] * num_layers")
     block = sum(bytes_per_token) * block_size
-    if block <= 0 or budget_bytes < block:
-        text = f"KV-cache budget of {budget_bytes} bytes: one block of {block_size} tokens in all layers takes {block}"
-        raise ConfigError(text, fields=["budget_bytes"])
+    if block <= 0:
+        text = f"bytes_per_token = {list(bytes_per_token)}, block_size = {block_size}: accepted are positive numbers"
+        raise ConfigError(text, fields=["bytes_per_token", "block_size"])
+    if budget_bytes < block:
+        text = f"budget_bytes = {budget_bytes}: one block of {block_size} tokens in all layers takes {block} bytes"
+        raise ConfigError(f"{text} (accepted: that much or more)", fields=["budget_bytes"])
     return budget_bytes // block
 
 

@@ -88,6 +88,7 @@ class Ways:
             f"num_speculative_tokens = {self._config.num_speculative_tokens} decodes have "
             f"{self._dispatch.choice.longest_decode}",
             fields=["dispatch", "num_speculative_tokens"],
+            hint="leave dispatch out, or select with fewer speculative tokens",
         )
 
     def of_step(self, common: CommonAttentionMetadata) -> Way:
