@@ -112,7 +112,10 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
 
 
 def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet, list[Problem]]:
-    """Return the effective rules as far as they can be read, and every error in them, options and names included."""
+    """Return the effective rules as far as they can be read, and every error in them, options and names included.
+
+    The errors come file by file, by line.
+    """
     from attn_select.errors import RulesError
     from attn_select.registry import load_plugins
     from attn_select.rules.layers import read_rules
@@ -126,7 +129,8 @@ def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet, list[Problem]]:
         read_options(rule_set, registry.specs)
     except RulesError as error:
         problems += error.problems
-    return rule_set, problems
+    found = [*dict.fromkeys(file for file, _, _ in problems)]
+    return rule_set, sorted(problems, key=lambda problem: (found.index(problem[0]), problem[1] or 0))
 
 
 @command.command(

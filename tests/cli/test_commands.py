@@ -179,6 +179,15 @@ def test_rules_check(run: Any, tmp_path: Path) -> None:
     assert run("rules", "check", str(bad)).code == 1
 
 
+def test_rules_check_lists_the_errors_of_a_file_by_line(run: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    rule = '[[rules]]\nname = "a"\nprefer = ["FLASHINFR"]\nphase = "both"\nwhen = { mla = "yes" }\nenabled = 1\n'
+    bad.write_text(f"version = 1\n{rule}[backends.FLASHINFER]\nuse_trtlm = true\n")
+    lines = [problem["line"] for problem in run("rules", "check", str(bad), "--json").json["problems"]]
+    assert len(lines) > 3
+    assert lines == sorted(lines)
+
+
 def test_the_rules_schema_accepts_the_packaged_rules_and_rejects_nonsense(run: Any) -> None:
     schema = run("rules", "schema").json
     jsonschema.Draft202012Validator.check_schema(schema)

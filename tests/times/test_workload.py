@@ -86,6 +86,12 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, what: str) -> None:
     assert str(file) in str(caught.value)
 
 
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.toml").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"mine\.toml: not UTF-8: save it as UTF-8"):
+        parse_workload(file)
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"workload file nowhere/night.toml: cannot be read: No such file"):
         parse_workload("nowhere/night.toml")

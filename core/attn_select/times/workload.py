@@ -161,7 +161,7 @@ def _from_file(path: Path) -> Workload:
         text = f"workload file {path}: cannot be read: {error.strerror or error}"
         raise ConfigError(text, fields=["workload"]) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"workload file {path}: not text in UTF-8", fields=["workload"]) from None
+        raise ConfigError(f"workload file {path}: not UTF-8: save it as UTF-8", fields=["workload"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"workload file {path}: not TOML ({error})", fields=["workload"]) from None
     try:
