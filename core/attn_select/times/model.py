@@ -4,7 +4,7 @@ Each phase has a curve, ``t = (sum of (rate * feature)^p)^(1/p)`` over the batch
 and terms for tiles, waves and the longest request, whose rates are fitted and never negative. What is left over, in
 logarithms, is interpolated between the measured batches (kriging with a linear variogram): near a measured batch the
 prediction is that measurement, far from all it is the curve with a mean deviation. A batch with prefills and decodes
-takes both times, overlapped as far as measured batches of that kind say.
+takes both times, overlapped as far as measured batches of that kind say, and with what is left over of those.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ _NEAR = 0.1
 """Distance to a measured batch within which the margin does not shrink any more."""
 _OVERLAPS = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0, 5.0)
 _LEAST_MIXED = 3
+_LEAST_MIXED_PLACED = 8
+"""Batches with both phases from which on what is left over of them is interpolated."""
+_MIXED_NOISE = 1.0
+"""As ``_NOISE``: errors of both phases' times are in what is left over."""
 _SHARED = 0.9
 """Share of the shortest time that one launch for both phases may save."""
 
@@ -70,6 +74,29 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Deviations:
+    """What is left over of measured times, in logarithms, interpolated between their batches.
+
+    Attributes:
+        points: where the measured batches lie.
+        level: to which each point's weight times its distance is added.
+        weights: one for each point.
+    """
+
+    points: tuple[tuple[float, ...], ...]
+    level: float
+    weights: tuple[float, ...]
+
+    def at(self, distances: Iterable[float]) -> float:
+        """Return the deviation at these distances from the points."""
+        return sum(map(mul, self.weights, distances), self.level)
+
+    def distances(self, place: Sequence[float]) -> list[float]:
+        """Return how far a place is from the points."""
+        return list(map(math.dist, repeat(place), self.points))
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
     """One phase of a kernel.
 
@@ -80,9 +107,7 @@ class Curve:
         l2_bytes: bytes that stay in the L2 between runs; 0: none.
         schedule: how the work is cut, as far as that explains the times.
         whole: whether batches lie by all keys of their requests, those included that a window hides.
-        points: where the measured batches lie.
-        level: of the interpolated deviation, to which each point's weight times its distance is added.
-        weights: one for each point.
+        deviations: from the curve.
         spread: 95 % of the left-out errors, in logarithms, are below this times the root of the distance.
     """
 
@@ -92,19 +117,20 @@ class Curve:
     l2_bytes: float
     schedule: Schedule | None
     whole: bool
-    points: tuple[Coordinates, ...]
-    level: float
-    weights: tuple[float, ...]
+    deviations: Deviations
     spread: float
 
     def predict(self, groups: Sequence[RequestGroup]) -> Prediction:
         """Return the time of ``groups``, all of this curve's phase."""
+        return self.placed(groups)[0]
+
+    def placed(self, groups: Sequence[RequestGroup]) -> tuple[Prediction, Coordinates]:
+        """Return the time of ``groups``, all of this curve's phase, and where they lie."""
         found = self.work.features(groups, self.l2_bytes, self.schedule)
         place = self.work.coordinates(groups, found[-1] / found[1], self.whole)
-        distances = list(map(math.dist, repeat(place), self.points))
-        deviation = self.level + sum(map(mul, self.weights, distances))
-        time_us = _on_curve(self.rates, self.power, found) * math.exp(deviation)
-        return Prediction(time_us, math.expm1(self.spread * math.sqrt(_NEAR + min(distances))))
+        distances = self.deviations.distances(place)
+        time_us = _on_curve(self.rates, self.power, found) * math.exp(self.deviations.at(distances))
+        return Prediction(time_us, math.expm1(self.spread * math.sqrt(_NEAR + min(distances)))), place
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +146,7 @@ class TimeModel:
         overlap: ``m`` of ``(prefill^m + decode^m)^(1/m)`` in batches with both: 1 adds the times.
         shared_us: of both times, what a batch with both takes once: the start, where one launch runs it. It is added
             to the times without it.
+        mixed: deviations of batches with both, by where their prefills and their decodes lie; None: too few are known.
         mixed_margin: the least margin of a batch with both.
         knows_mixed: whether enough batches with both were measured to say how they overlap.
     """
@@ -131,6 +158,7 @@ class TimeModel:
     prefill: Curve | None
     overlap: float = 1.0
     shared_us: float = 0.0
+    mixed: Deviations | None = None
     mixed_margin: float = 0.0
     knows_mixed: bool = False
 
@@ -141,12 +169,16 @@ class TimeModel:
             curve = self.decode if decode else self.prefill
             if curve is None:
                 return None
-            parts.append(curve.predict(groups))
+            parts.append(curve.placed(groups))
         if len(parts) == 1:
-            return parts[0]
-        total = sum(part.time_us for part in parts)
-        margin = sum(part.time_us * part.margin for part in parts) / total
-        return Prediction(self.together(parts[0].time_us, parts[1].time_us), max(margin, self.mixed_margin))
+            return parts[0][0]
+        (prefill, place), (decodes, other) = parts
+        total = prefill.time_us + decodes.time_us
+        margin = (prefill.time_us * prefill.margin + decodes.time_us * decodes.margin) / total
+        time_us = self.together(prefill.time_us, decodes.time_us)
+        if self.mixed is not None:
+            time_us *= math.exp(self.mixed.at(self.mixed.distances((*place, *other))))
+        return Prediction(time_us, max(margin, self.mixed_margin))
 
     def together(self, prefill_us: float, decode_us: float) -> float:
         """Return the time of a batch whose prefills and decodes alone take these times, microseconds."""
@@ -163,6 +195,7 @@ class TimeModel:
             "prefill": _curve_to_dict(self.prefill),
             "overlap": self.overlap,
             "shared_us": self.shared_us,
+            "mixed": None if self.mixed is None else _deviations_to_dict(self.mixed),
             "mixed_margin": self.mixed_margin,
             "knows_mixed": self.knows_mixed,
         }
@@ -180,6 +213,7 @@ class TimeModel:
             prefill=_curve_from_dict(data["prefill"], phase_work(config, False, sm_count)),
             overlap=data["overlap"],
             shared_us=data["shared_us"],
+            mixed=None if data["mixed"] is None else _deviations_from_dict(data["mixed"]),
             mixed_margin=data["mixed_margin"],
             knows_mixed=data["knows_mixed"],
         )
@@ -261,12 +295,19 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
     (_, power, rates, l2_bytes), schedule = _fit_rates(work, known, times, least)
     found = [work.features(groups, l2_bytes, schedule) for groups, _ in known]
     left = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
-    whole, interpolated = False, _interpolated(work, known, found, left, whole=False)
+
+    def interpolate(whole: bool) -> _Interpolated:
+        places = [
+            work.coordinates(groups, each[-1] / each[1], whole) for (groups, _), each in zip(known, found, strict=True)
+        ]
+        return _interpolated(places, left, _NOISE)
+
+    whole, interpolated = False, interpolate(False)
     if work.hides_keys:
-        other = _interpolated(work, known, found, left, whole=True)
+        other = interpolate(True)
         if sum(map(abs, other.errors)) < _WHOLE_WORTH * sum(map(abs, interpolated.errors)):
             whole, interpolated = True, other
-    places, apart, level, weights, errors = interpolated
+    deviations, apart, errors = interpolated
     nearest = [min(distance for j, distance in enumerate(row) if j != i) for i, row in enumerate(apart)]
     scaled = [abs(error) / math.sqrt(_NEAR + distance) for error, distance in zip(errors, nearest, strict=True)]
     return Curve(
@@ -276,49 +317,36 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
         l2_bytes,
         schedule,
         whole=whole,
-        points=tuple(places),
-        level=level,
-        weights=tuple([-each for each in weights]),
+        deviations=deviations,
         spread=_at_95_percent(scaled),
     )
 
 
 class _Interpolated(NamedTuple):
-    """Deviations from a curve as they are interpolated between the measured batches.
+    """Deviations as they are interpolated between the measured batches.
 
     Attributes:
-        places: where the batches lie.
-        apart: their distances from each other.
-        level, weights: as in ``Curve``, the weights with the other sign.
+        deviations: between these.
+        apart: the batches' distances from each other.
         errors: what leaving a batch out would have missed its deviation by.
     """
 
-    places: list[Coordinates]
+    deviations: Deviations
     apart: list[list[float]]
-    level: float
-    weights: list[float]
     errors: list[float]
 
 
-def _interpolated(
-    work: PhaseWork,
-    known: Sequence[tuple[Sequence[RequestGroup], float]],
-    found: Sequence[tuple[float, ...]],
-    left: Sequence[float],
-    whole: bool,
-) -> _Interpolated:
-    places = [
-        work.coordinates(groups, each[-1] / each[1], whole) for (groups, _), each in zip(known, found, strict=True)
-    ]
+def _interpolated(places: Sequence[tuple[float, ...]], left: Sequence[float], noise: float) -> _Interpolated:
     apart = [list(map(math.dist, repeat(place), places)) for place in places]
     most = 2 * max(map(max, apart)) + 1  # the variance of the mean deviation: enough to let the points decide on it
     covariance = [[most - distance for distance in row] for row in apart]
     for i, row in enumerate(covariance):
-        row[i] += _NOISE
+        row[i] += noise
     factor = cholesky(covariance)
     weights = solve(factor, left)
     errors = list(map(truediv, weights, inverse_diagonal(factor)))
-    return _Interpolated(places, apart, most * sum(weights), weights, errors)
+    deviations = Deviations(tuple(places), most * sum(weights), tuple([-each for each in weights]))
+    return _Interpolated(deviations, apart, errors)
 
 
 def _fit_rates(
@@ -371,16 +399,41 @@ def _at_95_percent(values: Iterable[float]) -> float:
 
 
 def _with_overlap(model: TimeModel, mixed: Sequence[tuple[BatchShape, float]], start_us: float) -> TimeModel:
-    """Return the model with the overlap that measured batches of both phases show, where there are enough, and with
-    ``start_us`` shared where that brings them nearer."""
+    """Return the model with the overlap that measured batches of both phases show, where there are enough, with
+    ``start_us`` shared where that brings them nearer, and with the deviations of those that are left over."""
     if len(mixed) < _LEAST_MIXED or model.decode is None or model.prefill is None:
         return model
+    curves = model.prefill, model.decode
+    parts = [
+        [
+            curve.placed(groups)
+            for curve, (_, groups) in zip(curves, _by_phase(model.longest_decode, batch), strict=True)
+        ]
+        for batch, _ in mixed
+    ]
     tried = []
     for overlap, shared_us in product(_OVERLAPS, (0.0, start_us)):
-        other = replace(model, overlap=overlap, shared_us=shared_us)
-        errors = [abs(math.log(time_us / other.predict(batch).time_us)) for batch, time_us in mixed]  # type: ignore[union-attr]
-        tried.append((sum(errors), replace(other, mixed_margin=math.expm1(_at_95_percent(errors)), knows_mixed=True)))
-    return min(tried, key=lambda each: each[0])[1]
+        other = replace(model, overlap=overlap, shared_us=shared_us, knows_mixed=True)
+        errors = [
+            math.log(time_us / other.together(prefill.time_us, decodes.time_us))
+            for (_, time_us), ((prefill, _), (decodes, _)) in zip(mixed, parts, strict=True)
+        ]
+        tried.append((sum(map(abs, errors)), errors, other))
+    _, errors, found = min(tried, key=lambda each: each[0])
+    deviations = None
+    if len(mixed) >= _LEAST_MIXED_PLACED:
+        places = [(*place, *other) for (_, place), (_, other) in parts]
+        deviations, _, errors = _interpolated(places, errors, _MIXED_NOISE)
+    return replace(found, mixed=deviations, mixed_margin=math.expm1(_at_95_percent(map(abs, errors))))
+
+
+def _deviations_to_dict(deviations: Deviations) -> dict[str, Any]:
+    points = [list(point) for point in deviations.points]
+    return {"points": points, "level": deviations.level, "weights": list(deviations.weights)}
+
+
+def _deviations_from_dict(data: Mapping[str, Any]) -> Deviations:
+    return Deviations(tuple(map(tuple, data["points"])), data["level"], tuple(data["weights"]))
 
 
 def _curve_to_dict(curve: Curve | None) -> dict[str, Any] | None:
@@ -392,9 +445,7 @@ def _curve_to_dict(curve: Curve | None) -> dict[str, Any] | None:
         "l2_bytes": curve.l2_bytes,
         "schedule": curve.schedule,
         "whole": curve.whole,
-        "points": [list(point) for point in curve.points],
-        "level": curve.level,
-        "weights": list(curve.weights),
+        "deviations": _deviations_to_dict(curve.deviations),
         "spread": curve.spread,
     }
 
@@ -409,8 +460,6 @@ def _curve_from_dict(data: Mapping[str, Any] | None, work: PhaseWork) -> Curve |
         data["l2_bytes"],
         None if data["schedule"] is None else (data["schedule"][0], data["schedule"][1]),
         data["whole"],
-        tuple((a, b, c, d, e) for a, b, c, d, e in data["points"]),
-        data["level"],
-        tuple(data["weights"]),
+        _deviations_from_dict(data["deviations"]),
         data["spread"],
     )
