@@ -174,6 +174,37 @@ def test_one_launch_for_both_phases_starts_once() -> None:
         assert predicted(model, parse_batch_shape("q256_2q1s1k")) == pytest.approx(both, rel=0.06)
 
 
+def test_what_is_left_over_of_mixed_batches_is_interpolated() -> None:
+    """A kernel that does not split a prefill's context where decodes run beside it."""
+    alone = kernel(GQA, 8, 2500, 600)
+
+    def together(batch: BatchShape) -> float:
+        prefills, decodes = (BatchShape((group,)) for group in batch.groups)
+        return alone(prefills) * math.exp(0.1 * math.log2(prefills.max_seq_len / 512)) + alone(decodes)
+
+    shapes = [f"2q512s{s}_{n}q1s2k" for s in (512, 1024, 2048, 4096, 8192, 16384, 32768) for n in (2, 32)]
+    context = [parse_batch_shape(f"2q512s{s}") for s in LENGTHS if s > 512]
+    points = measured(alone, [*DECODES, *PREFILLS, *context], 0.0, 1)
+    points += measured(together, [*map(parse_batch_shape, shapes)], 0.0, 1)
+    model = fit(points, timed_layer(GQA), H100)
+    between = [parse_batch_shape(text) for text in ("2q512s6k_8q1s2k", "2q512s12k_16q1s2k", "2q512s24k_4q1s2k")]
+    assert errors(model, together, between)[-1] < 0.1
+    assert errors(replace(model, mixed=None), together, between)[-1] > 0.1
+    assert TimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+
+
+def test_mla_prefills_with_context_take_launches_of_their_own() -> None:
+    alone = kernel(MLA, 8, 2500, 600)
+
+    def time_us(batch: BatchShape) -> float:
+        return alone(batch) + 50 * (batch.max_seq_len > batch.max_query_len)
+
+    context = [parse_batch_shape(f"{n}q{s}s{2 * s}") for n in (1, 4, 16) for s in (128, 512, 2048)]
+    model = fit(measured(time_us, [*PREFILLS, *context], 0.0, 1), timed_layer(MLA), H100)
+    asked = [parse_batch_shape(text) for text in ("2q300", "2q300s400", "6q700", "6q700s800", "q200s5k")]
+    assert errors(model, time_us, asked)[-1] < 0.1
+
+
 def test_queries_of_speculative_decoding_are_decodes() -> None:
     config = GQA.model_copy(update={"num_speculative_tokens": 3})
     time_us = kernel(config, 8, 2500, 600)

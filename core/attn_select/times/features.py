@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from math import log2
+from operator import mul
 from typing import Literal
 
 from attn_select.config import AttentionConfig
@@ -151,12 +152,12 @@ class PhaseWork:
 
     def coordinates(self, groups: Sequence[RequestGroup], cold_share: float, whole: bool = False) -> Coordinates:
         """Return where requests of this phase lie, by the keys that they read; ``whole``: by all that they have."""
+        config = self.config
         if self.hides_keys and not whole:
-            groups = [
-                replace(group, seq_len=max(group.query_len, keys_read(self.config, group.query_len, group.seq_len)))
-                for group in groups
-            ]
-        place = coordinates(groups, cold_share)
+            lengths = [max(g.query_len, keys_read(config, g.query_len, g.seq_len)) for g in groups]
+        else:
+            lengths = [group.seq_len for group in groups]
+        place = _place(groups, lengths, cold_share)
         return (*place[:4], place[4] + _MERGED) if self.merges_context(groups) else place
 
     def _makespan(self, groups: Sequence[RequestGroup], tiles: int, schedule: Schedule) -> tuple[float, int]:
@@ -294,8 +295,13 @@ def coordinates(groups: Sequence[RequestGroup], cold_share: float) -> Coordinate
     mean, and the share of cold bytes, which tells apart what fits into the L2 from what does not. Lengths differ by 1
     where they double.
     """
-    count = sum([group.count for group in groups])
-    length = sum([group.count * group.seq_len for group in groups]) / count
+    return _place(groups, [group.seq_len for group in groups], cold_share)
+
+
+def _place(groups: Sequence[RequestGroup], lengths: Sequence[int], cold_share: float) -> Coordinates:
+    """Return the coordinates of requests of these lengths."""
+    counts = [group.count for group in groups]
+    count = sum(counts)
+    length = sum(map(mul, counts, lengths)) / count
     new = sum([group.count * group.query_len for group in groups]) / count
-    longest = max([group.seq_len for group in groups])
-    return log2(count), log2(length), log2(length / new) / 2, 5 * cold_share, log2(longest / length)
+    return log2(count), log2(length), log2(length / new) / 2, 5 * cold_share, log2(max(lengths) / length)

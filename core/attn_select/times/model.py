@@ -390,6 +390,8 @@ def _fit_power(
 
 
 def _on_curve(rates: Sequence[float], power: float, found: Sequence[float]) -> float:
+    if power == 1:
+        return sum(map(mul, rates, found), 0.0)
     return math.pow(sum([term**power for term in map(mul, rates, found)]), 1 / power)
 
 
