@@ -31,6 +31,7 @@ FEATURES = (
     "serial",
     "makespan",
     "parts",
+    "last",
     "cold_bytes",
 )
 """Names of the features, in order.
@@ -120,6 +121,7 @@ class PhaseWork:
         config = self.config
         moved = flops = 0.0
         tiles = tokens = longest = 0
+        shortest = 1 << 40
         for group in groups:
             count, query_len, seq_len = group.count, group.query_len, group.seq_len
             keys = keys_read(config, query_len, seq_len)
@@ -132,6 +134,7 @@ class PhaseWork:
             tiles += count * self.tile_heads * -(-query_len * self.tile_rows // _TILE_ROWS[self.decode])
             tokens += count * query_len
             longest = max(longest, keys)
+            shortest = min(shortest, keys)
         cold = moved / (1 + (l2_bytes / moved) ** _STEEP) if l2_bytes else 0.0
         serial = longest / max(1.0, self.sm_count / tiles)
         waves = -(-tiles // self.sm_count)
@@ -139,7 +142,9 @@ class PhaseWork:
         if self.merges_context(groups):
             parts = 1
         work = float(tiles), float(waves), float(tokens), float(longest)
-        return 1.0, moved, flops, *work, serial, busiest, float(parts), cold
+        rounds = tiles / (4 * self.sm_count)
+        last = shortest * max(0.0, 1 - self.key_bytes / self.tile_heads / 200 * (rounds % 1)) if self.decode and rounds > 1 and rounds % 1 and shortest == longest else 0.0
+        return 1.0, moved, flops, *work, serial, busiest, float(parts), last, cold
 
     @property
     def hides_keys(self) -> bool:
