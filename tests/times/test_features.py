@@ -41,6 +41,7 @@ def test_decodes_that_leave_multiprocessors_over_share_their_keys() -> None:
         "serial": 1024 / (SM_COUNT / 32),
         "makespan": 0.0,
         "parts": 0.0,
+        "last": 0.0,
         "cold_bytes": 0.0,
     }
 
@@ -57,6 +58,7 @@ def test_unequal_decodes_are_summed_and_the_longest_counts() -> None:
         "serial": 8192.0,
         "makespan": 0.0,
         "parts": 0.0,
+        "last": 0.0,
         "cold_bytes": 0.0,
     }
 

@@ -205,6 +205,20 @@ def test_mla_prefills_with_context_take_launches_of_their_own() -> None:
     assert errors(model, time_us, asked)[-1] < 0.1
 
 
+def test_a_nearly_empty_last_round_takes_longer() -> None:
+    alone = kernel(GQA, 8, 2500, 600)
+    slots = 4 * (H100.sm_count or 0)
+
+    def time_us(batch: BatchShape) -> float:
+        rounds = 8 * batch.num_requests / slots
+        return alone(batch) + (0.03 * batch.max_seq_len * max(0.0, 1 - 2.56 * (rounds % 1)) if rounds > 1 else 0)
+
+    counts = (4, 16, 40, 64, 67, 70, 90, 130, 134, 160, 200)
+    known = [parse_batch_shape(f"{n}q1s{s}") for n in counts for s in (512, 2048, 8192)]
+    model = fit(measured(time_us, known, 0.0, 1), timed_layer(GQA), H100)
+    assert errors(model, time_us, [parse_batch_shape(text) for text in ("68q1s3k", "137q1s3k", "120q1s3k")])[-1] < 0.05
+
+
 def test_queries_of_speculative_decoding_are_decodes() -> None:
     config = GQA.model_copy(update={"num_speculative_tokens": 3})
     time_us = kernel(config, 8, 2500, 600)

@@ -39,7 +39,8 @@ FEATURES = (
 1; bytes of the step; its FLOPs; tiles of work, each a thread block's; rounds in which the multiprocessors take them;
 new tokens; keys of the longest request; those of them that one thread block reads where blocks are left over to share
 them; keys that the busiest multiprocessor reads by a schedule; into how many parts the schedule cuts the longest
-request, whose results are merged; bytes where they exceed what the L2 keeps from one run to the next.
+request, whose results are merged; keys of a block in a nearly empty last round; bytes where they exceed what the L2
+keeps from one run to the next.
 """
 Split = Literal["fair", "equal", "rounded", "filled", "planned", "tiles"]
 """How a kernel cuts its work into parts, each a thread block's: the keys of decodes, or the tiles of prefills.
@@ -68,6 +69,9 @@ _TILE_ROWS = {True: 64, False: 128}
 """Rows that a thread block takes: of decodes, queries times heads of one KV head; of prefills, queries of one head."""
 _PLANNED_SIZES = (8, 32), (16, 64), (32, 128), (64, 192)
 """A multiprocessor's share of keys up to which a planned part has so many; beyond the last a multiple of 256."""
+_RESIDENT, _ALONE_BYTES = 4, 200
+"""Thread blocks of decodes that a multiprocessor holds, where their last round is looked at, and the bytes of a key and
+its value for which such blocks alone take as long as their share of a full round: fewer leave the memory idle."""
 _MERGED = 2.0
 """Distance between prefills of MLA with context and those without, whose deviations have causes of their own."""
 _STEEP = 6
@@ -121,7 +125,7 @@ class PhaseWork:
         config = self.config
         moved = flops = 0.0
         tiles = tokens = longest = 0
-        shortest = 1 << 40
+        shortest = math.inf
         for group in groups:
             count, query_len, seq_len = group.count, group.query_len, group.seq_len
             keys = keys_read(config, query_len, seq_len)
@@ -142,9 +146,16 @@ class PhaseWork:
         if self.merges_context(groups):
             parts = 1
         work = float(tiles), float(waves), float(tokens), float(longest)
-        rounds = tiles / (4 * self.sm_count)
-        last = shortest * max(0.0, 1 - self.key_bytes / self.tile_heads / 200 * (rounds % 1)) if self.decode and rounds > 1 and rounds % 1 and shortest == longest else 0.0
+        last = self._last_round(tiles, longest) if longest == shortest else 0.0
         return 1.0, moved, flops, *work, serial, busiest, float(parts), last, cold
+
+    def _last_round(self, tiles: int, keys: int) -> float:
+        """Return the keys that blocks of decodes of one length read at less than the memory's rate, in a last round
+        that leaves most places empty."""
+        rounds = tiles / (_RESIDENT * self.sm_count)
+        if not self.decode or rounds <= 1 or not rounds % 1:
+            return 0.0
+        return keys * max(0.0, 1 - self.key_bytes / self.tile_heads / _ALONE_BYTES * (rounds % 1))
 
     @property
     def hides_keys(self) -> bool:
