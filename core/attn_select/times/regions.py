@@ -12,8 +12,12 @@ from attn_select.times.tuning import TIE, Tuning
 
 MOST_REGIONS = 6
 """Boxes beside the region that is everything."""
-_LEAST_GAIN = 0.002
+_LEAST_GAIN = 0.001
 """What a box has to win, as a mean over all cells: a rule that nobody would miss is not written."""
+_LEAST_CHANGE = 0.002
+"""What new regions have to win over those in force, as a mean over all cells."""
+_PLAIN = 0.95
+"""The share of its gain that a box keeps where a bound is left out for plainness."""
 _AHEAD = math.log1p(TIE)
 
 _PER_OCTAVE = 4
@@ -94,7 +98,7 @@ def find_regions(
     if regions and present and {name for each in present for name in each.order} == set(tuning.backends):
         batches = [weighted] if weighted else []
         batches.append(dict.fromkeys(tuning.cells(_PER_OCTAVE), 1.0))
-        if all(_lost(present, tuning, each) <= _lost(regions, tuning, each) + _LEAST_GAIN for each in batches):
+        if all(_lost(present, tuning, each) <= _lost(regions, tuning, each) + _LEAST_CHANGE for each in batches):
             regions = [*present]
             for number, region in enumerate(regions):
                 _show(region, tuning, regions[:number])
@@ -163,8 +167,8 @@ def _regions(
         box = max((_best_box(cells, name) for name in tuning.backends), key=lambda box: box.gain)
         if box.gain < _LEAST_GAIN * len(cells):
             break
-        inside = [cell for cell in cells if box.holds(cell)]
         region = Region([box.backend], _bounds(cells, box))
+        inside = [cell for cell in cells if _within(region.bounds, cell.values)]
         if _show(region, tuning, regions):
             region.order += [n for n in _by_mean(tuning.backends, [c.times for c in inside]) if n != box.backend]
             regions.append(region)
@@ -230,9 +234,6 @@ class _Box:
     backend: str
     spans: Mapping[str, tuple[float, float]]
 
-    def holds(self, cell: _Cell) -> bool:
-        return all(low <= cell.values[name] <= high for name, (low, high) in self.spans.items())
-
 
 def _best_box(cells: Sequence[_Cell], backend: str) -> _Box:
     """Return the box in which a backend wins most: from every order of the fields, each bounded in turn as is best."""
@@ -278,14 +279,33 @@ def _best_run(sums: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, 
 
 
 def _bounds(cells: Sequence[_Cell], box: _Box) -> Bounds:
-    """Return a box's bounds without those that leave no cell out, as where the domain ends."""
-    found: Bounds = {name: (low, high) for name, (low, high) in box.spans.items()}
-    inside = [cell for cell in cells if box.holds(cell)]
-    for name, side in [(name, side) for side in (0, 1) for name in found]:
-        fewer = found | {name: (None, found[name][1]) if side == 0 else (found[name][0], None)}
-        if sum(_within(fewer, cell.values) for cell in cells) == len(inside):
-            found = fewer
-    return {name: bound for name, bound in found.items() if bound != (None, None)}
+    """Return a box's bounds without those that its gain hardly rests on, and those that leave no cell out, as where the
+    domain ends."""
+    sides = [(name, side, span[side]) for name, span in box.spans.items() for side in (0, 1)]
+    gains = []
+    for cell in cells:
+        beyond = {
+            at
+            for at, (name, side, limit) in enumerate(sides)
+            if (cell.values[name] > limit if side else cell.values[name] < limit)
+        }
+        gains.append((cell.gain(box.backend), beyond))
+    kept, gain = {*range(len(sides))}, box.gain
+    while kept:
+        more = dict.fromkeys(kept, 0.0)  # what the cells that one bound alone keeps out would add
+        for won, beyond in gains:
+            if len(left := beyond & kept) == 1:
+                more[left.pop()] += won
+        at = max(more, key=more.__getitem__)
+        if gain + more[at] < _PLAIN * box.gain:
+            break
+        gain += more[at]
+        kept.remove(at)
+    found: Bounds = {}
+    for name, side, limit in map(sides.__getitem__, sorted(kept)):
+        low, high = found.get(name, (None, None))
+        found[name] = (low, limit) if side else (limit, high)
+    return found
 
 
 def _within(bounds: Bounds, values: Mapping[str, float]) -> bool:
