@@ -190,8 +190,13 @@ def test_a_layer_runs_by_it(fields: dict[str, Any], monkeypatch: pytest.MonkeyPa
     way = "gathered_warps" if "kv_cache_dtype" in fields else "warps"
     monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: way)
     group = layers.made(torch.device("cuda"), config_of(8, 2, **fields), capacity=Capacity(16, 2048, 8192))
-    calls = []
-    monkeypatch.setattr(kernel, "prefill_hopper", lambda *args, **given: calls.append(prefill_hopper(*args, **given)))
+    calls: list[None] = []
+
+    class Counted(kernel.Prefill):
+        def __call__(self, *args: Any, **given: Any) -> None:
+            calls.append(super().__call__(*args, **given))
+
+    monkeypatch.setattr(kernel, "Prefill", Counted)
     for step in STEPS:
         calls.clear()
         problem = layers.problem_of(group, step)

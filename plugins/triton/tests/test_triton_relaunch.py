@@ -10,7 +10,7 @@ import pytest
 triton = pytest.importorskip("triton", minversion="3.6")
 
 from attn_select_triton.kernels import relaunch as module  # noqa: E402  # Triton first
-from attn_select_triton.kernels.relaunch import Relaunch  # noqa: E402
+from attn_select_triton.kernels.relaunch import Relaunch, launcher_of  # noqa: E402
 
 
 class Compiled:
@@ -38,7 +38,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 def again(compiled: Compiled) -> Relaunch:
     relaunch = Relaunch(None)
-    relaunch._compiled = compiled
+    relaunch._launcher = launcher_of(compiled)
     return relaunch
 
 

@@ -19,6 +19,7 @@ from attn_select_triton.facts.triton_support import TMA_FROM
 from attn_select_triton.facts.triton_support import power_of_two as power_of_two
 from attn_select_triton.facts.triton_support import two_powers as two_powers
 from attn_select_triton.facts.tuning import Gpu, Tile, decode_splits, tile_of
+from attn_select_triton.kernels.descriptors import Descriptors
 
 Launch = Tile
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -161,22 +162,25 @@ class Described:
     """K or V as a matrix of rows for TMA.
 
     Attributes:
-        descriptor: boxes of ``(block_n, size)``.
+        boxes: descriptors in boxes of ``(block_n, columns)``.
+        shape, strides: of the matrix.
         page_rows: rows from a block to the next.
         head_rows, head_columns: rows and columns from a head to the next; one of them is 0.
         more_rows: rows beside those of all pages or tokens, may be negative.
     """
 
-    descriptor: TensorDescriptor
+    boxes: Descriptors
+    shape: tuple[int, int]
+    strides: tuple[int, int]
     page_rows: int
     head_rows: int
     head_columns: int
     more_rows: int
 
-    def over(self, tensor: Tensor, like: Any = None) -> Any:
-        """Return the descriptor, or one ``like`` it, over a tensor of another address or first dimension."""
+    def over(self, tensor: Tensor, boxes: Descriptors | None = None) -> Any:
+        """Return the descriptor, or one in other ``boxes``, over a tensor of another address or first dimension."""
         step = self.page_rows if tensor.ndim == 4 else 1
-        return over(like or self.descriptor, step * len(tensor) + self.more_rows, tensor)
+        return (boxes or self.boxes).over(tensor, step * tensor.shape[0] + self.more_rows)
 
 
 def describable(tensor: Tensor, dtype: torch.dtype, block_n: int, capability: tuple[int, int]) -> bool:
@@ -204,17 +208,9 @@ def describe(tensor: Tensor, block_n: int, columns: int) -> Described:
     page_rows = tensor.stride(0) // token if tensor.ndim == 4 else 0
     rows = (tensor.shape[0] - 1) * page_rows + tokens if tensor.ndim == 4 else tokens
     if token >= head:  # a row holds the heads of a token
-        shape, head_rows, head_columns = [rows, (heads - 1) * head + size], 0, head
+        shape, head_rows, head_columns = (rows, (heads - 1) * head + size), 0, head
     else:
-        shape, head_rows, head_columns = [rows + (heads - 1) * (head // token), size], head // token, 0
-    return Described(
-        TensorDescriptor(tensor, shape, [token, 1], [block_n, columns]), page_rows, head_rows, head_columns,
-        shape[0] - (page_rows if tensor.ndim == 4 else 1) * len(tensor),
-    )  # fmt: skip
-
-
-def over(descriptor: Any, rows: int, tensor: Tensor) -> Any:
-    """Return a descriptor like this one over another tensor of the same strides and alignment; nothing is checked."""
-    made = object.__new__(type(descriptor))
-    made.__dict__.update(descriptor.__dict__, base=tensor, shape=[rows, descriptor.shape[1]])
-    return made
+        shape, head_rows, head_columns = (rows + (heads - 1) * (head // token), size), head // token, 0
+    boxes = Descriptors(TensorDescriptor(tensor, list(shape), [token, 1], [block_n, columns]))
+    more_rows = shape[0] - (page_rows if tensor.ndim == 4 else 1) * len(tensor)
+    return Described(boxes, shape, (token, 1), page_rows, head_rows, head_columns, more_rows)

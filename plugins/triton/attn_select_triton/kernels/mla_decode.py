@@ -21,7 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attn_select_triton.facts.triton_mla import gluon_lacks
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
 from attn_select_triton.facts.tuning import latent_splits, tile_of
-from attn_select_triton.kernels.launch import SLICED, capability_of, over, power_of_two
+from attn_select_triton.kernels.descriptors import Descriptors
+from attn_select_triton.kernels.launch import SLICED, capability_of, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
@@ -359,17 +360,18 @@ def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
     return latent_splits().of_equal(programs, max_seq_len, sms)
 
 
-def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> Any:
-    """Return a tensor descriptor over ``rows`` rows of ``tensor``'s last dimension."""
+def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: bool) -> Descriptors:
+    """Return tensor descriptors over rows like ``tensor``'s last dimension, of which it has ``rows``."""
     shape, strides = [rows, tensor.shape[-1]], [stride, 1]
     if not gluon:
-        return TensorDescriptor(tensor, shape, strides, block)
+        return Descriptors(TensorDescriptor(tensor, shape, strides, block))
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia import hopper
 
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
     kind = kinds[tensor.dtype]
-    return hopper.TensorDescriptor(tensor, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, kind))
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return Descriptors(hopper.TensorDescriptor(tensor, shape, strides, block, layout))
 
 
 class _Prepared:
@@ -378,7 +380,7 @@ class _Prepared:
     Attributes:
         block_m: query rows of a program.
         page_rows: rows of a token each from one block of the cache to the next; 0 without descriptors.
-        query_parts, cache_parts: descriptors, without their tensors.
+        query_parts, cache_parts: descriptors.
         pointers: whether the kernel takes the tensors as well.
         fp8: the kernel rounds the query to the cache's dtype.
         gathered: the kernel takes the cache as it is and no descriptors of it.
@@ -424,8 +426,8 @@ class _Prepared:
         self.fp8, self.gathered = launch.hopper and fp8, launch.gathered
         self.block_m, self.pointers = launch.block_m, not launch.hopper
         self.page_rows = stride_b // stride_t if described else 0
-        self.query_parts: tuple[Any, ...] = ()
-        self.cache_parts: tuple[Any, ...] = ()
+        self.query_parts: tuple[Descriptors, ...] = ()
+        self.cache_parts: tuple[Descriptors, ...] = ()
         self.strides: tuple[int, ...]
         self.constants: tuple[Any, ...]
         output_strides = output.stride()[:2]
@@ -465,8 +467,6 @@ class _Prepared:
             tail = described, launch.block_m, launch.block_n
             self.constants = stride_b, stride_t, heads, rank, block_r, rope, block_p, block_size, *flags, *tail
             self.decode = Relaunch(mla_decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
-        for descriptor in (*self.query_parts, *self.cache_parts):
-            descriptor.base = None  # it is kept, the tensor is not
         self.merge = Relaunch(merge_splits_kernel, num_warps=4)
         self.merge_constants = *output_strides, heads, rank, block_r, merge_chunk, flags[1]
 
@@ -537,9 +537,9 @@ def mla_decode(
         prepared = _prepared[key] = _Prepared(latent, rope, kv_cache, output, launch, flags, merge_chunk)
     page_rows = prepared.page_rows
     parts_of_query = latent, rope
-    queries = [over(part, tokens * heads, of) for part, of in zip(prepared.query_parts, parts_of_query, strict=False)]
+    queries = [part.over(of, tokens * heads) for part, of in zip(prepared.query_parts, parts_of_query, strict=False)]
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
-    keys: list[Any] = [over(part, cache_rows, kv_cache) for part in prepared.cache_parts]
+    keys: list[Any] = [part.over(kv_cache, cache_rows) for part in prepared.cache_parts]
     scales: tuple[float, ...] = (scale * kv_scale * LOG2E.value, kv_scale)
     if prepared.fp8:
         queries, scales = [latent, rope], (scales[0] * q_scale, kv_scale, q_scale)

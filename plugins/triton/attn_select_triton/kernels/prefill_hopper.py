@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
 from attn_select_triton.facts.tuning import find_tile, section_of, tile_of
+from attn_select_triton.kernels.descriptors import Descriptors
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe, sm_count
 from attn_select_triton.kernels.merge import merge_rows
 from attn_select_triton.kernels.prefill_hopper_items import PART, load_items, take
@@ -506,12 +507,10 @@ class _Boxes:
 
     def __init__(self, tensor: Tensor, box: int) -> None:
         self.rows = describe(tensor, box, PART.value)
-        matrix = self.rows.descriptor
         kind = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for([box, PART.value], kind)
-        self._boxes = hopper.TensorDescriptor(
-            tensor, list(matrix.shape), list(matrix.strides), [box, PART.value], layout
-        )  # fmt: skip
+        shape, strides = list(self.rows.shape), list(self.rows.strides)
+        self._boxes = Descriptors(hopper.TensorDescriptor(tensor, shape, strides, [box, PART.value], layout))
 
     @property
     def places(self) -> tuple[int, int, int]:
@@ -560,73 +559,138 @@ class _Kind:
 _kinds: dict[Any, _Kind] = {}
 
 
+class Prefill:
+    """A step's prefill, ready for its layers: what they share is worked out once. Nothing waits for the device.
+
+    Takes bfloat16 and float16, K and V that are ``readable``; rows between the requests' keys may hold anything. No
+    ALiBi and no image ranges, and a window only where it is causal.
+
+    Args:
+        query_start_loc, seq_lens, max_seq_len, block_table, key_start_loc: as ``prefill_attention`` has them.
+        num_tokens: of these requests, or any bound above it.
+        counter: int32 ``(2,)``, zeros, which the kernel leaves there; of launches that do not run side by side.
+        num_splits: programs that may share the keys of 128 rows; their results are merged.
+        split_keys: keys that one of them should have at least.
+        workspace: float32, ``decode.decode_workspace`` elements at least; with splits.
+        first_token: row of the first request's first token, as ``query_start_loc`` has it; with splits.
+    """
+
+    def __init__(
+        self,
+        *,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        num_tokens: int,
+        counter: Tensor,
+        block_table: Tensor | None = None,
+        key_start_loc: Tensor | None = None,
+        num_splits: int = 1,
+        split_keys: int = 0,
+        workspace: Tensor | None = None,
+        first_token: int = 0,
+    ) -> None:
+        self._tensors = block_table, query_start_loc, key_start_loc, seq_lens
+        self._paged, self._stride_table = block_table is not None, 0 if block_table is None else block_table.stride(0)
+        self._requests, self._longest, self._tokens, self._counter = len(seq_lens), max_seq_len, num_tokens, counter
+        self._splits, self._split_keys, self._workspace = num_splits, split_keys, workspace
+        self._rows = slice(first_token, first_token + num_tokens)
+        # Of the layer before, which is most often like the next one.
+        self._seen: Any = None
+        self._found: tuple[_Kind, tuple[int, ...], Tensor | None, Tensor | None] | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        *,
+        scale: float,
+        alone: bool = True,
+        terms: Terms = PLAIN,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        output_scale: Tensor | None = None,
+        output_lse: Tensor | None = None,
+    ) -> None:
+        """Launch it for one layer, whose tensors are as ``prefill_attention`` has them.
+
+        Args:
+            alone: a program for each multiprocessor works until the end; else there is one for each item, and programs
+                of other kernels start in between.
+        """
+        sinks, cap, window = terms.sinks, terms.soft_cap, terms.window
+        flags = terms.causal, window > 0, cap > 0, sinks is not None, output_lse is not None, self._splits > 1
+        layer = (
+            query.dtype, key.dtype, value.dtype, output.dtype, query.data_ptr() % 16, key.data_ptr() % 16,
+            value.data_ptr() % 16, output.data_ptr() % 16, *dtypes(sinks, output_scale),
+        )  # fmt: skip
+        strides = query.stride(), key.stride(), value.stride(), output.stride()
+        seen = flags, layer, strides, query.shape, key.shape, value.shape
+        if seen != self._seen or self._found is None:
+            self._found, self._seen = self._lookup(query, key, value, output, flags, (layer, strides)), seen
+        kind, counts, parts, part_lse = self._found
+        items = counts[0]
+        kind.launch(
+            (min(items, kind.sms) if alone else items, 1, 1), query, kind.keys.over(key), kind.values.over(value),
+            output, output_scale, output_lse, *self._tensors, sinks, parts, part_lse, self._counter, *counts,
+            scale * k_scale / cap if cap else scale * k_scale * LOG2E.value, v_scale, cap * LOG2E.value, window,
+            *kind.strides, self._stride_table, *kind.constants,
+        )  # fmt: skip
+        if parts is not None and part_lse is not None:
+            lse = None if output_lse is None else output_lse[self._rows]
+            merge_rows(parts, part_lse, output[self._rows], output_scale, lse, self._splits)
+
+    def _lookup(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, flags: tuple[bool, ...], layer: tuple[Any, ...]
+    ) -> tuple[_Kind, tuple[int, ...], Tensor | None, Tensor | None]:
+        """Return the kind of a layer, the kernel's counts, and where partial results and their LSE go."""
+        heads, kv_heads, value_size = query.shape[1], value.shape[-2], value.shape[-1]
+        workspace, splits = self._workspace, self._splits
+        same = (
+            flags, layer, self._paged, query.shape[1:], key.shape[1:], value.shape[1:], query.get_device(),
+            None if workspace is None else workspace.data_ptr() % 16,
+        )  # fmt: skip
+        kind = _kinds.get(same)
+        if kind is None:
+            kind = _kinds[same] = _Kind(query, key, value, output, flags, self._paged)
+        parts = part_lse = None
+        if splits > 1:
+            assert workspace is not None
+            parts, part_lse = workspace, workspace[self._tokens * heads * splits * value_size :]
+        row_tiles = self._tokens * (heads // kv_heads) // kind.tile.block_m + self._requests
+        counts = (
+            row_tiles * kv_heads * splits, splits, max(1, self._split_keys // kind.tile.block_n), self._requests,
+            section_of(kv_heads, self._longest * kind.row_bytes),
+        )  # fmt: skip
+        return kind, counts, parts, part_lse
+
+
 def prefill_hopper(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     output: Tensor,
     *,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
     scale: float,
-    counter: Tensor,
+    num_tokens: int | None = None,
     alone: bool = True,
-    block_table: Tensor | None = None,
-    key_start_loc: Tensor | None = None,
     terms: Terms = PLAIN,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     output_scale: Tensor | None = None,
     output_lse: Tensor | None = None,
-    num_tokens: int | None = None,
-    num_splits: int = 1,
-    split_keys: int = 0,
-    workspace: Tensor | None = None,
-    first_token: int = 0,
+    **step: Any,
 ) -> None:
-    """Attend from many query tokens per request; arguments as ``prefill_attention`` has them.
-
-    Takes bfloat16 and float16, K and V that are ``readable``; rows between the requests' keys may hold anything. No
-    ALiBi and no image ranges, and a window only where it is causal.
+    """Attend from many query tokens per request: a ``Prefill`` for one layer.
 
     Args:
-        counter: int32 ``(2,)``, zeros, which the kernel leaves there; of launches that do not run side by side.
-        alone: a program for each multiprocessor works until the end; else there is one for each item, and programs of
-            other kernels start in between.
-        num_splits: programs that may share the keys of 128 rows; their results are merged.
-        split_keys: keys that one of them should have at least.
-        workspace: float32, ``decode.decode_workspace`` elements at least; with splits.
-        first_token: row of the first request's first token, as ``query_start_loc`` has it; with splits.
+        num_tokens: None: the query's.
+        step: as ``Prefill`` has it; the other arguments as its call has them.
     """
-    tokens, heads, _ = query.shape
-    kv_heads, value_size = value.shape[-2:]
-    paged, sinks, cap = block_table is not None, terms.sinks, terms.soft_cap
-    tokens = tokens if num_tokens is None else num_tokens
-    parts = part_lse = None
-    if num_splits > 1:
-        assert workspace is not None
-        parts, part_lse = workspace, workspace[tokens * heads * num_splits * value_size :]
-    flags = (terms.causal, terms.window > 0, cap > 0, sinks is not None, output_lse is not None, parts is not None)
-    same = (
-        flags, paged, query.shape[1:], key.shape[1:], kv_heads, value_size, query.stride(), key.stride(),
-        value.stride(), output.stride(), *specialised(query, key, value, output), *dtypes(sinks, output_scale),
-        None if workspace is None else workspace.data_ptr() % 16,
+    prefill = Prefill(num_tokens=len(query) if num_tokens is None else num_tokens, **step)
+    prefill(
+        query, key, value, output, scale=scale, alone=alone, terms=terms, k_scale=k_scale, v_scale=v_scale,
+        output_scale=output_scale, output_lse=output_lse,
     )  # fmt: skip
-    kind = _kinds.get(same)
-    if kind is None:
-        kind = _kinds[same] = _Kind(query, key, value, output, flags, paged)
-    requests, tile = len(seq_lens), kind.tile
-    items = (tokens * (heads // kv_heads) // tile.block_m + requests) * kv_heads * num_splits
-    kind.launch(
-        (min(items, kind.sms) if alone else items, 1, 1), query, kind.keys.over(key), kind.values.over(value), output,
-        output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, sinks, parts, part_lse,
-        counter, items, num_splits, max(1, split_keys // tile.block_n), requests,
-        section_of(kv_heads, max_seq_len * kind.row_bytes),
-        scale * k_scale / cap if cap else scale * k_scale * LOG2E.value, v_scale, cap * LOG2E.value, terms.window,
-        *kind.strides, 0 if block_table is None else block_table.stride(0), *kind.constants,
-    )  # fmt: skip
-    if parts is not None and part_lse is not None:
-        rows = slice(first_token, first_token + tokens)
-        lse = None if output_lse is None else output_lse[rows]
-        merge_rows(parts, part_lse, output[rows], output_scale, lse, num_splits)

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -42,19 +44,71 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
     return None
 
 
-def relaunch(compiled: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """How Triton launches one compiled kernel, as far as no call changes it.
+
+    Attributes:
+        compiled: the kernel.
+        function: C's, which takes descriptors as TMA has them; None: the kernel wants what only Triton makes for it.
+        kernel: arguments of the function behind the stream.
+        descriptors: places of the kernel's arguments, the last first, and what Triton encodes each with.
+    """
+
+    compiled: Any
+    function: Any
+    kernel: tuple[Any, ...] = ()
+    descriptors: tuple[tuple[int, Any], ...] = ()
+
+
+def launcher_of(compiled: Any) -> Launcher:
+    """Return how a compiled kernel is launched (triton/backends/nvidia/driver.py 3.6, ``CudaLauncher``)."""
+    launcher = compiled.run
+    if type(launcher).__name__ != "CudaLauncher" or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return Launcher(compiled, None)
+    kernel = (
+        compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
+        None, None, None,
+    )  # fmt: skip
+    if not inspect.isfunction(launcher.launch):
+        return Launcher(compiled, launcher.launch, kernel)
+    wrapped = inspect.getclosurevars(launcher.launch).nonlocals
+    places = zip(sorted(wrapped["tensordesc_indices"]), wrapped["tensordesc_meta"], strict=True)
+    return Launcher(compiled, wrapped["launcher"], kernel, tuple(places)[::-1])
+
+
+def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
     """Launch a compiled kernel on the current stream, as ``compiled[grid](*arguments)`` does.
 
     Without hooks, which profilers set, nothing is made for them (triton/compiler/compiler.py 3.6, ``__getitem__``).
+    TMA's form of a descriptor stays with it: Triton makes it in every launch.
     """
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        compiled[grid](*arguments)
+        launcher.compiled[grid](*arguments)
         return
-    current = driver.active
+    current, compiled = driver.active, launcher.compiled
     stream = current.get_current_stream(current.get_current_device())
-    kernel = compiled.function, compiled.packed_metadata, None, None, None
-    compiled.run(*grid, stream, *kernel, *arguments)
+    if launcher.function is None:
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        return
+    if launcher.descriptors:
+        flat = list(arguments)
+        for place, meta in launcher.descriptors:
+            flat[place : place + 1] = encoded(flat[place], meta)
+        launcher.function(*grid, stream, *launcher.kernel, *flat)
+        return
+    launcher.function(*grid, stream, *launcher.kernel, *arguments)
+
+
+def encoded(descriptor: Any, meta: Any) -> list[Any]:
+    """Return a descriptor as the launcher takes it: made in its first launch and kept."""
+    found: list[Any] | None = descriptor.__dict__.get("encoded")
+    if found is None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        found = descriptor.encoded = make_tensordesc_arg(descriptor, meta)
+    return found
 
 
 class Relaunch:
@@ -71,20 +125,20 @@ class Relaunch:
     nor in what Triton specialises on, integers being 1 or multiples of 16 and addresses multiples of 16.
     """
 
-    __slots__ = ("_compiled", "_function", "_options")
+    __slots__ = ("_function", "_launcher", "_options")
 
     def __init__(self, function: Any, **options: Any) -> None:
         self._function, self._options = function, options
-        self._compiled: Any = None
+        self._launcher: Launcher | None = None
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch with all of the kernel's arguments in order."""
-        if self._compiled is not None:
-            relaunch(self._compiled, grid, arguments)
+        if self._launcher is not None:
+            relaunch(self._launcher, grid, arguments)
             return
         compiled = launch(self._function, grid, *arguments, **self._options)
-        if KNOWN:
-            self._compiled = compiled
+        if KNOWN and compiled is not None:
+            self._launcher = launcher_of(compiled)
 
 
 class Relaunches:

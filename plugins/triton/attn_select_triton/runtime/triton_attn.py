@@ -37,6 +37,7 @@ class _Call:
 
     Attributes:
         query: rows of the step. key, value: views of the cache, or without one the step's own.
+        boxes: ``prefill_hopper`` can read them.
         k_scale, v_scale: of an FP8 cache, else 1.
         output_scale: of an output in e4m3, on the device.
     """
@@ -44,6 +45,7 @@ class _Call:
     query: Tensor
     key: Tensor
     value: Tensor
+    boxes: bool
     k_scale: float
     v_scale: float
     output_scale: Tensor | None
@@ -67,7 +69,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         own = Terms(True, window, cap, alibi_slopes, sinks)
         self._terms = {True: own, False: replace(own, causal=False)}
         self._prefix_terms = replace(own, causal=False, sinks=None)
-        self._views = CacheView(lambda kv_cache: key_value_unchecked(kv_cache, layout or "", config))
+        self._views = CacheView(self._read)
         self._attend = on_device(context.device, self._forward)
         self._warps: Any = None
         prefill = planned_prefill(context)
@@ -76,7 +78,11 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             from attn_select_triton.kernels import prefill_hopper
 
             self._warps = prefill_hopper
-            self._counter = torch.zeros(2, dtype=torch.int32, device=context.device)
+
+    def _read(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Return K and V of a cache, and whether ``prefill_hopper`` can read them."""
+        views = key_value_unchecked(kv_cache, self.context.kv_layout or "", self.context.config)
+        return *views, self._warps is not None and self._warps.readable(*views)
 
     def forward(
         self,
@@ -91,12 +97,13 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
+        boxes = False
         if kv_cache is not None:
-            key, value = self._views(kv_cache)
+            key, value, boxes = self._views(kv_cache)
         assert key is not None
         assert value is not None
         scales = (layer.scales.k_float, layer.scales.v_float) if self._fp8 else (1.0, 1.0)
-        call = _Call(query, key, value, *scales, output_scale)
+        call = _Call(query, key, value, boxes, *scales, output_scale)
         if output_lse is None or output_lse.is_contiguous():
             self._attend(call, attn_metadata, output, output_lse)
         else:  # the kernels write rows that lie one behind the other
@@ -148,15 +155,15 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if part.decode is not None:
             part.decode(call.query, call.key, call.value, output, terms=terms, output_lse=lse, **scales)
             return
-        key, value = call.key, call.value
+        key, value, boxes = call.key, call.value, call.boxes
         if part.gather is not None:
             gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
             key, value = part.gather.rows
-        if part.warps and self._warps.readable(key, value) and (terms.causal or not terms.window):
-            self._warps.prefill_hopper(
-                call.query, key, value, output, terms=terms, output_lse=lse, counter=self._counter, alone=alone,
-                **scales, **part.prefill, **part.shared,
-            )  # fmt: skip
+            boxes = part.prepared is not None or (part.warps and self._warps.readable(key, value))
+        if part.warps and boxes and (terms.causal or not terms.window):
+            if part.prepared is None:
+                part.prepared = self._warps.Prefill(**part.prefill, **part.own)
+            part.prepared(call.query, key, value, output, terms=terms, output_lse=lse, alone=alone, **scales)
             return
         prefill_attention(
             call.query, key, value, output, terms=terms, output_lse=lse, clean=part.gather is not None, **scales,

@@ -63,7 +63,8 @@ class Part:
         gather: what comes before a prefill.
         prefill: arguments of ``prefill_attention``.
         warps: the prefill's kernel is ``prefill_hopper``, where it can read this cache.
-        shared: arguments of it alone, by which programs share a row's keys.
+        own: arguments of it alone: its counter, and by what programs share a row's keys.
+        prepared: its launch, once a layer ran by it.
     """
 
     causal: bool
@@ -72,7 +73,8 @@ class Part:
     gather: Gather | None = None
     prefill: dict[str, Any] = field(default_factory=dict)
     warps: bool = False
-    shared: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    prepared: Any = None
 
 
 @dataclass(slots=True)
@@ -146,6 +148,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._gathered: tuple[Tensor, Tensor] | None = None
         self._ways: dict[Way, Cost] = {}
         self._pieces: Tensor | None = None
+        self._counter: Tensor | None = None
         self._fixed_split = 0
         if not config.has_cache:
             return
@@ -165,6 +168,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._ways["split"] = way_cost("split_fp8" if self._fp8 else "split")
         if (prefill.warp_specialised or prefill.gathered_warps) and device.type == "cuda":
             check_gluon(device)
+            self._counter = torch.zeros(2, dtype=torch.int32, device=device)
         if prefill.warp_specialised and device.type == "cuda":
             self._ways |= {way: way_cost(way) for way in ("warps", "warps_split")}
         reserved = prefill.gather_bytes
@@ -232,15 +236,14 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             halves = split_for_cascade(common, common_prefix_len, self.context.block_size)
             prefix, common = self._prefills(halves.prefix, 0), halves.suffix
         parts = self._parts(common)
-        return TritonAttnMetadata(
-            common.num_actual_tokens, parts, prefix, prefix is None and self._beside(common, parts)
-        )
+        beside = prefix is None and self._beside(common, parts)
+        return TritonAttnMetadata(common.num_actual_tokens, parts, prefix, beside)
 
     def _beside(self, common: CommonAttentionMetadata, parts: list[Part]) -> bool:
         """Whether a step's decodes run beside its prefills: where both take long, and only one uses the workspace."""
         if len(parts) < 2 or self.context.device.type != "cuda" or parts[0].decode is None:
             return False
-        if any(part.decode is not None or part.shared for part in parts[1:]):
+        if any(part.decode is not None or "workspace" in part.own for part in parts[1:]):
             return False
         decodes = len(parts[0].decode.seq_lens)
         tokens = common.num_actual_tokens - int(common.query_start_loc_cpu[decodes])
@@ -398,7 +401,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         heads = self.shape.heads, self.shape.kv_heads
         splits = schedule.warp_splits(query_lens, seq_lens, heads=heads, gpu=self._gpu, room=self._partials)
         if splits > 1:
-            part.shared = {
+            part.own |= {
                 "num_splits": splits,
                 "split_keys": -(-max(seq_lens) // splits),
                 "workspace": self._workspace,
@@ -423,7 +426,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         table = part.prefill.pop("block_table")
         part.prefill["key_start_loc"] = key_start_loc
         key, value = self._gathered
-        part.warps = warps
+        if warps:
+            part.warps, part.own = True, {"counter": self._counter}
         part.gather = Gather(
             self._gathered,
             (key[..., : self.shape.head_size], value[..., : self.shape.value_size]),
@@ -455,7 +459,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             prefill["key_start_loc"] = bounds[:-1]
         else:
             prefill["block_table"] = table
-        return Part(self._causal and common.causal, self._ranges(common, first, last), prefill=prefill, warps=warps)
+        causal, own = self._causal and common.causal, {"counter": self._counter} if warps else {}
+        return Part(causal, self._ranges(common, first, last), prefill=prefill, warps=warps, own=own)
 
     def _requests(self, common: CommonAttentionMetadata, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return query bounds, lengths and block table of requests ``first .. last - 1``, views of the step's."""

@@ -50,10 +50,13 @@ class MLACall:
     Attributes:
         num_tokens: queries of all requests.
         arguments: of ``mla_decode`` or ``prefill_attention`` that are the same for all layers.
+        counter: of ``prefill_hopper``, where the plan has it; prepared: its launch, once a layer ran by it.
     """
 
     num_tokens: int
     arguments: dict[str, Any]
+    counter: Tensor | None = None
+    prepared: Any = None
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
@@ -68,6 +71,10 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         config, plan = context.config, context.plans.get("decode")
         self._causal = not config.non_causal
         self._workspace: Tensor | None = None
+        self._counter: Tensor | None = None
+        if planned_prefill(context).warp_specialised and context.device.type == "cuda":
+            check_gluon(context.device)
+            self._counter = torch.zeros(2, dtype=torch.int32, device=context.device)
         if plan is None:
             return
         planned = plan.kernel
@@ -186,7 +193,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             "max_seq_len": longest,
             "terms": _CAUSAL if varlen.causal else _WHOLE,
         }
-        return MLACall(int(varlen.query_start_loc_cpu[-1]), arguments)
+        return MLACall(int(varlen.query_start_loc_cpu[-1]), arguments, self._counter)
 
 
 class TritonMLAImpl(MLAAttentionImpl):
@@ -205,7 +212,6 @@ class TritonMLAImpl(MLAAttentionImpl):
             check_gluon(context.device)
             # Gluon is experimental: other releases of Triton may not have what this module imports.
             self._warps = import_module("attn_select_triton.kernels.prefill_hopper")
-            self._counter = torch.zeros(2, dtype=torch.int32, device=context.device)
 
     def forward_mqa(
         self,
@@ -262,16 +268,21 @@ class TritonMLAImpl(MLAAttentionImpl):
                 lse.fill_(-torch.inf)
             return output
         dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
-        self._prefill(query[:tokens], key, value, part, scale=self.scale, output_lse=dense, **attn_metadata.arguments)
+        self._prefill(attn_metadata, query[:tokens], key, value, part, dense)
         if lse is not None and dense is not None and dense is not lse:
             lse.copy_(dense)
         return output
 
-    def _run_prefill(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, **arguments: Any) -> None:
-        if self._warps is not None and self._warps.readable(key, value):
-            self._warps.prefill_hopper(query, key, value, output, counter=self._counter, **arguments)
-        else:
-            prefill_attention(query, key, value, output, **arguments)
+    def _run_prefill(
+        self, call: MLACall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None
+    ) -> None:
+        if self._warps is None or not self._warps.readable(key, value):
+            prefill_attention(query, key, value, output, scale=self.scale, output_lse=lse, **call.arguments)
+            return
+        if call.prepared is None:
+            of_step = {name: given for name, given in call.arguments.items() if name != "terms"}
+            call.prepared = self._warps.Prefill(num_tokens=call.num_tokens, counter=call.counter, **of_step)
+        call.prepared(query, key, value, output, scale=self.scale, terms=call.arguments["terms"], output_lse=lse)
 
 
 class TritonMLABackend(AttentionBackend):

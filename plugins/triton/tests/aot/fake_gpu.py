@@ -151,13 +151,14 @@ def compiling() -> Iterator[list[Compiled]]:
             )
         return kernel
 
-    again = relaunch.relaunch
+    again, launcher_of = relaunch.relaunch, relaunch.launcher_of
     JITFunction.run = compile_only
     relaunch.relaunch = lambda *arguments: None
+    relaunch.launcher_of = lambda compiled: relaunch.Launcher(compiled, None)
     try:
         yield found
     finally:
-        JITFunction.run, relaunch.relaunch = run, again
+        JITFunction.run, relaunch.relaunch, relaunch.launcher_of = run, again, launcher_of
 
 
 @contextlib.contextmanager
