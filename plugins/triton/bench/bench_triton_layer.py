@@ -1,6 +1,7 @@
 """Time TRITON_ATTN as a layer runs it: beside the bare kernels and FA3, path against path, and on the host.
 
-Run ``python plugins/triton/bench/bench_triton_layer.py [--what layers,paths,uneven,cascade,host] [--rounds N]``.
+Run ``python plugins/triton/bench/bench_triton_layer.py [--what KINDS] [--rounds N]``; KINDS are
+layers,paths,uneven,streams,cascade,host, or some of them.
 """
 
 from __future__ import annotations
@@ -68,6 +69,44 @@ class Step:
         with torch.cuda.graph(graph):
             run()
         return lambda: (graph.replay(), run, static)  # the graph reads what these own
+
+
+class Mixed(Step):
+    """Decodes of one length, and a prompt that is a request of its own."""
+
+    def __init__(self, decodes: int, seq_len: int, tokens: int) -> None:
+        rows = -(-tokens // seq_len)
+        problem = Problem(Case("", decodes + rows, seq_len))
+        problem.query = torch.randn(decodes + tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
+        super().__init__(problem)
+        table = torch.zeros(decodes + 1, rows * problem.table.shape[1], dtype=torch.int32, device="cuda")
+        table[:decodes, : problem.table.shape[1]] = problem.table[:decodes]
+        table[decodes] = problem.table[decodes:].flatten()
+        bounds = torch.tensor([*range(decodes + 1), decodes + tokens], dtype=torch.int32)
+        seq_lens = torch.tensor([*[seq_len] * decodes, tokens], dtype=torch.int32)
+        self.common = CommonAttentionMetadata(
+            query_start_loc=bounds.cuda(),
+            query_start_loc_cpu=bounds,
+            seq_lens=seq_lens.cuda(),
+            seq_lens_cpu=seq_lens,
+            num_reqs=decodes + 1,
+            num_actual_tokens=decodes + tokens,
+            max_query_len=tokens,
+            max_seq_len=max(seq_len, tokens),
+            block_table_tensor=table,
+            slot_mapping=torch.full((decodes + tokens,), -1, device="cuda"),
+        )
+
+    def replay(self, beside: bool) -> Callable[[], Any]:
+        """Return a graph of the step, its decodes beside the prompt or before it."""
+        with constants(worth_two_streams=lambda *_: beside):
+            run = self.run()
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return lambda: (graph.replay(), run)
 
 
 @contextmanager
@@ -151,6 +190,15 @@ def uneven(rounds: int) -> None:
         show(name, runs, rounds)
 
 
+def streams(rounds: int) -> None:
+    """Print the time of mixed steps with decodes before and beside a prompt."""
+    for decodes, seq_len in ((8, 512), (8, 1024), (16, 1024), (32, 1024), (8, 8192), (50, 2048), (64, 4096)):
+        for tokens in (64, 128, 256, 512, 1024, 2048, 4096):
+            step = Mixed(decodes, seq_len, tokens)
+            runs = {"one stream": step.replay(False), "two": step.replay(True)}
+            show(f"{decodes} x {seq_len} ({decodes * seq_len >> 8} MiB), {tokens}", runs, rounds)
+
+
 def cascade(rounds: int) -> None:
     for batch, prefix in ((8, 4096), (8, 8192), (16, 2048), (16, 4096), (64, 512), (64, 1024), (64, 2048), (128, 1024)):
         problem = Problem(Case("", batch, prefix + 512))
@@ -164,15 +212,19 @@ def cascade(rounds: int) -> None:
 
 def host(rounds: int) -> None:
     """Print host microseconds per call: of the build, of the layer, of its impl alone, of the kernels prepared."""
-    for case in (
-        Case("decode, 1 split", 256, 32),
-        Case("decode, splits", 1, 4096),
-        Case("prefill p64", 1, 64, 64, 64),
-        Case("prefill, warp-specialised", 1, 2048, 256),
-        Case("prefill, gathered", 1, 512, 512),
-        Case("prefill, FP8 cache", 1, 512, 512, fp8=True),
+    unequal = torch.linspace(1024, 8192, 16).int().tolist(), torch.linspace(128, 8192, 64).int().tolist()
+    for case, *lens in (
+        (Case("decode, 1 split", 256, 32),),
+        (Case("decode, splits", 1, 4096),),
+        (Case("16 decodes, splits", 16, 8192),),
+        (Case("16 decodes of 1024 to 8192", 16, 8192), unequal[0]),
+        (Case("64 decodes of 128 to 8192", 64, 8192), unequal[1]),
+        (Case("prefill p64", 1, 64, 64, 64),),
+        (Case("prefill, warp-specialised", 1, 2048, 256),),
+        (Case("prefill, gathered", 1, 512, 512),),
+        (Case("prefill, FP8 cache", 1, 512, 512, fp8=True),),
     ):
-        found = host_times(_host_calls(Step(Problem(case))), rounds=rounds)
+        found = host_times(_host_calls(Step(Problem(case), *lens)), rounds=rounds)
         print(f"{case.name:34s} " + "  ".join(f"{name} {time_:.1f}" for name, time_ in found.items()), flush=True)
 
 
@@ -194,11 +246,13 @@ def _host_calls(step: Step) -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--what", default="layers,paths,uneven,cascade,host")
+    parser.add_argument("--what", default="layers,paths,uneven,streams,cascade,host")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
-    known = {"layers": layers, "paths": paths, "uneven": uneven, "cascade": cascade, "host": host}
+    known = {
+        "layers": layers, "paths": paths, "uneven": uneven, "streams": streams, "cascade": cascade, "host": host,
+    }  # fmt: skip
     for name in arguments.what.split(","):
         print(f"--- {name}, microseconds")
         known[name](arguments.rounds)

@@ -86,7 +86,7 @@ def decode_regrets(lines: Sequence[dict[str, Any]], by: DecodeSplits) -> list[fl
             lens = np.array([keys for count, keys in line["lens"] for _ in range(count)])
             sizes = np.array([int(keys) for keys in line["us"]])
             gpu, tile = lookup(line["gpu"].split()[-1]), Tile(*line["tile"])
-            times = decode_times(
+            times, _ = decode_times(
                 lens, sizes, by, units=line["units"], gpu=Gpu((9, 0), gpu.sm_count or 1, gpu.bandwidth_gbps),
                 launch=tile, key_bytes=line["key_bytes"],
             )  # fmt: skip

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 triton = pytest.importorskip("triton", minversion="3.6")
+nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+import torch  # noqa: E402
 
 from attn_select_triton.kernels import relaunch as module  # noqa: E402  # Triton first
+from attn_select_triton.kernels.descriptors import Descriptors  # noqa: E402
 from attn_select_triton.kernels.relaunch import Relaunch, launcher_of  # noqa: E402
 
 
@@ -36,6 +42,43 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return Compiled()
 
 
+class CudaLauncher:
+    """Triton's launcher of a kernel whose second and fourth arguments are descriptors, or which has none."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, compiled: Compiled, described: bool) -> None:
+        self.launch: Any = Recorded(compiled)
+        if described:
+            signature = dict(enumerate(["*fp16", "tensordesc<fp16[8, 64]>", "i32", "tensordesc<fp16[8, 64]>"]))
+            self.launch = nvidia.wrap_handle_tensordesc(self.launch, signature, ["first meta", "second meta"])
+
+    def __call__(self, *given: Any) -> None:
+        first, rest = given[:5], given[5:]
+        self.launch(*first, self.launch_cooperative_grid, self.launch_pdl, None, None, *rest)
+
+
+class Recorded:
+    """The C function below it."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+
+    def __call__(self, *given: Any) -> None:
+        self._compiled.ran.append(given)
+
+
+@dataclasses.dataclass
+class Descriptor:
+    """As Triton has it; ``base`` is an address here."""
+
+    base: Any
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+
+
 def again(compiled: Compiled) -> Relaunch:
     relaunch = Relaunch(None)
     relaunch._launcher = launcher_of(compiled)
@@ -46,6 +89,62 @@ def test_it_runs_on_the_current_stream_without_hooks(compiled: Compiled) -> None
     again(compiled)((2, 3, 4), "a", 5)
     hooks = (None, None, None)
     assert compiled.ran == [("run", 2, 3, 4, "stream of 3", "function", "metadata", *hooks, "a", 5)]
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_the_c_function_gets_what_triton_gives_it(
+    described: bool, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a descriptor is encoded once, whatever memory it leads to."""
+    encoded: list[tuple[int, int]] = []
+
+    def encode(descriptor: Any, meta: str) -> list[Any]:
+        encoded.append((descriptor.base.data_ptr(), descriptor.shape[0]))
+        return [f"map by {meta}", *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
+    launcher = CudaLauncher(compiled, described)
+    monkeypatch.setattr(compiled, "run", launcher)
+    relaunch = again(compiled)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    boxes = Descriptors(Descriptor(torch.zeros(0, 64), [9, 64], [64, 1], [8, 64]))
+    tensor = torch.zeros(20, 64)
+    for rows in (9, 9, 20):
+        arguments = ("a", boxes.over(tensor, rows), 5, boxes.over(tensor[4:], rows)) if described else ("a", 5)
+        compiled.ran.clear()
+        launcher(2, 3, 4, "stream of 3", "function", "metadata", None, None, None, *arguments)
+        wanted = list(compiled.ran)
+        encoded[:] = encoded[:-2]
+        compiled.ran.clear()
+        relaunch((2, 3, 4), *arguments)
+        assert compiled.ran == wanted
+    places = [(tensor.data_ptr(), 9), (tensor[4:].data_ptr(), 9), (tensor.data_ptr(), 20), (tensor[4:].data_ptr(), 20)]
+    assert sorted(encoded) == sorted(places if described else [])
+
+
+def test_descriptors_keep_no_memory_and_are_those_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed memory becomes another tensor of more rows: its descriptor says so."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    tensor = torch.zeros(40, 64)
+    boxes = Descriptors(Descriptor(tensor, [40, 64], [64, 1], [8, 64]))
+    made = boxes.over(tensor, 40)
+    assert boxes.over(tensor, 40) is made
+    place, gone = tensor.data_ptr(), weakref.ref(tensor)
+    other = tensor[:30]
+    assert (boxes.over(other, 30).shape, made.shape) == ([30, 64], [40, 64])
+    assert boxes.over(other, 30).base.data_ptr() == place
+    del tensor, other
+    gc.collect()
+    assert gone() is None
+
+
+def test_no_more_descriptors_are_kept_than_layers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("attn_select_triton.kernels.descriptors.MOST", 3)
+    tensor = torch.zeros(9, 64)
+    boxes = Descriptors(Descriptor(tensor, [9, 64], [64, 1], [8, 64]))
+    assert [boxes.over(tensor, rows).shape[0] for rows in (1, 2, 3, 4, 1)] == [1, 2, 3, 4, 1]
+    assert len(boxes._made) <= 3
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -67,5 +166,8 @@ def test_it_is_called_as_triton_calls_it() -> None:
     from triton.compiler.compiler import CompiledKernel
 
     source = "".join(inspect.getsource(CompiledKernel.__getitem__).split())
+    launcher = "".join(inspect.getsource(nvidia.CudaLauncher.__call__).split())
+    assert "self.launch(gridX,gridY,gridZ,stream,function,self.launch_cooperative_grid,self.launch_pdl," in launcher
+    assert "global_scratch,profile_scratch,*args)" in launcher
     assert "self.run(grid[0],grid[1],grid[2],stream,self.function,self.packed_metadata,launch_metadata," in source
     assert "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*args)" in source

@@ -54,38 +54,49 @@ def uneven_tokens(
     Args:
         even: a size that is tried as well.
     """
-    by, total = tuning.decode_splits(), int(lens.sum())
-    tried = np.array([even, int(lens.max()), *(total * units / (gpu.sms * part) for part in by.uneven_parts)])
-    sizes = np.maximum(np.ceil(tried), by.least_keys).astype(np.int64)
-    time = decode_times(lens, sizes, by, units=units, gpu=gpu, launch=launch, key_bytes=key_bytes)
-    pieces = -(-lens // sizes[:, None])
-    time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
-    return int(sizes[int(time.argmin())])
+    by, share = tuning.decode_splits(), int(lens.sum()) * units / gpu.sms
+    tried = [even, int(lens.max()), *[math.ceil(share / parts) for parts in by.uneven_parts]]
+    sizes = np.array([max(size, by.least_keys) for size in tried])
+    time, count = decode_times(lens, sizes, by, units=units, gpu=gpu, launch=launch, key_bytes=key_bytes)
+    if count.max() > room:
+        pieces = -(-lens // sizes[:, None])
+        time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
+    return int(sizes[time.argmin()])
 
 
 def decode_times(
     lens: Lens, sizes: Lens, by: DecodeSplits, *, units: int, gpu: Gpu, launch: Launch, key_bytes: int
-) -> NDArray[np.float64]:
-    """Return what a decode takes in pieces of these sizes, in us, by the costs of ``DecodeSplits.of_equal``.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what a decode takes in pieces of these sizes, in us, by the costs of ``DecodeSplits.of_equal``; and how
+    many pieces they are.
 
     All pieces take no less than their bytes, and what ``last_of_waves`` says with a share of that, since others read
     beside them.
     """
     places = by.places(gpu, launch) / units
-    pieces = -(-lens // sizes[:, None])
-    own = -(-lens // pieces)
-    busy = by.tile_us * -(-own // launch.block_n) + by.key_us * own
-    count = pieces.sum(1)
+    # As floats, whose quotients of numbers below 2**26 are rounded up as those of integers, and in half the time.
+    keys = lens.astype(np.float64)
+    pieces = np.ceil(keys / sizes[:, None])
+    own = np.ceil(keys / pieces)
+    busy = np.ceil(own / launch.block_n)
+    busy *= by.tile_us
+    own *= by.key_us
+    busy += own
+    bound, count = last_of_waves(pieces, busy, places)
     waves = np.ceil(count / places)
-    least = int(lens.sum()) * by.us_of_a_key(units, gpu, key_bytes)
-    bound = last_of_waves(pieces, busy, places) + by.beside * least
-    time: NDArray[np.float64] = np.maximum(least * (1 + by.idle * (1 - count / (waves * places))), bound)
-    time += waves * by.start_us + by.merge_us * (pieces > 1).any(1)
-    return time
+    least = float(keys.sum()) * by.us_of_a_key(units, gpu, key_bytes)
+    time = least * (1 + by.idle) - count / waves * (least * by.idle / places)
+    np.maximum(time, bound + by.beside * least, out=time)
+    time += waves * by.start_us
+    time += by.merge_us * (count > len(lens))
+    return time, count
 
 
-def last_of_waves(pieces: Lens, busy: NDArray[np.float64], places: float) -> NDArray[np.float64]:
-    """Return what pieces that start in the order of their times take at least, for each of some ways to cut.
+def last_of_waves(
+    pieces: NDArray[np.float64], busy: NDArray[np.float64], places: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what pieces that start in the order of their times take at least, for each of some ways to cut; and how
+    many pieces there are.
 
     Where there are more pieces than places, a place has two of those at the border of the first wave, or three of
     those at the border of the second.
@@ -94,15 +105,12 @@ def last_of_waves(pieces: Lens, busy: NDArray[np.float64], places: float) -> NDA
         pieces: ``(ways, B)``, of each request; busy what one takes.
         places: pieces that run at a time.
     """
-    order = np.argsort(-busy, axis=1)
-    placed = np.take_along_axis(pieces, order, 1).cumsum(1)
-    longest = np.take_along_axis(busy, order, 1)
-    bound = longest[:, 0]
-    for wave in range(1, int(np.ceil(placed[:, -1].max() / places))):
-        at = (placed <= wave * places).sum(1)[:, None]
-        behind = np.take_along_axis(longest, np.minimum(at, order.shape[1] - 1), 1)
-        bound = np.maximum(bound, np.where(at < order.shape[1], (wave + 1) * behind, 0.0)[:, 0])
-    return bound
+    order = busy.argsort(1)[:, ::-1]
+    ways = np.arange(len(order))[:, None]
+    placed = pieces[ways, order].cumsum(1)
+    waves = np.ceil(placed / places)
+    waves *= busy[ways, order]
+    return waves.max(1), placed[:, -1]
 
 
 def most_pieces(units: int, gpu: Gpu) -> int:
@@ -131,12 +139,12 @@ def latent_splits(lens: Lens, units: int, most: int, sms: int) -> tuple[int, int
     even = min(most, mla_num_splits(requests * units, longest, sms))
     if most > 1 and int(lens.sum()) < by.even * longest * requests:
         counts = np.array([count for count in by.counts if count <= min(most, tiles)])
-        own = np.maximum(-(-lens // by.tile), 1)
-        splits = -(-own // -(-tiles // counts)[:, None])
-        busy = -(-own // splits) + float(by.program)
-        work = (splits * busy).sum(1) * units / sms
-        time = np.maximum(work, last_of_waves(splits, busy, sms / units)) + by.merge * (counts > 1)
-        time[splits.sum(1) > requests + latent_pieces(units, sms)] = np.inf
+        own = np.maximum(np.ceil(lens / by.tile), 1.0)
+        splits = np.ceil(own / -(-tiles // counts)[:, None])
+        busy = np.ceil(own / splits) + by.program
+        bound, pieces = last_of_waves(splits, busy, sms / units)
+        time = np.maximum((splits * busy).sum(1) * units / sms, bound) + by.merge * (counts > 1)
+        time[pieces > requests + latent_pieces(units, sms)] = np.inf
         even = int(counts[int(time.argmin())])
     return even, -(-tiles // even) * by.tile
 
