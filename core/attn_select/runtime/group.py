@@ -87,6 +87,8 @@ class AttentionMetadata:
 class AttentionGroup:
     """Loads the backends of a ``Selection`` and builds their metadata, once per step for all layers of the kind.
 
+    The layers share its workspaces: one step runs after the other. Steps side by side take a group each.
+
     Args:
         selection: from ``select``; every phase must have a backend.
         device: where the layers run; None: the CPU or the current CUDA device, whichever the selection was made for.

@@ -22,6 +22,8 @@ from attn_select_triton.kernels.mla_decode import mla_num_splits
 Lens = NDArray[np.int64]
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 """Batch-invariant splits: so many at most, of so many keys at least."""
+ORDER = 2.0**21
+"""More than a request has pieces."""
 TILE_ROWS = 64
 """Rows of a tile, in the costs of ways."""
 
@@ -74,43 +76,53 @@ def decode_times(
     beside them.
     """
     places = by.places(gpu, launch) / units
-    # As floats, whose quotients of numbers below 2**26 are rounded up as those of integers, and in half the time.
-    keys = lens.astype(np.float64)
+    keys = lens.astype(np.float64)  # quotients are rounded up as those of integers, in half the time
     pieces = np.ceil(keys / sizes[:, None])
-    own = np.ceil(keys / pieces)
+    own, placed = in_order(np.ceil(keys / pieces), pieces)
     busy = np.ceil(own / launch.block_n)
     busy *= by.tile_us
     own *= by.key_us
     busy += own
-    bound, count = last_of_waves(pieces, busy, places)
+    count = placed[:, -1]
     waves = np.ceil(count / places)
     least = float(keys.sum()) * by.us_of_a_key(units, gpu, key_bytes)
     time = least * (1 + by.idle) - count / waves * (least * by.idle / places)
-    np.maximum(time, bound + by.beside * least, out=time)
+    np.maximum(time, last_of_waves(placed, busy, places) + by.beside * least, out=time)
     time += waves * by.start_us
     time += by.merge_us * (count > len(lens))
     return time, count
 
 
-def last_of_waves(
-    pieces: NDArray[np.float64], busy: NDArray[np.float64], places: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what pieces that start in the order of their times take at least, for each of some ways to cut; and how
-    many pieces there are.
+def in_order(own: NDArray[np.float64], pieces: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return for each of some ways to cut the sizes of pieces, the largest first, and how many pieces come up to there.
+
+    Args:
+        own: whole numbers ``(ways, B)``, of each request the size of a piece, below 2**31; pieces how many it has, from
+            1 to 2**20.
+    """
+    # Sorted in one array, which takes a third of the time of an order and two arrays in it.
+    both = own * -ORDER
+    both += pieces
+    both.sort(1)
+    sizes = np.ceil(both * (-1 / ORDER))
+    both += sizes * ORDER
+    return sizes, both.cumsum(1)
+
+
+def last_of_waves(placed: NDArray[np.float64], busy: NDArray[np.float64], places: float) -> NDArray[np.float64]:
+    """Return what pieces that start in the order of their times take at least, for each of some ways to cut.
 
     Where there are more pieces than places, a place has two of those at the border of the first wave, or three of
     those at the border of the second.
 
     Args:
-        pieces: ``(ways, B)``, of each request; busy what one takes.
+        placed: ``(ways, B)``, pieces up to and with a request's, as ``in_order`` has them; busy what one of them takes.
         places: pieces that run at a time.
     """
-    order = busy.argsort(1)[:, ::-1]
-    ways = np.arange(len(order))[:, None]
-    placed = pieces[ways, order].cumsum(1)
     waves = np.ceil(placed / places)
-    waves *= busy[ways, order]
-    return waves.max(1), placed[:, -1]
+    waves *= busy
+    found: NDArray[np.float64] = waves.max(1)
+    return found
 
 
 def most_pieces(units: int, gpu: Gpu) -> int:
@@ -141,10 +153,11 @@ def latent_splits(lens: Lens, units: int, most: int, sms: int) -> tuple[int, int
         counts = np.array([count for count in by.counts if count <= min(most, tiles)])
         own = np.maximum(np.ceil(lens / by.tile), 1.0)
         splits = np.ceil(own / -(-tiles // counts)[:, None])
-        busy = np.ceil(own / splits) + by.program
-        bound, pieces = last_of_waves(splits, busy, sms / units)
-        time = np.maximum((splits * busy).sum(1) * units / sms, bound) + by.merge * (counts > 1)
-        time[pieces > requests + latent_pieces(units, sms)] = np.inf
+        tiles_each = np.ceil(own / splits)
+        work = (splits * (tiles_each + by.program)).sum(1) * units / sms
+        ordered, placed = in_order(tiles_each, splits)
+        time = np.maximum(work, last_of_waves(placed, ordered + by.program, sms / units)) + by.merge * (counts > 1)
+        time[placed[:, -1] > requests + latent_pieces(units, sms)] = np.inf
         even = int(counts[int(time.argmin())])
     return even, -(-tiles // even) * by.tile
 
