@@ -220,12 +220,19 @@ def host(rounds: int) -> None:
         (Case("16 decodes of 1024 to 8192", 16, 8192), unequal[0]),
         (Case("64 decodes of 128 to 8192", 64, 8192), unequal[1]),
         (Case("prefill p64", 1, 64, 64, 64),),
-        (Case("prefill, warp-specialised", 1, 2048, 256),),
+        (Case("prefill, warp-specialised", 1, 2048, 1024),),
+        (Case("the same, keys shared", 1, 2048, 256),),
         (Case("prefill, gathered", 1, 512, 512),),
         (Case("prefill, FP8 cache", 1, 512, 512, fp8=True),),
     ):
         found = host_times(_host_calls(Step(Problem(case), *lens)), rounds=rounds)
         print(f"{case.name:34s} " + "  ".join(f"{name} {time_:.1f}" for name, time_ in found.items()), flush=True)
+    calls = {}
+    for beside in (False, True):
+        with constants(worth_two_streams=lambda *_, beside=beside: beside):
+            calls["two streams" if beside else "one stream"] = Mixed(16, 1024, 512).run()
+    found = host_times(calls, rounds=rounds)
+    print("16 decodes and a prompt, layer      " + "  ".join(f"{name} {time_:.1f}" for name, time_ in found.items()))
 
 
 def _host_calls(step: Step) -> dict[str, Callable[[], Any]]:
