@@ -41,7 +41,6 @@ SELECTED = {  # of a file's tests, those whose names match; the slowest files fi
     "paged_kernels": r"edges|heads': (7|71),|dtypes\[float16-fp8|alibi\[heads1|random_shapes\[[0-3]|launches\[2|"
     r"several_partitions|without_a_query|rows\[(8-auto|32-fp8_e4m3)|on_a_gpu\[\(32, 8, 128\)-32-auto",
     "invariance": r"test_(decode|prefill)\[|test_mla_decode$",
-    "attn_run": r"test_trees_of_drafts",
     "attn_decodes": r"test_trees_of_drafts|short_ones_are_not|reserved_workspace|speculative_queries",
     "attn_graphs": r"beside_a_chunk",
     "mla_run": r"decoded_in_pieces",
