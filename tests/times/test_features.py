@@ -42,6 +42,7 @@ def test_decodes_that_leave_multiprocessors_over_share_their_keys() -> None:
         "makespan": 0.0,
         "parts": 0.0,
         "last": 0.0,
+        "context": 0.0,
         "cold_bytes": 0.0,
     }
 
@@ -59,6 +60,7 @@ def test_unequal_decodes_are_summed_and_the_longest_counts() -> None:
         "makespan": 0.0,
         "parts": 0.0,
         "last": 0.0,
+        "context": 0.0,
         "cold_bytes": 0.0,
     }
 

@@ -200,6 +200,7 @@ def test_mla_prefills_with_context_take_launches_of_their_own() -> None:
         return alone(batch) + 50 * (batch.max_seq_len > batch.max_query_len)
 
     context = [parse_batch_shape(f"{n}q{s}s{2 * s}") for n in (1, 4, 16) for s in (128, 512, 2048)]
+    context += [parse_batch_shape(f"{n}q256s{s}") for n in (1, 8) for s in (512, 4096, 16384)]
     model = fit(measured(time_us, [*PREFILLS, *context], 0.0, 1), timed_layer(MLA), H100)
     asked = [parse_batch_shape(text) for text in ("2q300", "2q300s400", "6q700", "6q700s800", "q200s5k")]
     assert errors(model, time_us, asked)[-1] < 0.1

@@ -32,6 +32,7 @@ FEATURES = (
     "makespan",
     "parts",
     "last",
+    "context",
     "cold_bytes",
 )
 """Names of the features, in order.
@@ -39,8 +40,8 @@ FEATURES = (
 1; bytes of the step; its FLOPs; tiles of work, each a thread block's; rounds in which the multiprocessors take them;
 new tokens; keys of the longest request; those of them that one thread block reads where blocks are left over to share
 them; keys that the busiest multiprocessor reads by a schedule; into how many parts the schedule cuts the longest
-request, whose results are merged; keys of a block in a nearly empty last round; bytes where they exceed what the L2
-keeps from one run to the next.
+request, whose results are merged; keys of a block in a nearly empty last round; keys of earlier steps that prefills
+read; bytes where they exceed what the L2 keeps from one run to the next.
 """
 Split = Literal["fair", "equal", "rounded", "filled", "planned", "tiles"]
 """How a kernel cuts its work into parts, each a thread block's: the keys of decodes, or the tiles of prefills.
@@ -124,7 +125,7 @@ class PhaseWork:
         """
         config = self.config
         moved = flops = 0.0
-        tiles = tokens = longest = 0
+        tiles = tokens = longest = context = 0
         shortest = math.inf
         for group in groups:
             count, query_len, seq_len = group.count, group.query_len, group.seq_len
@@ -137,6 +138,8 @@ class PhaseWork:
             )
             tiles += count * self.tile_heads * -(-query_len * self.tile_rows // _TILE_ROWS[self.decode])
             tokens += count * query_len
+            if not self.decode:
+                context += count * max(0, keys - query_len)
             longest = max(longest, keys)
             shortest = min(shortest, keys)
         cold = moved / (1 + (l2_bytes / moved) ** _STEEP) if l2_bytes else 0.0
@@ -147,7 +150,7 @@ class PhaseWork:
             parts = 1
         work = float(tiles), float(waves), float(tokens), float(longest)
         last = self._last_round(tiles, longest) if longest == shortest else 0.0
-        return 1.0, moved, flops, *work, serial, busiest, float(parts), last, cold
+        return 1.0, moved, flops, *work, serial, busiest, float(parts), last, float(context), cold
 
     def _last_round(self, tiles: int, keys: int) -> float:
         """Return the keys that blocks of decodes of one length read at less than the memory's rate, in a last round
