@@ -227,6 +227,16 @@ def test_a_decode_fills_whole_waves_of_programs() -> None:
     assert launch.num_splits_for(8, 100, H200, tile, 512) == 1  # a merge takes longer than a second tile
 
 
+@pytest.mark.parametrize(
+    ("mib", "tokens"),
+    [(32, []), (64, [512, 1024]), (128, [512, 1024]), (256, [64, 512, 1024]), (400, [64, 1024, 2048])],
+)
+def test_prompts_run_beside_decodes_where_both_gain(mib: int, tokens: list[int]) -> None:
+    """The batches of the sweep in docs/log/triton.md that were faster on two streams, host time allowing."""
+    swept = (16, 64, 512, 1024, 2048, 4096)
+    assert [many for many in swept if schedule.worth_two_streams(many, mib << 20)] == tokens
+
+
 def test_less_bandwidth_makes_copies_dearer() -> None:
     """A gather copies all keys once more; reading the pages costs the tensor cores' time."""
     ways = {way: way_cost(name) for way, name in WAYS[0].items() if way != "split"}

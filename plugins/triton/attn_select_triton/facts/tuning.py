@@ -222,10 +222,12 @@ def decode_splits() -> DecodeSplits:
     return DecodeSplits(**{**given, "uneven_parts": tuple(given["uneven_parts"])})
 
 
-def two_streams() -> dict[str, int]:
-    """Return from where on a mixed step's prefills and decodes run on two streams: ``tokens``, and ``mib`` of keys."""
-    found: dict[str, int] = _tuning()["two_streams"]
-    return found
+@cache
+def two_streams() -> dict[int, tuple[int, int]]:
+    """Return by bytes that a mixed step's decodes read at least, the largest first, between how many query tokens its
+    prefills run beside them."""
+    given: dict[str, list[int]] = _tuning()["two_streams"]
+    return {int(mib) << 20: (given[mib][0], given[mib][1]) for mib in sorted(given, key=int, reverse=True)}
 
 
 @cache

@@ -133,8 +133,9 @@ def most_pieces(units: int, gpu: Gpu) -> int:
 
 def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
     """Whether a step's prefills of so many query tokens run beside its decodes, which read so many bytes."""
-    least = tuning.two_streams()
-    return tokens >= least["tokens"] and decode_bytes >= least["mib"] << 20
+    rows = tuning.two_streams().items()
+    low, high = next((between for least, between in rows if decode_bytes >= least), (1, 0))
+    return low <= tokens <= high
 
 
 def latent_splits(lens: Lens, units: int, most: int, sms: int) -> tuple[int, int]:
