@@ -639,9 +639,8 @@ class Prefill:
             *kind.strides, self._stride_table, *kind.constants,
         )  # fmt: skip
         if parts is not None and part_lse is not None:
-            if self._rows.start or self._rows.stop != output.shape[0]:
-                output, output_lse = output[self._rows], None if output_lse is None else output_lse[self._rows]
-            merge_rows(parts, part_lse, output, output_scale, output_lse, self._splits)
+            lse = None if output_lse is None else output_lse[self._rows]
+            merge_rows(parts, part_lse, output[self._rows], output_scale, lse, self._splits)
 
     def _lookup(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, flags: tuple[bool, ...], layer: tuple[Any, ...]
