@@ -42,6 +42,15 @@ def test_a_wrong_version_is_named(spec: MakeSpec) -> None:
     assert reason.message == "one 1.9 (needs >=2)"
 
 
+def test_a_wrong_version_is_upgraded(spec: MakeSpec) -> None:
+    environment = Environment(assume_installed=True, pins={"one": "1.9"})
+    for install in ("pip install one", "pip install --upgrade one"):
+        library = Library("one", "attn_select_tests_one", install, ">=2")
+        found = check(spec(libraries=[[library]]), PLAIN, environment=environment)
+        assert isinstance(found, list)
+        assert found[0].remedy == "pip install --upgrade one"
+
+
 def test_an_unknown_version_is_not_called_none(spec: MakeSpec) -> None:
     library = Library("no-such-distribution", "pytest", "pip install it", ">=2")  # a module without metadata
     found = check(spec(libraries=[[library]]), PLAIN, environment=Environment())

@@ -94,6 +94,18 @@ def test_a_layer_is_one_line() -> None:
         assert part in config_text(rich)
 
 
+def test_candidates_are_listed_once_where_both_phases_say_the_same(
+    spec: MakeSpec, capabilities: MakeCapabilities
+) -> None:
+    assert selection_text(decide([spec("A")], ["A"])).count("Candidates for") == 1
+    decode = spec("B", capabilities={"decode": capabilities()})
+    shown = selection_text(decide([spec("A"), decode], ["A", "B"]))
+    assert [line for line in shown.splitlines() if "Candidates" in line] == [
+        "  Candidates for prefill",
+        "  Candidates for decode",
+    ]
+
+
 def test_where_plugins_come_from_is_said_only_where_one_is_missing() -> None:
     rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
     assert any(verdict.reasons for each in rejected.candidates for verdict in each.phases.values())

@@ -39,6 +39,13 @@ def test_without_a_workload_no_time_counts(decider: Any) -> None:
     assert selection.evidence is None
 
 
+def test_without_a_workload_rules_about_times_take_no_part(decider: Any) -> None:
+    made = decider({"name": "by-rules", "evidence": False})
+    assert [rule.name for rule in made.decide(LAYER, Choice()).rules] == ["packaged-order"]
+    selection = made.decide(LAYER, Choice(), workload=parse_workload("64q1s4k"))
+    assert [rule.name for rule in selection.rules] == ["packaged-order", "by-rules"]
+
+
 def test_without_evidence_a_workload_meets_rules_alone(decider: Any) -> None:
     made = decider({"name": "many", "prefer": ["C"], "when": {"batch": ">=64"}})
     selection = made.decide(LAYER, Choice(), workload=parse_workload("64q1s4k"))

@@ -121,6 +121,11 @@ def make_large(group: DraftTreeGroup) -> DraftTreeGroup:
     return DraftTreeGroup(group.selection, "cpu", Capacity(32, 64, 512), cuda_graphs=True)
 
 
+def test_both_parts_serve_the_phases_that_are_asked_for(make_trees: MakeTrees) -> None:
+    group = make_trees(options={"phases": ("decode",)})
+    assert [*group.served] == [*group.plain.served] == [*group.context.served] == ["decode"]
+
+
 def test_steps_in_two_parts_are_not_dispatched(make_trees: MakeTrees) -> None:
     with pytest.raises(ConfigError, match="are not dispatched"):
         make_trees(options={"dispatch": "measured"})
