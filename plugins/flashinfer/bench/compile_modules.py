@@ -1,4 +1,4 @@
-"""Compile FlashInfer's modules for the conformance suites, on a machine with nvcc and without a GPU.
+"""Compile FlashInfer's modules for the conformance suites and the timed layers, on a machine with nvcc, without a GPU.
 
 Run ``python plugins/flashinfer/bench/compile_modules.py OUT [NAME ...]`` with the flashinfer-python that will be used.
 Each module lands at ``OUT/MODULE/MODULE.so``. Copied to ``flashinfer/data/aot`` of the installed package they are
@@ -43,9 +43,9 @@ def mla(backend: str, query: Any, cache: Any) -> Made:
     return lambda: gen_batch_mla_module(backend, query, cache, query, I32, 512, 64, False)
 
 
-def xqa(page: int, size: int, cache: Any = BF16, window: bool = False, drafts: int = 0) -> Made:
-    """Return what makes an XQA kernel for four query heads per KV head."""
-    return lambda: gen_xqa_module(BF16, cache, page, size, 4, window, BF16, 1 + drafts)
+def xqa(page: int, size: int, cache: Any = BF16, window: bool = False, drafts: int = 0, group: int = 4) -> Made:
+    """Return what makes an XQA kernel for ``group`` query heads per KV head."""
+    return lambda: gen_xqa_module(BF16, cache, page, size, group, window, BF16, 1 + drafts)
 
 
 def sinks(backend: str, window: bool) -> Made:
@@ -68,6 +68,11 @@ MODULES: dict[str, Made] = {
     "xqa-draft": xqa(16, 128, drafts=1),
     "xqa-window": xqa(32, 64, window=True),
     "xqa-sinks": xqa(64, 64),
+    # of tests/bench/timed_layers.py: Llama-2's, Gemma-3's and gpt-oss's layers, and three drafts
+    "xqa-mha": xqa(16, 128, group=1),
+    "xqa-gemma": xqa(16, 128, window=True, group=2),
+    "xqa-gpt-oss": xqa(16, 64, window=True, group=8),
+    "xqa-three-drafts": xqa(16, 128, drafts=3),
     "fa2": prefill("fa2", BF16, BF16, 128),
     "fa2-fp8": prefill("fa2", BF16, E4M3, 128),
     "fa2-sinks": sinks("fa2", window=False),
