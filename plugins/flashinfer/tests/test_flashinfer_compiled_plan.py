@@ -102,15 +102,23 @@ def test_a_batch_keeps_its_lengths_and_is_planned_again(emulate: Emulate) -> Non
     assert len(world.named(PLAN)) == 6  # the first two steps, built once and run twice
 
 
+def test_outputs_are_to_the_bit_those_of_steps_that_plan_planned(
+    emulate: Emulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate()
+    fields = {"options": NATIVE, "block_size": 16, "group_capacity": Capacity(64, 2048, 4096)}
+    check_equal(lambda: groups.made(**fields), monkeypatch, most=40)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
-def test_outputs_are_to_the_bit_those_of_steps_that_plan_planned(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes of up to 200 requests, prefills, and both in one step."""
+def test_outputs_are_the_same_on_the_gpu(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 16, "kv_cache_dtype": cache}
     check_equal(lambda: groups.on_gpu(options=NATIVE, group_capacity=Capacity(200, 2048, 4096), **fields), monkeypatch)
 
 
 def check_equal(made: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, most: int = 200) -> None:
+    """Compare decodes of up to ``most`` requests, prefills, and both in one step, to the bit."""
     draw = random.Random(0)
     queries = [[1], [1, 1], [1] * 7, [1] * 40, [1] * most, [300], [16, 500, 3], [1, 1, 90], [1] * 30 + [700]]
     batches = [spoiled(made(), each, [tokens + draw.randint(0, 1500) for tokens in each]) for each in queries]
