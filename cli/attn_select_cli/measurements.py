@@ -217,6 +217,8 @@ def import_command(
     if show_labels:
         print_json(_labels_dict()) if as_json else print_lines(_labels_tables())
         return 0
+    if all_layers and (options["model"] is not None or options["num_heads"] is not None):
+        raise click.UsageError("--all takes every layer of the tables: leave out --model and --num-heads")
     device = _device(options["gpu"])
     wanted = None if all_layers else _layers(options, device)
     folder, version = tables.installed()

@@ -210,6 +210,13 @@ def test_import_without_a_layer(run: Any, published: Path) -> None:
     assert "which layers?" in result.err
 
 
+def test_import_of_all_layers_takes_no_model(run: Any) -> None:
+    for one in (("--model", "llama-3-8b"), ("--num-heads", "8", "--head-size", "64")):
+        result = run("measurements", "import", "--all", *one)
+        assert result.code == 2
+        assert "--all takes every layer of the tables" in result.err
+
+
 def test_labels_are_printed_without_the_package(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "find_spec", lambda name: None)
     text = run("measurements", "import", "--labels").out
