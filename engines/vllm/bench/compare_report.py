@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 
-def differences(first: Path, other: Path) -> dict[str, tuple[float, float]]:
-    """Return by case how far two arms' outputs are apart: norm of the difference by the first's, and the largest."""
+def differences(first: Path, other: Path) -> dict[str, tuple[float, float, float]]:
+    """Return by case how far two arms' outputs are apart.
+
+    Norm of the difference by the first's, the same of the request where it is greatest, and the largest difference.
+    """
     import torch
 
     ours, theirs = torch.load(first), torch.load(other)
@@ -20,7 +23,8 @@ def differences(first: Path, other: Path) -> dict[str, tuple[float, float]]:
                 if one.shape != theirs[case][what].shape:
                     raise SystemExit(f"{what}, {case}: {one.shape} beside {theirs[case][what].shape}")
                 gap = one - theirs[case][what]
-                found[f"{what}, {case}"] = (float(gap.norm() / one.norm()), float(gap.abs().max()))
+                rows = gap.flatten(1).norm(dim=1) / one.flatten(1).norm(dim=1)
+                found[f"{what}, {case}"] = (float(gap.norm() / one.norm()), float(rows.max()), float(gap.abs().max()))
     return found
 
 
@@ -63,10 +67,10 @@ def report_differences(kept: dict[str, Path], other: str) -> None:
     first, *rest = kept
     apart = {name: differences(kept[first], kept[name]) for name in rest}
     own = apart.get(other, {})
-    print(f"\napart from {first}: norm of the difference by its own, largest difference")
+    print(f"\napart from {first}: norm of the difference by its own, that of the worst request, largest difference")
     for case in apart[rest[-1]]:
         for name, found in apart.items():
-            norm, largest = found[case]
+            norm, worst, largest = found[case]
             theirs = own[case][0] if case in own else 0.0
             ratio = f", {norm / theirs:.2f} times vLLM's own two" if theirs else ""
-            print(f"  {case:<28} {name:<26} {norm:.2e}, {largest:.2e}{ratio}")
+            print(f"  {case:<28} {name:<26} {norm:.2e}, {worst:.2e}, {largest:.2e}{ratio}")
