@@ -191,7 +191,7 @@ def predicted(row: Mapping[str, Any], points: Points, pins: Mapping[str, str]) -
     config, device, batch = AttentionConfig(**row["config"]), device_of(row), parse_batch_shape(row["batch"])
     models: dict[Phase, dict[str, TimeModel]] = {"prefill": {}, "decode": {}}
     timed = {name for each in row["timed"] if each["failure"] is None for name in each["backend"].split(PAIR)}
-    selected = select(config, device, environment=environment_for(device, pins)).selected
+    selected = select(config, device, environment=environment_for(device, pins), workload=WORKLOAD).selected
     chosen = {phase: name for phase, name in selected.items() if name is not None}
     for name in sorted(timed & set(points), key=lambda each: each not in chosen.values()):
         model = fit([each for each in points[name] if each[0] != batch], timed_layer(config), device)

@@ -84,6 +84,17 @@ def test_few_regions_choose_nearly_the_best_everywhere(domain: Domain) -> None:
         assert region.times[region.against or ""] > (1 + TIE) * region.times[region.order[0]]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_region_loses_over_the_batches_that_were_measured_in_it(seed: int) -> None:
+    tuning = tuned(DECODE, 30, 0.05, seed)
+    regions = find_regions(tuning)
+    for number, region in enumerate(regions[1:], 1):
+        held = {batch: times for batch, times in tuning.fitted.items() if region.holds(batch)}
+        before = [times[order_in(regions[:number], batch)[0]] for batch, times in held.items()]
+        now = [times[region.order[0]] for times in held.values()]
+        assert statistics.geometric_mean(now) < statistics.geometric_mean(before)
+
+
 def agreement(domain: Domain, one: list[Region], two: list[Region]) -> float:
     """The share of batches outside ties for which two tunings choose the same."""
     clear = []

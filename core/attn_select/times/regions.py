@@ -318,10 +318,10 @@ def _within(bounds: Bounds, values: Mapping[str, float]) -> bool:
 def _show(region: Region, tuning: Tuning, before: Sequence[Region]) -> bool:
     """Set the measured batch in which the region's first backend is farthest ahead of what ran there before.
 
-    Return whether it is ahead by more than a tie.
+    Return whether it is ahead by more than a tie, and no slower in the mean over the measured batches of the region.
     """
     name = region.order[0]
-    most = -math.inf
+    most, total = -math.inf, 0.0
     for batch, times in tuning.fitted.items():
         rivals = order_in(before, batch)[:1] if before else [other for other in times if other != name]
         rivals = [other for other in rivals if other in times and other != name]
@@ -329,6 +329,7 @@ def _show(region: Region, tuning: Tuning, before: Sequence[Region]) -> bool:
             continue
         rival = min(rivals, key=times.__getitem__, default=None)
         ahead = 0.0 if rival is None else math.log(times[rival] / times[name])
+        total += ahead
         if ahead > most:
             most, region.sample, region.times, region.against = ahead, batch, times, rival
-    return most > _AHEAD
+    return most > _AHEAD and total > 0
