@@ -80,6 +80,8 @@ class Tile:
         registers: with which a thread starts; 0: the compiler's choice.
         turns: the groups of the warp-specialised prefill take turns at the tensor cores.
         sums_apart: its threads add up the weights of their own keys, and all threads' only at the end.
+        ahead: its groups begin a tile's scores before the values of the tile before, and keep sums apart, where the
+            longest request has more keys than this; 0: nowhere.
     """
 
     block_m: int
@@ -90,6 +92,7 @@ class Tile:
     registers: int = 0
     turns: bool = False
     sums_apart: bool = False
+    ahead: int = 0
 
 
 @lru_cache(maxsize=4096)

@@ -5,12 +5,11 @@ own nor overlaps the softmax with the products. ``mla_decode`` decides when this
 
 With 64 rows, one group computes the scores and hands the weights on through shared memory to two others, each of which
 holds one half of the output's columns in registers, ``(64, R / 2)`` float32. With 16 or 32 rows, where memory is the
-bound, there are these two alone, and each computes all scores for itself.
+bound, one group holds all columns, and all products are transposed: ``wgmma`` has 64 rows whatever is in them, here
+keys and columns of the output, and the few query rows are its other dimension, which may be 16.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
-
-# ruff: noqa: RUF005  Triton's language has no stars
 
 from __future__ import annotations
 
@@ -32,8 +31,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 KEYS = gl.constexpr(64)
 """Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
 STAGES = gl.constexpr(2)
-SLOTS = gl.constexpr(1)
-"""Tiles of weights that lie between the group that computes them and those that take them."""
 SLACK = gl.constexpr(8.0)
 """As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits."""
 
@@ -89,7 +86,7 @@ def load_tiles(
     q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows,
     R: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Load the query once and then every tile of keys, each half as soon as both compute groups are through with it."""
+    """Load the query once and then every tile of keys, each half as soon as all groups are through with it."""
     q_left, q_right, q_pe, k_left, k_right, k_pe = smem
     q_ready, left_ready, right_ready, left_empty, right_empty = barriers
     if tiles > 0:
@@ -235,58 +232,69 @@ def write_quarters(
 
 @gluon.jit
 def score_tile(
-    tile, row_max, row_sum, limits, low, score_scale, smem, barriers, exchange,
-    MASKED: gl.constexpr, PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr,
+    tile, row_max, sums, limits, low, score_scale, smem, barriers, exchange,
+    MASKED: gl.constexpr, PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile's weights and leave them to the other groups."""
     weights_smem, factors, given, taken = exchange
     scores = PRODUCTS(tile, smem, barriers, S)
     scores *= score_scale
     if MASKED:
-        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-        scores = gl.where(keys[None, :] < limits[:, None], scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 1, SLACK)
-    row_sum = row_sum * rescale + gl.sum(weights, 1)
+        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1 - AXIS, S))
+        seen = gl.expand_dims(keys, 1 - AXIS) < gl.expand_dims(limits, AXIS)
+        scores = gl.where(seen, scores, float("-inf"))
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, AXIS, SLACK)
+    sums = sums * rescale + gl.sum(weights, 1) if AXIS == 1 else sums * rescale[None, :] + weights
     slot = tile % SLOTS
     mbarrier.wait(taken.index(slot), (tile // SLOTS & 1) ^ 1)
-    weights_smem.index(slot).store(weights.to(weights_smem.dtype))
+    place = weights_smem.index(slot) if AXIS == 1 else weights_smem.index(slot).permute((1, 0))
+    place.store(weights.to(weights_smem.dtype))
     factors.index(slot).store(rescale)
+    if AXIS == 0:
+        fence_async_shared()  # wgmma reads the weights where they are
     hand_back(given, slot)
-    return new_max, row_sum
+    return new_max, sums
 
 
 @gluon.jit
 def attend_scores(
     pointers, smem, barriers, exchange, position, num_splits, scales,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
-    PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr,
+    PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the weights of all tiles for the groups that ``attend_values``, and write the log-sum-exp.
+    """Compute the weights of all tiles for the groups that sum values, and write the log-sum-exp.
 
     Args:
         exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers,
             that they are given and that they are taken. Behind the last tile the factors are those of the output.
         PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
         DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
+        AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, DEPTH])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS if AXIS == 1 else ROWS, DEPTH])
     _, factors, given, taken = exchange
     first, _, _, _, _, low, _, tiles, full, _ = position
     score_scale, value_scale = scales
-    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, S))
     limits = seen_keys(flat, position, HEADS, CAUSAL)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(AXIS, S))
+    if AXIS == 1:
+        sums = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    else:
+        sums = gl.zeros([KEYS, ROWS], gl.float32, S)  # a thread's of its own keys
     if tiles > 0:
         mbarrier.wait(barriers[0], 0)
     for tile in range(full):
-        row_max, row_sum = score_tile(
-            tile, row_max, row_sum, limits, low, score_scale, smem, barriers, exchange, False, PRODUCTS, SLOTS, S
+        row_max, sums = score_tile(
+            tile, row_max, sums, limits, low, score_scale, smem, barriers, exchange, False, PRODUCTS, SLOTS, S, AXIS
         )
     for tile in range(full, tiles):
-        row_max, row_sum = score_tile(
-            tile, row_max, row_sum, limits, low, score_scale, smem, barriers, exchange, True, PRODUCTS, SLOTS, S
+        row_max, sums = score_tile(
+            tile, row_max, sums, limits, low, score_scale, smem, barriers, exchange, True, PRODUCTS, SLOTS, S, AXIS
         )
+    row_sum = sums
+    if AXIS == 0:
+        row_sum = gl.sum(sums, 0)
     slot = tiles % SLOTS
     mbarrier.wait(taken.index(slot), (tiles // SLOTS & 1) ^ 1)
     factors.index(slot).store(gl.where(row_sum > 0, value_scale / row_sum, 0.0))
@@ -368,6 +376,26 @@ def products(tile, smem, barriers, S: gl.constexpr):
 
 
 @gluon.jit
+def products_turned(tile, smem, barriers, S: gl.constexpr):
+    """Return the same transposed, ``(KEYS, ROWS)``."""
+    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
+    _, left_ready, right_ready, left_empty, right_empty = barriers
+    buffer = tile % STAGES
+    phase = tile // STAGES & 1
+    ROWS: gl.constexpr = q_pe.shape[0]
+    scores = gl.zeros([KEYS, ROWS], gl.float32, S)
+    mbarrier.wait(left_ready.index(buffer), phase)
+    scores = warpgroup_mma(k_pe.index(buffer), q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(k_left.index(buffer), q_left.permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(right_ready.index(buffer), phase)
+    scores = warpgroup_mma(k_right.index(buffer), q_right.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(left_empty, buffer)
+    mbarrier.arrive(right_empty.index(buffer), count=1)
+    return scores
+
+
+@gluon.jit
 def add_values(
     tile, first, second, low, high, smem, barriers, exchange,
     R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
@@ -392,15 +420,60 @@ def add_values(
 
 
 @gluon.jit
+def attend_all_values(
+    pointers, smem, barriers, exchange, position, num_splits, strides,
+    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Sum all of the values' columns over all tiles, transposed, and write them.
+
+    The weights stay in shared memory, ``(ROWS, KEYS)``.
+    """
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    EVERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    _, _, _, k_left, k_right, _ = smem
+    _, left_ready, right_ready, left_empty, right_empty = barriers
+    weights_smem, factors, given, taken = exchange
+    _, _, _, _, _, low, high, tiles, _, _ = position
+    first = gl.zeros([R // 2, ROWS], gl.float32, ACC)
+    second = gl.zeros([R // 2, ROWS], gl.float32, ACC)
+    for tile in range(tiles):
+        buffer = tile % STAGES
+        slot = tile % SLOTS
+        left = k_left.index(buffer)
+        right = k_right.index(buffer)
+        mbarrier.wait(given.index(slot), tile // SLOTS & 1)
+        factor = factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
+        least = gl.min(factors.index(slot).load(EVERY), 0)  # as in take_weights
+        mbarrier.wait(left_ready.index(buffer), tile // STAGES & 1)
+        mbarrier.wait(right_ready.index(buffer), tile // STAGES & 1)
+        if low + (tile + 1) * KEYS > high:
+            clear_behind(left, low + tile * KEYS, high, T)
+            clear_behind(right, low + tile * KEYS, high, T)
+        if least < 1.0:
+            first = first * factor
+            second = second * factor
+        weights = weights_smem.index(slot).permute((1, 0))
+        first = warpgroup_mma(left.permute((1, 0)), weights, first, is_async=True)
+        second = warpgroup_mma(right.permute((1, 0)), weights, second, is_async=True)
+        first = warpgroup_mma_wait(1, [first])
+        hand_back(left_empty, buffer)
+        second = warpgroup_mma_wait(0, [second])
+        hand_back(right_empty, buffer)
+        mbarrier.arrive(taken.index(slot), count=1)
+    slot = tiles % SLOTS
+    mbarrier.wait(given.index(slot), tiles // SLOTS & 1)
+    norm = factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
+    write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, 0, 0)
+    write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, R // 2, 0)
+
+
+@gluon.jit
 def attend_tile_turned(
     tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Attend to one tile as ``attend_tile`` does, with all products transposed.
-
-    ``wgmma`` has 64 rows whatever is in them. Here they are keys and columns of the output, and the few query rows are
-    its other dimension, which may be 16. The weights pass through shared memory, ``(ROWS, KEYS)``.
-    """
+    """Attend to one tile, with all products transposed; the weights pass through shared memory, ``(ROWS, KEYS)``."""
     q_left, q_right, q_pe, k_left, k_right, k_pe, p_smem = smem
     _, left_ready, right_ready, left_empty, right_empty = barriers
     buffer = tile % STAGES
@@ -441,6 +514,8 @@ def attend_half_turned(
 ):  # fmt: skip
     """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well.
 
+    Products are transposed, and each half's group computes all scores.
+
     Args:
         TILE: the function that attends to one tile, ``attend_tile_turned`` or one with its arguments.
         DEPTH: as ``attend_scores`` has it.
@@ -478,8 +553,8 @@ def attend_half_turned(
 
 
 @gluon.jit
-def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr):
-    """Return shared memory and barriers through which one group gives weights to two others, as ``attend_scores``."""
+def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, TAKERS: gl.constexpr):
+    """Return shared memory and barriers through which one group gives weights to ``TAKERS``, as ``attend_scores``."""
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     weights = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, KEYS], wide)
@@ -488,7 +563,7 @@ def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr):
     taken = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(given.index(slot), count=1)
-        mbarrier.init(taken.index(slot), count=2)
+        mbarrier.init(taken.index(slot), count=TAKERS)
     return weights, factors, given, taken
 
 
@@ -563,31 +638,30 @@ def mla_decode_hopper_kernel(
     scales = (score_scale, value_scale)
     loader = (q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows, R, BLOCK_SIZE)
     if ROWS == 64:
-        exchange = make_exchange(kv_half.dtype, SLOTS, ROWS)
+        exchange = make_exchange(kv_half.dtype, 1, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
-                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 16)),
+                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), 1, 16, 1)),
                 (attend_values, (pointers, smem, barriers, exchange, q_left, position, num_splits, strides,
-                 HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_values), SLOTS)),
+                 HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_values), 1)),
                 (attend_values, (pointers, smem, barriers, exchange, q_right, position, num_splits, strides,
-                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), SLOTS)),
+                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), 1)),
                 (load_tiles, loader),
             ],
             [4, 4, 1],
             [192, 192, 24],
         )  # fmt: skip
     else:
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        left_p = gl.allocate_shared_memory(kv_half.dtype, [ROWS, KEYS], layout)
-        right_p = gl.allocate_shared_memory(kv_half.dtype, [ROWS, KEYS], layout)
+        exchange = make_exchange(kv_half.dtype, 2, ROWS, 1)  # wgmma reads one tile of weights while the next comes
+        fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_half_turned, (pointers, smem + (left_p,), barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_tile_turned), 16)),
-                (attend_half_turned, (pointers, smem + (right_p,), barriers, position, num_splits, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_tile_turned), 16)),
+                (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
+                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products_turned), 2, 16, 0)),
+                (attend_all_values, (pointers, smem, barriers, exchange, position, num_splits, strides,
+                 HEADS, R, SPLIT, ROWS, 2)),
                 (load_tiles, loader),
             ],
             [4, 1],

@@ -173,7 +173,7 @@ def attend_tile_turned(
     tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Attend to one tile as ``mla_decode_hopper.attend_tile_turned`` does."""
+    """Attend to one tile, with all products transposed; the weights pass through shared memory, ``(ROWS, KEYS)``."""
     q_smem, q_pe, k_smem, k_pe, values, p_smem = smem
     _, ready, empty = barriers
     R: gl.constexpr = 2 * accumulator.shape[0]
@@ -307,12 +307,12 @@ def mla_decode_hopper_fp8_kernel(
     scales = (score_scale, value_scale)
     if ROWS == 64:
         both = smem + (left_values, right_values)
-        exchange = make_exchange(gl.float16, SLOTS, ROWS)
+        exchange = make_exchange(gl.float16, SLOTS, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (attend_scores, (pointers, both, barriers, exchange, position, num_splits, scales,
-                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 32)),
+                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 32, 1)),
                 (round_and_attend_values, (query, pointers, both, barriers, exchange, position, num_splits, strides,
                  HEADS, R, SPLIT, ROWS, False)),
                 (round_and_attend_values, (query, pointers, both, barriers, exchange, position, num_splits, strides,

@@ -75,49 +75,46 @@ def tanh(numbers):
 
 
 @gluon.jit
-def attend_tile(
-    tile, loaded, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem, smem, barriers,
-    MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
-    T: gl.constexpr, INDEX: gl.constexpr,
-):  # fmt: skip
-    """Attend from one group's rows to one tile.
-
-    With ``TURNS`` a group's product with V and its next scores are issued together, while the others take
-    exponentials. Left to themselves groups may fall into step, and the tensor cores wait for all.
-
-    Args:
-        loaded: tiles that were loaded before this one, of all items.
-        accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
-        sums: float32 ``(ROWS,)``, of the weights; with ``APART`` ``(ROWS, 8)``, a thread's of its own keys.
-        limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
-        scores_like: scale * log2(e), or with a soft cap scale / cap; the soft cap times log2(e); and the window.
-        worked: items with tiles before this one.
-        FLAGS: whether there is a window, a soft cap, turns, and sums apart.
-        SHAPE: parts of K and of V, keys of a tile, stages, and groups.
-    """
-    WINDOW: gl.constexpr = FLAGS[0]
-    SOFT_CAP: gl.constexpr = FLAGS[1]
-    TURNS: gl.constexpr = FLAGS[2]
-    APART: gl.constexpr = FLAGS[3]
-    PARTS: gl.constexpr = SHAPE[0]
-    V_PARTS: gl.constexpr = SHAPE[1]
-    KEYS: gl.constexpr = SHAPE[2]
-    STAGES: gl.constexpr = SHAPE[3]
-    GROUPS: gl.constexpr = SHAPE[4]
-    k_smem, v_smem = smem
-    k_ready, k_empty, v_ready, v_empty, turns = barriers
-    score_scale, cap_log2, window = scores_like
-    buffer = loaded % STAGES
-    phase = loaded // STAGES & 1
-    mbarrier.wait(k_ready.index(buffer), phase)
+def multiply_scores(q_smem, k_smem, buffer, PARTS: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+    """Issue the products of a group's rows with a tile of keys."""
     scores = gl.zeros([ROWS, KEYS], gl.float32, S)
     for part in gl.static_range(PARTS):
         k = k_smem.index(buffer * PARTS + part)
         scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), scores, use_acc=part > 0, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index((INDEX + 1) % GROUPS), count=1)
-    scores = warpgroup_mma_wait(0, [scores])
-    hand_back(k_empty, buffer)
+    return scores
+
+
+@gluon.jit
+def multiply_values(p, v_smem, buffer, accumulators, V_PARTS: gl.constexpr):
+    """Issue the products of weights with a tile of values, added to the accumulators."""
+    products = ()
+    for part in gl.static_range(V_PARTS):
+        v = v_smem.index(buffer * V_PARTS + part)
+        products = products + (warpgroup_mma(p, v, accumulators[part], is_async=True),)
+    return products
+
+
+@gluon.jit
+def rescaled(accumulators, rescale, V_PARTS: gl.constexpr, ACC: gl.constexpr):
+    """Return the accumulators times a factor for each row."""
+    factor = gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+    scaled = ()
+    for part in gl.static_range(V_PARTS):
+        scaled = scaled + (accumulators[part] * factor,)
+    return scaled
+
+
+@gluon.jit
+def soften(
+    tile, scores, row_max, sums, limits, scores_like,
+    MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """Return a tile's weights, the factor of what was summed before, the new maxima and the new sums."""
+    WINDOW: gl.constexpr = FLAGS[0]
+    SOFT_CAP: gl.constexpr = FLAGS[1]
+    APART: gl.constexpr = FLAGS[3]
+    KEYS: gl.constexpr = SHAPE[2]
+    score_scale, cap_log2, window = scores_like
     factor = score_scale
     if SOFT_CAP:
         scores = tanh(scores * score_scale)
@@ -140,27 +137,133 @@ def attend_tile(
         sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, added.type.layout))[:, None] + added
     else:
         sums = sums * rescale + gl.sum(weights, 1)
+    return weights, rescale, new_max, sums
+
+
+@gluon.jit
+def attend_tile(
+    tile, loaded, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem, smem, barriers,
+    MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+    T: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
+    """Attend from one group's rows to one tile.
+
+    With ``TURNS`` a group's product with V and its next scores are issued together, while the others take
+    exponentials. Left to themselves groups may fall into step, and the tensor cores wait for all.
+
+    Args:
+        loaded: tiles that were loaded before this one, of all items.
+        accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
+        sums: float32 ``(ROWS,)``, of the weights; with ``APART`` ``(ROWS, 8)``, a thread's of its own keys.
+        limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
+        scores_like: scale * log2(e), or with a soft cap scale / cap; the soft cap times log2(e); and the window.
+        worked: items with tiles before this one.
+        FLAGS: whether there is a window, a soft cap, turns, sums apart, and scores begun early.
+        SHAPE: parts of K and of V, keys of a tile, stages, and groups.
+    """
+    TURNS: gl.constexpr = FLAGS[2]
+    PARTS: gl.constexpr = SHAPE[0]
+    V_PARTS: gl.constexpr = SHAPE[1]
+    KEYS: gl.constexpr = SHAPE[2]
+    STAGES: gl.constexpr = SHAPE[3]
+    GROUPS: gl.constexpr = SHAPE[4]
+    k_smem, v_smem = smem
+    k_ready, k_empty, v_ready, v_empty, turns = barriers
+    buffer = loaded % STAGES
+    phase = loaded // STAGES & 1
+    mbarrier.wait(k_ready.index(buffer), phase)
+    scores = multiply_scores(q_smem, k_smem, buffer, PARTS, KEYS, S)
+    if TURNS:
+        mbarrier.arrive(turns.index((INDEX + 1) % GROUPS), count=1)
+    scores = warpgroup_mma_wait(0, [scores])
+    hand_back(k_empty, buffer)
+    weights, rescale, new_max, sums = soften(tile, scores, row_max, sums, limits, scores_like, MASKED, FLAGS, SHAPE, S)
     p = gl.convert_layout(weights.to(k_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
-    factor = gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-    scaled = ()
-    for part in gl.static_range(V_PARTS):
-        scaled = scaled + (accumulators[part] * factor,)
+    scaled = rescaled(accumulators, rescale, V_PARTS, ACC)
     mbarrier.wait(v_ready.index(buffer), phase)
     if TURNS:
         mbarrier.wait(turns.index(INDEX), (loaded + worked + (1 if INDEX > 0 else 0)) & 1)
     if MASKED:  # noqa: SIM102  one is compiled in
         if (tile + 1) * KEYS > seq_len:
             clear_behind(v_smem, buffer, tile * KEYS, seq_len, V_PARTS, KEYS, T)
-    products = ()
-    for part in gl.static_range(V_PARTS):
-        v = v_smem.index(buffer * V_PARTS + part)
-        products = products + (warpgroup_mma(p, v, scaled[part], is_async=True),)
+    products = multiply_values(p, v_smem, buffer, scaled, V_PARTS)
     if V_PARTS == 1:  # noqa: SIM108  one is compiled in
         accumulators = (warpgroup_mma_wait(0, products),)
     else:
         accumulators = warpgroup_mma_wait(0, products)
     hand_back(v_empty, buffer)
     return accumulators, new_max, sums
+
+
+@gluon.jit
+def first_weights(
+    tile, loaded, row_max, sums, limits, scores_like, q_smem, smem, barriers,
+    FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Return the weights of an item's first tile, the maxima and the sums."""
+    k_smem, _ = smem
+    k_ready, k_empty, _, _, _ = barriers
+    STAGES: gl.constexpr = SHAPE[3]
+    buffer = loaded % STAGES
+    mbarrier.wait(k_ready.index(buffer), loaded // STAGES & 1)
+    scores = warpgroup_mma_wait(0, [multiply_scores(q_smem, k_smem, buffer, SHAPE[0], SHAPE[2], S)])
+    hand_back(k_empty, buffer)
+    weights, _, new_max, sums = soften(tile, scores, row_max, sums, limits, scores_like, True, FLAGS, SHAPE, S)
+    return gl.convert_layout(weights.to(k_smem.dtype), gl.DotOperandLayout(0, ACC, 2)), new_max, sums
+
+
+@gluon.jit
+def attend_tile_ahead(
+    tile, loaded, p, accumulators, row_max, sums, limits, scores_like, q_smem, smem, barriers,
+    MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Issue one tile's scores and the product of the tile before with its values, which goes on beside the softmax.
+
+    Args:
+        p: the weights ``(ROWS, KEYS)`` of the tile before; all else as ``attend_tile`` has it.
+    """
+    PARTS: gl.constexpr = SHAPE[0]
+    V_PARTS: gl.constexpr = SHAPE[1]
+    KEYS: gl.constexpr = SHAPE[2]
+    STAGES: gl.constexpr = SHAPE[3]
+    k_smem, v_smem = smem
+    k_ready, k_empty, v_ready, v_empty, _ = barriers
+    buffer = loaded % STAGES
+    before = (loaded - 1) % STAGES
+    mbarrier.wait(k_ready.index(buffer), loaded // STAGES & 1)
+    mbarrier.wait(v_ready.index(before), (loaded - 1) // STAGES & 1)
+    scores = multiply_scores(q_smem, k_smem, buffer, PARTS, KEYS, S)
+    products = multiply_values(p, v_smem, before, accumulators, V_PARTS)
+    scores = warpgroup_mma_wait(V_PARTS, [scores])
+    hand_back(k_empty, buffer)
+    weights, rescale, new_max, sums = soften(tile, scores, row_max, sums, limits, scores_like, MASKED, FLAGS, SHAPE, S)
+    done = warpgroup_mma_wait(0, products + (p,))  # p stays where it is until then
+    hand_back(v_empty, before)
+    accumulators = rescaled(done, rescale, V_PARTS, ACC)
+    p = gl.convert_layout(weights.to(k_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
+    return p, accumulators, new_max, sums
+
+
+@gluon.jit
+def last_values(
+    tile, loaded, p, accumulators, seq_len, smem, barriers, SHAPE: gl.constexpr, T: gl.constexpr
+):  # fmt: skip
+    """Return the sums with the product of an item's last tile."""
+    V_PARTS: gl.constexpr = SHAPE[1]
+    KEYS: gl.constexpr = SHAPE[2]
+    STAGES: gl.constexpr = SHAPE[3]
+    _, v_smem = smem
+    _, _, v_ready, v_empty, _ = barriers
+    buffer = loaded % STAGES
+    mbarrier.wait(v_ready.index(buffer), loaded // STAGES & 1)
+    if (tile + 1) * KEYS > seq_len:
+        clear_behind(v_smem, buffer, tile * KEYS, seq_len, V_PARTS, KEYS, T)
+    done = warpgroup_mma_wait(0, multiply_values(p, v_smem, buffer, accumulators, V_PARTS) + (p,))
+    hand_back(v_empty, buffer)
+    accumulators = ()
+    for part in gl.static_range(V_PARTS):
+        accumulators = accumulators + (done[part],)
+    return accumulators
 
 
 @gluon.jit
@@ -227,6 +330,7 @@ def attend_items(q_smem, state, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     WINDOW: gl.constexpr = FLAGS[0]
     TURNS: gl.constexpr = FLAGS[2]
     APART: gl.constexpr = FLAGS[3]
+    AHEAD: gl.constexpr = FLAGS[4]
     PARTS: gl.constexpr = SHAPE[0]
     V_PARTS: gl.constexpr = SHAPE[1]
     KEYS: gl.constexpr = SHAPE[2]
@@ -280,24 +384,47 @@ def attend_items(q_smem, state, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             elif worked > 0:
                 mbarrier.wait(turns.index(INDEX), (loaded + worked - 1) & 1)
         before = loaded - start
-        middle = start
-        if WINDOW:
-            middle = gl.maximum(gl.minimum(full_start, tiles), start)
-            for tile in range(start, middle):
+        if AHEAD:
+            p = gl.zeros([ROWS, KEYS], smem[0].dtype, gl.DotOperandLayout(0, ACC, 2))
+            second = gl.minimum(start + 1, tiles)
+            for tile in range(start, second):
+                p, row_max, sums = first_weights(
+                    tile, before + tile, row_max, sums, limits, scores_like, q_smem, smem, barriers, FLAGS, SHAPE, S,
+                    ACC,
+                )  # fmt: skip
+            for tile in range(second, full):
+                p, accumulators, row_max, sums = attend_tile_ahead(
+                    tile, before + tile, p, accumulators, row_max, sums, limits, scores_like, q_smem, smem, barriers,
+                    False, FLAGS, SHAPE, S, ACC,
+                )  # fmt: skip
+            for tile in range(gl.maximum(second, full), tiles):
+                p, accumulators, row_max, sums = attend_tile_ahead(
+                    tile, before + tile, p, accumulators, row_max, sums, limits, scores_like, q_smem, smem, barriers,
+                    True, FLAGS, SHAPE, S, ACC,
+                )  # fmt: skip
+            for tile in range(gl.maximum(tiles - 1, start), tiles):
+                accumulators = last_values(
+                    tile, before + tile, p, accumulators, seq_len, smem, barriers, SHAPE, T
+                )  # fmt: skip
+        else:
+            middle = start
+            if WINDOW:
+                middle = gl.maximum(gl.minimum(full_start, tiles), start)
+                for tile in range(start, middle):
+                    accumulators, row_max, sums = attend_tile(
+                        tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem,
+                        smem, barriers, True, FLAGS, SHAPE, S, ACC, T, INDEX,
+                    )  # fmt: skip
+            for tile in range(middle, full):
+                accumulators, row_max, sums = attend_tile(
+                    tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem,
+                    smem, barriers, False, FLAGS, SHAPE, S, ACC, T, INDEX,
+                )  # fmt: skip
+            for tile in range(gl.maximum(middle, full), tiles):
                 accumulators, row_max, sums = attend_tile(
                     tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem,
                     smem, barriers, True, FLAGS, SHAPE, S, ACC, T, INDEX,
                 )  # fmt: skip
-        for tile in range(middle, full):
-            accumulators, row_max, sums = attend_tile(
-                tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem, smem,
-                barriers, False, FLAGS, SHAPE, S, ACC, T, INDEX,
-            )  # fmt: skip
-        for tile in range(gl.maximum(middle, full), tiles):
-            accumulators, row_max, sums = attend_tile(
-                tile, before + tile, worked, accumulators, row_max, sums, limits, seq_len, scores_like, q_smem, smem,
-                barriers, True, FLAGS, SHAPE, S, ACC, T, INDEX,
-            )  # fmt: skip
         if TURNS and tiles > start:
             mbarrier.arrive(turns.index((INDEX + 1) % GROUPS), count=1)
             worked += 1
@@ -395,6 +522,7 @@ def prefill_hopper_kernel(
     TURNS: gl.constexpr,
     APART: gl.constexpr,
     GROUPS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """Attend from the rows of all items, 64 (token-major, the heads of a KV head's group within a token) of each group.
 
@@ -409,7 +537,8 @@ def prefill_hopper_kernel(
     PARTS: gl.constexpr = D // PART
     V_PARTS: gl.constexpr = DV // PART
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    FLAGS: gl.constexpr = (WINDOW, SOFT_CAP, TURNS, APART)
+    gl.static_assert(not AHEAD or not (WINDOW or TURNS))
+    FLAGS: gl.constexpr = (WINDOW, SOFT_CAP, TURNS, APART or AHEAD, AHEAD)
     SHAPE: gl.constexpr = (PARTS, V_PARTS, KEYS, STAGES, GROUPS)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_first = gl.allocate_shared_memory(k_descriptor.dtype, [PARTS, ROWS, PART], LAYOUT)
@@ -530,10 +659,11 @@ class _Kind:
         sms: multiprocessors.
         row_bytes: of K and V of one token and KV head.
         strides, constants: of the kernel's arguments.
-        launch: the kernel.
+        ahead: keys of the longest request beyond which scores are begun early, where that was measured; 0: nowhere.
+        launches: the kernel without and with scores begun early.
     """
 
-    __slots__ = ("constants", "keys", "launch", "row_bytes", "sms", "strides", "tile", "values")
+    __slots__ = ("ahead", "constants", "keys", "launches", "row_bytes", "sms", "strides", "tile", "values")
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, flags: tuple[Any, ...], paged: bool
@@ -553,7 +683,11 @@ class _Kind:
             self.tile.sums_apart, groups,
         )  # fmt: skip
         self.sms = sm_count(query.device)
-        self.launch = Relaunch(prefill_hopper_kernel, num_warps=4, maxnreg=168 if groups == 2 else 128)
+        causal, window, cap, sinks, _, split = flags
+        self.ahead = self.tile.ahead if causal and not (window or cap or sinks or split or paged) else 0
+        self.launches = tuple(
+            Relaunch(prefill_hopper_kernel, num_warps=4, maxnreg=168 if groups == 2 else 128) for _ in range(2)
+        )
 
 
 _kinds: dict[Any, _Kind] = {}
@@ -631,12 +765,12 @@ class Prefill:
         if seen != self._seen or self._found is None:
             self._found, self._seen = self._lookup(query, key, value, output, flags, (layer, strides)), seen
         kind, counts, parts, part_lse = self._found
-        items = counts[0]
-        kind.launch(
+        items, ahead = counts[0], 0 < kind.ahead < self._longest
+        kind.launches[ahead](
             (min(items, kind.sms) if alone else items, 1, 1), query, kind.keys.over(key), kind.values.over(value),
             output, output_scale, output_lse, *self._tensors, sinks, parts, part_lse, self._counter, *counts,
             scale * k_scale / cap if cap else scale * k_scale * LOG2E.value, v_scale, cap * LOG2E.value, window,
-            *kind.strides, self._stride_table, *kind.constants,
+            *kind.strides, self._stride_table, *kind.constants, ahead,
         )  # fmt: skip
         if parts is not None and part_lse is not None:
             lse = None if output_lse is None else output_lse[self._rows]

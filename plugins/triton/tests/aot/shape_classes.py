@@ -228,6 +228,12 @@ def plain_hopper_prefill(t: Tensors) -> None:
     prefill_hopper.prefill_hopper(t.query, t.key, t.value, t.output, key_start_loc=t.seq_lens, **_hopper_options(t))
 
 
+def long_plain_hopper_prefill(t: Tensors) -> None:
+    """The same of long requests, whose scores are begun early."""
+    t.longest = 8192
+    plain_hopper_prefill(t)
+
+
 def plain_prefill(t: Tensors) -> None:
     """No cache: K and V as they come."""
     _prefill(t, t.lse, key=t.key, value=t.value, key_start_loc=t.seq_lens)
@@ -463,7 +469,8 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
         yield attention(hopper_prefill, dtype=usual, output_quantization="fp8")
         yield attention(hopper_prefill, split_hopper_prefill, dtype=usual, head_size=256, logits_soft_cap=30.0)
         yield attention(hopper_prefill, dtype=usual, head_size=64, sliding_window=100, sinks=True)
-        yield attention(plain_hopper_prefill, dtype=usual, num_kv_heads=32, head_size=192, v_head_size=128)
+        sizes = {"num_kv_heads": 32, "head_size": 192, "v_head_size": 128}
+        yield attention(plain_hopper_prefill, long_plain_hopper_prefill, dtype=usual, **sizes)
     yield classic(write, version_1, version_2, classic_prefill, dtype=usual, alibi=True)
     yield classic(version_1, dtype=usual, block_size=8, num_heads=64, num_kv_heads=2)
     yield classic(version_2, dtype=usual, block_size=32, head_size=256)
