@@ -162,14 +162,18 @@ def benching_module() -> Any:
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse to append times to a file of something else.
+    """Refuse to append times to a file of something else, or to one that cannot be written.
 
     Raises:
+        BadParameter: its folder takes no files.
         MeasurementError: the file has lines, and none is a measurement.
     """
     from attn_select.errors import MeasurementError
     from attn_select.times.store import MeasurementFile, read_measurements
+    from attn_select_cli.output import require_writable
 
+    if path is not None:
+        require_writable(path, "--output")
     if path is not None and path.is_file():
         found = read_measurements([MeasurementFile("named", path)])
         if found.problems and not found.measurements:

@@ -47,6 +47,19 @@ def require_folder(path: Path, option: str) -> None:
         raise click.BadParameter(f"the folder {path.parent} cannot be written to", param_hint=option)
 
 
+def require_writable(path: Path, option: str) -> None:
+    """Refuse, before the work is done, a file of ``option`` that cannot be written; missing folders are made later.
+
+    Raises:
+        BadParameter: which folder takes no files.
+    """
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written: {folder} takes no files", param_hint=option)
+
+
 def counted(number: int, noun: str, several: str = "") -> str:
     """Return a number with its noun, ``1 file`` or ``2 files``; ``several`` is a plural that is not made by an s."""
     return f"{number} {noun if number == 1 else several or noun + 's'}"

@@ -97,7 +97,7 @@ def command(
     from attn_select_cli import rules_file
     from attn_select_cli.bench import benching_module, check_output, progress, times_file
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, require_writable
     from attn_select_cli.rules_edit import Proposal, rules_path
     from attn_select_cli.run import chosen_layers
 
@@ -109,8 +109,9 @@ def command(
         if name not in explanation.decider.names:
             raise UnknownNameError("backend", name, explanation.decider.names)
     path = rules_path(file)
+    require_writable(path, "--file")  # this, and that the file is broken, is said before anything is measured
     seen = rules_file.read_text(path)
-    Proposal(path, seen, seen).rules(seen)  # a file that is broken is said to be before anything is measured
+    Proposal(path, seen, seen).rules(seen)
     spans = {"batch": batch, "seq_len": seq_len, "query_len": query_len}
     benching = benching_module()
 

@@ -98,6 +98,9 @@ def test_times_go_into_a_named_file_or_nowhere(run: Any, folder: Path, tmp_path:
     assert other.code == 2
     assert "--output = 'notes.txt': no line of it is a measurement" in other.err
     assert (tmp_path / "notes.txt").read_text() == "to do\n"
+    below = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", "notes.txt/x.jsonl")
+    assert below.code == 2
+    assert "notes.txt takes no files" in below.err
 
 
 @pytest.mark.parametrize(

@@ -439,6 +439,7 @@ def test_prefill_and_workloads(run: Any, rules_file: Path, timer: list[str]) -> 
         (("--phase", "prefill", "--query-len", "128", "--seq-len", "64"), "query_len is at most seq_len"),
         (("--output", "notes.txt"), "--output = 'notes.txt': no line of it is a measurement"),
         (("--output", "."), "is a directory"),
+        (("--file", "notes.txt/rules.toml"), "notes.txt takes no files"),
     ],
 )
 def test_wrong_input(run: Any, arguments: tuple[str, ...], told: str, folder: Path, tmp_path: Path) -> None:
