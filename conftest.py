@@ -23,9 +23,9 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Processes of pytest-xdist take several GPUs in turn: CUDA_VISIBLE_DEVICES=0,1 python3 -m pytest -m gpu -n 40
-if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker) % len(gpus)]
+worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+if worker is not None and len(gpus) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 # The same examples on every machine, however slow it is. `make test` draws fewer: --hypothesis-profile=quick. A GPU
 # machine may lack hypothesis; its tests of kernels need none.
