@@ -27,6 +27,7 @@ def root() -> Path:
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Hide the user's own rules files and settings, so that every machine gets the same answers."""
     home = tmp_path_factory.mktemp("home")
+    (home / ".cache").mkdir()  # without it torch warns that it keeps no compiled kernels
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("ATTN_SELECT_")]:
             patch.delenv(name)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from attn_select import AttentionConfig  # noqa: E402
 from attn_select.layouts import MLA  # noqa: E402
 from attn_select.testing import lse_error, paged_reference, relative_error, write_reference  # noqa: E402
+from attn_select.testing.oracle_quant import quantize_query  # noqa: E402
 from attn_select_triton.kernels import mla_cache, mla_decode  # noqa: E402
 from attn_select_triton.kernels.mla_decode import MLALaunch  # noqa: E402
 
@@ -42,6 +43,7 @@ class Batch:
         *,
         spare: int = 0,
         seed: int = 0,
+        query_dtype: str = "",
     ) -> None:
         draw = torch.Generator().manual_seed(seed)
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
@@ -66,8 +68,9 @@ class Batch:
         self.config, self.scale, self.max_query_len = config, (rank + rope) ** -0.5, max(query_lens)
         self.query, self.cache, self.table = query.to(device), cache.to(device), table.to(device)
         self.start, self.lens = start.to(device), torch.tensor(lens, dtype=torch.int32, device=device)
+        seen = quantize_query(query, query_dtype) if query_dtype else query
         self.expected, self.expected_lse = paged_reference(
-            query, cache, MLA, table, start, torch.tensor(lens), config, self.scale,
+            seen, cache, MLA, table, start, torch.tensor(lens), config, self.scale,
             k_scale=self.kv_scale if config.kv_cache_dtype in FP8 else None,
         )  # fmt: skip
 
@@ -195,10 +198,13 @@ def test_deepseek_sizes_on_a_gpu(heads: int, lens: list[int], query_len: int, pa
 @pytest.mark.parametrize(("cache", "dtype"), [("fp8_e4m3", "bfloat16"), ("fp8_e5m2", "bfloat16"), ("auto", "float16")])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_dtypes_on_a_gpu(cache: str, dtype: str, heads: int) -> None:
-    batch = Batch([1000, 64, 5], [1, 2, 1], config_of(heads, 512, 64, dtype=dtype, cache=cache), 64, "cuda")
-    capability = torch.cuda.get_device_capability()
-    launch = mla_decode.mla_launch(capability, heads * 2, 512, 64, 64, batch.query.dtype, batch.cache.dtype)
-    batch.check(launch, 3)
+    stored = FP8.get(cache) or getattr(torch, dtype)
+    launch = mla_decode.mla_launch(
+        torch.cuda.get_device_capability(), heads * 2, 512, 64, 64, getattr(torch, dtype), stored
+    )
+    config = config_of(heads, 512, 64, dtype=dtype, cache=cache)
+    rounded = cache if launch.hopper and cache in FP8 else ""
+    Batch([1000, 64, 5], [1, 2, 1], config, 64, "cuda", query_dtype=rounded).check(launch, 3)
 
 
 @pytest.mark.gpu

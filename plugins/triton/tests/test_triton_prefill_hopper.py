@@ -18,7 +18,7 @@ from attn_select.runtime import Capacity
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.torch_ops import quantize_fp8
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
-from attn_select.testing.running import common_of, layer_of
+from attn_select.testing.running import call_layer, common_of, inputs_of, kernel_cache, layer_of
 from attn_select_triton.kernels import prefill_hopper as kernel
 from attn_select_triton.kernels.decode import decode_workspace
 from attn_select_triton.kernels.launch import Terms
@@ -215,21 +215,20 @@ def test_layers_of_two_groups_run_side_by_side(monkeypatch: pytest.MonkeyPatch) 
     needs_hopper()
     monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: "warps")
     groups = [layers.made(torch.device("cuda"), config_of(8, 2), capacity=Capacity(16, 4096, 8192)) for _ in range(2)]
-    runs = []
+    calls, wanted = [], []
     for group in groups:
         problem = layers.problem_of(group, ((2000, 4000), (700, 700)))
-        wanted, _ = layers.check(group, problem)
-        runs.append(
-            (layer_of(group, problem), problem, problem.written_cache(), group.build(common_of(problem)), wanted)
-        )
+        inputs, kv_cache = inputs_of(problem, padding=0), kernel_cache(group, problem)
+        calls.append((layer_of(group, problem), inputs, kv_cache, group.build(common_of(problem)), None))
+        wanted.append(problem.reference()[0])
     streams, found = [torch.cuda.Stream() for _ in groups], []
     torch.cuda.synchronize()
     for _ in range(10):
-        for stream, (layer, inputs, wanted) in zip(streams, runs, strict=True):
+        for stream, call, reference in zip(streams, calls, wanted, strict=True):
             with torch.cuda.stream(stream):
-                found.append((layer(*inputs, torch.full_like(wanted, torch.nan)), wanted))
+                found.append((call_layer(*call), reference))
     torch.cuda.synchronize()
-    assert all(relative_error(output, wanted.double()).row < 2e-2 for output, wanted in found)
+    assert all(relative_error(*pair).row < 2e-2 for pair in found)
 
 
 @pytest.mark.gpu
