@@ -54,7 +54,7 @@ from attn_select.times.measurement import Measurement
 from attn_select.times.model import TimeModel, fit
 from attn_select.times.store import MeasurementFile, append_measurements, read_measurements
 
-SEED = 20261123
+SEED = 20270105
 DISPATCH = "dispatch"
 TRACED = 2000
 """Steps of a trace whose builds are timed on the host."""
