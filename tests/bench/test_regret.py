@@ -18,7 +18,8 @@ class HeldOut:
     """The workloads of one seed. None of their times is packaged.
 
     Attributes:
-        rules, workload: geometric means of regret that were reached: a change that makes one worse has to say why.
+        rules, workload: geometric means of regret that were reached: a change that makes one worse has to say why. The
+            older files have times of older kernels of ``TRITON_MLA``, which the packaged times do not know any more.
     """
 
     seed: int
@@ -32,7 +33,7 @@ class HeldOut:
 
 
 FILES = (
-    HeldOut(20261229, 90, rules=1.036, workload=1.010),
+    HeldOut(20261229, 90, rules=1.036, workload=1.0115),
     HeldOut(20261231, 90, rules=1.037, workload=1.007),
     HeldOut(20270102, 90, rules=1.0295, workload=1.0085),
 )

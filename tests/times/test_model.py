@@ -17,6 +17,7 @@ from attn_select.times.layer import timed_layer
 from attn_select.times.model import LEAST_POINTS, TimeModel, fit
 from attn_select.times.points import farthest_first
 from attn_select.times.roofline import step_work
+from attn_select.times.store import PACKAGED_FOLDER, MeasurementFile, read_measurements
 
 H100 = lookup("h100")
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -88,6 +89,27 @@ def test_the_margin_holds_what_it_says() -> None:
             assert found is not None
             inside.append(abs(time_us(batch) / found.time_us - 1) <= found.margin)
     assert sum(inside) / len(inside) > 0.9
+
+
+@pytest.mark.parametrize("known", [6, 8, 12, 24, 48])
+def test_margins_of_few_measured_batches_hold_what_they_say(known: int) -> None:
+    """Of the packaged times, which no curve meets as well as the few that it was fitted to."""
+    layer, path = timed_layer(GQA), PACKAGED_FOLDER / "nvidia-h200.jsonl"
+    times: dict[str, list[tuple[BatchShape, float]]] = {}
+    for row in read_measurements([MeasurementFile("packaged", path)]).measurements:
+        batch = parse_batch_shape(row.measurement.batch)
+        if row.measurement.config == layer.to_dict() and batch.max_query_len == 1:
+            times.setdefault(row.measurement.backend, []).append((batch, row.measurement.time_us))
+    draw, inside = random.Random(known), []
+    for points in times.values():
+        for _ in range(4):
+            draw.shuffle(points)
+            model = fit(points[:known], layer, lookup("h200"))
+            for batch, time_us in points[known : known + 30]:
+                predicted = model.predict(batch)
+                assert predicted is not None
+                inside.append(abs(math.log(predicted.time_us / time_us)) <= math.log1p(predicted.margin))
+    assert sum(inside) > 0.9 * len(inside)
 
 
 def test_far_from_all_measurements_the_margin_is_wide() -> None:

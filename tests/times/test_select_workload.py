@@ -15,9 +15,10 @@ from attn_select import AttentionConfig, ConfigError, clear_cache, select, selec
 from attn_select.errors import MeasurementError, UnknownNameError
 from attn_select.registry import load_plugins
 from attn_select.testing import plan_of
+from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
-from attn_select.times.store import append_measurements
+from attn_select.times.store import PACKAGED_FOLDER, append_measurements
 from attn_select.times.workload import Workload, parse_workload
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -185,6 +186,28 @@ def test_measurements_of_the_variable_and_the_cache_folder_count(times: Path, mo
     monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", str(times))
     assert kind() == "named file"
     clear_cache()
+
+
+def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(tmp_path: Path) -> None:
+    """They count for their batches; of others the packaged times of the same GPU know more."""
+    packaged = (PACKAGED_FOLDER / "nvidia-h200.jsonl").read_text("utf-8").splitlines()
+    rows = [row for row in map(json.loads, packaged) if row["config"] == timed_layer(GQA).to_dict()]
+    decodes = [row for row in rows if parse_batch_shape(row["batch"]).max_query_len == 1]
+    batches = [*dict.fromkeys(row["batch"] for row in decodes)][:30:4]
+    own = tmp_path / "own.jsonl"
+    lines = [json.dumps({**row, "time_us": row["time_us"] * 1.01}) for row in decodes if row["batch"] in batches]
+    own.write_text("\n".join(lines) + "\n", "utf-8")
+
+    def decided(batch: str, *files: Path) -> tuple[str | None, set[str]]:
+        selection = select(GQA, "h200", workload=batch, measurements=files)
+        timings = [candidate.phases["decode"].timing for candidate in selection.candidates]
+        return selection.selected["decode"], {timing.kind for timing in timings if timing is not None and timing.margin}
+
+    assert len(batches) == 8
+    assert "named file" in decided(batches[0], own)[1]
+    for batch in ("q1s77777", "3q1s50000_90q1s300", "200q1s700"):
+        assert decided(batch, own) == decided(batch)
+        assert decided(batch, own)[1] == {"packaged"}
 
 
 def test_a_corrupt_line_is_named_and_skipped(times: Path) -> None:

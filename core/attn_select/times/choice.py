@@ -18,7 +18,7 @@ from attn_select.config import AttentionConfig, Phase
 from attn_select.rules.ranking import Ranking, Rankings
 from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.times.evidence import Evidence, Points, digest_of
-from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first
+from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first, yields
 from attn_select.times.workload import Workload
 
 Pair = dict[Phase, str]
@@ -204,16 +204,26 @@ class PhaseTimes:
     """The times of one phase's candidates.
 
     Args:
-        timings: by candidate that can run the phase, one timing per series, the most trusted first.
+        timings: by candidate that can run the phase, one timing per series.
+
+    Attributes:
+        timings: the same, the most trusted first.
     """
 
     def __init__(self, timings: Mapping[str, Sequence[Timing]]) -> None:
-        self.timings = timings
         counts = Counter(t.series for each in timings.values() for t in each if t.compares)
-        self._series = strongest_first(counts)
         self._of_series: dict[Series, dict[str, Timing]] = {
-            series: {name: t for name, each in timings.items() for t in each if t.series == series}
-            for series in self._series
+            series: {name: t for name, each in timings.items() for t in each if t.series == series} for series in counts
+        }
+        self._series: list[Series] = []
+        for series in strongest_first(counts):
+            place = len(self._series)
+            while place and yields(self._of_series[self._series[place - 1]], self._of_series[series]):
+                place -= 1
+            self._series.insert(place, series)
+        places = {series: place for place, series in enumerate(self._series)}
+        self.timings = {
+            name: sorted(each, key=lambda t: places.get(t.series, len(places))) for name, each in timings.items()
         }
 
     @property

@@ -50,6 +50,9 @@ _NOISE = 0.1
 """Variance of a measurement's own error, as the distance (in doublings) over which deviations differ as much."""
 _NEAR = 0.1
 """Distance to a measured batch within which the margin does not shrink any more."""
+_LEAST_SPREAD, _FITTED = 6.0, 8
+"""Over the square of the number of batches, the least spread; and how many numbers a fit chooses. Few batches are met
+too well for their errors to say how others will be (docs/times-model.md)."""
 _OVERLAPS = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0, 5.0)
 _LEAST_MIXED = 3
 _LEAST_MIXED_PLACED = 8
@@ -108,7 +111,7 @@ class Curve:
         schedule: how the work is cut, as far as that explains the times.
         whole: whether batches lie by all keys of their requests, those included that a window hides.
         deviations: from the curve.
-        spread: 95 % of the left-out errors, in logarithms, are below this times the root of the distance.
+        spread: 95 % of errors, in logarithms, are below this times the root of the distance.
     """
 
     work: PhaseWork
@@ -310,6 +313,8 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
     deviations, apart, errors = interpolated
     nearest = [min(distance for j, distance in enumerate(row) if j != i) for i, row in enumerate(apart)]
     scaled = [abs(error) / math.sqrt(_NEAR + distance) for error, distance in zip(errors, nearest, strict=True)]
+    count = len(known)
+    spread = max(_LEAST_SPREAD / count**2, _at_95_percent(scaled)) * count / max(1, count - _FITTED)
     return Curve(
         work,
         power,
@@ -318,7 +323,7 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
         schedule,
         whole=whole,
         deviations=deviations,
-        spread=_at_95_percent(scaled),
+        spread=spread,
     )
 
 

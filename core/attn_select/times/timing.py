@@ -20,6 +20,8 @@ TIE = 0.02
 """Two times that differ by no more than this share are a tie, however sure they are."""
 WEAKER_MARGIN = 0.05
 """What the margin of a time grows by that was measured with other library versions."""
+VAGUER = 1.25
+"""Predicted times yield to those of a less trusted series where their margins are so many times as wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,19 @@ def strongest_first(series: Mapping[Series, int]) -> list[Series]:
         return KINDS.index(kind), method != "graph", -series[each], source
 
     return sorted(series, key=key)
+
+
+def yields(trusted: Mapping[str, Timing], other: Mapping[str, Timing]) -> bool:
+    """Whether times of one series stand behind those of a less trusted one, both by candidate.
+
+    A few measured batches say little of others. Where the less trusted series knows more of what was asked, its
+    margins are narrower. Times of batches that were measured themselves yield to none.
+    """
+    both = [name for name in trusted if name in other]
+    if all(trusted[name].measured_shapes == trusted[name].shapes for name in both):
+        return False
+    margins = [math.fsum([series[name].margin for name in both]) for series in (trusted, other)]
+    return margins[0] > VAGUER * margins[1]
 
 
 def is_tie(parts: Sequence[tuple[Timing, Timing]], totals: tuple[float, float]) -> bool:
