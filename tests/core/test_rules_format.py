@@ -174,6 +174,13 @@ def test_duplicates_within_a_file_are_errors(rules_file: WriteRules) -> None:
     assert problems(path) == [(6, "rule 'r' is already defined at line 2 of this file")]
 
 
+def test_a_duplicate_of_a_rule_that_is_broken_is_an_error_too(rules_file: WriteRules) -> None:
+    path = rules_file('[[rules]]\nname = "r"\ndeny = [7]\n[[rules]]\nname = "r"\navoid = ["B"]\n')
+    (first, _), (second, text) = problems(path)
+    assert (first, second) == (4, 6)
+    assert text == "rule 'r' is already defined at line 2 of this file"
+
+
 @pytest.mark.parametrize(
     ("content", "line", "named"),
     [

@@ -75,7 +75,6 @@ def test_decode_is_by_the_longest_query() -> None:
         "q+1",
         "s4k",
         "q\u0661",
-        "q1" * 6000,
         None,
         7,
     ],
@@ -84,6 +83,15 @@ def test_what_is_no_batch_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"batch = .*expected groups such as 64q1s4k") as caught:
         parse_batch_shape(text)
     assert caught.value.fields == ("batch",)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_text_that_is_too_long_is_refused() -> None:
+    text = "_".join(f"q1s{length}" for length in range(1000, 2250))
+    assert len(text) == 9999
+    assert parse_batch_shape(text).num_requests == 1250
+    with pytest.raises(ConfigError, match="10003 characters; expected at most 10000") as caught:
+        parse_batch_shape(text + "_q17")
     assert len(str(caught.value)) < 500
 
 

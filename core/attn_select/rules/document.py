@@ -140,22 +140,25 @@ def _rules(tables: list[Any], headers: list[int], lines: _Lines, file: str, laye
     if len(tables) > MAX_RULES:
         report(f"has {len(tables)} rules; at most {MAX_RULES} are read", None)
         return []
-    rules: dict[str, Rule] = {}
+    rules: list[Rule] = []
+    defined: dict[str, int] = {}
     errors = 0
     for index, (table, line) in enumerate(zip(tables, headers, strict=True)):
+        problems: list[tuple[tuple[str, ...], str]] = []
+        name = table.get("name") if isinstance(table, dict) else None
+        if isinstance(name, str) and (first := defined.setdefault(name.strip(), line)) != line:
+            problems.append((("name",), f"rule {name.strip()!r} is already defined at line {first} of this file"))
         try:
             rule = parse_rule(table, file=file, line=line, layer=layer)
-            if (other := rules.get(rule.name)) is not None:
-                text = f"rule {rule.name!r} is already defined at line {other.line} of this file"
-                raise RuleError([(("name",), text)])
         except RuleError as error:
-            for key, text in error.problems:
-                report(text, lines.of("rules", index, *key))
-            if (errors := errors + len(error.problems)) >= MOST_PROBLEMS:
-                break
+            problems += error.problems
         else:
-            rules[rule.name] = rule
-    return list(rules.values())
+            rules += [] if problems else [rule]
+        for key, text in problems:
+            report(text, lines.of("rules", index, *key))
+        if (errors := errors + len(problems)) >= MOST_PROBLEMS:
+            break
+    return rules
 
 
 def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[str, Options]:

@@ -15,6 +15,7 @@ _MOST = 2**31 - 1
 _GROUP = re.compile(r"(\d{1,10})?q(\d{1,10})(k?)(?:s(\d{1,10})(k?))?", re.ASCII)
 _SYNTAX = "expected groups such as 64q1s4k (requests, q and new tokens, s and all tokens; k is 1024) joined by _"
 _LONGEST = 10_000
+"""Characters of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,11 @@ def parse_batch_shape(text: str) -> BatchShape:
     Raises:
         ConfigError: what is not written so, or lengths that cannot be.
     """
-    if not isinstance(text, str) or len(text) > _LONGEST:
+    if not isinstance(text, str):
         raise ConfigError(f"batch = {show(text)}: {_SYNTAX}", fields=["batch"])
+    if len(text) > _LONGEST:
+        told = f"batch = {show(text)}: {len(text)} characters; expected at most {_LONGEST}"
+        raise ConfigError(told, fields=["batch"], hint="write requests of equal lengths as one group: 64q1s4k")
     groups: list[RequestGroup] = []
     for part in text.strip().lower().split("_"):
         match = _GROUP.fullmatch(part)
