@@ -24,6 +24,7 @@ from flashinfer.jit.attention import (
     gen_batch_mla_module,
     gen_batch_prefill_module,
     gen_customize_batch_prefill_module,
+    modules,
 )
 from flashinfer.jit.xqa import gen_xqa_module
 
@@ -35,7 +36,10 @@ def prefill(backend: str, query: Any, cache: Any, size: int, value_size: int = 0
     """Return what makes a paged or ragged kernel; fa2's serves native decode too."""
     output = BF16 if query == E4M3 else query
     sizes = (size, value_size or size)
-    return lambda: gen_batch_prefill_module(backend, query, cache, output, I32, *sizes, 0, window, False, False)
+    made = gen_batch_prefill_module
+    if backend == "fa2":  # of 0.7.2 on its wrappers load one for equal strides of K and V
+        made = getattr(modules, "_gen_batch_prefill_primary_module", made)
+    return lambda: made(backend, query, cache, output, I32, *sizes, 0, window, False, False)
 
 
 def mla(backend: str, query: Any, cache: Any) -> Made:
