@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 from attn_select.config import AttentionConfig, Phase
@@ -17,10 +17,11 @@ from attn_select.render import HANG, Line, config_text
 from attn_select.selector import select
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.layer import timed_layer
-from attn_select.times.measurement import MEASURED
+from attn_select.times.measurement import MEASURED, Measurement
+from attn_select.times.points import farthest_first
 from attn_select.times.regions import Region, find_regions, next_batch, order_in
 from attn_select.times.roofline import is_decode, roofline_us, step_work
-from attn_select.times.store import MeasurementFile, append_measurements, read_measurements
+from attn_select.times.store import MeasurementFile, append_measurements, measurement_files, read_measurements
 from attn_select.times.tuned_rules import regions_of, rule_tables, tuned_before
 from attn_select.times.tuning import MIXED, TIE, Domain, Span, Tuning
 from attn_select.times.workload import Workload, phases_of
@@ -45,7 +46,10 @@ _FAILURES = 3
 """A backend that fails at this many batches and has no time takes no part any more."""
 _DRIFT = math.log1p(TIE)
 """By how much, as a logarithm, a known time may differ from a new one of the same backend and batch: where it differs
-more, the device runs otherwise than it did, and the other known times of the batch do not compare with new ones."""
+more, the device runs otherwise than it did, and the other known times of the batch do not compare with new ones.
+Packaged times are those of another device: they count where no backend differs more, in the median over batches."""
+_CHECKED = 3
+"""Batches with packaged times that are measured here, before packaged times count."""
 _BATCH: Span = (1, 256)
 _PREFILL_BATCH: Span = (1, 16)
 _QUERY_LEN: Span = (64, 16384)
@@ -60,7 +64,12 @@ class LayerTuning:
         kind: the layer kind's name.
         tuning: its measured batches.
         candidates: what is measured.
-        known: batches whose times were kept from before.
+        known: batches whose times were kept from before, here.
+        packaged: microseconds by backend of the batches that this project brings times of, until it is known whether
+            they hold here: then they are among the measured ones, or gone.
+        to_check: batches of these to measure first.
+        num_packaged: batches whose packaged times count.
+        unlike: by what packaged times do not hold here; empty where they do, or there are none.
         measured_here: batches that were measured since.
         measured: when the last of its times was measured, ISO 8601.
         libraries: versions by distribution, by backend.
@@ -75,6 +84,10 @@ class LayerTuning:
     candidates: list[Candidate]
     weighted: dict[BatchShape, float]
     known: frozenset[BatchShape] = frozenset()
+    packaged: dict[BatchShape, dict[str, float]] = field(default_factory=dict)
+    to_check: list[BatchShape] = field(default_factory=list)
+    num_packaged: int = 0
+    unlike: str = ""
     measured_here: int = 0
     measured: str = ""
     libraries: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -87,7 +100,35 @@ class LayerTuning:
     @property
     def needs(self) -> BatchShape | None:
         """A batch that is measured in any case."""
-        return self.tuning.due() or next(iter(self.mixed), None)
+        return next(iter(self.to_check), None) or self.tuning.due() or next(iter(self.mixed), None)
+
+    @property
+    def compared(self) -> list[BatchShape]:
+        """Batches of which two or more backends have a packaged time and one measured here."""
+        here = self.tuning.samples
+        return [b for b, times in self.packaged.items() if len(times.keys() & here.get(b, {}).keys()) > 1]
+
+    def judge_packaged(self) -> None:
+        """Take over the packaged times, if the backends took as long here."""
+        ratios: dict[str, list[float]] = {}
+        compared = self.compared
+        for batch in compared:
+            here, times = self.tuning.samples[batch], self.packaged[batch]
+            for name in (name for name in times if name in here):
+                ratios.setdefault(name, []).append(math.log(here[name] / times[name]))
+        apart = {name: median(each) for name, each in ratios.items()}
+        worst = max(apart, key=lambda name: abs(apart[name]), default="")
+        if len(compared) < _CHECKED:
+            self.unlike = f"they could be compared at {counted(len(compared), 'batch', 'batches')} only"
+        elif abs(apart[worst]) > _DRIFT:
+            batches = counted(len(ratios[worst]), "batch", "batches")
+            self.unlike = f"{worst} takes {math.exp(apart[worst]):.2f} times its packaged time here ({batches})"
+        else:
+            taken = {batch: times for batch, times in self.packaged.items() if batch not in self.tuning.samples}
+            for batch, times in taken.items():
+                self.tuning.add(batch, times, times)
+            self.num_packaged = len(taken)
+        self.packaged.clear()
 
     @property
     def enough(self) -> bool:
@@ -101,6 +142,7 @@ class Tuner:
     Args:
         bench: measures.
         file: where times are kept; what it holds of the same layers, kernels and versions is not measured again.
+            Packaged times of these count too, once some of their batches were measured here and took as long.
         backends: those that take part; none: every valid one.
 
     Attributes:
@@ -196,28 +238,44 @@ class Tuner:
         return fits
 
     def _read(self, layer: LayerTuning) -> None:
-        """Take over what the file holds of this layer, measured here with these versions."""
-        fields = timed_layer(layer.tuning.config).to_dict()
-        if not self.file.is_file():
-            return
+        """Take over what the file holds of this layer; choose what says whether the packaged times hold here."""
         mixed: dict[str, int] = {}
-        for row in read_measurements([MeasurementFile("user", self.file)], self.bench.gpu).measurements:
+        tuning = layer.tuning
+        for one in self._known(layer, MeasurementFile("user", self.file)) if self.file.is_file() else ():
+            batch = parse_batch_shape(one.batch)
+            mixed[one.backend] = mixed.get(one.backend, 0) + (len(phases_of(batch, tuning.config)) > 1)
+            if tuning.domain.holds(batch) or batch in tuning.held_out:
+                tuning.add(batch, {one.backend: one.time_us}, [one.backend])
+                layer.measured = max(layer.measured, one.date)
+        if all(mixed.get(name, 0) >= MIXED for name in tuning.backends):
+            layer.mixed.clear()
+        layer.known = frozenset(tuning.samples)
+        for file in measurement_files():
+            for one in self._known(layer, file) if file.kind == "packaged" else ():
+                batch = parse_batch_shape(one.batch)
+                if tuning.domain.holds(batch):
+                    layer.packaged.setdefault(batch, {})[one.backend] = one.time_us
+        most = max(map(len, layer.packaged.values()), default=0)
+        comparable = [batch for batch, times in layer.packaged.items() if len(times) == most > 1]
+        if len(layer.compared) < _CHECKED <= len(comparable):
+            layer.to_check = [batch for batch in farthest_first(comparable, _CHECKED) if batch not in tuning.samples]
+        if layer.packaged and not layer.to_check:
+            layer.judge_packaged()
+        tuning.hold_out_known()
+
+    def _known(self, layer: LayerTuning, file: MeasurementFile) -> Iterator[Measurement]:
+        """Yield what a file holds of this layer, measured on this GPU with these versions and kernels."""
+        fields = timed_layer(layer.tuning.config).to_dict()
+        for row in read_measurements([file], self.bench.gpu).measurements:
             one = row.measurement
             if (
                 one.source == MEASURED
                 and one.config == fields
-                and one.libraries == layer.libraries.get(one.backend)
+                and one.backend in layer.tuning.backends
+                and one.libraries == layer.libraries[one.backend]
                 and one.kernel.get(layer.tuning.phase) == layer.kernels.get(one.backend)
             ):
-                batch = parse_batch_shape(one.batch)
-                mixed[one.backend] = mixed.get(one.backend, 0) + (len(phases_of(batch, layer.tuning.config)) > 1)
-                if layer.tuning.domain.holds(batch) or batch in layer.tuning.held_out:
-                    layer.tuning.add(batch, {one.backend: one.time_us}, [one.backend])
-                    layer.measured = max(layer.measured, one.date)
-        if all(mixed.get(name, 0) >= MIXED for name in layer.tuning.backends):
-            layer.mixed.clear()
-        layer.known = frozenset(layer.tuning.samples)
-        layer.tuning.hold_out_known()
+                yield one
 
     def run(self, seconds: float, say: Callable[[str], None]) -> None:
         """Measure until the time is over, no batch would change a rule, or it is interrupted: first what every layer
@@ -260,6 +318,10 @@ class Tuner:
             tuning.forget(batch)  # all are measured side by side where this batch is asked for again
         else:
             tuning.add(batch, times, asked)
+        if batch in layer.to_check:
+            layer.to_check.remove(batch)
+            if not layer.to_check:
+                layer.judge_packaged()
         for name in layer.wrong:
             tuning.leave_out(name)
         tuning.hold_out_known()
@@ -404,8 +466,11 @@ def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
         measured = counted(len(tuning.samples), "batch", "batches")
         held, before = len(one.before), sum(batch in layer.known for batch in tuning.held_out)
         judges = f"{held} of them held out" + (f", {before} of these known before" if before else "")
-        told = f"{measured} measured, {len(layer.known)} of them before; {judges}"
+        packaged = f", {layer.num_packaged} packaged" if layer.num_packaged else ""
+        told = f"{measured} measured, {len(layer.known)} of them before{packaged}; {judges}"
         lines.append([("  ", ""), HANG, (told, "dim")])
+        if layer.unlike:
+            lines.append([("  packaged times do not count: ", "warning"), HANG, (layer.unlike, "warning")])
         for name, text in layer.wrong.items():
             lines.append([(f"  {name} takes no part: ", "rejected"), HANG, (text, "rejected")])
         if one.refused is not None:
@@ -442,6 +507,7 @@ def outcome_dicts(outcome: Sequence[TunedLayer]) -> list[dict[str, Any]]:
             "backends": list(one.layer.tuning.backends),
             "batches": len(one.layer.tuning.samples),
             "reused": len(one.layer.known),
+            "packaged": one.layer.num_packaged,
             "finished": one.layer.done,
             "wrong": one.layer.wrong,
             "refused": one.refused,

@@ -3,16 +3,13 @@
     python tests/bench/tune_layers.py --out $OUT --with vllm==0.26.0 --seconds 60     # on the GPU
     python tests/bench/held_out.py --from held_out.jsonl --rules $OUT/tuned.toml
 
-It begins with the packaged times, as those of a user who has run ``attn-select bench`` before, and goes on where a run
-before it stopped (``OUT/tuned.jsonl``). ``--seconds`` are for all layers together.
+It goes on where a run before it stopped (``OUT/tuned.jsonl``). ``--seconds`` are for all layers together.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 
-from left_out_choice import PACKAGED
 from timed_layers import SLOW, add_options, environment_of, layers_of
 
 from attn_select.registry import load_plugins
@@ -28,8 +25,6 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     times, rules = arguments.out / "tuned.jsonl", arguments.out / "tuned.toml"
-    if not times.exists() and arguments.device != "cpu":
-        shutil.copyfile(PACKAGED, times)
     bench = Bench(environment_of(arguments), rounds=arguments.rounds)
     tuner = Tuner(bench, times, [name for name in load_plugins().specs if name not in SLOW] if bench.on_gpu else ())
     for name, config in layers_of(arguments).items():

@@ -293,6 +293,79 @@ def test_where_the_device_runs_otherwise_than_before_all_are_measured(
     assert len(third) == len(alone) + len(whole)
 
 
+@pytest.fixture
+def packaged(run: Any, folder: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file of packaged times of this machine: what a tune measured; the user has none."""
+    run("tune", *LAYER, "--phase", "decode", *QUICK)
+    (path,) = folder.iterdir()
+    (tmp_path / "packaged").mkdir()
+    timer.clear()
+    monkeypatch.setattr(store, "PACKAGED_FOLDER", tmp_path / "packaged")
+    return path.rename(tmp_path / "packaged" / path.name)
+
+
+def test_packaged_times_count_once_some_of_them_are_measured_again(
+    run: Any, rules_file: Path, packaged: Path, timer: list[str], folder: Path
+) -> None:
+    lines = packaged.read_text()
+    command = ("tune", *LAYER, "--phase", "decode", *QUICK)
+    (layer,) = run(*command, "--json").json["layers"]
+    assert len(timer) == 3
+    assert (layer["batches"], layer["reused"], layer["packaged"]) == (
+        len(lines.splitlines()) // 2,
+        0,
+        layer["batches"] - 3,
+    )
+    assert layer["rules"]
+    assert packaged.read_text() == lines
+    assert len(lines_of(folder)[1]) == 2 * 3
+    (again,) = run(*command, "--json").json["layers"]
+    assert len(timer) == 3
+    assert again["rules"] == layer["rules"]
+    text = f"{layer['batches']} batches measured, 3 of them before, {layer['packaged']} packaged; "
+    assert text in " ".join(run(*command).out.split())
+
+
+def test_packaged_times_of_a_device_that_runs_otherwise_do_not_count(
+    run: Any, rules_file: Path, packaged: Path, timer: list[str]
+) -> None:
+    rows = [json.loads(line) for line in packaged.read_text().splitlines()]
+    other = [row | {"time_us": row["time_us"] / (1.05 if row["backend"] == "TORCH_SDPA" else 1)} for row in rows]
+    packaged.write_text("".join(f"{json.dumps(row)}\n" for row in other))
+    result = run("tune", *LAYER, "--phase", "decode", *QUICK)
+    assert "packaged times do not count: TORCH_SDPA takes 1.05 times its packaged time here (3 batches)" in result.out
+    assert len(timer) == len(set(timer)) >= tuning.FIRST
+    assert " packaged; " not in result.out
+
+
+@pytest.mark.parametrize(("kept", "compared"), [(2, 0), (3, 2)])
+def test_packaged_times_that_cannot_be_compared_do_not_count(
+    run: Any,
+    rules_file: Path,
+    packaged: Path,
+    timer: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: int,
+    compared: int,
+) -> None:
+    batches = sorted({json.loads(line)["batch"] for line in packaged.read_text().splitlines()})[:kept]
+    lines = [line for line in packaged.read_text().splitlines() if json.loads(line)["batch"] in batches]
+    packaged.write_text("\n".join([*lines, ""]))
+    measure = benching.Bench.measure
+
+    def failing(self: Any, config: Any, batch: BatchShape, *rest: Any) -> benching.TimedBatch:
+        found = measure(self, config, batch, *rest)
+        for timed in found.timed if str(batch) in batches[:1] else ():
+            timed.failure = "RuntimeError: no"
+        return found
+
+    monkeypatch.setattr(benching.Bench, "measure", failing)
+    result = run("tune", *LAYER, "--phase", "decode", *QUICK)
+    told = f"packaged times do not count: they could be compared at {compared} batches only"
+    assert told in result.out
+    assert " packaged; " not in result.out
+
+
 def test_the_first_batches_of_a_phase_are_compared_with_the_oracle(
     run: Any, rules_file: Path, timer: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
