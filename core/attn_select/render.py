@@ -283,6 +283,11 @@ def _time_lines(selection: Outcome) -> list[Line]:
             lines.append([name, (figures, ""), HANG, (_provenance(timing), "dim")])
             if timing.weaker:
                 lines.append([(" " * 66, ""), HANG, ("weaker: ", "warning"), (timing.weaker, "")])
+        for timing in used.behind:
+            from attn_select.times.timing import VAGUER  # few have times of their own
+
+            text = f"{_provenance(timing)}: stands behind, for its margins are over {VAGUER:g} times as wide"
+            lines.append([("        ", ""), HANG, (text, "dim")])
     return lines
 
 

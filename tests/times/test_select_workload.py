@@ -208,6 +208,13 @@ def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(tmp_path: Path) ->
     for batch in ("q1s77777", "3q1s50000_90q1s300", "200q1s700"):
         assert decided(batch, own) == decided(batch)
         assert decided(batch, own)[1] == {"packaged"}
+        selection = select(GQA, "h200", workload=batch, measurements=own)
+        assert selection.evidence is not None
+        (behind,) = selection.evidence.phases["decode"].behind
+        assert (behind.kind, behind.files) == ("named file", (str(own),))
+        told = "own.jsonl, predicted from other batches: stands behind, for its margins are over 1.25 times as wide"
+        assert told in selection.explain()
+    assert "stands behind" not in select(GQA, "h200", workload=batches[0], measurements=own).explain()
 
 
 def test_a_corrupt_line_is_named_and_skipped(times: Path) -> None:

@@ -33,15 +33,18 @@ class PhaseEvidence:
         share: share of the workload's steps that are of the phase, from 0 to 1.
         by_times: whether times could order candidates: two or more that compare, and nothing above them that decides.
         why: where they could not, why not, in words.
+        behind: a time of each series that stands behind a less trusted one, whose margins are narrower.
     """
 
     share: float
     by_times: bool
     why: str = ""
+    behind: tuple[Timing, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
-        return {"share": self.share, "by_times": self.by_times, "why": self.why or None}
+        behind = [{"kind": t.kind, "source": t.source, "method": t.method, "files": [*t.files]} for t in self.behind]
+        return {"share": self.share, "by_times": self.by_times, "why": self.why or None, "behind": behind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ def choose_by_times(
             rivals[phase] = known.rivals(winner, order, fixed)
             if not rivals[phase]:
                 why = f"no neighbour of {winner} in the order has a time that compares with its own"
-        phases[phase] = PhaseEvidence(share, not why, why)
+        phases[phase] = PhaseEvidence(share, not why, why, known.behind)
     pair = {phase: name for phase, name in chosen.items() if name is not None}
     by_time = {phase for phase, ranking in rankings.items() if ranking.ties_by_time}
     final: dict[Phase, str | None] = {**chosen, **fastest(pair, rivals, fits, by_time)}
@@ -208,6 +211,7 @@ class PhaseTimes:
 
     Attributes:
         timings: the same, the most trusted first.
+        behind: a time of each series that stands behind a less trusted one.
     """
 
     def __init__(self, timings: Mapping[str, Sequence[Timing]]) -> None:
@@ -216,11 +220,15 @@ class PhaseTimes:
             series: {name: t for name, each in timings.items() for t in each if t.series == series} for series in counts
         }
         self._series: list[Series] = []
+        behind: dict[Series, Timing] = {}
         for series in strongest_first(counts):
             place = len(self._series)
             while place and yields(self._of_series[self._series[place - 1]], self._of_series[series]):
                 place -= 1
+                passed = self._series[place]
+                behind[passed] = next(iter(self._of_series[passed].values()))
             self._series.insert(place, series)
+        self.behind = tuple(behind.values())
         places = {series: place for place, series in enumerate(self._series)}
         self.timings = {
             name: sorted(each, key=lambda t: places.get(t.series, len(places))) for name, each in timings.items()
