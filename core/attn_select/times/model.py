@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import product, repeat
 from operator import mul, truediv
 from statistics import median
@@ -59,6 +60,8 @@ _LEAST_MIXED_PLACED = 8
 """Batches with both phases from which on what is left over of them is interpolated."""
 _MIXED_NOISE = 1.0
 """As ``_NOISE``: errors of both phases' times are in what is left over."""
+_MIXED_NEAR = 8
+"""Of the batches with both phases, those whose errors say how far off one near them may be."""
 _SHARED = 0.9
 """Share of the shortest time that one launch for both phases may save."""
 
@@ -150,7 +153,8 @@ class TimeModel:
         shared_us: of both times, what a batch with both takes once: the start, where one launch runs it. It is added
             to the times without it.
         mixed: deviations of batches with both, by where their prefills and their decodes lie; None: too few are known.
-        mixed_margin: the least margin of a batch with both.
+        mixed_errors: what leaving each of these batches out would have missed it by, in logarithms, without a sign:
+            the largest one nearby is the least margin of a batch with both.
         knows_mixed: whether enough batches with both were measured to say how they overlap.
     """
 
@@ -162,7 +166,7 @@ class TimeModel:
     overlap: float = 1.0
     shared_us: float = 0.0
     mixed: Deviations | None = None
-    mixed_margin: float = 0.0
+    mixed_errors: tuple[float, ...] = ()
     knows_mixed: bool = False
 
     def predict(self, batch: BatchShape) -> Prediction | None:
@@ -179,9 +183,12 @@ class TimeModel:
         total = prefill.time_us + decodes.time_us
         margin = (prefill.time_us * prefill.margin + decodes.time_us * decodes.margin) / total
         time_us = self.together(prefill.time_us, decodes.time_us)
+        near: Sequence[float] = self.mixed_errors
         if self.mixed is not None:
-            time_us *= math.exp(self.mixed.at(self.mixed.distances((*place, *other))))
-        return Prediction(time_us, max(margin, self.mixed_margin))
+            distances = self.mixed.distances((*place, *other))
+            time_us *= math.exp(self.mixed.at(distances))
+            near = [error for _, error in nsmallest(_MIXED_NEAR, zip(distances, near, strict=True))]
+        return Prediction(time_us, max(margin, math.expm1(max(near, default=0.0))))
 
     def together(self, prefill_us: float, decode_us: float) -> float:
         """Return the time of a batch whose prefills and decodes alone take these times, microseconds."""
@@ -199,7 +206,7 @@ class TimeModel:
             "overlap": self.overlap,
             "shared_us": self.shared_us,
             "mixed": None if self.mixed is None else _deviations_to_dict(self.mixed),
-            "mixed_margin": self.mixed_margin,
+            "mixed_errors": list(self.mixed_errors),
             "knows_mixed": self.knows_mixed,
         }
 
@@ -217,7 +224,7 @@ class TimeModel:
             overlap=data["overlap"],
             shared_us=data["shared_us"],
             mixed=None if data["mixed"] is None else _deviations_from_dict(data["mixed"]),
-            mixed_margin=data["mixed_margin"],
+            mixed_errors=tuple(data["mixed_errors"]),
             knows_mixed=data["knows_mixed"],
         )
 
@@ -431,7 +438,7 @@ def _with_overlap(model: TimeModel, mixed: Sequence[tuple[BatchShape, float]], s
     if len(mixed) >= _LEAST_MIXED_PLACED:
         places = [(*place, *other) for (_, place), (_, other) in parts]
         deviations, _, errors = _interpolated(places, errors, _MIXED_NOISE)
-    return replace(found, mixed=deviations, mixed_margin=math.expm1(_at_95_percent(map(abs, errors))))
+    return replace(found, mixed=deviations, mixed_errors=tuple(map(abs, errors)))
 
 
 def _deviations_to_dict(deviations: Deviations) -> dict[str, Any]:
