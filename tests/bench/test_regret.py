@@ -34,10 +34,10 @@ class HeldOut:
 
 FILES = (
     HeldOut(20261229, 90, rules=1.0335, workload=1.0075),
-    HeldOut(20261231, 90, rules=1.037, workload=1.005),
-    HeldOut(20270102, 90, rules=1.0295, workload=1.0065),
+    HeldOut(20261231, 90, rules=1.037, workload=1.0035),
+    HeldOut(20270102, 90, rules=1.0295, workload=1.005),
     HeldOut(20270104, 90, rules=1.0405, workload=1.0095),
-    HeldOut(20270106, 90, rules=1.0305, workload=1.007),
+    HeldOut(20270106, 90, rules=1.0305, workload=1.006),
 )
 
 

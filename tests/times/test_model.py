@@ -334,6 +334,30 @@ def test_times_that_cannot_be(time_us: float) -> None:
         fit([(parse_batch_shape("64q1s4k"), time_us)], timed_layer(GQA), H100)
 
 
+def test_of_many_batches_those_near_each_other_count_as_one() -> None:
+    """Else each makes every prediction slower."""
+    drawn, time_us = random.Random(3), kernel(GQA, 8, 2500, 600, turn=0.2)
+    many = [parse_batch_shape(f"{2 ** drawn.uniform(0, 8):.0f}q1s{2 ** drawn.uniform(7, 15):.0f}") for _ in range(400)]
+    model = fit(measured(time_us, many, 0.02, 1), timed_layer(GQA), H100)
+    assert model.decode is not None
+    places = model.decode.deviations.points
+    assert 64 <= len(places) < 200
+    found = errors(model, time_us, DECODES)
+    assert found[len(found) // 2] < 0.02
+    assert found[int(0.9 * len(found))] < 0.05
+    within = [abs(math.log(each.time_us / time_us(b))) < each.margin for b in DECODES if (each := model.predict(b))]
+    assert sum(within) > 0.9 * len(DECODES)
+
+
+@pytest.mark.parametrize("count", [LEAST_POINTS, 100])
+def test_batches_that_differ_only_behind_the_window_count_as_one(count: int) -> None:
+    config = GQA.model_copy(update={"sliding_window": 128})
+    batches = [parse_batch_shape(f"16q1s{1000 + 100 * i}") for i in range(count)]
+    time_us = kernel(config, 8, 2500, 600)
+    model = fit([(batch, time_us(batch)) for batch in batches], timed_layer(config), H100)
+    assert predicted(model, parse_batch_shape("16q1s20000")) == pytest.approx(time_us(batches[0]), rel=0.01)
+
+
 def test_farthest_first_keeps_away_from_what_is_there() -> None:
     there = farthest_first(DECODES, 4)
     further = farthest_first([batch for batch in DECODES if batch not in there], 4, there)

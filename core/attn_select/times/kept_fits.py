@@ -23,7 +23,7 @@ from attn_select.times.store import user_folder
 if TYPE_CHECKING:
     from attn_select.times.model import TimeModel
 
-_CODE = ("model.py", "features.py", "least_squares.py", "roofline.py")
+_CODE = ("model.py", "features.py", "least_squares.py", "points.py", "roofline.py")
 
 
 def kept_or_fitted(points: Sequence[tuple[BatchShape, float]], layer: TimedLayer, device: Device) -> TimeModel:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product, repeat
 from operator import mul, truediv
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from attn_select.config import AttentionConfig
@@ -30,6 +30,7 @@ from attn_select.times.features import (
 )
 from attn_select.times.layer import TimedLayer, layer_from_dict
 from attn_select.times.least_squares import cholesky, inverse_diagonal, non_negative_least_squares, solve
+from attn_select.times.points import far_places
 
 LEAST_POINTS = 6
 """Batches of a phase that a curve needs."""
@@ -49,6 +50,9 @@ _LEAST_START, _LEAST_START_US = 0.7, 7.0
 batches of long requests say nothing of it."""
 _NOISE = 0.1
 """Variance of a measurement's own error, as the distance (in doublings) over which deviations differ as much."""
+_APART, _MANY = 0.95, 64
+"""Batches that are nearer to each other, in doublings, count as one where deviations are interpolated, as long as so
+many are left: more places make a prediction slower, and no better. On a grid of doublings none are."""
 _NEAR = 0.1
 """Distance to a measured batch within which the margin does not shrink any more."""
 _LEAST_SPREAD, _FITTED = 6.0, 8
@@ -306,19 +310,17 @@ def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], fl
     found = [work.features(groups, l2_bytes, schedule) for groups, _ in known]
     left = [math.log(t / _on_curve(rates, power, each)) for t, each in zip(times, found, strict=True)]
 
-    def interpolate(whole: bool) -> _Interpolated:
-        places = [
+    def places(whole: bool) -> list[Coordinates]:
+        return [
             work.coordinates(groups, each[-1] / each[1], whole) for (groups, _), each in zip(known, found, strict=True)
         ]
-        return _interpolated(places, left, _NOISE)
 
-    whole, interpolated = False, interpolate(False)
+    whole = False
     if work.hides_keys:
-        other = interpolate(True)
-        if sum(map(abs, other.errors)) < _WHOLE_WORTH * sum(map(abs, interpolated.errors)):
-            whole, interpolated = True, other
-    deviations, apart, errors = interpolated
-    nearest = [min(distance for j, distance in enumerate(row) if j != i) for i, row in enumerate(apart)]
+        noise = [_NOISE] * len(known)
+        off = [sum(map(abs, _interpolated(places(each), left, noise).errors)) for each in (False, True)]
+        whole = off[True] < _WHOLE_WORTH * off[False]
+    deviations, nearest, errors = _thinned(places(whole), left)
     scaled = [abs(error) / math.sqrt(_NEAR + distance) for error, distance in zip(errors, nearest, strict=True)]
     count = len(known)
     spread = max(_LEAST_SPREAD / count**2, _at_95_percent(scaled)) * count / max(1, count - _FITTED)
@@ -339,26 +341,53 @@ class _Interpolated(NamedTuple):
 
     Attributes:
         deviations: between these.
-        apart: the batches' distances from each other.
+        nearest: how far each batch is from the nearest other one that they lie between.
         errors: what leaving a batch out would have missed its deviation by.
     """
 
     deviations: Deviations
-    apart: list[list[float]]
+    nearest: list[float]
     errors: list[float]
 
 
-def _interpolated(places: Sequence[tuple[float, ...]], left: Sequence[float], noise: float) -> _Interpolated:
+def _thinned(places: Sequence[tuple[float, ...]], left: Sequence[float]) -> _Interpolated:
+    """Return the deviations between batches that are ``_APART`` from each other, if those are many; what is left over
+    of the others is averaged with that of the nearest one."""
+    if len(places) <= _MANY:
+        return _interpolated(places, left, [_NOISE] * len(places))
+    kept = far_places(places, len(places), least=_APART)
+    if len(kept) < _MANY:
+        kept = far_places(places, _MANY)
+    apart = [list(map(math.dist, repeat(place), [places[i] for i in kept])) for place in places]
+    nearest = [min(row) for row in apart]
+    together: list[list[float]] = [[] for _ in kept]
+    members = [together[row.index(least)] for row, least in zip(apart, nearest, strict=True)]
+    for each, deviation in zip(members, left, strict=True):
+        each.append(deviation)
+    noise = [_NOISE / len(each) for each in together]
+    found = _interpolated([places[i] for i in kept], list(map(fmean, together)), noise)
+    errors = [  # a batch that counts with n - 1 others has drawn their mean to itself
+        (deviation - found.deviations.at(row)) * len(each) / max(1, len(each) - 1)
+        for each, deviation, row in zip(members, left, apart, strict=True)
+    ]
+    for place, i in enumerate(kept):
+        nearest[i], errors[i] = found.nearest[place], found.errors[place]
+    return _Interpolated(found.deviations, nearest, errors)
+
+
+def _interpolated(places: Sequence[tuple[float, ...]], left: Sequence[float], noise: Sequence[float]) -> _Interpolated:
+    """Return the deviations between batches; ``noise`` is the variance of each one's own, as ``_NOISE``."""
     apart = [list(map(math.dist, repeat(place), places)) for place in places]
     most = 2 * max(map(max, apart)) + 1  # the variance of the mean deviation: enough to let the points decide on it
     covariance = [[most - distance for distance in row] for row in apart]
     for i, row in enumerate(covariance):
-        row[i] += noise
+        row[i] += noise[i]
     factor = cholesky(covariance)
     weights = solve(factor, left)
     errors = list(map(truediv, weights, inverse_diagonal(factor)))
     deviations = Deviations(tuple(places), most * sum(weights), tuple([-each for each in weights]))
-    return _Interpolated(deviations, apart, errors)
+    nearest = [min((each for j, each in enumerate(row) if j != i), default=0.0) for i, row in enumerate(apart)]
+    return _Interpolated(deviations, nearest, errors)
 
 
 def _fit_rates(
@@ -437,7 +466,7 @@ def _with_overlap(model: TimeModel, mixed: Sequence[tuple[BatchShape, float]], s
     deviations = None
     if len(mixed) >= _LEAST_MIXED_PLACED:
         places = [(*place, *other) for (_, place), (_, other) in parts]
-        deviations, _, errors = _interpolated(places, errors, _MIXED_NOISE)
+        deviations, _, errors = _interpolated(places, errors, [_MIXED_NOISE] * len(places))
     return replace(found, mixed=deviations, mixed_errors=tuple(map(abs, errors)))
 
 
