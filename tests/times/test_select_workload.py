@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -188,15 +189,22 @@ def test_measurements_of_the_variable_and_the_cache_folder_count(times: Path, mo
     clear_cache()
 
 
-def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(tmp_path: Path) -> None:
-    """They count for their batches; of others the packaged times of the same GPU know more."""
+@pytest.fixture
+def few_decodes() -> list[dict[str, Any]]:
+    """Packaged times of an H200 of eight batches of decodes, 1 % longer."""
     packaged = (PACKAGED_FOLDER / "nvidia-h200.jsonl").read_text("utf-8").splitlines()
     rows = [row for row in map(json.loads, packaged) if row["config"] == timed_layer(GQA).to_dict()]
     decodes = [row for row in rows if parse_batch_shape(row["batch"]).max_query_len == 1]
     batches = [*dict.fromkeys(row["batch"] for row in decodes)][:30:4]
-    own = tmp_path / "own.jsonl"
-    lines = [json.dumps({**row, "time_us": row["time_us"] * 1.01}) for row in decodes if row["batch"] in batches]
-    own.write_text("\n".join(lines) + "\n", "utf-8")
+    return [row | {"time_us": row["time_us"] * 1.01} for row in decodes if row["batch"] in batches]
+
+
+def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(
+    tmp_path: Path, few_decodes: list[dict[str, Any]]
+) -> None:
+    """They count for their batches; of others the packaged times of the same GPU know more."""
+    own, batches = tmp_path / "own.jsonl", [*dict.fromkeys(row["batch"] for row in few_decodes)]
+    own.write_text("".join(f"{json.dumps(row)}\n" for row in few_decodes), "utf-8")
 
     def decided(batch: str, *files: Path) -> tuple[str | None, set[str]]:
         selection = select(GQA, "h200", workload=batch, measurements=files)
@@ -215,6 +223,21 @@ def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(tmp_path: Path) ->
         told = "own.jsonl, predicted from other batches: stands behind, for its margins are over 1.25 times as wide"
         assert told in selection.explain()
     assert "stands behind" not in select(GQA, "h200", workload=batches[0], measurements=own).explain()
+
+
+def test_a_backend_that_only_the_few_times_know_keeps_its_time(
+    tmp_path: Path, few_decodes: list[dict[str, Any]]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    slow = {"backend": "FLEX_ATTENTION", "kernel": {"decode": "flex-triton"}}
+    slower = [row | slow | {"time_us": 5 * row["time_us"]} for row in few_decodes if row["backend"] == "FLASH_ATTN"]
+    own.write_text("".join(f"{json.dumps(row)}\n" for row in few_decodes + slower), "utf-8")
+    selection = select(GQA, "h200", workload="200q1s700", measurements=own)
+    decodes = {candidate.backend: candidate.phases["decode"] for candidate in selection.candidates}
+    timing = decodes["FLEX_ATTENTION"].timing
+    assert timing is not None
+    assert (timing.kind, decodes["FLEX_ATTENTION"].behind) == ("named file", None)
+    assert selection.selected == select(GQA, "h200", workload="200q1s700").selected
 
 
 def test_a_corrupt_line_is_named_and_skipped(times: Path) -> None:
