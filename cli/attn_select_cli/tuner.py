@@ -254,7 +254,8 @@ class Tuner:
             for one in self._known(layer, file) if file.kind == "packaged" else ():
                 batch = parse_batch_shape(one.batch)
                 if tuning.domain.holds(batch):
-                    layer.packaged.setdefault(batch, {})[one.backend] = one.time_us
+                    times = layer.packaged.setdefault(batch, {})
+                    times[one.backend] = min(one.time_us, times.get(one.backend, math.inf))
         most = max(map(len, layer.packaged.values()), default=0)
         comparable = [batch for batch, times in layer.packaged.items() if len(times) == most > 1]
         if len(layer.compared) < _CHECKED <= len(comparable):
