@@ -115,7 +115,9 @@ class TestStaleRows:
         table.append_row(1, [9])
         prepare_batch([1, 2], [11, 2], table)  # a new request in the row that was moved away
         table.set_row(1, [8])
-        prepare_batch([1, 3], [12, 3], table)
+        common = prepare_batch([1, 3], [12, 3], table)
+        assert common.slot_mapping is not None
+        assert common.slot_mapping.tolist() == [19, 32, 33, 34]
 
     def test_unchecked_tables_do_not_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ATTN_SELECT_CHECK", "0")

@@ -399,3 +399,10 @@ def test_farthest_first_keeps_away_from_what_is_there() -> None:
     assert set(further) == set(farthest_first(DECODES, 8)) - set(there)
     assert farthest_first(DECODES[:3], 10) != DECODES[:0]
     assert len(farthest_first(DECODES[:3], 10)) == 3
+
+
+def test_farthest_first_takes_what_is_near_too_and_nothing_twice() -> None:
+    near = [parse_batch_shape(f"8q1s{length}") for length in (1000, 1001, 1002)]
+    assert {*farthest_first(near, 3)} == {*near}
+    assert farthest_first(near[:1], 2) == near[:1]
+    assert len(farthest_first([*near, *near], 6)) == 3
