@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from attn_select.amx import avoid_trapping_amx
+
 QUICK_CONFIGS = 10
 """Configurations per conformance suite that `make test` runs; the others are marked slow."""
 SUMMARY = pytest.StashKey[list[Any]]()
 
 # On tensors as small as the tests' more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+avoid_trapping_amx()  # workers of pytest-xdist inherit what it sets
 
 # Without a GPU kernels run in Triton's interpreter, which must be on before anything imports triton.
 if shutil.which("nvidia-smi") is None:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_select import AttentionConfig, select_model
+from attn_select.amx import avoid_trapping_amx
 from attn_select.runtime import (
     Attention,
     BlockPool,
@@ -404,6 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Counts, float]:
     parser.add_argument("--no-graphs", action="store_true", help="run decode steps eagerly on a GPU too")
     parser.add_argument("--backend", help="NAME or PHASE=NAME: use this backend, whatever the rules say")
     options = parser.parse_args(arguments)
+    avoid_trapping_amx()
     requests = workload(options.requests, options.seed)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     if -(-longest // BLOCK_SIZE) > options.num_blocks:

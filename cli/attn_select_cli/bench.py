@@ -148,8 +148,10 @@ def command(
 
 def benching_module() -> Any:
     """Import what measures, which needs torch and numpy."""
+    from attn_select.amx import avoid_trapping_amx
     from attn_select.errors import RuntimeMissingError
 
+    avoid_trapping_amx()
     try:
         from attn_select_cli import benching
     except ImportError as error:

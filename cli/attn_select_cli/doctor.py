@@ -67,6 +67,7 @@ def examine(do_import: bool) -> dict[str, Any]:
     import platform
 
     from attn_select import __version__, detection
+    from attn_select.amx import avoid_trapping_amx
     from attn_select.environment import Environment, installed_version
     from attn_select.registry import load_plugins
     from attn_select.rules.layers import inspect_layers
@@ -115,6 +116,7 @@ def examine(do_import: bool) -> dict[str, Any]:
         "attn_select": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
+        "amx": avoid_trapping_amx(say=lambda _: None, try_it=do_import),
         "torch": installed_version("torch"),
         "driver": found.driver_version,
         "cuda_driver": found.cuda_driver_version,
@@ -205,6 +207,7 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
 def _lines(findings: dict[str, Any]) -> list[Block]:
     from attn_select import distributions
+    from attn_select.amx import DESCRIPTIONS
     from attn_select.errors import shorten
     from attn_select.render import HANG
     from attn_select_cli.table import Table, plugin_table
@@ -214,6 +217,7 @@ def _lines(findings: dict[str, Any]) -> list[Block]:
         ["attn-select", findings["attn_select"]],
         ["Python", findings["python"]],
         ["platform", findings["platform"]],
+        ["AMX", DESCRIPTIONS[findings["amx"]]],
         ["torch", findings["torch"] or "not installed: pip install torch numpy"],
         ["NVIDIA driver", findings["driver"] or "none"],
         ["CUDA of the driver", findings["cuda_driver"] or "none"],

@@ -91,8 +91,10 @@ def chosen_layers(layers: Any, kind: str | None) -> list[LayerExplanation]:
 
 def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
     """Import the runtime, which needs torch and numpy, and read the workload."""
+    from attn_select.amx import avoid_trapping_amx
     from attn_select.errors import RuntimeMissingError
 
+    avoid_trapping_amx()
     try:
         from attn_select_cli.serving import Workload, serve, unserved
     except ImportError as error:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_select.amx import avoid_trapping_amx
 from attn_select.engines import MOVED, Adapter
 from attn_select_transformers import captured, continuous, dense, paged
 from attn_select_transformers.continuous import DENSE, PAGED
@@ -29,6 +30,7 @@ def register() -> bool:
         ImportError: transformers is not installed.
     """
     if not _REGISTERED:
+        avoid_trapping_amx()
         _REGISTERED.append(_register())
     return _REGISTERED[0]
 

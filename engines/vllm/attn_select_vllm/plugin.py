@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 
+from attn_select.amx import avoid_trapping_amx
 from attn_select.engines import MOVED, Adapter
 from attn_select_vllm.releases import RELEASES
 
@@ -24,6 +25,7 @@ def register() -> None:
             warn(message)
 
     adapter = Adapter("attn-select-vllm", "vLLM", vllm.__version__, RELEASES, warn_in_the_first_process)
+    avoid_trapping_amx(warn_in_the_first_process)  # vLLM's own CPU kernels multiply bfloat16 too
     if not adapter.takes_part():
         return
     try:
