@@ -17,7 +17,7 @@ import torch
 from attn_select.errors import ConfigError
 from attn_select.runtime import AttentionMetadata, Capacity
 from attn_select.runtime.cuda_graph import StaticBatch, check_level
-from attn_select_transformers.kinds import Kind
+from attn_select_transformers.kinds import Kernels, Kind
 from attn_select_transformers.paged import Cache, Lens, common_of, lens_of
 
 logger = logging.getLogger("attn_select_transformers")
@@ -29,13 +29,13 @@ class Fixed:
     """The layers of one kind in one group of the engine's cache.
 
     Attributes:
-        kind: the same layers with kernels whose tensors keep their addresses.
+        kernels: those of the layers whose tensors keep their addresses, whichever thread captures or replays.
         batch: the step's batch there.
         layer: one of the layers.
         metadata: of the step, or of the capture.
     """
 
-    kind: Kind
+    kernels: Kernels
     batch: StaticBatch
     layer: Cache
     metadata: AttentionMetadata
@@ -55,28 +55,29 @@ class Graphs:
 
     def fixed(
         self, kind: Kind, lens: Lens, layer: Cache, size: int, options: dict[str, Any]
-    ) -> tuple[Kind, AttentionMetadata]:
+    ) -> tuple[Kernels, AttentionMetadata]:
         """As ``paged.Captured.fixed``. The first layer of a kind makes its batch, and fills it."""
         key = (kind, layer.index)
         if key not in self._fixed:
             longest = options["block_table"].shape[-1] * layer.page
-            own = Kind(kind.config, kind.device, Capacity(self._most_requests, self._most_requests, longest), True)
+            capacity = Capacity(self._most_requests, self._most_requests, longest)
+            own = Kernels(kind.selection, kind.device, capacity, cuda_graphs=True)
             batch = StaticBatch(own.group, 1)
             common = common_of(own, lens, layer, kind.device, options)
             self._fixed[key] = Fixed(own, batch, layer, own.group.build(batch.load(common, size)))
-        return self._fixed[key].kind, self._fixed[key].metadata
+        return self._fixed[key].kernels, self._fixed[key].metadata
 
     def load(self, lens: Lens, size: int, options: dict[str, Any]) -> None:
         """Copy a step into every batch, for the replay that follows."""
         for fixed in self._fixed.values():
-            common = common_of(fixed.kind, lens, fixed.layer, fixed.kind.device, options)
-            fixed.metadata = fixed.kind.group.build(fixed.batch.load(common, size))
+            common = common_of(fixed.kernels, lens, fixed.layer, fixed.kernels.device, options)
+            fixed.metadata = fixed.kernels.group.build(fixed.batch.load(common, size))
 
     def refusal(self) -> str | None:
         """Return why a kind's kernels cannot be captured; None where all can."""
         for fixed in self._fixed.values():
             try:
-                check_level(fixed.kind.group)
+                check_level(fixed.kernels.group)
             except ConfigError as error:
                 return error.message
         return None
@@ -84,7 +85,7 @@ class Graphs:
     def prepare_capture(self, size: int) -> None:
         """Build what is captured: bounds that hold for every step of this size."""
         for fixed in self._fixed.values():
-            fixed.metadata = fixed.kind.group.build_for_cudagraph_capture(fixed.batch.dummy(size))
+            fixed.metadata = fixed.kernels.group.build_for_cudagraph_capture(fixed.batch.dummy(size))
 
 
 def graphs_of(cache: Any) -> Graphs | None:

@@ -1,7 +1,8 @@
 """Attention of ``generate()`` and of a plain forward pass: dense tensors in, our kernels on pages.
 
-transformers keeps keys and values as ``(B, heads, tokens, size)``, of any cache class. The keys of a call are copied
-into pages that all layers of a kind share, and the kernel reads those.
+transformers keeps keys and values as ``(B, heads, tokens, size)``, of any cache class. ``TORCH_SDPA`` takes them as they
+are, with the mask. For every other backend the keys of a call are copied into pages that all layers of a kind share,
+and the kernel reads the pages.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 from attn_select.errors import AttnSelectError
 from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata, key_value_views
-from attn_select_transformers.kinds import Kind, choices_of, kind_of
+from attn_select_transformers.kinds import Kernels, Kind, choices_of, kind_of
 from attn_select_transformers.runs import Runs, holders, read_mask, without_mask
 
 logger = logging.getLogger("attn_select_transformers")
 _READ = "_attn_select_runs"
+TAKES_DENSE = frozenset({"TORCH_SDPA"})
+"""Backends that attend to dense keys and values with a mask: copies into pages would only cost time."""
 
 
 class MaskError(AttnSelectError, ValueError):
@@ -36,8 +39,8 @@ class Step:
         runs: what it was made for.
         metadata: the built batch.
         queries: ``(T,)`` rows of the flattened ``(B * rows)`` queries in the batch's order; None: all, in order.
-        keys: ``(S,)`` rows of the flattened ``(B * keys)`` keys, or None where the kernel takes them as they come.
-        slots: ``(S,)`` where each of these keys goes.
+        keys: ``(S,)`` rows of the flattened ``(B * keys)`` keys that the batch has; None: all, in order.
+        slots: ``(S,)`` where each of these keys goes; None where the kernel reads no pages.
     """
 
     runs: Runs
@@ -77,14 +80,21 @@ def attend(
         NoBackendError: no backend serves such layers here.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if options.get("output_attentions"):
+        _warn_once("no weights are returned for output_attentions=True: load the model with eager attention for them")
+    if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:  # a static cache's, of all its slots
+        attention_mask = attention_mask[..., : key.shape[2]]
     reason = _needs_torch(module, query, key, value, dropout, options)
+    if reason is None and (kind := _dense_kind(query, key, value, attention_mask, causal, options)) is not None:
+        choices_of(module).kinds[kind] = None
+        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
+        return _by_sdpa(module, query, key, value, attention_mask, arguments), None
     runs = None
     if reason is None:
         if attention_mask is None:
             runs = without_mask(query.shape[0], query.shape[2], key.shape[2], causal)
         else:
-            mask = attention_mask[..., : key.shape[2]]
-            runs = _read(mask if mask.shape[-1] != attention_mask.shape[-1] else attention_mask, query.shape[0])
+            runs = _read(attention_mask, query.shape[0], module)
         reason = _unreadable(runs, attention_mask)
     if runs is None or reason is not None:
         assert reason is not None
@@ -106,17 +116,20 @@ def attend_runs(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend as ``runs`` say, on the kind's kernels; arguments and result as of ``attend``."""
-    step = _step(kind, runs, query.device)
-    layer = kind.layer(module, scaling, sinks)  # after the step, which may replace the group
+    kernels = kind.kernels()
+    step = _step(kernels, runs)
+    layer = kernels.layer(module, scaling, sinks)  # after the step, which may replace the group
     queries = query.transpose(1, 2).flatten(0, 1)
     if step.queries is not None:
         queries = queries[step.queries]
     output = query.new_empty(queries.shape[0], query.shape[1], value.shape[3])
     if step.slots is None:
         keys, values = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (key, value))
+        if step.keys is not None:
+            keys, values = keys[step.keys], values[step.keys]
         layer(queries.contiguous(), keys, values, None, step.metadata, output)
     else:
-        cache = _written(kind, step, key, value)
+        cache = _written(kernels, step, key, value)
         layer(queries.contiguous(), None, None, cache, step.metadata, output)
     if step.queries is not None:
         whole = output.new_zeros(query.shape[0] * query.shape[2], *output.shape[1:])
@@ -138,6 +151,21 @@ def _needs_torch(
     return None
 
 
+def _dense_kind(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, options: dict[str, Any]
+) -> Kind | None:
+    """Return the kind of a call whose backend takes dense tensors; None where it does not.
+
+    A soft cap and sinks are not part of what torch's function computes: such calls go to pages.
+    """
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        return None
+    attn_type = "decoder" if causal else "encoder_only" if query.shape[2] == key.shape[2] else "encoder_decoder"
+    window = options.get("sliding_window") if causal else None
+    kind = kind_of(query, key, value, attn_type, window, options)
+    return kind if set(kind.selection.selected.values()) <= TAKES_DENSE else None
+
+
 def _unreadable(runs: Runs | None, mask: Tensor | None) -> str | None:
     if runs is not None and runs.runs:
         return None
@@ -145,13 +173,18 @@ def _unreadable(runs: Runs | None, mask: Tensor | None) -> str | None:
     return f"the attention mask{shape} is not made of causal, windowed or whole runs of keys"
 
 
-def _read(mask: Tensor, sequences: int) -> Runs | None:
-    """Return ``read_mask``, read once for all layers that get the same tensor."""
+def _read(mask: Tensor, sequences: int, module: nn.Module) -> Runs | None:
+    """Return ``read_mask``, read once for all layers that get the same tensor.
+
+    An inference tensor counts no changes. It is read again when the layer that read it gets it again: in the next
+    forward pass.
+    """
+    version = None if mask.is_inference() else mask._version
     known = getattr(mask, _READ, None)
-    if known is None or known[:2] != (mask._version, sequences):
-        known = (mask._version, sequences, read_mask(mask, sequences))
+    if known is None or known[:2] != (version, sequences) or (version is None and known[2] is module):
+        known = (version, sequences, module, read_mask(mask, sequences))
         setattr(mask, _READ, known)
-    runs: Runs | None = known[2]
+    runs: Runs | None = known[3]
     return runs
 
 
@@ -172,24 +205,26 @@ def _window(runs: Runs, options: dict[str, Any]) -> int | None:
     return int(own) if own and agrees else runs.window
 
 
-def _step(kind: Kind, runs: Runs, device: torch.device) -> Step:
+def _step(kernels: Kernels, runs: Runs) -> Step:
     """Return what the kind's layers need for these runs, made once for all of them."""
-    step: Step | None = kind.state.get("step")
+    step: Step | None = kernels.state.get("step")
     if step is None or step.runs is not runs:
         requests, tokens = len(runs.runs), sum(run.rows for run in runs.runs)
-        kind.reserve(requests, tokens, max(run.last_key - run.first_key for run in runs.runs))
-        step = kind.state["step"] = _made(kind, runs, device)
+        kernels.reserve(requests, tokens, max(run.last_key - run.first_key for run in runs.runs))
+        step = kernels.state["step"] = _made(kernels, runs)
     return step
 
 
-def _made(kind: Kind, runs: Runs, device: torch.device) -> Step:
-    size = kind.group.block_size
+def _made(kernels: Kernels, runs: Runs) -> Step:
+    size, device = kernels.group.block_size, kernels.device
     query_lens = [run.rows for run in runs.runs]
     seq_lens = [run.last_key - run.first_key for run in runs.runs]
     bounds = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     lens = torch.tensor(seq_lens, dtype=torch.int32)
-    keys = slots = table = None
-    if size is not None:
+    slots = table = None
+    if size is None:
+        keys = _rows_or_all([(r.sequence, r.first_key, r.last_key) for r in runs.runs], runs.sequences, runs.keys, device)
+    else:
         first_blocks: dict[tuple[int, int], int] = {}
         key_rows, key_slots, used = [], [], 0
         for (sequence, first), held in holders(runs).items():
@@ -201,7 +236,7 @@ def _made(kind: Kind, runs: Runs, device: torch.device) -> Step:
         width = -(-max(seq_lens) // size)
         begins = torch.tensor([first_blocks[run.sequence, run.first_key] for run in runs.runs], dtype=torch.int32)
         table = (begins[:, None] + torch.arange(width, dtype=torch.int32)).clamp_(max=used - 1).to(device)
-        kind.state["blocks"] = max(used, kind.state.get("blocks", 0))
+        kernels.state["blocks"] = max(used, kernels.state.get("blocks", 0))
     tokens = int(bounds[-1])
     common = CommonAttentionMetadata(
         query_start_loc=bounds.to(device),
@@ -216,20 +251,28 @@ def _made(kind: Kind, runs: Runs, device: torch.device) -> Step:
         slot_mapping=None if size is None else torch.full((tokens,), -1, dtype=torch.int64, device=device),
         block_size=size,
     )
-    rows = torch.cat([torch.arange(r.first_row, r.last_row) + r.sequence * runs.rows for r in runs.runs])
-    whole = torch.equal(rows, torch.arange(len({run.sequence for run in runs.runs}) * runs.rows))
-    return Step(runs, kind.group.build(common), None if whole else rows.to(device), keys, slots)
+    queries = _rows_or_all([(r.sequence, r.first_row, r.last_row) for r in runs.runs], runs.sequences, runs.rows, device)
+    return Step(runs, kernels.group.build(common), queries, keys, slots)
 
 
-def _written(kind: Kind, step: Step, key: Tensor, value: Tensor) -> Tensor:
+def _rows_or_all(
+    parts: list[tuple[int, int, int]], sequences: int, length: int, device: torch.device
+) -> Tensor | None:
+    """Return the rows ``first .. last - 1`` of each part's sequence in the flattened batch; None where they are all."""
+    rows = torch.cat([torch.arange(first, last) + sequence * length for sequence, first, last in parts])
+    return None if torch.equal(rows, torch.arange(sequences * length)) else rows.to(device)
+
+
+def _written(kernels: Kernels, step: Step, key: Tensor, value: Tensor) -> Tensor:
     """Copy the call's keys and values into the kind's pages and return these."""
-    blocks: int = kind.state["blocks"]
-    cache: Tensor | None = kind.state.get("cache")
-    if cache is None or kind.state["cache_blocks"] < blocks:
-        kind.state["cache_blocks"] = 1 << (blocks - 1).bit_length()
-        cache = kind.state["cache"] = kind.group.allocate_kv_cache(kind.state["cache_blocks"])
-    assert kind.group.kv_layout is not None
-    pages = key_value_views(cache, kind.group.kv_layout, kind.config)
+    state = kernels.state
+    blocks: int = state["blocks"]
+    cache: Tensor | None = state.get("cache")
+    if cache is None or state["cache_blocks"] < blocks:
+        state["cache_blocks"] = 1 << (blocks - 1).bit_length()
+        cache = state["cache"] = kernels.group.allocate_kv_cache(state["cache_blocks"])
+    assert kernels.group.kv_layout is not None
+    pages = key_value_views(cache, kernels.group.kv_layout, kernels.config)
     size = pages[0].shape[1]
     assert step.slots is not None
     at = step.slots // size, step.slots % size
@@ -271,10 +314,16 @@ def _masked_by_torch(
     if reason not in seen:
         seen[reason] = None
         _warn_once(f"{name}: {reason}; TORCH_SDPA attends with the mask")
+    return _by_sdpa(module, query, key, value, mask, arguments), None
+
+
+def _by_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+) -> Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    output, _ = sdpa_attention_forward(module, query, key, value, mask, **arguments)
-    return output, None
+    output: Tensor = sdpa_attention_forward(module, query, key, value, mask, **arguments)[0]
+    return output
 
 
 def _denied(kind: Kind) -> str | None:

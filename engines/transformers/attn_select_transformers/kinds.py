@@ -1,8 +1,12 @@
-"""The layers of a model by kind: what each asks for, the group that serves it, and what was chosen."""
+"""The layers of a model by kind: what each asks for, the kernels that serve it, and what was chosen.
+
+A kind lives as long as a model whose layers are of it. Threads share the decision, and each has kernels of its own:
+their scratch and their metadata hold one step at a time.
+"""
 
 from __future__ import annotations
 
-import functools
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,35 +20,59 @@ from attn_select.runtime import Attention, AttentionGroup, Capacity
 
 
 class Kind:
-    """One kind of layers on one device: a selection, its loaded kernels, and what its layers share.
+    """One kind of layers on one device.
+
+    Attributes:
+        config: what the layers ask for.
+        selection: what was chosen for them.
+    """
+
+    def __init__(self, config: AttentionConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.selection: Selection = select(config, "cpu" if device.type == "cpu" else None)
+        self._thread = threading.local()
+
+    def kernels(self) -> Kernels:
+        """Return the kernels of this thread, and on a GPU of its current stream; freed with the thread or the kind."""
+        streams: dict[int, Kernels] | None = getattr(self._thread, "streams", None)
+        if streams is None:
+            streams = self._thread.streams = {}
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        if stream not in streams:
+            streams[stream] = Kernels(self.selection, self.device)
+        return streams[stream]
+
+
+class Kernels:
+    """Loaded kernels for the layers of one kind, and what these share within one step. One thread uses them.
 
     Attributes:
         config: what the layers ask for.
         group: the loaded kernels; replaced by a larger one where a batch exceeds it.
-        state: what a route keeps for the kind: the last metadata, scratch memory.
+        state: what a route keeps: the last metadata, scratch memory.
 
     Args:
         capacity: bounds of a batch to begin with.
-        cuda_graphs: whether steps will be captured. Such a kind must not outgrow its capacity.
+        cuda_graphs: whether steps will be captured. Such kernels must not outgrow their capacity.
     """
 
     def __init__(
         self,
-        config: AttentionConfig,
+        selection: Selection,
         device: torch.device,
         capacity: Capacity | None = None,
         cuda_graphs: bool = False,
     ) -> None:
-        self.config = config
+        self.config = selection.config
         self.device = device
-        self.cuda_graphs = cuda_graphs
-        self.selection: Selection = select(config, "cpu" if device.type == "cpu" else None)
+        self._selection, self._cuda_graphs = selection, cuda_graphs
         self.group = self._made(capacity or Capacity())
         self.state: dict[str, Any] = {}
         self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Attention]] = weakref.WeakKeyDictionary()
 
     def _made(self, capacity: Capacity) -> AttentionGroup:
-        return AttentionGroup(self.selection, self.device, capacity, cuda_graphs=self.cuda_graphs)
+        return AttentionGroup(self._selection, self.device, capacity, cuda_graphs=self._cuda_graphs)
 
     def reserve(self, requests: int, tokens: int, longest: int) -> None:
         """Make room for a batch; metadata and layers of a smaller group are dropped."""
@@ -86,10 +114,7 @@ _CHOICES: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDiction
 
 def choices_of(module: nn.Module) -> Choices:
     """Return what served a module so far; kept as long as the module lives."""
-    found = _CHOICES.get(module)
-    if found is None:
-        found = _CHOICES[module] = Choices()
-    return found
+    return _CHOICES.get(module) or _CHOICES.setdefault(module, Choices())
 
 
 def kind_of(
@@ -106,7 +131,7 @@ def kind_of(
     Raises:
         NoBackendError: no backend serves such layers; names every candidate with its reasons.
     """
-    return _kind(
+    asked = (
         query.shape[1],
         key.shape[1],
         query.shape[3],
@@ -118,10 +143,19 @@ def kind_of(
         options.get("softcap"),
         options.get("s_aux") is not None,
     )
+    kind = _KINDS.get(asked)
+    if kind is None:
+        with _MAKING:  # one thread decides; the others get its kind
+            kind = _KINDS.get(asked) or _made(*asked)
+            _KINDS[asked] = kind
+    return kind
 
 
-@functools.lru_cache(1024)
-def _kind(
+_KINDS: weakref.WeakValueDictionary[tuple[Any, ...], Kind] = weakref.WeakValueDictionary()
+_MAKING = threading.Lock()
+
+
+def _made(
     heads: int,
     kv_heads: int,
     size: int,
@@ -149,4 +183,4 @@ def _kind(
 
 def forget() -> None:
     """Decide anew from here on, for rules or an environment that have changed."""
-    _kind.cache_clear()
+    _KINDS.clear()

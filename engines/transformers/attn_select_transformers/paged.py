@@ -17,7 +17,7 @@ from attn_select import layouts
 from attn_select.errors import ConfigError
 from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata
 from attn_select_transformers.dense import attend_runs
-from attn_select_transformers.kinds import Kind, choices_of, kind_of
+from attn_select_transformers.kinds import Kernels, Kind, choices_of, kind_of
 from attn_select_transformers.runs import Run, Runs
 
 _LENS = "_attn_select_lens"
@@ -64,8 +64,8 @@ class Captured(Protocol):
 
     def fixed(
         self, kind: Kind, lens: Lens, layer: Cache, size: int, options: dict[str, Any]
-    ) -> tuple[Kind, AttentionMetadata]:
-        """Return the kind and the metadata to run with, for ``size`` requests with the padding."""
+    ) -> tuple[Kernels, AttentionMetadata]:
+        """Return the kernels and the metadata to run with, for ``size`` requests with the padding."""
 
 
 def note_lens(cache: Any, queries: list[int], past: list[int]) -> None:
@@ -110,18 +110,19 @@ def attend(
     lens = lens_of(cache)
     kind = kind_of(query, key, value, "decoder", layer.window, options)
     choices_of(module).kinds[kind] = None
-    view = None if layer.window is not None else _view(kind, cache, module, layer)
+    kernels = kind.kernels()
+    view = None if layer.window is not None else _view(kernels, cache, module, layer)
     if view is None:
         if options.get("block_table") is not None:
             raise ConfigError(
-                f"pages of {layer.page} tokens: {kind.group.block_size} or a multiple are read by block tables",
+                f"pages of {layer.page} tokens: {kernels.group.block_size} or a multiple are read by block tables",
                 hint="max_blocks_per_request=0 in ContinuousBatchingConfig turns the tables off",
             )
         keys, values = layer.gathered(key, value, options)
         runs = _runs(lens, layer.window, query.shape[2], keys.shape[2])
         return attend_runs(kind, runs, module, query, keys, values, scaling, options.get("s_aux"))
     if graphs is None or options.get("block_table") is None:
-        own, metadata = kind, _metadata(kind, lens, layer, query.device, options)
+        own, metadata = kernels, _metadata(kernels, lens, layer, query.device, options)
     else:
         own, metadata = graphs.fixed(kind, lens, layer, query.shape[2], options)
     tokens = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
@@ -138,22 +139,22 @@ def _runs(lens: Lens, window: int | None, rows: int, keys: int) -> Runs:
             runs.append(Run(0, row, row + queries, first, first + held, full=False))
             row, first = row + queries, first + held
         widest = max(run.last_key - run.first_key for run in runs)
-        found = lens.built[window] = Runs(tuple(runs), window, widest, rows, keys, bidirectional=False)
+        found = lens.built[window] = Runs(tuple(runs), window, widest, 1, rows, keys, bidirectional=False)
     assert isinstance(found, Runs)
     return found
 
 
-def _view(kind: Kind, cache: Any, module: nn.Module, layer: Cache) -> Tensor | None:
+def _view(kernels: Kernels, cache: Any, module: nn.Module, layer: Cache) -> Tensor | None:
     """Return the layer's pages in the kernel's layout, made once; None where they cannot be seen in it."""
     views: dict[Any, Tensor | None] = cache.__dict__.setdefault(_VIEWS, {})
-    key = (module, kind.group)
+    key = (module, kernels.group)
     if key not in views:
-        views[key] = _strided(kind, layer)
+        views[key] = _strided(kernels, layer)
     return views[key]
 
 
-def _strided(kind: Kind, layer: Cache) -> Tensor | None:
-    group, config = kind.group, kind.config
+def _strided(kernels: Kernels, layer: Cache) -> Tensor | None:
+    group, config = kernels.group, kernels.config
     size = group.block_size
     if size is None or size != group.kernel_block_size or layer.page % size:
         return None
@@ -174,22 +175,24 @@ def _strided(kind: Kind, layer: Cache) -> Tensor | None:
     return torch.as_strided(keys, shape, strides, keys.storage_offset())
 
 
-def _metadata(kind: Kind, lens: Lens, layer: Cache, device: torch.device, options: dict[str, Any]) -> AttentionMetadata:
+def _metadata(
+    kernels: Kernels, lens: Lens, layer: Cache, device: torch.device, options: dict[str, Any]
+) -> AttentionMetadata:
     """Return the step's metadata for the layers of a kind in one group of the cache, built once."""
-    key = (id(kind), layer.index)
+    key = (kernels, layer.index)
     if key not in lens.built:
         longest = max(past + queries for past, queries in zip(lens.past, lens.queries, strict=True))
-        kind.reserve(len(lens.queries), sum(lens.queries), longest)
-        lens.built[key] = kind.group.build(common_of(kind, lens, layer, device, options))
+        kernels.reserve(len(lens.queries), sum(lens.queries), longest)
+        lens.built[key] = kernels.group.build(common_of(kernels, lens, layer, device, options))
     metadata: AttentionMetadata = lens.built[key]
     return metadata
 
 
 def common_of(
-    kind: Kind, lens: Lens, layer: Cache, device: torch.device, options: dict[str, Any]
+    kernels: Kernels, lens: Lens, layer: Cache, device: torch.device, options: dict[str, Any]
 ) -> CommonAttentionMetadata:
-    """Return the step's batch in one group of the engine's cache, in blocks of the kind's group."""
-    size = kind.group.block_size
+    """Return the step's batch in one group of the engine's cache, in blocks of the kernels' group."""
+    size = kernels.group.block_size
     assert size is not None
     seq_lens = [past + queries for past, queries in zip(lens.past, lens.queries, strict=True)]
     requests, longest = len(seq_lens), max(seq_lens)

@@ -47,6 +47,7 @@ class Runs:
         runs: in order of sequence and row.
         window: tokens that a query sees, itself included, where the mask shows a window; else None.
         widest: the most keys that a query sees.
+        sequences: B of the dense tensors.
         rows, keys: of the dense tensors, per sequence.
         bidirectional: whether runs of several queries see all their keys; else they are causal.
     """
@@ -54,6 +55,7 @@ class Runs:
     runs: tuple[Run, ...]
     window: int | None
     widest: int
+    sequences: int
     rows: int
     keys: int
     bidirectional: bool
@@ -68,7 +70,7 @@ def without_mask(sequences: int, rows: int, keys: int, causal: bool) -> Runs:
     causal = causal and rows > 1
     seen = min(rows, keys) if causal else keys
     runs = tuple(Run(sequence, 0, rows, 0, seen, full=rows > 1 and not causal) for sequence in range(sequences))
-    return Runs(runs, None, seen, rows, keys, bidirectional=rows > 1 and not causal)
+    return Runs(runs, None, seen, sequences, rows, keys, bidirectional=rows > 1 and not causal)
 
 
 def read_mask(mask: Tensor, sequences: int) -> Runs | None:
@@ -110,7 +112,7 @@ def read_mask(mask: Tensor, sequences: int) -> Runs | None:
         found = [_of_sequence(run, sequence) for sequence in range(sequences) for run in found]
     if sum(run.last_key - run.first_key for run in _holders(found)) > MOST_COPIES * sequences * keys:
         return None
-    return Runs(tuple(found), min(windows, default=None), widest, rows, keys, bidirectional)
+    return Runs(tuple(found), min(windows, default=None), widest, sequences, rows, keys, bidirectional)
 
 
 def _boolean(mask: Tensor) -> Tensor | None:

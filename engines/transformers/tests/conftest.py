@@ -9,7 +9,15 @@ import pytest
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``TORCH_SDPA`` read pages, as every backend of a GPU does."""
+    from attn_select_transformers import dense
+
+    monkeypatch.setattr(dense, "TAKES_DENSE", frozenset())
+
+
+@pytest.fixture
+def calls(pages: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count what our attention function did: ``dense`` and ``paged`` calls, and calls of our kernels."""
     from attn_select.runtime import Attention
     from attn_select_transformers import dense, paged
