@@ -1,7 +1,7 @@
 """Continuous batching: what has to be changed in transformers so that it runs on our kernels, and nothing else.
 
 The engine accepts names of its own alone and may replace any other by flash attention. So the name is set for the time
-of the batching behind its check, and the name contains "flash", by which it knows functions that need no mask.
+of the batching behind its check (``names.PAGED``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from attn_select_transformers import captured
+from attn_select_transformers.names import DENSE, PAGED
 from attn_select_transformers.paged import Cache, note_lens
 from attn_select_transformers.paged_caches import AllocatorLayer, GroupedLayer
 
 logger = logging.getLogger("attn_select_transformers")
-DENSE = "attn_select"
-PAGED = "attn_select_flash"
 TABLE_PAGES = 16
 """Tokens: pages of a multiple are read by block tables, since the kernels' blocks are no smaller."""
 _WRAPPED = "_attn_select_wrapped"

@@ -80,7 +80,7 @@ def attend(
         NoBackendError: no backend serves such layers here.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if options.get("output_attentions"):
+    if options.pop("output_attentions", False):
         _warn_once("no weights are returned for output_attentions=True: load the model with eager attention for them")
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:  # a static cache's, of all its slots
         attention_mask = attention_mask[..., : key.shape[2]]

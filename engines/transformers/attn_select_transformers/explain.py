@@ -10,6 +10,7 @@ from torch import nn
 from attn_select import AttentionConfig, Selection, configs_from_model, select
 from attn_select.errors import ConfigError
 from attn_select_transformers.kinds import choices_of
+from attn_select_transformers.refusal import require_served
 
 
 @dataclass(slots=True)
@@ -17,7 +18,7 @@ class LayerChoice:
     """Layers that ask for the same attention.
 
     Attributes:
-        modules: their names in the model; empty where the model has not run yet.
+        modules: their names in the model; empty where the model has not run so.
         count: how many there are.
         selection: what was chosen, with every candidate's reasons.
     """
@@ -44,7 +45,7 @@ class ModelExplanation:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [] if self.ran else ["not run yet: this is what the model's config says"]
+        lines = [] if self.ran else ["not run with attn_implementation='attn_select': this is what its config would get"]
         for layer in self.layers:
             names = f": {_shortened(layer.modules)}" if layer.modules else ""
             lines += [f"{layer.count} layers{names}", layer.selection.explain(), ""]
@@ -73,6 +74,7 @@ def explain_model(model: nn.Module) -> ModelExplanation:
     the model's config says of its text part.
 
     Raises:
+        ModelNotServedError: the model cannot run so.
         ModelError: the model has not run, and its config does not describe attention layers.
     """
     found: dict[AttentionConfig, LayerChoice] = {}
@@ -90,6 +92,7 @@ def explain_model(model: nn.Module) -> ModelExplanation:
     parameter = next(model.parameters(), None)
     if parameter is None:
         raise ConfigError("the model has no parameters: their dtype and device decide", fields=["model"])
+    require_served(type(model))
     kinds = configs_from_model(model.config, overrides={"dtype": parameter.dtype})
     device = "cpu" if parameter.device.type == "cpu" else None
     layers = [LayerChoice([], kind.count, select(kind.config, device)) for kind in kinds.kinds]

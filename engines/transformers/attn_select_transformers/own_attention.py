@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_select_transformers.continuous import DENSE
+from attn_select_transformers.names import DENSE
 
 
 def leave_to_transformers() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from attn_select.amx import avoid_trapping_amx
 from attn_select.engines import MOVED, Adapter
-from attn_select_transformers import captured, continuous, dense, paged
-from attn_select_transformers.continuous import DENSE, PAGED
+from attn_select_transformers import captured, continuous, dense, paged, refusal
+from attn_select_transformers.names import DENSE, PAGED
 from attn_select_transformers.own_attention import leave_to_transformers
 from attn_select_transformers.releases import RELEASES
 
@@ -45,6 +45,7 @@ def _register() -> bool:
     if adapter.takes_part():
         try:
             _PAGED_CACHES.append(continuous.install())
+            refusal.install()
         except MOVED as error:
             adapter.interface_moved(error)
     if not _PAGED_CACHES:

@@ -23,7 +23,7 @@ def test_before_a_run_the_config_speaks() -> None:
     asked = [(layer.count, layer.selection.config.sliding_window) for layer in found.layers]
     assert asked == [(2, 12), (1, None)]
     assert all(layer.selection.config.dtype == "float32" for layer in found.layers)
-    assert str(found).startswith("not run yet: this is what the model's config says")
+    assert str(found).startswith("not run with attn_implementation='attn_select': this is what its config would get")
 
 
 def test_after_a_run_each_module_is_named(calls: Counter[str]) -> None:

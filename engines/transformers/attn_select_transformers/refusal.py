@@ -1,0 +1,78 @@
+"""Models whose attention is not an attention function: ``attn_implementation="attn_select"`` is refused for them.
+
+Such a model attends in its own code. The name would be accepted and change only the mask that this code gets: from one
+that is added to the scores to a boolean one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch import nn
+
+from attn_select.errors import AttnSelectError
+from attn_select_transformers.names import DENSE, PAGED
+
+
+class ModelNotServedError(AttnSelectError, ValueError):
+    """A model whose attention transformers lets nobody replace; says what to use instead."""
+
+    code = "model-not-served"
+
+
+def install() -> None:
+    """Refuse such models when they are loaded with the name, and by ``set_attn_implementation``; once.
+
+    Raises:
+        AttributeError: transformers chooses implementations in another place.
+    """
+    from transformers import PreTrainedModel
+
+    load, change = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
+    _ = PreTrainedModel._can_set_attn_implementation
+
+    @functools.wraps(load)
+    def get_correct_attn_implementation(model: Any, requested_attention: str | None, *rest: Any, **options: Any) -> Any:
+        if requested_attention in (DENSE, PAGED):
+            require_served(type(model))
+        return load(model, requested_attention, *rest, **options)
+
+    @functools.wraps(change)
+    def set_attn_implementation(model: Any, attn_implementation: Any, *rest: Any, **options: Any) -> Any:
+        own = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
+        if own in (DENSE, PAGED):
+            require_served(type(model))
+        return change(model, attn_implementation, *rest, **options)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
+
+
+def require_served(model: type[Any]) -> None:
+    """Check that a model's attention goes through transformers' attention functions, whatever mask these get.
+
+    Raises:
+        ModelNotServedError: it does not.
+    """
+    if not _is_served(model):
+        use = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        raise ModelNotServedError(
+            f"{model.__name__} computes attention in code of its own, or depends on how masks are written: "
+            f"attn_implementation={DENSE!r} is not for it",
+            hint=f'load it with attn_implementation="{use}"; where it is a part of another model, name each part: '
+            f'attn_implementation={{"text_config": "{DENSE}", "vision_config": "{use}"}}',
+        )
+
+
+def _is_served(model: type[Any]) -> bool:
+    """Whether transformers says so of a class: by its source, and by a flag that its authors set.
+
+    Modules that hold a table of attention classes look the name up there, and know their own alone.
+    """
+    names = vars(sys.modules[model.__module__])
+    if not model._can_set_attn_implementation() or any(name.endswith("_ATTENTION_CLASSES") for name in names):
+        return False
+    attends = any("Attention" in name and isinstance(one, type) and issubclass(one, nn.Module) for name, one in names.items())
+    return not attends or bool(model._supports_sdpa or model._supports_attention_backend)
