@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 AmxState = Literal["not-listed", "variable-set", "untried", "works", "traps", "unknown"]
-"""``not-listed``: the CPU lists no AMX. ``variable-set``: the user has set ``ONEDNN_MAX_CPU_ISA``. ``untried``: torch is
-not installed, or no child was to run. ``unknown``: the child gave no answer."""
+"""``not-listed``: the CPU lists no AMX. ``variable-set``: ``ONEDNN_MAX_CPU_ISA`` has a value already. ``untried``:
+torch is not installed, or no child was to run. ``unknown``: the child gave no answer."""
 VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX: Final = "AVX512_CORE_FP16"
 CPUINFO: Final = Path("/proc/cpuinfo")
@@ -33,7 +33,7 @@ DESCRIPTIONS: Final[dict[AmxState, str]] = {
     "untried": "the CPU lists it; not tried",
     "works": "the CPU lists it, and it works",
     "traps": f"the CPU lists it, and its instructions end a process: {VARIABLE}={WITHOUT_AMX} is set for torch",
-    "unknown": f"the CPU lists it; the test gave no answer: where a process ends with SIGILL, set {VARIABLE}={WITHOUT_AMX}",
+    "unknown": f"the CPU lists it, and a test gave no answer; against SIGILL set {VARIABLE}={WITHOUT_AMX}",
 }
 """What ``doctor`` says of each state."""
 PRODUCT: Final = "import torch; a = torch.ones(64, 64, device='cpu').bfloat16(); a @ a"
@@ -86,7 +86,9 @@ def avoid_trapping_amx(
 
 def _notice(state: AmxState, seconds: float) -> str | None:
     if state == "traps":
-        return f"attn-select: this CPU lists AMX, and AMX instructions end a process here: {VARIABLE}={WITHOUT_AMX} is set"
+        return (
+            f"attn-select: this CPU lists AMX, and AMX instructions end a process here: {VARIABLE}={WITHOUT_AMX} is set"
+        )
     if state == "unknown":
         return (
             f"attn-select: this CPU lists AMX, and a test of its instructions gave no answer in {seconds:.0f} s. If a "

@@ -1,7 +1,8 @@
 """In which releases of an engine an adapter takes part. Knows no engine: an adapter says what it was run with.
 
-The worst case of an adapter is the engine without attn-select. In a release that is not listed, and where an interface
-of the engine has moved, one warning says so and the engine's own choice runs.
+The worst case of an adapter is the engine without attn-select. In a release that is not listed, where an interface of
+the engine has moved, where the user's settings cannot be read, and on a device that attn-select does not see as the
+engine does, one warning says so and the engine's own choice runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from attn_select.variables import ANY_VERSION
+from attn_select.detection import Detection
+from attn_select.errors import AttnSelectError
+from attn_select.variables import ANY_VERSION, STRICT
 
 Warn = Callable[[str], None]
 MOVED = (ImportError, AttributeError, TypeError, LookupError)
@@ -54,6 +57,33 @@ class Adapter:
             f"{self._out()}: it was run with {' and '.join(self.releases)} alone. {ANY_VERSION}=1 in the environment "
             "lets it take part"
         )
+        return False
+
+    def settings_failed(self, error: AttnSelectError) -> None:
+        """Say that attn-select takes no part because rules, a workload or measurements cannot be read.
+
+        Raises:
+            AttnSelectError: ``error`` itself, with ``ATTN_SELECT_STRICT=1``.
+        """
+        if os.environ.get(STRICT) == "1":
+            raise error
+        self.warn(f"{self._out()}: {error.message}. {STRICT}=1 in the environment makes this an error")
+
+    def sees(self, found: Detection, compute_capability: tuple[int, int] | None, platform: str) -> bool:
+        """Whether attn-select sees the device that the engine runs on; says what differs.
+
+        Args:
+            found: what attn-select has detected.
+            compute_capability: of the engine's GPU, None where it runs on something else.
+            platform: the engine's name of its device, such as ``cuda`` or ``rocm``.
+        """
+        device = found.device
+        if compute_capability is not None and device.compute_capability == compute_capability:
+            return True
+        ours = f"{device.full_name or device.name} ({device.capability_text})"
+        theirs = platform if compute_capability is None else f"{platform} {'.'.join(map(str, compute_capability))}"
+        why = f". {found.note}" if found.note else ""
+        self.warn(f"{self._out()}: it runs on {theirs}, and attn-select sees {ours}{why}")
         return False
 
     def interface_moved(self, error: Exception) -> None:

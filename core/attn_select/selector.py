@@ -181,8 +181,19 @@ def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environme
 
 
 @functools.lru_cache(maxsize=16)
-def _rules(paths: tuple[str, ...]) -> RuleSet:
-    return load_rules(paths, registry.load_plugins().fragments)
+def _rules(paths: tuple[str, ...], working_directory: bool = True) -> RuleSet:
+    return load_rules(paths, registry.load_plugins().fragments, working_directory=working_directory)
+
+
+def rules_in_an_engine() -> RuleSet:
+    """Return the rules of a process that an engine owns: without those of the working directory, unless they are named.
+
+    An engine is started anywhere. Cached as rules are for ``select``, whose argument ``rules`` takes them.
+
+    Raises:
+        RulesError: a rules file is missing or broken.
+    """
+    return _rules((), working_directory=False)
 
 
 def _asked(

@@ -8,12 +8,14 @@ CHECK = "ATTN_SELECT_CHECK"
 TRACEBACK = "ATTN_SELECT_TRACEBACK"
 WORKLOAD = "ATTN_SELECT_WORKLOAD"
 ANY_VERSION = "ATTN_SELECT_ANY_VERSION"
+STRICT = "ATTN_SELECT_STRICT"
 EFFECTS = {
     RULES: "rules files, separated like PATH: above the user's and the working directory's, below --rules",
     MEASUREMENTS: "files of measurements, separated like PATH, read beside the packaged and the user's own",
     CHECK: "1: the runtime checks every batch before a kernel starts; it synchronises with the GPU, so it is slow",
     TRACEBACK: "1: the command line ends an internal error with its traceback",
     WORKLOAD: "what adapters for engines choose for, as `--workload` takes it: a profile, batches or a file",
+    STRICT: "1: adapters for engines end the start where rules or the workload cannot be read, and do not stand aside",
     ANY_VERSION: "1: adapters for engines take part in releases that they were not run with",
 }
 """What each variable does."""

@@ -16,6 +16,7 @@ from attn_select.rules.fragments import Fragment
 from attn_select.rules.rule import PACKAGED, Rule
 
 FILE_NAME = "selector_rules.toml"
+WORKING_DIRECTORY = "working directory"
 
 Instead = Mapping[str, bytes]
 """Contents to read in place of what files have, by the files' real paths: rules as they would be."""
@@ -78,7 +79,7 @@ def packaged_rules_path() -> Path:
     return Path(__file__).parent.parent / FILE_NAME
 
 
-def candidate_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
+def candidate_layers(extra: Sequence[str | os.PathLike[str]] = (), working_directory: bool = True) -> list[Layer]:
     """Return every place where rules are looked for, first to last, with ``state`` still empty.
 
     ``extra`` are the files of ``--rules`` (or ``select(rules=…)``), in order.
@@ -86,7 +87,8 @@ def candidate_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer
     layers = [Layer("packaged", packaged_rules_path())]
     if user := user_rules_path():
         layers.append(Layer("user", user))
-    layers.append(Layer("working directory", Path(FILE_NAME)))
+    if working_directory:
+        layers.append(Layer(WORKING_DIRECTORY, Path(FILE_NAME)))
     layers += (
         Layer(variables.RULES, Path(path)) for path in os.environ.get(variables.RULES, "").split(os.pathsep) if path
     )
@@ -115,16 +117,18 @@ def load_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
     fragments: Sequence[Fragment] = (),
     instead: Instead = _NOTHING_INSTEAD,
+    working_directory: bool = True,
 ) -> RuleSet:
     """Read and merge every layer; ``fragments`` are those of the registered plugins.
 
-    A file that ``instead`` has a content for counts as there, with that content.
+    Without ``working_directory`` its file is not looked for. A file that ``instead`` has a content for counts as there,
+    with that content.
 
     Raises:
         RulesError: a file that was asked for is missing, or a file cannot be read or breaks the format. The problems of
             all files are collected in ``problems`` (the first hundred).
     """
-    rule_set, problems = read_rules(extra, fragments, instead)
+    rule_set, problems = read_rules(extra, fragments, instead, working_directory)
     if problems:
         raise _error(problems)
     return rule_set
@@ -134,9 +138,10 @@ def read_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
     fragments: Sequence[Fragment] = (),
     instead: Instead = _NOTHING_INSTEAD,
+    working_directory: bool = True,
 ) -> tuple[RuleSet, list[Problem]]:
     """Read and merge every layer as far as it can be understood; return also what cannot (the first hundred)."""
-    layers = candidate_layers(extra)
+    layers = candidate_layers(extra, working_directory)
     problems: list[Problem] = []
     documents = [(PACKAGED - len(fragments) + i, each.document) for i, each in enumerate(fragments)]
     for index, content in enumerate(_read_all(layers, problems, instead)):
@@ -194,7 +199,7 @@ def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _
             continue
         # The same file again as a stronger layer says everything that this one says.
         stronger = next((other.kind for other in layers[index + 1 :] if _same_file(layer, other)), None)
-        if layer.kind == "working directory" and contents[index] == contents[0]:
+        if layer.kind == WORKING_DIRECTORY and contents[index] == contents[0]:
             layer.state = "skipped: identical to the packaged rules"
         elif stronger is not None:
             layer.state = f"skipped: read as {stronger}"
@@ -218,7 +223,7 @@ def _read(layer: Layer, instead: Instead) -> bytes | None:
         content = instead.get(os.path.realpath(layer.path)) if instead else None
         content = read_file(layer.path) if content is None else content
     except (FileNotFoundError, NotADirectoryError):
-        if layer.kind not in ("user", "working directory"):
+        if layer.kind not in ("user", WORKING_DIRECTORY):
             raise ValueError("no such file") from None
         layer.state = "not found"
         return None

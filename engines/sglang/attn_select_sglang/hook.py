@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_platform
 
 from attn_select import __version__, select_model
-from attn_select.detection import detect_device
-from attn_select.device import Device
+from attn_select.detection import Detection, detect_device
 from attn_select.engines import MOVED, Adapter
-from attn_select.errors import ConfigError, ModelError
+from attn_select.errors import AttnSelectError, ConfigError, ModelError
 from attn_select.models import LayerKind
 from attn_select.render import layer_lines, plain, warning_lines
 from attn_select.selection import Selection
-from attn_select.selector import environment_for
+from attn_select.selector import environment_for, rules_in_an_engine
 from attn_select.variables import WORKLOAD
 from attn_select_sglang.choice import Choice, choose
 from attn_select_sglang.layers import layer_kinds
@@ -28,9 +28,13 @@ logger = logging.getLogger("sglang.attn_select")
 _FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
-def this_device() -> Device:
-    """Return the GPU that SGLang runs on."""
-    return detect_device().device
+OWN_DEFAULT = "WhisperForConditionalGeneration"
+"""The architecture whose backend SGLang's default fixes (``arg_groups/model_override_base.py``)."""
+
+
+def detected() -> Detection:
+    """Return what attn-select knows of the GPU that SGLang runs on."""
+    return detect_device()
 
 
 def around(adapter: Adapter) -> Callable[[Callable[[Any], dict[str, str]], Any], dict[str, str]]:
@@ -39,7 +43,10 @@ def around(adapter: Adapter) -> Callable[[Callable[[Any], dict[str, str]], Any],
     def attention_backend_default(original: Callable[[Any], dict[str, str]], view: Any) -> dict[str, str]:
         try:
             explicit = {name: value for name in _FIELDS if (value := getattr(view, name)) is not None}
-            chosen = _explicit(explicit) if explicit else _chosen(view)
+            chosen = _explicit(explicit) if explicit else _chosen(view, adapter)
+        except AttnSelectError as error:
+            adapter.settings_failed(error)
+            chosen = {}
         except MOVED as error:
             adapter.interface_moved(error)
             chosen = {}
@@ -54,11 +61,23 @@ def _explicit(fields: dict[str, str]) -> dict[str, str]:
     return {}
 
 
-def _chosen(view: Any) -> dict[str, str]:
-    """Return the fields of ``ServerArgs`` that attn-select chooses; nothing where SGLang is to choose."""
-    device = this_device()
+def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
+    """Return the fields of ``ServerArgs`` that attn-select chooses; nothing where SGLang is to choose.
+
+    Raises:
+        AttnSelectError: rules or a workload cannot be read.
+    """
+    model_config = model_config_of(view)
+    if current_platform.is_out_of_tree() or OWN_DEFAULT in (model_config.hf_config.architectures or ()):
+        return {}
+    found = detected()
+    device = found.device
+    # SGLang names no compute capability: its platform says whether it is CUDA.
+    capability = device.compute_capability if get_platform().is_cuda else None
+    if not adapter.sees(found, capability, "a GPU of CUDA" if get_platform().is_cuda else "another device than CUDA's"):
+        return {}
     try:
-        kinds = layer_kinds(view, model_config_of(view), device).kinds
+        kinds = layer_kinds(view, model_config, device).kinds
     except (ConfigError, ModelError) as error:
         logger.info("attn-select %s leaves attention to SGLang: %s", __version__, error.message)
         return {}
@@ -66,7 +85,8 @@ def _chosen(view: Any) -> dict[str, str]:
     environment = replace(environment_for(device), assume_installed=True)
     workload = os.environ.get(WORKLOAD) or None
     configs = [kind.config for kind in kinds]
-    selections = select_model(configs, device, environment=environment, workload=workload)
+    rules = rules_in_an_engine()
+    selections = select_model(configs, device, rules, environment=environment, workload=workload)
     choice = choose(selections, bool(get_platform().has_flashinfer))
     logger.info("%s", log_block(choice, kinds, selections))
     return choice.declared()

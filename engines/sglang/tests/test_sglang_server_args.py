@@ -63,6 +63,7 @@ logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
+from attn_select.detection import Detection
 from attn_select.device import lookup
 import sglang.version
 model, cases = sys.argv[1], json.loads(sys.argv[2])
@@ -71,7 +72,7 @@ load_plugins()
 for gpu, given in cases:
     device = lookup(gpu)
     if "attn_select_sglang.hook" in sys.modules:
-        sys.modules["attn_select_sglang.hook"].this_device = lambda: device
+        sys.modules["attn_select_sglang.hook"].detected = lambda: Detection(device)
     major = device.compute_capability[0]
     facts = {"is_sm90": major == 9, "is_sm100": major == 10, "is_sm120": major == 12, "is_blackwell": major in (10, 12)}
     with override_platform(is_cuda=True, has_flashinfer=True, is_hopper_with_cuda_12_3=major == 9, **facts):

@@ -12,6 +12,14 @@ from attn_select_transformers.registration import register
 from attn_select_transformers.releases import RELEASES
 
 __version__ = "0.1.0"
-__all__ = ["RELEASES", "LayerChoice", "MaskError", "ModelExplanation", "ModelNotServedError", "explain_model", "register"]
+__all__ = [
+    "RELEASES",
+    "LayerChoice",
+    "MaskError",
+    "ModelExplanation",
+    "ModelNotServedError",
+    "explain_model",
+    "register",
+]
 
 register()

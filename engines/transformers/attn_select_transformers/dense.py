@@ -1,8 +1,8 @@
 """Attention of ``generate()`` and of a plain forward pass: dense tensors in, our kernels on pages.
 
-transformers keeps keys and values as ``(B, heads, tokens, size)``, of any cache class. ``TORCH_SDPA`` takes them as they
-are, with the mask. For every other backend the keys of a call are copied into pages that all layers of a kind share,
-and the kernel reads the pages.
+transformers keeps keys and values as ``(B, heads, tokens, size)``, of any cache class. ``TORCH_SDPA`` takes them and
+the mask. For every other backend the keys of a call are copied into pages that all layers of a kind share, and the
+kernel reads the pages.
 """
 
 from __future__ import annotations
@@ -223,7 +223,9 @@ def _made(kernels: Kernels, runs: Runs) -> Step:
     lens = torch.tensor(seq_lens, dtype=torch.int32)
     slots = table = None
     if size is None:
-        keys = _rows_or_all([(r.sequence, r.first_key, r.last_key) for r in runs.runs], runs.sequences, runs.keys, device)
+        keys = _rows_or_all(
+            [(r.sequence, r.first_key, r.last_key) for r in runs.runs], runs.sequences, runs.keys, device
+        )
     else:
         first_blocks: dict[tuple[int, int], int] = {}
         key_rows, key_slots, used = [], [], 0
@@ -251,13 +253,13 @@ def _made(kernels: Kernels, runs: Runs) -> Step:
         slot_mapping=None if size is None else torch.full((tokens,), -1, dtype=torch.int64, device=device),
         block_size=size,
     )
-    queries = _rows_or_all([(r.sequence, r.first_row, r.last_row) for r in runs.runs], runs.sequences, runs.rows, device)
+    queries = _rows_or_all(
+        [(r.sequence, r.first_row, r.last_row) for r in runs.runs], runs.sequences, runs.rows, device
+    )
     return Step(runs, kernels.group.build(common), queries, keys, slots)
 
 
-def _rows_or_all(
-    parts: list[tuple[int, int, int]], sequences: int, length: int, device: torch.device
-) -> Tensor | None:
+def _rows_or_all(parts: list[tuple[int, int, int]], sequences: int, length: int, device: torch.device) -> Tensor | None:
     """Return the rows ``first .. last - 1`` of each part's sequence in the flattened batch; None where they are all."""
     rows = torch.cat([torch.arange(first, last) + sequence * length for sequence, first, last in parts])
     return None if torch.equal(rows, torch.arange(sequences * length)) else rows.to(device)
@@ -303,6 +305,12 @@ def _masked_by_torch(
     if lacks:
         raise MaskError(
             f"{name}: {reason}, and torch's masked attention has no {' and no '.join(lacks)}",
+            hint='load the model with attn_implementation="eager"',
+        )
+    unsaid = arguments.get("is_causal") is None and not hasattr(module, "is_causal")
+    if arguments.get("position_bias") is not None and mask is None and unsaid:  # UMT5 of transformers 5.17
+        raise MaskError(
+            f"{name}: {reason}, and neither a mask nor is_causal says which keys a query sees",
             hint='load the model with attn_implementation="eager"',
         )
     if (denied := _denied(kind)) is not None:

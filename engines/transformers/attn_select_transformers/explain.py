@@ -9,6 +9,7 @@ from torch import nn
 
 from attn_select import AttentionConfig, Selection, configs_from_model, select
 from attn_select.errors import ConfigError
+from attn_select.selector import rules_in_an_engine
 from attn_select_transformers.kinds import choices_of
 from attn_select_transformers.refusal import require_served
 
@@ -45,7 +46,9 @@ class ModelExplanation:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [] if self.ran else ["not run with attn_implementation='attn_select': this is what its config would get"]
+        lines = (
+            [] if self.ran else ["not run with attn_implementation='attn_select': this is what its config would get"]
+        )
         for layer in self.layers:
             names = f": {_shortened(layer.modules)}" if layer.modules else ""
             lines += [f"{layer.count} layers{names}", layer.selection.explain(), ""]
@@ -95,7 +98,7 @@ def explain_model(model: nn.Module) -> ModelExplanation:
     require_served(type(model))
     kinds = configs_from_model(model.config, overrides={"dtype": parameter.dtype})
     device = "cpu" if parameter.device.type == "cpu" else None
-    layers = [LayerChoice([], kind.count, select(kind.config, device)) for kind in kinds.kinds]
+    layers = [LayerChoice([], kind.count, select(kind.config, device, rules_in_an_engine())) for kind in kinds.kinds]
     return ModelExplanation(layers, ran=False, warnings=kinds.warnings)
 
 

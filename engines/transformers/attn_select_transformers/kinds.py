@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attn_select import AttentionConfig, Selection, select
 from attn_select.runtime import Attention, AttentionGroup, Capacity
+from attn_select.selector import rules_in_an_engine
 
 
 class Kind:
@@ -30,7 +31,7 @@ class Kind:
     def __init__(self, config: AttentionConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.selection: Selection = select(config, "cpu" if device.type == "cpu" else None)
+        self.selection: Selection = select(config, "cpu" if device.type == "cpu" else None, rules_in_an_engine())
         self._thread = threading.local()
 
     def kernels(self) -> Kernels:

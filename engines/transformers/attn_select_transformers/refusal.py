@@ -74,5 +74,7 @@ def _is_served(model: type[Any]) -> bool:
     names = vars(sys.modules[model.__module__])
     if not model._can_set_attn_implementation() or any(name.endswith("_ATTENTION_CLASSES") for name in names):
         return False
-    attends = any("Attention" in name and isinstance(one, type) and issubclass(one, nn.Module) for name, one in names.items())
+    attends = any(
+        "Attention" in name and isinstance(one, type) and issubclass(one, nn.Module) for name, one in names.items()
+    )
     return not attends or bool(model._supports_sdpa or model._supports_attention_backend)

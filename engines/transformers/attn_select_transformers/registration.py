@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from attn_select.amx import avoid_trapping_amx
 from attn_select.engines import MOVED, Adapter
+from attn_select.errors import AttnSelectError
+from attn_select.selector import rules_in_an_engine
 from attn_select_transformers import captured, continuous, dense, paged, refusal
 from attn_select_transformers.names import DENSE, PAGED
 from attn_select_transformers.own_attention import leave_to_transformers
@@ -42,7 +44,7 @@ def _register() -> bool:
 
     adapter = Adapter("attn-select-transformers", "transformers", transformers.__version__, RELEASES, logger.warning)
     AttentionMaskInterface.register(DENSE, sdpa_mask)
-    if adapter.takes_part():
+    if adapter.takes_part() and _settings_can_be_read(adapter):
         try:
             _PAGED_CACHES.append(continuous.install())
             refusal.install()
@@ -54,6 +56,15 @@ def _register() -> bool:
     for name in (DENSE, PAGED):
         AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(PAGED, _no_mask)
+    return True
+
+
+def _settings_can_be_read(adapter: Adapter) -> bool:
+    try:
+        rules_in_an_engine()
+    except AttnSelectError as error:
+        adapter.settings_failed(error)
+        return False
     return True
 
 

@@ -1,4 +1,4 @@
-"""Drawn masks, as models and users make them: the adapter's attention is torch's with the same mask, or says why not."""
+"""Drawn masks, as models and users make them: the adapter's attention is torch's with the same mask."""
 
 from __future__ import annotations
 
@@ -144,7 +144,10 @@ def test_whole_graphs_are_refused_in_words() -> None:
     model = models.built(models.llama)
     model.set_attn_implementation("attn_select")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad(), pytest.raises(Exception, match="fullgraph=False, or load the model with attn_implementation='sdpa'"):
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match="fullgraph=False, or load the model with attn_implementation='sdpa'"),
+    ):
         compiled(torch.arange(1, 9)[None], use_cache=False)
 
 

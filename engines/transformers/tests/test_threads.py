@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 
 import models_for_tests as models  # noqa: E402
 
+import attn_select_transformers  # noqa: E402, F401
+
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 THREADS, CALLS = 4, 6
 
@@ -54,6 +56,8 @@ def test_one_model_in_four_threads(on_pages: bool, request: pytest.FixtureReques
         request.getfixturevalue("pages")
     model = models.built(models.llama)
 
+    model.set_attn_implementation("eager")
+
     def tokens(index: int) -> Any:
         return model.generate(**prompt(index), max_new_tokens=8, do_sample=False)
 
@@ -76,6 +80,8 @@ def test_two_models_of_one_shape_a_thread_each(make: Callable[[], Any], pages: N
         for parameter in made[1].parameters():
             parameter.mul_(1.25)
     batches = [prompt(2), prompt(2)]
+    for model in made:
+        model.set_attn_implementation("eager")
 
     def logits(index: int) -> Any:
         with torch.no_grad():

@@ -10,13 +10,16 @@ from typing import Any
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_select import select
+from attn_select.detection import detect_device
 from attn_select.engines import MOVED, Adapter
-from attn_select.errors import ConfigError, ModelError, RuntimeMissingError
+from attn_select.errors import AttnSelectError, ConfigError, ModelError, RuntimeMissingError
 from attn_select.registry import load_plugins
 from attn_select.selection import Selection
+from attn_select.selector import rules_in_an_engine
 from attn_select.variables import WORKLOAD
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
@@ -41,7 +44,10 @@ def install(adapter: Adapter) -> None:
     platform = type(current_platform)
     original = platform.get_attn_backend_cls
     if not hasattr(original, _MARK):
+        uncached = selector._cached_get_attn_backend.__wrapped__
         platform.get_attn_backend_cls = classmethod(_wrapped(original.__func__, adapter))
+        # vLLM's cache of choices knows nothing of speculation, on which attn-select's choice depends.
+        selector._cached_get_attn_backend = uncached
 
 
 def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., str]:
@@ -55,7 +61,10 @@ def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., st
         if selected_backend is not None:
             return _explicit(selected_backend, attn_selector_config, by_vllm)
         try:
-            path = _chosen(cls, attn_selector_config, num_heads)
+            path = _chosen(cls, attn_selector_config, num_heads, adapter)
+        except AttnSelectError as error:
+            adapter.settings_failed(error)
+            return by_vllm()
         except MOVED as error:
             adapter.interface_moved(error)
             return by_vllm()
@@ -66,23 +75,45 @@ def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., st
 
 
 def _explicit(selected: Any, asked: Any, by_vllm: Callable[[], str]) -> str:
-    """Return the backend that was asked for by name. Platforms that have one backend alone would not look at ours."""
+    """Return the backend that was asked for by name. Platforms that have one backend alone would not look at ours.
+
+    Raises:
+        ConfigError: it is one of attn-select's, and the adapter does not serve such layers.
+    """
     name = selected.name
     _say(log_block.explicit_text(name, kind_of(asked)))
-    return str(selected.get_path()) if name.startswith(OWN_PREFIX) else by_vllm()
+    if not name.startswith(OWN_PREFIX):
+        return by_vllm()
+    if refused := limits(asked, get_current_vllm_config()):
+        raise ConfigError(
+            f"--attention-backend {name}: attn-select's kernels do not run these {kind_of(asked)} layers in vLLM: "
+            f"{'; '.join(refused)}",
+            fields=["attention_backend"],
+            hint="leave --attention-backend out, and attn-select chooses among vLLM's own backends",
+        )
+    return str(selected.get_path())
 
 
-def _chosen(platform: Any, asked: Any, num_heads: int | None) -> str | None:
-    """Return the class path of the backend that attn-select chooses; None where vLLM is to choose."""
+def _chosen(platform: Any, asked: Any, num_heads: int | None, adapter: Adapter) -> str | None:
+    """Return the class path of the backend that attn-select chooses; None where vLLM is to choose.
+
+    Raises:
+        AttnSelectError: rules or a workload cannot be read.
+    """
     kind = kind_of(asked)
     vllm_config = get_current_vllm_config()
+    if not current_platform.is_cpu():
+        capability = platform.get_device_capability() if current_platform.is_cuda() else None
+        name = str(current_platform.device_name)
+        if not adapter.sees(detect_device(), None if capability is None else tuple(capability), name):
+            return None
     try:
         config = layer_config(asked, vllm_config, num_heads)
     except (ConfigError, ModelError) as error:
         _say(log_block.abstained_text(error.message, kind))
         return None
     device = "cpu" if current_platform.is_cpu() else None
-    selection = select(config, device, workload=os.environ.get(WORKLOAD) or None)
+    selection = select(config, device, rules_in_an_engine(), workload=os.environ.get(WORKLOAD) or None)
     choice = judge(selection, platform, asked, vllm_config)
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:

@@ -36,6 +36,8 @@ ENGINE_NAMES = {
 } | {"FLASHINFER_MLA_SPARSE": ("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90")}
 """vLLM's names (``AttentionBackendEnum``) by attn-select's name; the first that vLLM accepts is meant. TORCH_SDPA is a
 tag of vision towers there, not a backend."""
+CPU_NAMES = {"TORCH_SDPA": ("CPU_ATTN",)}
+"""The same on a CPU, where vLLM runs nothing else (vllm/platforms/cpu.py): its kernels of these layers are its own."""
 NOT_OURS = ("TRITON_ATTN", "TRITON_MLA")
 """Under these names vLLM has kernels of its own and attn-select others; the rest come from the same libraries."""
 PREFILL_NAMES = {"FLASH_ATTN_MLA": "FLASH_ATTN", "FLASHINFER_MLA": "FLASHINFER"}
@@ -58,7 +60,8 @@ class EngineBackend:
 def engine_backends(backend: str, config: AttentionConfig, device: Device) -> tuple[EngineBackend, ...]:
     """Return the backends of vLLM that stand for one of attn-select's, in the order in which they are tried."""
     own = (EngineBackend(OWN_PREFIX + backend, True),) if _runs_own(backend, config, device) else ()
-    return (*own, *(EngineBackend(name, False) for name in ENGINE_NAMES.get(backend, ())))
+    names = CPU_NAMES if device.is_cpu else ENGINE_NAMES
+    return (*own, *(EngineBackend(name, False) for name in names.get(backend, ())))
 
 
 def _runs_own(backend: str, config: AttentionConfig, device: Device) -> bool:

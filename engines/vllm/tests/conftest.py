@@ -11,6 +11,8 @@ import pytest
 import triton_interpreter  # noqa: F401
 import vllm_emulated
 
+from attn_select import clear_cache
+
 
 @pytest.fixture
 def vllm() -> Iterator[Callable[..., Any]]:
@@ -20,3 +22,4 @@ def vllm() -> Iterator[Callable[..., Any]]:
     pytest.importorskip("torch")
     with ExitStack() as stack:
         yield lambda config, version="0.32.0": stack.enter_context(vllm_emulated.emulated_vllm(config, version))
+    clear_cache()  # rules and variables were the test's

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from vllm_emulated import LLAMA, AttentionSelectorConfig, engine_config
 
-from attn_select import AttentionConfig, select
+from attn_select import AttentionConfig, clear_cache, select
 from attn_select.device import lookup
+from attn_select.errors import AttnSelectError, ConfigError
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_cli.engine_names import engine_table
 from attn_select_vllm.choice import choose, prefill_order
@@ -89,7 +90,8 @@ def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     def names(backend: str, config: AttentionConfig, device: Any) -> list[str]:
         return [engine.name.replace(OWN_PREFIX, "own ") for engine in engine_backends(backend, config, device)]
 
-    assert names("TORCH_SDPA", gqa, cpu) == ["own TORCH_SDPA"]
+    assert names("TORCH_SDPA", gqa, cpu) == ["own TORCH_SDPA", "CPU_ATTN"]
+    assert names("FLEX_ATTENTION", gqa, cpu) == []  # vLLM on a CPU runs no other than CPU_ATTN
     assert names("TORCH_SDPA", gqa, hopper) == []
     assert names("TRITON_ATTN", gqa, hopper) == ["own TRITON_ATTN", "TRITON_ATTN"]
     assert names("TRITON_MLA", mla, blackwell) == ["own TRITON_MLA", "TRITON_MLA"]
@@ -233,9 +235,106 @@ def test_an_explicit_backend_wins(vllm: Any) -> None:
     assert engine.platform.get_attn_backend_cls(own, ASKED) == OWN_KERNELS["TRITON_ATTN"]
 
 
-def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_select import clear_cache
+LIMITS: list[tuple[dict[str, Any], str]] = [
+    ({"use_mm_prefix": True}, "passes no image ranges"),
+    ({"use_kv_connector": True}, "serves no KV connector"),
+    ({"use_non_causal": True}, "passes no non-causal batches"),
+    ({"use_per_head_quant_scales": True}, "passes no scales per head"),
+    ({"attn_type": "encoder_only"}, "serves decoder layers alone"),
+]
 
+
+@pytest.mark.parametrize(("asked", "reason"), LIMITS)
+def test_an_explicit_own_backend_is_held_to_the_limits(vllm: Any, asked: dict[str, Any], reason: str) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    own = engine.registry["ATTN_SELECT_TORCH_SDPA"]
+    with pytest.raises(ConfigError, match=f"--attention-backend ATTN_SELECT_TORCH_SDPA: .*{reason}"):
+        engine.platform.get_attn_backend_cls(own, ASKED._replace(**asked))
+
+
+def test_an_engine_that_speculates_after_one_that_does_not(vllm: Any) -> None:
+    """vLLM keeps choices by what its selector is asked, which says nothing of speculation."""
+    engine = vllm(engine_config(LLAMA))
+    from vllm.v1.attention import selector
+
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert selector._cached_get_attn_backend(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+    engine.config.speculative_config = Speculation
+    assert selector._cached_get_attn_backend(None, ASKED) == "vllm.CPU_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "says"),
+    [("cuda", (9, 0), "it runs on cuda 9.0, and attn-select sees CPU"), ("rocm", (9, 4), "it runs on rocm, and")],
+)
+def test_a_device_that_attn_select_does_not_see_is_vllms(
+    vllm: Any, name: str, capability: tuple[int, int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container without NVML, and ROCm, whose capabilities are no CUDA's."""
+    monkeypatch.setattr("attn_select.detection.load_nvml", no_nvml)
+    clear_cache()
+    engine = vllm(engine_config(LLAMA))
+    engine.platform.device_name, type(engine.platform).capability = name, capability
+    from attn_select_vllm.plugin import register
+
+    register()
+    for _ in range(2):
+        assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    (line,) = engine.log.lines
+    assert line.startswith("WARNING attn-select-vllm takes no part in vLLM 0.32.0, which chooses attention by itself: ")
+    assert says in line
+
+
+def no_nvml() -> Any:
+    raise OSError("no NVML")
+
+
+@pytest.mark.parametrize("broken", ["rules", "workload"])
+def test_settings_that_cannot_be_read_do_not_end_the_engine(
+    vllm: Any, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "rules":
+        (tmp_path / "r.toml").write_text('version = 1\n[[rules]]\nname = "mine"\nprefers = ["FLASH_ATTN"]\n')
+        monkeypatch.setenv("ATTN_SELECT_RULES", str(tmp_path / "r.toml"))
+    else:
+        monkeypatch.setenv("ATTN_SELECT_WORKLOAD", "chatt")
+    clear_cache()
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    (line,) = engine.log.lines
+    assert ("r.toml:" if broken == "rules" else "chatt") in line
+    assert "ATTN_SELECT_STRICT=1" in line
+    monkeypatch.setenv("ATTN_SELECT_STRICT", "1")
+    with pytest.raises(AttnSelectError):
+        engine.platform.get_attn_backend_cls(None, ASKED)
+
+
+def test_the_working_directorys_rules_are_not_an_engines(
+    vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = tmp_path / "selector_rules.toml"
+    rules.write_text('version = 1\n[[rules]]\nname = "no-sdpa"\ndeny = ["TORCH_SDPA"]\n')
+    monkeypatch.chdir(tmp_path)
+    clear_cache()
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+    monkeypatch.setenv("ATTN_SELECT_RULES", str(rules))
+    clear_cache()
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+
+
+def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = tmp_path / "no_sdpa.toml"
     rules.write_text('version = 1\n[[rules]]\nname = "no-sdpa"\ndeny = ["TORCH_SDPA"]\nwhen = { gpu = "cpu" }\n')
     monkeypatch.setenv("ATTN_SELECT_RULES", str(rules))
@@ -247,9 +346,7 @@ def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     block = engine.log.lines[0]
     assert "chose for full_attention: nothing that vLLM accepts; vLLM chooses by itself" in block
-    assert "FLEX_ATTENTION is not taken: this release of vLLM does not have it" in block
     assert "no_sdpa.toml:2" in block
-    clear_cache()
 
 
 class Speculation:

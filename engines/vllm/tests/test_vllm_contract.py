@@ -116,3 +116,9 @@ def test_every_backend_answers_vllm() -> None:
         assert not backend.supports_kv_connector()
         assert backend.get_builder_cls().__init__ is not object.__init__
         assert backend.get_impl_cls().backend == name
+
+
+def test_the_cache_of_choices_can_be_left_out() -> None:
+    from vllm.v1.attention import selector
+
+    assert "attn_selector_config" in inspect.signature(selector._cached_get_attn_backend.__wrapped__).parameters

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 HERE = Path(__file__).parent
 OWN = "ATTN_SELECT_TORCH_SDPA"
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 CHOSEN = "chose for {}: TORCH_SDPA (attn-select's kernel, as ATTN_SELECT_TORCH_SDPA)"
 
 
@@ -66,6 +67,7 @@ def in_one_process(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
         "llama": (models["llama"], {"enforce_eager": False}),
         "gemma3 by vLLM": (models["gemma3"], by_name),
         "gemma3": (models["gemma3"], {}),
+        "llama with drafts": (models["llama"], {"speculative_config": DRAFTS}),
     }
     runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
     return dict(zip(engines, runs, strict=True)), log
@@ -78,6 +80,14 @@ def test_tokens_are_vllms_own(in_one_process: tuple[dict[str, Run], str], kind: 
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert found.tokens == wanted.tokens
     assert all(len(set(row)) > 10 for row in wanted.tokens)  # few different tokens would prove nothing
+
+
+def test_an_engine_that_speculates_gets_no_kernel_of_ours(in_one_process: tuple[dict[str, Run], str]) -> None:
+    """Neither by vLLM's cache of the choices of engines before it in the process."""
+    runs, log = in_one_process
+    assert runs["llama with drafts"].backends == [{"CPU_ATTN"}]
+    assert runs["llama with drafts"].tokens == runs["llama by vLLM"].tokens
+    assert "the adapter serves no speculative decoding" in log
 
 
 def test_every_kind_of_layers_is_logged_once(in_one_process: tuple[dict[str, Run], str]) -> None:

@@ -88,13 +88,13 @@ def use(vllm: Any, gpu: str | None, monkeypatch: pytest.MonkeyPatch, text: dict[
     if gpu is not None:
         from attn_select_vllm.kernels import binding
 
-        engine.platform.cpu = False
+        engine.platform.device_name = "cuda"
         monkeypatch.setattr(binding, "select", functools.partial(_select_for, binding.select, gpu))
     return config
 
 
-def _select_for(select: Any, gpu: str, config: Any, device: Any, **options: Any) -> Any:
-    return select(config, gpu, **options)
+def _select_for(select: Any, gpu: str, config: Any, device: Any, rules: Any, **options: Any) -> Any:
+    return select(config, gpu, rules, **options)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

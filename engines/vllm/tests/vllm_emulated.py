@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,14 +208,18 @@ def register_backend_of(enum: Any) -> Any:
 class Platform:
     """``CpuPlatform``: one backend, whatever is asked for."""
 
-    cpu = True
+    device_name = "cpu"
+    capability: tuple[int, int] | None = None
 
     def is_cpu(self) -> bool:
-        return self.cpu
+        return self.device_name == "cpu"
+
+    def is_cuda(self) -> bool:
+        return self.device_name == "cuda"
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> Any:
-        return None
+        return cls.capability
 
     @classmethod
     def get_attn_backend_cls(
@@ -288,6 +293,10 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
     registers = int(version.split(".")[1]) > 26
     backends = registry(("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"), registers)
     log, platform = Log(), OwnPlatform()
+
+    def platform_choice(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        return OwnPlatform.get_attn_backend_cls(backend, attn_selector_config, num_heads)
+
     backend = {
         name: globals()[name]
         for name in (
@@ -308,6 +317,7 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
         "vllm.config": {"VllmConfig": object, "get_current_vllm_config": lambda: config},
         "vllm.platforms": {"current_platform": platform},
         "vllm.v1.attention.backend": backend,
+        "vllm.v1.attention": {"selector": SimpleNamespace(_cached_get_attn_backend=functools.cache(platform_choice))},
         "vllm.v1.attention.backends.registry": {
             "AttentionBackendEnum": backends,
             "register_backend": register_backend_of(backends),

@@ -21,6 +21,7 @@ from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLeve
 from attn_select.runtime import AttentionMetadataBuilder, BackendContext, Scales
 from attn_select.runtime import CommonAttentionMetadata as Common
 from attn_select.selection import NoBackendError, Selection
+from attn_select.selector import rules_in_an_engine
 
 
 def selected(backend: str, config: AttentionConfig, phases: Sequence[Phase]) -> Selection:
@@ -30,7 +31,8 @@ def selected(backend: str, config: AttentionConfig, phases: Sequence[Phase]) -> 
         NoBackendError: it cannot run these layers; the reasons are in the message.
     """
     wanted = [f"{phase}={backend}" for phase in phases]
-    selection = select(config, "cpu" if current_platform.is_cpu() else None, backend=wanted)
+    device = "cpu" if current_platform.is_cpu() else None
+    selection = select(config, device, rules_in_an_engine(), backend=wanted)
     if missing := [phase for phase in phases if selection.backends[phase] is None]:
         raise NoBackendError(f"{backend} cannot run {' and '.join(missing)}\n{selection.explain()}", selection)
     return selection

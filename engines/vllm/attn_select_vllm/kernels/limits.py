@@ -12,11 +12,12 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         asked: vLLM's ``AttentionSelectorConfig``.
         vllm_config: vLLM's ``VllmConfig``.
     """
-    parallel = vllm_config.parallel_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     found = {
         "the adapter serves decoder layers alone": asked.attn_type != "decoder",
         "the adapter passes no image ranges": asked.use_mm_prefix,
-        "the adapter passes no non-causal batches": asked.use_non_causal,
+        # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
+        "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
         "the adapter serves no KV connector": asked.use_kv_connector,
         "the adapter serves no context parallelism": asked.use_pcp or parallel.decode_context_parallel_size > 1,

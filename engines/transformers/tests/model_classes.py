@@ -85,10 +85,9 @@ VARIANTS = (
 
 def tiny_configs(model_class: Any) -> Iterator[Any]:
     """Yield configs of the class with small sizes, its parts included; the class may accept some of them alone."""
-    default = model_class.config_class()
     for kept in VARIANTS:
         try:
-            yield model_class.config_class(**_small(default, kept))
+            yield model_class.config_class(**_small(model_class.config_class(), kept))
         except Exception:  # noqa: BLE001, PERF203: transformers checks configs in ways of its own
             continue
 
@@ -98,7 +97,12 @@ def _small(config: Any, kept: frozenset[str]) -> dict[str, Any]:
     latent = _held(config, "kv_lora_rank") is not None
     for name, value in SMALL.items():
         held = _held(config, name)
-        if name in kept or name in values or name in getattr(config, "attribute_map", {}) or not _has_field(config, name):
+        if (
+            name in kept
+            or name in values
+            or name in getattr(config, "attribute_map", {})
+            or not _has_field(config, name)
+        ):
             continue
         if isinstance(held, bool) or (held is not None and not isinstance(held, int | float)):
             continue
