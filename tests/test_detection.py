@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attn_select import AttentionConfig, clear_cache, select
 from attn_select.detection import Detection, detect, detect_device, load_nvml
 from attn_select.device import known_gpus, lookup
 
@@ -485,3 +487,62 @@ print(json.dumps(seen))
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [False, False, 3]
+
+
+@pytest.fixture
+def without_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Detection]:
+    """A machine where NVML does not load; the function detects with a torch imported that is as given."""
+
+    def missing() -> Any:
+        raise OSError("no NVML")
+
+    monkeypatch.setattr("attn_select.detection.load_nvml", missing)
+    clear_cache()
+
+    def found(torch: Any) -> Detection:
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        return detect_device()
+
+    return found
+
+
+def fake_torch(cuda: str | None, hip: str | None = None, initialised: bool = False) -> Any:
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=85_000_000_000
+    )
+    return SimpleNamespace(
+        version=SimpleNamespace(cuda=cuda, hip=hip),
+        cuda=SimpleNamespace(
+            is_initialized=lambda: initialised,
+            current_device=lambda: 0,
+            get_device_properties=lambda index: properties,
+        ),
+    )
+
+
+def test_without_nvml_torch_is_asked_once_it_has_started_cuda(without_nvml: Callable[[Any], Detection]) -> None:
+    """A container with CUDA and without NVML: nothing starts CUDA here, before an engine forks."""
+    assert without_nvml(fake_torch("12.8")).device.is_cpu
+    found = without_nvml(fake_torch("12.8", initialised=True))
+    assert (found.device.name, found.device.sm_count, found.device.local) == ("h100", 132, True)
+    assert found.note is None
+    assert found.device.bandwidth_gbps == lookup("h100").bandwidth_gbps
+    config = AttentionConfig(num_heads=8, head_size=128)
+    assert select(config).device.name == "h100"
+    assert without_nvml(fake_torch("12.8")).device.is_cpu
+
+
+@pytest.mark.parametrize(
+    ("torch", "note"),
+    [
+        (fake_torch(None, hip="6.4"), "torch is built for ROCm"),
+        (fake_torch(None), "no NVIDIA driver found"),
+        (None, "no NVIDIA driver found"),
+        (SimpleNamespace(), "no NVIDIA driver found"),
+    ],
+    ids=["ROCm", "CPU build", "not importable", "half imported"],
+)
+def test_without_nvml_the_note_says_why(without_nvml: Callable[[Any], Detection], torch: Any, note: str) -> None:
+    found = without_nvml(torch)
+    assert found.device.is_cpu
+    assert str(found.note).startswith(note)

@@ -19,7 +19,8 @@ Examples:
   attn-select explain --model llama-3-8b --gpu h100 --workload '64q1s4k*0.8,q2k*0.2'
   attn-select explain --model gpt-oss-120b --gpu rtx5090 --rules my_rules.toml --json
 
-Exit code: 0 every layer has a backend in every phase, 1 one has none, 2 wrong input, 3 a bug.
+Exit code: 0 every layer has a backend in every phase, 1 one has none or the model type is not known, 2 wrong input,
+3 a bug.
 """
 
 

@@ -12,8 +12,8 @@ from attn_select.decide import Decider
 from attn_select.detection import detect_device
 from attn_select.device import Device, lookup
 from attn_select.environment import Environment, canonical_distribution, parse_pins
-from attn_select.errors import ConfigError, ModelError, UnknownNameError
-from attn_select.models import layer_kinds, load
+from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
+from attn_select.models import LayerKinds, ModelSource, layer_kinds, load
 from attn_select.registry import Registry
 from attn_select.render import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, warning_lines
 from attn_select.rules.layers import RuleSet
@@ -170,7 +170,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
         device = lookup(gpu)
     environment = environment_for(device, parse_pins(options["pins"]))
     source = load(options["model"]) if options["model"] is not None else None
-    kinds = layer_kinds(source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides)
+    kinds = known_layers(source, options, device, overrides)
     used_rules = rules or tuple(options["rules"]) or None
     decider = decider_for(device, used_rules, environment)
     warnings += unknown_pins(environment.pins, decider)
@@ -188,6 +188,26 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
     return Explanation(described, layers, [*warnings, *kinds.warnings], decider)
+
+
+def known_layers(
+    source: ModelSource | None, options: Mapping[str, Any], device: Device, overrides: Mapping[str, Any]
+) -> LayerKinds:
+    """Return a model's layers, or those that the overrides describe.
+
+    Raises:
+        UnknownModelTypeError: no table knows the model type, and ``--assume-attention`` is not given.
+        AttnSelectError: any documented error of input.
+    """
+    kinds = layer_kinds(source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides)
+    if source is not None and not kinds.type_known and not options.get("assume_attention"):
+        named = f"model type {shorten(source.model_type)!r} is not known" if source.model_type else "no model_type"
+        raise UnknownModelTypeError(
+            f"{shorten(source.name, 200)}: {named}. The usual fields alone do not say which of its layers attend, and "
+            "with which windows or latents",
+            hint="--assume-attention reads it as a Llama-like decoder by the usual field names",
+        )
+    return kinds
 
 
 def unknown_pins(pins: Mapping[str, str], decider: Decider) -> list[str]:

@@ -75,6 +75,11 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
         "--tensor-parallel", "-tp", type=int, default=1, show_default=True, help="Ranks that share the heads."
     ),
     click.option(
+        "--assume-attention",
+        is_flag=True,
+        help="Read a model type that is not known as a Llama-like decoder; else it is an error (exit code 1).",
+    ),
+    click.option(
         "--cuda-graph",
         type=complete.choices(*CUDA_GRAPH_LEVELS),
         metavar="LEVEL",

@@ -123,9 +123,11 @@ def run(arguments: list[str]) -> int:
             hint = f"a model is given by --model; {hint}"
         return _fail(as_json, "usage", message, hint, 2)
     except AttnSelectError as error:
+        from attn_select.errors import UnknownModelTypeError
         from attn_select.selection import NoBackendError
 
-        return _fail(as_json, error.code, error.message, error.hint, 1 if isinstance(error, NoBackendError) else 2)
+        code = 1 if isinstance(error, NoBackendError | UnknownModelTypeError) else 2
+        return _fail(as_json, error.code, error.message, error.hint, code)
     except BrokenPipeError:
         # The reader (head, less) went away. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

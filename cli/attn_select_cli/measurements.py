@@ -358,15 +358,16 @@ def _percent(share: float | None) -> str:
 
 
 def _layers(options: dict[str, Any], device: Device) -> set[TimedLayer]:
-    from attn_select.models import layer_kinds, load
+    from attn_select.models import load
     from attn_select.times.layer import timed_layer
+    from attn_select_cli.explanation import known_layers
     from attn_select_cli.layer_options import overrides_from
 
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:
         raise click.UsageError("which layers? Give --model, or --num-heads with --head-size, or --all")
     source = load(options["model"]) if options["model"] is not None else None
-    kinds = layer_kinds(source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides)
+    kinds = known_layers(source, options, device, overrides)
     return {timed_layer(kind.config) for kind in kinds.kinds}
 
 

@@ -392,7 +392,9 @@ class TunedLayer:
         tables: the rules; those of an earlier tuning where nothing speaks against them.
         replaced: the rules of an earlier tuning.
         regrets: over the held-out batches, the time of the first backend of the regions over the best one's.
+        any_batch: the same for the order of the first region alone, which counts where no workload is named.
         before: the same for the order of the rules that are in force without a workload.
+        kept: why any batch outside the other regions keeps the order in force, so that it gets no rule; or None.
         refused: why there are no rules, or None.
     """
 
@@ -401,7 +403,9 @@ class TunedLayer:
     tables: list[Mapping[str, Any]]
     replaced: list[Mapping[str, Any]]
     regrets: list[float]
+    any_batch: list[float]
     before: list[float]
+    kept: str | None
     refused: str | None
 
     @property
@@ -423,7 +427,7 @@ def outcomes(tuner: Tuner, rules: Sequence[Mapping[str, Any]]) -> Iterator[Tuned
                 one = _outcome_of(layer, rules, tuner.bench.device)
             except KeyboardInterrupt:
                 stopped = tuner.interrupted = True
-        yield one or TunedLayer(layer, [], [], [], [], [], "interrupted before they were made")
+        yield one or TunedLayer(layer, [], [], [], [], [], [], None, "interrupted before they were made")
 
 
 def _outcome_of(layer: LayerTuning, rules: Sequence[Mapping[str, Any]], device: Device) -> TunedLayer:
@@ -432,9 +436,17 @@ def _outcome_of(layer: LayerTuning, rules: Sequence[Mapping[str, Any]], device: 
     present = regions_of(replaced, tuning.config, device, layer.libraries)
     held = [(b, tuning.samples[b]) for b in tuning.held_out if not tuning.missing(b) and tuning.samples[b]]
     before = [_regret(tuning.backends, times) for _, times in held]
+    if present and present[0].bounds:
+        present = [Region([*tuning.backends]), *present]
     regions: list[Region] = []
+    any_batch: list[float] = []
+    kept = None
     if len(tuning.backends) > 1 and layer.enough:
         regions = find_regions(tuning, layer.weighted or None, present)
+        any_batch = [_regret(regions[0].order, times) for _, times in held] if regions else []
+        kept = _why_kept(any_batch, before) if regions and regions[0].order != tuning.backends else None
+        if kept is not None:
+            regions = find_regions(tuning, layer.weighted or None, present, tuning.backends)
     regrets = [_regret(order_in(regions, batch), times) for batch, times in held] if regions else []
     refused = None
     if len(tuning.backends) < 2:
@@ -443,13 +455,34 @@ def _outcome_of(layer: LayerTuning, rules: Sequence[Mapping[str, Any]], device: 
         refused = "too few batches were measured; give more --seconds"
     elif regrets and (mean := geometric_mean(regrets)) > _WORSE * (mean_before := geometric_mean(before)):
         refused = f"the present order does better on held-out batches, {mean_before:.3f} against {mean:.3f}"
+    elif kept and len(regions) == 1:
+        refused = kept
     if refused:
         tables: list[Mapping[str, Any]] = []
     elif regions == present:
         tables = replaced
     else:
-        tables = [*rule_tables(tuning.config, device, tuning.phase, regions, layer.libraries, layer.measured)]
-    return TunedLayer(layer, regions, tables, replaced, regrets, before, refused)
+        made = (tuning.config, device, tuning.phase, regions, layer.libraries, layer.measured)
+        tables = [*rule_tables(*made, any_batch=kept is None)]
+    return TunedLayer(layer, regions, tables, replaced, regrets, any_batch, before, kept, refused)
+
+
+def _why_kept(regrets: Sequence[float], before: Sequence[float]) -> str | None:
+    """Return why an order for any batch is not to replace the one in force; None where it loses to it in nothing.
+
+    Args:
+        regrets: of the new order on the held-out batches.
+        before: of the order in force on the same ones.
+    """
+    if not regrets:
+        return "no held-out batch was measured, and nothing else judges an order for any batch"
+    mean, mean_before = geometric_mean(regrets), geometric_mean(before)
+    if mean <= mean_before and max(regrets) <= max(before):
+        return None
+    return (
+        f"for any batch the present order stays: held-out regret {mean_before:.3f} (worst {max(before):.2f}), that of "
+        f"the order by mean times {mean:.3f} (worst {max(regrets):.2f})"
+    )
 
 
 def _regret(order: Sequence[str], times: Mapping[str, float]) -> float:
@@ -483,11 +516,15 @@ def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
                 ", ".join(region.order),
                 table["because"].partition(": ")[2] or "-",
             ]
-            for region, table in zip(one.regions, one.tables, strict=True)
+            for region, table in zip(one.regions[-len(one.tables) :], one.tables, strict=True)
         ]
         lines.append(Table(["  batches", "order", "measured"], rows))
+        if one.kept is not None:
+            lines.append([("  ", ""), HANG, (one.kept, "")])
         if held:
-            lines.append(_regret_line("these rules", one.regrets))
+            lines.append(_regret_line("with a workload", one.regrets))
+            if one.kept is None:
+                lines.append(_regret_line("without one", one.any_batch))
             lines.append(_regret_line("present order", one.before))
         lines.append([])
     return [*lines, [("Times kept in ", "dim"), HANG, (str(tuner.file), "")], []]
@@ -495,7 +532,7 @@ def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
 
 def _regret_line(name: str, regrets: Sequence[float]) -> Line:
     mean, most = geometric_mean(regrets), max(regrets)
-    return [(f"  held-out regret, {name:<13}  ", ""), (f"{mean:.3f} (worst {most:.2f})", "title")]
+    return [(f"  held-out regret, {name:<15}  ", ""), (f"{mean:.3f} (worst {most:.2f})", "title")]
 
 
 def outcome_dicts(outcome: Sequence[TunedLayer]) -> list[dict[str, Any]]:
@@ -512,8 +549,14 @@ def outcome_dicts(outcome: Sequence[TunedLayer]) -> list[dict[str, Any]]:
             "finished": one.layer.done,
             "wrong": one.layer.wrong,
             "refused": one.refused,
+            "any_batch_kept": one.kept,
             "rules": one.tables,
-            "held_out": {"batches": len(one.before), "regret": one.regrets, "regret_before": one.before},
+            "held_out": {
+                "batches": len(one.before),
+                "regret": one.regrets,
+                "regret_any_batch": one.any_batch,
+                "regret_before": one.before,
+            },
         }
         for one in outcome
     ]

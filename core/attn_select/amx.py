@@ -121,8 +121,10 @@ def _kept_answer() -> Path | None:
 def _read(path: Path | None) -> AmxState:
     with contextlib.suppress(OSError, UnicodeError):
         text = None if path is None else path.read_text("ascii")
-        if text == "works" or text == "traps":
-            return text
+        if text == "works":
+            return "works"
+        if text == "traps":
+            return "traps"
     return "unknown"
 
 
@@ -151,7 +153,7 @@ def _may_fork() -> bool:
     """
     import torch
 
-    if torch.cuda.is_initialized() or threading.active_count() > 1:
+    if torch.cuda.is_initialized() or threading.active_count() > 1:  # type: ignore[no-untyped-call]
         return False
     pool = torch.get_num_threads() - 1 if "numpy" in sys.modules else 0
     try:

@@ -1,8 +1,9 @@
 """The GPU of this machine, found through NVML, the library behind ``nvidia-smi``.
 
-Neither torch nor CUDA is initialised: an engine may select a backend first and fork its workers afterwards. (NVML of
-driver 580 maps libcuda and leaves one helper thread behind; CUDA works in a child forked after that.) NVML ignores
-``CUDA_VISIBLE_DEVICES``, so this module reads it as CUDA does.
+Where NVML does not answer, torch is asked if this process has imported it already: a container may have CUDA and no
+NVML. Neither torch nor CUDA is initialised here: an engine may select a backend first and fork its workers afterwards.
+(NVML of driver 580 maps libcuda and leaves one helper thread behind; CUDA works in a child forked after that.) NVML
+ignores ``CUDA_VISIBLE_DEVICES``, so this module reads it as CUDA does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,10 +62,44 @@ class Gpu:
         self.handle, self.name, self.uuid, self.parent = handle, name, uuid, parent
 
 
-@functools.cache
 def detect_device() -> Detection:
-    """Return the device of this machine. Cached; never raises, and leaves neither NVML nor CUDA initialised."""
+    """Return the device of this machine. Never raises, and leaves neither NVML nor CUDA initialised.
+
+    What NVML says is cached. Without NVML the answer changes when this process initialises CUDA through torch.
+    """
+    found = by_nvml()
+    return found if not found.device.is_cpu or found.driver_version else _by_torch(found, sys.modules.get("torch"))
+
+
+@functools.cache
+def by_nvml() -> Detection:
+    """Return what NVML says of this machine's device; cached."""
     return detect(load_nvml, os.environ)
+
+
+def _by_torch(found: Detection, torch: Any) -> Detection:
+    """Return what an imported torch says where NVML says nothing, ``torch`` being None where it is not imported."""
+    version = getattr(torch, "version", None)  # a torch that is still being imported has none
+    if getattr(version, "hip", None):
+        note = "torch is built for ROCm, of whose GPUs attn-select knows nothing: the device is the CPU"
+        return replace(found, note=note)
+    if not getattr(version, "cuda", None) or not torch.cuda.is_initialized():
+        return found
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    capability = (properties.major, properties.minor)
+    row = find_gpu(properties.name)
+    device = Device(
+        row.name if row else re.sub(r"[^a-z0-9]+", "-", properties.name.casefold()).strip("-"),
+        capability,
+        properties.name,
+        properties.multi_processor_count,
+        round(properties.total_memory / 2**30, 1),
+        row.bandwidth_gbps if row else None,
+        row.bf16_tflops if row else None,
+        row.fp8_tflops if row else None,
+        source="torch.cuda, as NVML does not answer",
+    )
+    return Detection(local_device(device), cuda_driver_version=version.cuda)
 
 
 def detect(load: Callable[[], Any], variables: Mapping[str, str]) -> Detection:

@@ -86,6 +86,12 @@ class ModelError(AttnSelectError, ValueError):
     code = "invalid-model"
 
 
+class UnknownModelTypeError(ModelError):
+    """A model type that no table knows: its layers can only be assumed."""
+
+    code = "unknown-model-type"
+
+
 class RulesError(AttnSelectError, ValueError):
     """A rules file that cannot be read or breaks the rules format.
 

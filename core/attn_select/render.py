@@ -124,17 +124,19 @@ def config_text(config: AttentionConfig) -> str:
 
 
 def layer_lines(
-    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True
+    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True, remedies: bool = True
 ) -> list[Line]:
     """Render one layer kind: the plan, every candidate, the rules, the nearest remedies.
 
     Args:
+        remedies: whether backends without their plugin have a line each, with what to install. An engine's log has
+            one line for all of them.
         runs: whether attn-select runs the kernels. An engine's own have other providers, buffers and caches than the
             plan, of which only the path is shown then.
     """
     lines = plan_lines(selection, kind, count, runs=runs)
     lines += _time_lines(selection)
-    lines += _candidate_lines(selection)
+    lines += _candidate_lines(selection, remedies)
     lines += _rule_lines(selection)
     lines += _remedy_lines(selection)
     lines += _unranked_lines(selection)
@@ -339,13 +341,13 @@ def _merged_plans(selection: Outcome) -> list[tuple[str, str | None, BackendPlan
     return rows
 
 
-def _candidate_lines(selection: Outcome) -> list[Line]:
+def _candidate_lines(selection: Outcome, remedies: bool) -> list[Line]:
     lines: list[Line] = []
     phases = list(selection.backends)
     same = len(phases) == 2 and all(_same(c.phases["prefill"], c.phases["decode"]) for c in selection.candidates)
     for title, phase in [("prefill and decode", phases[0])] if same else [(p, p) for p in phases]:
         lines += [[], [(f"  Candidates for {title}", "title")]]
-        folded = _folded(selection, phase)
+        folded = _folded(selection, phase, remedies)
         for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
             if not any(candidate.backend in names for names in folded.values()):
                 lines += _verdict_lines(candidate, phase, selection.device)
@@ -354,11 +356,17 @@ def _candidate_lines(selection: Outcome) -> list[Line]:
     return lines
 
 
-def _folded(selection: Outcome, phase: Phase) -> dict[str, list[str]]:
-    """Return the backends that can never serve this layer, by why; only where two or more share it."""
+def _folded(selection: Outcome, phase: Phase, remedies: bool) -> dict[str, list[str]]:
+    """Return the backends that can never serve this layer, by why; only where two or more share it.
+
+    Without ``remedies`` those whose plugin is not installed are among them.
+    """
     found: dict[str, list[str]] = {}
     for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
-        why = _standing(candidate.phases[phase], selection.device)
+        verdict = candidate.phases[phase]
+        why = _standing(verdict, selection.device)
+        if not remedies and any(reason.code == "plugin-not-installed" for reason in verdict.reasons):
+            why = "have no plugin installed"
         if why is not None and selection.explicit.get(phase) != candidate.backend:
             found.setdefault(why, []).append(candidate.backend)
     return {why: names for why, names in found.items() if len(names) > 1}

@@ -146,13 +146,12 @@ def decider_for(device: Device | str | None, rules: RulesArgument, environment: 
     else:
         given = () if rules is None else (rules,) if isinstance(rules, (str, os.PathLike)) else rules
         rules_key = paths = tuple(os.fspath(path) for path in given)
+    if device is None or device == "auto":  # what is found may change: torch knows GPUs once it has started CUDA
+        device = detection.detect_device().device
     key = (device, rules_key, environment)
     decider = _deciders.get(key)
     if decider is None:
-        if device is None or device == "auto":
-            found: Device = detection.detect_device().device
-        else:
-            found = lookup(device) if isinstance(device, str) else device
+        found: Device = lookup(device) if isinstance(device, str) else device
         used_environment = environment if environment is not None else environment_for(found)
         used_rules = rules if isinstance(rules, RuleSet) else _rules(paths)
         if len(_deciders) >= _MOST_DECIDERS:
@@ -240,7 +239,7 @@ def clear_cache() -> None:
     _selections.clear()
     _deciders.clear()
     registry.load_plugins.cache_clear()
-    detection.detect_device.cache_clear()
+    detection.by_nvml.cache_clear()
     _environment.cache_clear()
     _rules.cache_clear()
     _read_workload.cache_clear()

@@ -281,3 +281,18 @@ def test_ranks_and_what_they_cost(run: Any) -> None:
     jsonschema.validate(found, SCHEMA)
     ranks = found["layers"][0]["plan"]["ranks"]
     assert (ranks["size"], [step["batch"] for step in ranks["steps"]]) == (2, ["q1s128k"])
+
+
+def test_a_model_type_that_is_not_known_is_not_assumed(run: Any, tmp_path: Path) -> None:
+    """Its plan would be that of another model; who says so gets one, with a warning."""
+    config = {"model_type": "brandnew", "num_attention_heads": 8, "hidden_size": 1024, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ("explain", "--model", str(tmp_path), "--gpu", "h100")
+    refused = run(*asked)
+    assert (refused.code, refused.out) == (1, "")
+    assert "model type 'brandnew' is not known" in refused.err
+    assert "--assume-attention" in refused.err
+    assert run(*asked, "--json").json["error"]["code"] == "unknown-model-type"
+    assumed = run(*asked, "--assume-attention")
+    assert assumed.code == 0
+    assert "model type 'brandnew' is not known: read as a Llama-like decoder" in assumed.out

@@ -122,7 +122,13 @@ def test_rules_that_were_edited_are_not_taken_for_regions(change: dict[str, Any]
     first, second = tables()
     when = {**second["when"], **change.get("when", {})}
     assert regions_of([first, {**second, **change, "when": when}], CONFIG, H100, LIBRARIES) == []
-    assert regions_of(tables()[1:], CONFIG, H100, LIBRARIES) == []
+
+
+def test_rules_without_one_for_any_batch_are_regions_too() -> None:
+    """Any other batch keeps the order of other rules then."""
+    kept = rule_tables(CONFIG, H100, "decode", REGIONS, LIBRARIES, WHEN, any_batch=False)
+    assert kept == tables()[1:]
+    assert [region.order for region in regions_of(kept, CONFIG, H100, LIBRARIES)] == [REGIONS[1].order]
 
 
 def test_names_tell_layers_apart() -> None:

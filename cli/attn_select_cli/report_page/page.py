@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from attn_select import __version__
 from attn_select.config import AttentionConfig
+from attn_select.distributions import known_backends
 from attn_select.render import NAN_TAIL_WARNING, config_text, us_text
 from attn_select_cli.charts import COLOURS
 from attn_select_cli.report_page.measured import ChartGroup, RegretGroup
@@ -23,6 +24,31 @@ from attn_select_cli.report_page.measured import ChartGroup, RegretGroup
 MARK = "attn-select report"
 """In the first lines of every report, so that a file can be told to be one."""
 _CUT = "\x00"
+MARKS = "●▲■◆▼✚★✖"
+"""Of families of backends, so that colour is not all that tells them apart; as many as there are colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Backends that one distribution brings.
+
+    Attributes:
+        name: the distribution's, without ``attn-select-``.
+        index: of its colour.
+        mark: before the names of its backends.
+    """
+
+    name: str
+    index: int
+    mark: str
+
+
+def families(backends: Sequence[str]) -> dict[str, Family]:
+    """Return the family of each backend, coloured in the order of the packaged rules; others are one family."""
+    brought = known_backends()
+    names = [*dict.fromkeys(brought.values()), "other"]
+    of = {name: Family(name.removeprefix("attn-select-"), i, MARKS[i % len(MARKS)]) for i, name in enumerate(names)}
+    return {backend: of[brought.get(backend, "other")] for backend in backends if backend != "none"}
 
 
 @dataclass(slots=True)
@@ -69,6 +95,8 @@ class Page:
         """Return the page as text."""
         templates = _templates()
         page = templates.get_template("page.html.j2")
+        backends = sorted({name for cell in self.cells for name in cell.names})
+        family_of = families(backends)
         return page.render(
             mark=MARK,
             version=__version__,
@@ -79,7 +107,9 @@ class Page:
             css=Markup(_text("report.css")),
             script=Markup(_text("report.js")),
             gpus=list(dict.fromkeys(cell.gpu for cell in self.cells)),
-            backends=sorted({name for cell in self.cells for name in cell.names}),
+            backends=backends,
+            family_of=family_of,
+            legend=sorted(set(family_of.values()), key=lambda family: family.index),
             matrix=self._rows(),
             timed=[_with_markup(group) for group in self.timed],
             regret=[_with_markup(group) for group in self.regret],

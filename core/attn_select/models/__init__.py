@@ -63,10 +63,17 @@ class LayerKind:
 
 @dataclass(slots=True)
 class LayerKinds:
-    """The distinct layers of a model in order of appearance, and what a user should know about the reading."""
+    """The distinct layers of a model in order of appearance, and what a user should know about the reading.
+
+    Attributes:
+        kinds: the layers.
+        warnings: what should be known of them.
+        type_known: whether the tables know the model type; else it was read as a Llama-like decoder.
+    """
 
     kinds: tuple[LayerKind, ...]
     warnings: tuple[str, ...]
+    type_known: bool = True
 
     @property
     def configs(self) -> list[AttentionConfig]:
@@ -209,12 +216,14 @@ def layer_kinds(
     given = {field: value for field, value in (overrides or {}).items() if value is not None}
     where: str | None = None
     notes: list[str] = []
+    type_known = True
     if source is None:
         reading = Reading([(Layer(), 1)], [])
         compute = given.get("dtype", dtype.preferred(device))
     else:
         where = shorten(source.name, 200)
         fields, reading = _read(source.raw, where)
+        type_known = fields.family.known
         pooling = all(layer.attn_type == "encoder_only" for layer, _ in reading.layers)
         compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
     rows, more = build(
@@ -222,7 +231,7 @@ def layer_kinds(
     )
     if "mm_prefix" not in given and any(config.mm_prefix for _, _, config in rows):
         notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
-    return LayerKinds(tuple(LayerKind(*row) for row in rows), (*reading.notes, *notes, *more))
+    return LayerKinds(tuple(LayerKind(*row) for row in rows), (*reading.notes, *notes, *more), type_known)
 
 
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:

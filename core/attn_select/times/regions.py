@@ -80,7 +80,10 @@ def order_in(regions: Sequence[Region], batch: BatchShape) -> list[str]:
 
 
 def find_regions(
-    tuning: Tuning, weighted: Mapping[BatchShape, float] | None = None, present: Sequence[Region] = ()
+    tuning: Tuning,
+    weighted: Mapping[BatchShape, float] | None = None,
+    present: Sequence[Region] = (),
+    order: Sequence[str] = (),
 ) -> list[Region]:
     """Return the regions that a tuning's times ask for, first the one without bounds; none where nothing was measured.
 
@@ -91,10 +94,13 @@ def find_regions(
     Args:
         tuning: what was measured.
         weighted: batches with their shares that the first region's order is for, in place of the whole domain.
+        order: of the first region, in place of that of the mean times.
         present: regions that are in force; where they lose hardly more than the new ones, they are returned instead, so
             that noise alone changes no rule.
     """
-    regions, _ = _regions(tuning, weighted, _PER_OCTAVE)
+    regions, _ = _regions(tuning, weighted, _PER_OCTAVE, order)
+    if present and order and present[0].order != [*order]:
+        present = ()
     if regions and present and {name for each in present for name in each.order} == set(tuning.backends):
         batches = [weighted] if weighted else []
         batches.append(dict.fromkeys(tuning.cells(_PER_OCTAVE), 1.0))
@@ -144,7 +150,7 @@ def next_batch(tuning: Tuning) -> BatchShape | None:
 
 
 def _regions(
-    tuning: Tuning, weighted: Mapping[BatchShape, float] | None, per_octave: int
+    tuning: Tuning, weighted: Mapping[BatchShape, float] | None, per_octave: int, first: Sequence[str] = ()
 ) -> tuple[list[Region], list[BatchShape]]:
     """Return the regions, and for each box that no measured batch shows the batch in which it should win most."""
     batches = tuning.cells(per_octave)
@@ -158,11 +164,11 @@ def _regions(
             share * min(each.values()) if each else 0.0 for each, share in zip(times, weighted.values(), strict=True)
         ]
         order = _by_mean(tuning.backends, times, shares) or order
-    regions = [Region(order)]
+    regions = [Region([*first] or order)]
     wanted: list[BatchShape] = []
     _show(regions[0], tuning, [])
     for cell in cells:
-        cell.now = cell.times.get(order[0], math.inf)
+        cell.now = cell.times.get(regions[0].order[0], math.inf)
     while len(regions) + len(wanted) <= MOST_REGIONS:
         box = max((_best_box(cells, name) for name in tuning.backends), key=lambda box: box.gain)
         if box.gain < _LEAST_GAIN * len(cells):

@@ -47,10 +47,12 @@ def rule_tables(
     regions: Sequence[Region],
     libraries: Mapping[str, Mapping[str, str]],
     measured: str,
+    any_batch: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the rules of a layer's regions in one phase, as tables of a rules file, in order.
 
     Args:
+        any_batch: whether the first region, which has no bounds, gets a rule.
         config: the layer.
         device: what was measured on.
         phase: the phase.
@@ -60,6 +62,8 @@ def rule_tables(
     """
     tables = []
     for number, region in enumerate(regions, 1):
+        if number == 1 and not any_batch:
+            continue
         tables.append(
             {
                 "name": f"{rule_prefix(config, device)}-{phase}{'' if number == 1 else f'-{number}'}",
@@ -87,7 +91,10 @@ def regions_of(
     device: Device,
     libraries: Mapping[str, Mapping[str, str]],
 ) -> list[Region]:
-    """Return the regions that tuned rules speak of; none where one is for other libraries or was written by hand."""
+    """Return the regions that tuned rules speak of; none where one is for other libraries or was written by hand.
+
+    The first one has bounds where any other batch keeps the order of other rules.
+    """
     regions = []
     for rule in rules:
         when = rule.get("when", {})
@@ -98,7 +105,7 @@ def regions_of(
         if None in bounds.values() or not region.order or when != _when(config, device, region, libraries):
             return []
         regions.append(region)
-    return regions if regions and not regions[0].bounds else []
+    return regions
 
 
 def _bound(written: object) -> tuple[float | None, float | None] | None:

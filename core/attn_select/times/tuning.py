@@ -222,7 +222,10 @@ class Tuning:
         drawn = [batch for batch in self.held_out if batch in known]
         if len(drawn) < len(self.held_out) and len(known) >= ENOUGH_KNOWN:
             others = sorted((batch for batch in known if batch not in drawn), key=_digest)
-            self.held_out = (*drawn, *others[: max(HELD_OUT, len(known) // 8) - len(drawn)])
+            wanted = max(HELD_OUT, len(known) // 8) - len(drawn)
+            uneven = [batch for batch in others if len(batch.groups) > 1][: wanted // 2]  # half of them, as when drawn
+            even = [batch for batch in others if batch not in uneven][: wanted - len(uneven)]
+            self.held_out = (*drawn, *even, *uneven)
 
     def due(self) -> BatchShape | None:
         """Return a batch that is measured in any case: one that lies far from the others, or is held out.

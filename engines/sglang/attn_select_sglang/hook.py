@@ -103,6 +103,6 @@ def log_block(choice: Choice, kinds: Sequence[LayerKind], selections: Sequence[S
         names = ", ".join(choice.not_ours)
         lines.append(f"  comes first by times of attn-select's kernel, and SGLang runs one of its own: {names}")
     for kind, selection in zip(kinds, selections, strict=True):
-        shown = layer_lines(selection, kind.kind, kind.count, runs=False)
+        shown = layer_lines(selection, kind.kind, kind.count, runs=False, remedies=False)
         lines.append(plain([*shown, *warning_lines(selection.warnings)]))
     return "\n".join(lines)

@@ -71,11 +71,14 @@ sglang.version.__version__ = sys.argv[3] or sglang.version.__version__
 load_plugins()
 for gpu, given in cases:
     device = lookup(gpu)
+    platform = {"is_cuda": True, **given.pop("platform", {})}
     if "attn_select_sglang.hook" in sys.modules:
-        sys.modules["attn_select_sglang.hook"].detected = lambda: Detection(device)
+        hook = sys.modules["attn_select_sglang.hook"]
+        hook.detected = lambda seen=given.pop("detected", gpu): Detection(lookup(seen))
+        hook.current_platform.is_out_of_tree = lambda found=given.pop("out_of_tree", False): found
     major = device.compute_capability[0]
     facts = {"is_sm90": major == 9, "is_sm100": major == 10, "is_sm120": major == 12, "is_blackwell": major in (10, 12)}
-    with override_platform(is_cuda=True, has_flashinfer=True, is_hopper_with_cuda_12_3=major == 9, **facts):
+    with override_platform(**platform, has_flashinfer=True, is_hopper_with_cuda_12_3=major == 9, **facts):
         arguments = ServerArgs(model_path=model, device="cuda", **given)
         arguments.resolve_once()
         found = arguments.resolved_dict()
@@ -136,3 +139,46 @@ def test_it_takes_no_part_in_another_release(tmp_path: Path) -> None:
     assert [fields[""] for fields in found] == ["fa3", "flashinfer"]  # SGLang's own
     assert "attn-select-sglang takes no part in SGLang 9.9.9" in log
     assert "chose for SGLang" not in log
+
+
+WHISPER = LLAMA | {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "num_mel_bins": 16,
+}
+
+
+def test_whispers_backend_is_sglangs_own(tmp_path: Path) -> None:
+    """Its cross-attention asserts later with another one."""
+    found, log = resolved(tmp_path, WHISPER, [("h100", {}), ("a100", {})])
+    assert [fields[""] for fields in found] == ["flashinfer", "flashinfer"]
+    assert "chose for SGLang" not in log
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"platform": {"is_cuda": False, "is_hip": True}, "detected": "cpu"}, "it runs on another device than CUDA's"),
+        ({"detected": "cpu"}, "it runs on a GPU of CUDA, and attn-select sees"),
+    ],
+    ids=["rocm", "no NVML"],
+)
+def test_a_device_that_attn_select_does_not_see_is_sglangs(tmp_path: Path, given: dict[str, Any], own: str) -> None:
+    found, log = resolved(tmp_path, LLAMA, [("h100", given)])
+    assert found[0][""] == "fa3"  # what SGLang takes on Hopper by itself
+    assert log.count(own) == 1
+    assert "chose for SGLang" not in log
+
+
+def test_settings_that_cannot_be_read_do_not_end_the_start(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('version = 1\n[[rules]]\nname = "mine"\nprefers = ["TRITON_ATTN"]\n')
+    found, log = resolved(tmp_path, LLAMA, [("h100", {})], ATTN_SELECT_RULES=str(rules))
+    assert found[0][""] == "fa3"
+    assert "rules.toml:" in log
+    assert "ATTN_SELECT_STRICT=1" in log

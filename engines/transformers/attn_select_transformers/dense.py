@@ -299,18 +299,12 @@ def _masked_by_torch(
         MaskError: it is not: a rule denies TORCH_SDPA, or the layer has a soft cap or sinks.
     """
     kind = kind_of(query, key, value, "decoder", None, arguments)
-    has = (("a soft cap", kind.config.logits_soft_cap), ("sinks", kind.config.sinks))
+    has = (("soft cap", kind.config.logits_soft_cap), ("sinks", kind.config.sinks))
     lacks = [name for name, here in has if here]
     name = type(module).__name__
     if lacks:
         raise MaskError(
             f"{name}: {reason}, and torch's masked attention has no {' and no '.join(lacks)}",
-            hint='load the model with attn_implementation="eager"',
-        )
-    unsaid = arguments.get("is_causal") is None and not hasattr(module, "is_causal")
-    if arguments.get("position_bias") is not None and mask is None and unsaid:  # UMT5 of transformers 5.17
-        raise MaskError(
-            f"{name}: {reason}, and neither a mask nor is_causal says which keys a query sees",
             hint='load the model with attn_implementation="eager"',
         )
     if (denied := _denied(kind)) is not None:

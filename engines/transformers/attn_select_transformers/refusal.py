@@ -14,6 +14,7 @@ from torch import nn
 
 from attn_select.errors import AttnSelectError
 from attn_select_transformers.names import DENSE, PAGED
+from attn_select_transformers.releases import NOT_SERVED
 
 
 class ModelNotServedError(AttnSelectError, ValueError):
@@ -71,6 +72,11 @@ def _is_served(model: type[Any]) -> bool:
 
     Modules that hold a table of attention classes look the name up there, and know their own alone.
     """
+    import transformers
+
+    release = transformers.__version__.rpartition(".")[0]
+    if release in NOT_SERVED.get(getattr(model.config_class, "model_type", ""), ()):
+        return False
     names = vars(sys.modules[model.__module__])
     if not model._can_set_attn_implementation() or any(name.endswith("_ATTENTION_CLASSES") for name in names):
         return False

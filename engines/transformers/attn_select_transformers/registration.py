@@ -75,7 +75,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """Continuous batching packs its requests; where they begin and end is in the step's arguments."""
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="attn_implementation='attn_select' reads masks and plans kernels on the host, so it is not traced: compile "
     "with fullgraph=False, or load the model with attn_implementation='sdpa'"
 )

@@ -271,7 +271,7 @@ def test_captured_decodes_read_each_steps_batch(calls: Counter[str], monkeypatch
     """On kernels that can be captured, as planned for a GPU that is not here."""
     with_graphs(monkeypatch)
     for_gpu = functools.partial(select, device="h200", backend="TRITON_ATTN")
-    monkeypatch.setattr(kinds, "select", lambda config, _: for_gpu(config))
+    monkeypatch.setattr(kinds, "select", lambda config, *_: for_gpu(config))
     kinds.forget()
     wide = {**models.GQA, "hidden_size": 128, "num_hidden_layers": 2}  # heads of 32, the least that the kernel takes
     model = models.built(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**wide)))

@@ -187,7 +187,7 @@ def test_a_float_mask_that_is_causal_runs_on_a_kernel(calls: Counter[str]) -> No
     assert calls["kernel"] == calls["dense"]
 
 
-@pytest.mark.parametrize(("make", "lacks"), [(models.gemma2, "no soft cap|a soft cap"), (models.gpt_oss, "sinks")])
+@pytest.mark.parametrize(("make", "lacks"), [(models.gemma2, "no soft cap"), (models.gpt_oss, "sinks")])
 def test_a_mask_that_torch_cannot_take_either_is_refused(make: Callable[[], Any], lacks: str) -> None:
     model = models.built(make)
     model.set_attn_implementation("attn_select")

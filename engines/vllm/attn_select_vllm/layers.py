@@ -20,7 +20,7 @@ def kind_of(asked: Any) -> str:
     if asked.use_mla:
         return "sparse_mla" if asked.use_sparse else "mla"
     if asked.attn_type != "decoder":
-        return "cross_attention" if asked.attn_type == "encoder_decoder" else str(asked.attn_type)
+        return "cross_attention" if asked.attn_type == "encoder_decoder" else _attn_type(asked)
     return "sliding_attention" if asked.has_sliding_window else "full_attention"
 
 

@@ -24,7 +24,7 @@ def choice_text(choice: Choice, kind: str) -> str:
         )
     runs = choice.engine is not None and choice.engine.own and choice.backend in selection.selected.values()
     shown = replace(selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
-    lines.append(plain([*layer_lines(shown, kind, runs=runs), *warning_lines(selection.warnings)]))
+    lines.append(plain([*layer_lines(shown, kind, runs=runs, remedies=False), *warning_lines(selection.warnings)]))
     return "\n".join(lines)
 
 
