@@ -34,8 +34,8 @@ LIGHT = {
     "typing_inspection",
 }
 
-# What one file of core imports in a function, for those who installed an extra.
-OF_EXTRAS = {CORE / "times" / "tables.py": {"pyarrow"}}
+# What one file of core imports in a function, for those who installed an extra; a CPU's AMX is tried by torch.
+OF_EXTRAS = {CORE / "times" / "tables.py": {"pyarrow"}, CORE / "amx.py": {"torch"}}
 
 PROBE = """
 import json, sys
