@@ -83,7 +83,7 @@ def _by_torch(found: Detection, torch: Any) -> Detection:
     if getattr(version, "hip", None):
         note = "torch is built for ROCm, of whose GPUs attn-select knows nothing: the device is the CPU"
         return replace(found, note=note)
-    if not getattr(version, "cuda", None) or not torch.cuda.is_initialized():
+    if torch is None or not getattr(version, "cuda", None) or not torch.cuda.is_initialized():
         return found
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = (properties.major, properties.minor)
