@@ -79,11 +79,11 @@ def by_nvml() -> Detection:
 
 def _by_torch(found: Detection, torch: Any) -> Detection:
     """Return what an imported torch says where NVML says nothing, ``torch`` being None where it is not imported."""
-    version = getattr(torch, "version", None)  # a torch that is still being imported has none
+    version: Any = getattr(torch, "version", None)  # a torch that is still being imported has none
     if getattr(version, "hip", None):
         note = "torch is built for ROCm, of whose GPUs attn-select knows nothing: the device is the CPU"
         return replace(found, note=note)
-    if torch is None or not getattr(version, "cuda", None) or not torch.cuda.is_initialized():
+    if not getattr(version, "cuda", None) or not torch.cuda.is_initialized():
         return found
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = (properties.major, properties.minor)
