@@ -85,7 +85,7 @@ def attend(
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:  # a static cache's, of all its slots
         attention_mask = attention_mask[..., : key.shape[2]]
     reason = _needs_torch(module, query, key, value, dropout, options)
-    if reason is None and (kind := _dense_kind(query, key, value, attention_mask, causal, options)) is not None:
+    if reason is None and (kind := _dense_kind(module, query, key, value, causal, options)) is not None:
         choices_of(module).kinds[kind] = None
         arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
         return _by_sdpa(module, query, key, value, attention_mask, arguments), None
@@ -152,7 +152,7 @@ def _needs_torch(
 
 
 def _dense_kind(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, options: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any]
 ) -> Kind | None:
     """Return the kind of a call whose backend takes dense tensors; None where it does not.
 
@@ -163,6 +163,7 @@ def _dense_kind(
     attn_type = "decoder" if causal else "encoder_only" if query.shape[2] == key.shape[2] else "encoder_decoder"
     window = options.get("sliding_window") if causal else None
     kind = kind_of(query, key, value, attn_type, window, options)
+    choices_of(module).considered[kind] = None
     return kind if set(kind.selection.selected.values()) <= TAKES_DENSE else None
 
 

@@ -104,10 +104,12 @@ class Choices:
     Attributes:
         kinds: the kinds of layers that its calls were, in order of appearance.
         without_kernel: why calls went to torch's masked attention, in order of appearance.
+        considered: kinds that calls were asked about before their masks were read. A kind lives as long as it is held.
     """
 
     kinds: dict[Kind, None] = field(default_factory=dict)
     without_kernel: dict[str, None] = field(default_factory=dict)
+    considered: dict[Kind, None] = field(default_factory=dict)
 
 
 _CHOICES: weakref.WeakKeyDictionary[nn.Module, Choices] = weakref.WeakKeyDictionary()
