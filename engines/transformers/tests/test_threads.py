@@ -29,7 +29,7 @@ def in_threads(work: Callable[[int], None], threads: int = THREADS) -> None:
     def guarded(index: int) -> None:
         try:
             work(index)
-        except BaseException as error:  # noqa: BLE001: it is raised below
+        except BaseException as error:  # it is raised below
             errors.append(error)
 
     started = [threading.Thread(target=guarded, args=(index,)) for index in range(threads)]
