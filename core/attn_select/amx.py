@@ -79,19 +79,19 @@ def avoid_trapping_amx(
             _keep(kept, state)
     if state == "traps":
         os.environ[VARIABLE] = WITHOUT_AMX
-    if text := _notice(state, seconds):
+    if text := _notice(state):
         (say or _to_stderr)(text)
     return state
 
 
-def _notice(state: AmxState, seconds: float) -> str | None:
+def _notice(state: AmxState) -> str | None:
     if state == "traps":
         return (
             f"attn-select: this CPU lists AMX, and AMX instructions end a process here: {VARIABLE}={WITHOUT_AMX} is set"
         )
     if state == "unknown":
         return (
-            f"attn-select: this CPU lists AMX, and a test of its instructions gave no answer in {seconds:.0f} s. If a "
+            f"attn-select: this CPU lists AMX, and a test of its instructions gave no answer. If a "
             f"process ends with 'Illegal instruction', set {VARIABLE}={WITHOUT_AMX}"
         )
     return None
