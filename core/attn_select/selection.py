@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from attn_select.config import Phase
 from attn_select.errors import AttnSelectError
@@ -28,9 +28,13 @@ class Selection(Outcome):
     """The decision for one attention layer: what runs, how, and why nothing else does.
 
     Treat as immutable: it is cached. The attributes are those of ``attn_select.outcome.Outcome``.
+
+    Attributes:
+        runs_anywhere: its kernels are emulated, so that layers may run on another device than ``device``.
     """
 
     __slots__ = ()
+    runs_anywhere: ClassVar[bool] = False
 
     def load(self) -> dict[Phase, Any]:
         """Import the chosen kernels and return the runtime backend per phase.

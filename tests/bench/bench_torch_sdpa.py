@@ -54,7 +54,7 @@ class Case:
         for row, count in enumerate(needed):
             table.append_row(row, [next(ids) for _ in range(count)])
         self.common = prepare_batch([query for query, _ in requests], lens, table)
-        self.layer = Attention(self.group)
+        self.layer = Attention(self.group, caller_writes=True)
         self.cache = self.group.allocate_kv_cache(sum(needed))
         self.cache.copy_(torch.randn(self.cache.shape))
         tokens = self.common.num_actual_tokens

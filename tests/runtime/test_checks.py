@@ -64,8 +64,8 @@ def test_what_is_right_passes(make_toy: Factory, make_group: Factory, layout: st
     problem = random_problem(1, config, layout)
     cache = group.allocate_kv_cache(problem.kv_cache.numel() // group.allocate_kv_cache(1).numel())  # type: ignore[union-attr]
     layer = Attention(group)
-    for metadata in (group.build(common_of(problem)), group.build_for_cudagraph_capture(common_of(problem))):
-        layer(problem.query, problem.key, problem.value, cache, metadata)
+    for build in (group.build, group.build_for_cudagraph_capture):
+        layer(problem.query, problem.key, problem.value, cache, build(common_of(problem)))
     assert toy.calls == ["update", "forward"] * 2
 
 
@@ -149,19 +149,21 @@ WRONG_BATCHES: dict[str, tuple[Callable[[CommonAttentionMetadata], CommonAttenti
         r"seq_lens\[1\] = 49: block_table_tensor has 3 blocks of 16 tokens per request, 48 tokens",
     ),
     "beyond the model": (
-        lambda c: replace(both("seq_lens", [20, 101, 5])(c), max_seq_len=200),
+        lambda c: replace(
+            both("seq_lens", [20, 101, 5])(c), max_seq_len=200, block_table_tensor=c.block_table_tensor.repeat(1, 3)
+        ),
         r"seq_lens\[1\] = 101: this group was made for max_model_len = 100",
     ),
-    "int64 lengths": (made("seq_lens", dtype=torch.int64), r"seq_lens is torch.int64 \(3,\) on cpu: accepted is torch"),
+    "int64 lengths": (made("seq_lens", dtype=torch.int64), r"seq_lens is torch.int64 \(3,\): accepted is torch"),
     "too many lengths": (
         lambda c: replace(c, num_reqs=2),
-        r"query_start_loc is torch.int32 \(4,\) on cpu: accepted is torch.int32 \(3,\) on cpu",
+        r"query_start_loc is torch.int32 \(4,\): accepted is torch.int32 \(3,\), since num_reqs \+ 1 = 3",
     ),
-    "lengths elsewhere": (made("seq_lens", device="meta"), r"seq_lens is torch.int32 \(3,\) on meta"),
-    "host copy elsewhere": (made("seq_lens_cpu", device="meta"), r"seq_lens_cpu is torch.int32 \(3,\) on meta"),
+    "lengths elsewhere": (made("seq_lens", device="meta"), "seq_lens is on meta: accepted is cpu"),
+    "host copy elsewhere": (made("seq_lens_cpu", device="meta"), "seq_lens_cpu is on meta: accepted is cpu"),
     "int64 table": (
         made("block_table_tensor", dtype=torch.int64),
-        r"block_table_tensor is torch.int64 \(3, 3\) on cpu: accepted is torch.int32 \(3, 3\)",
+        r"block_table_tensor is torch.int64 \(3, 3\): accepted is torch.int32 \(num_reqs = 3, blocks\)",
     ),
     "a table of fewer requests": (
         lambda c: replace(c, block_table_tensor=c.block_table_tensor[:2]),  # type: ignore[index]
@@ -173,11 +175,11 @@ WRONG_BATCHES: dict[str, tuple[Callable[[CommonAttentionMetadata], CommonAttenti
     ),
     "int32 slots": (
         made("slot_mapping", dtype=torch.int32),
-        r"slot_mapping is torch.int32 \(9,\) on cpu: accepted is torch",
+        r"slot_mapping is torch.int32 \(9,\): accepted is torch",
     ),
     "fewer slots": (
         lambda c: replace(c, slot_mapping=c.slot_mapping[1:]),  # type: ignore[index]
-        r"slot_mapping is torch.int64 \(8,\) on cpu: accepted is torch.int64 \(9,\)",
+        r"slot_mapping is torch.int64 \(8,\): accepted is torch.int64, a slot for each of 9 tokens",
     ),
     "ranges of fewer requests": (
         lambda c: replace(c, mm_prefix_ranges=[[(0, 1)]]),

@@ -27,7 +27,8 @@ class Model(nn.Module):
 
     def __init__(self, group: Any) -> None:
         super().__init__()
-        self.first, self.second = Attention(group), Attention(group)
+        self.first = Attention(group)
+        self.second = Attention(group, kv_sharing_target=self.first)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         hidden = self.first(query, key * 1.0, value + 0.0, cache)
@@ -124,7 +125,7 @@ def test_what_a_compiled_call_cannot_take(make_group: Factory, extra: str) -> No
 @pytest.mark.parametrize("new_keys", [True, False])
 def test_schema_and_fake_implementation_agree_with_the_real_one(make_group: Factory, new_keys: bool) -> None:
     group, problem = make_group(CONFIG), random_problem(3, CONFIG, FLASH)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=not new_keys)
     key, value = (problem.key, problem.value) if new_keys else (None, None)
     if not new_keys:
         problem.kv_cache.copy_(problem.written_cache())  # type: ignore[union-attr]

@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from attn_select.errors import ConfigError, show
 from attn_select.runtime.attention import Attention
 from attn_select.runtime.backend import (
     AttentionBackend,
@@ -64,7 +65,13 @@ def attention_group(
 
     Args:
         context_parallel: the ranks that share the cache; every one of them makes the group.
+
+    Raises:
+        ConfigError: ``selection`` is none; besides, those of the class.
     """
+    if not isinstance(selection, Selection):
+        text = f"selection = {show(selection)}: accepted is what attn_select.select returns"
+        raise ConfigError(text, fields=["selection"])
     if context_parallel is not None:
         across = ContextParallelMLAGroup if selection.config.mla else ContextParallelGroup
         return across(selection, *arguments, context_parallel=context_parallel, **options)

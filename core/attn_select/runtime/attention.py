@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 from typing import Any, cast
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from attn_select.config import Phase
-from attn_select.errors import ConfigError
+from attn_select.errors import ConfigError, show
 from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
-from attn_select.runtime.metadata import BatchError
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -34,11 +35,12 @@ class Attention(nn.Module):
         scales: scales of an FP8 cache or of FP8 queries; None: all are 1.
         kv_sharing_target: the layer whose cache this one reads (Gemma 3n and 4). It then writes nothing: its keys and
             values are None, and its cache is the target's.
+        caller_writes: the caller writes the step's keys and values itself (``write``), so they may be None.
         layer_name: unique among the layers that exist; empty: a new name is made.
 
     Raises:
-        ConfigError: the group is of MLA layers, or slopes, sinks or scales are missing, unwanted or of the wrong shape;
-            or the target's cache is not one that this layer reads.
+        ConfigError: the group is of MLA layers; the scale is not a finite number above 0; slopes, sinks or scales are
+            missing, unwanted or of the wrong shape; or the target's cache is not one that this layer reads.
     """
 
     layer_name: str
@@ -52,6 +54,7 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
         scales: Scales | None = None,
         kv_sharing_target: Attention | None = None,
+        caller_writes: bool = False,
         layer_name: str = "",
     ) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ class Attention(nn.Module):
         if config.mla:
             raise ConfigError("the group's layers are MLA: make them with MLAAttention", fields=["kv_lora_rank"])
         self.group = group
-        self.scale = config.head_size**-0.5 if scale is None else scale
+        self.scale = layer_scale(scale, config.head_size)
         self.scales = layer_scales(group, scales)
         self.kv_sharing_target: str | None = None
         if kv_sharing_target is not None:
@@ -68,6 +71,8 @@ class Attention(nn.Module):
         slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
         logits = per_head("sinks", sinks, config.sinks, group, None)
         self._in_parts = group.layer_in_parts(Attention, scale=self.scale, sinks=logits, scales=self.scales)
+        elsewhere = caller_writes or kv_sharing_target is not None or config.attn_type == "encoder_decoder"
+        self._may_write_nothing = config.has_cache and elsewhere
         self._by_name: dict[str, AttentionImpl[Any]] = {}
         for served in group.backends if self._in_parts is None else ():
             impl = cast(type[AttentionImpl[Any]], served.backend.impl_cls)
@@ -112,7 +117,7 @@ class Attention(nn.Module):
         Args:
             query: ``(T', num_heads, head_size)`` in the layer's dtype; T' at least ``num_actual_tokens``.
             key: ``(T', num_kv_heads, head_size)``; None where nothing is to be written (a layer that shares another's
-                cache, cross-attention after its first step).
+                cache, cross-attention after its first step, a caller that writes itself).
             value: ``(T', num_kv_heads, value_head_size)``, None with ``key``.
             kv_cache: one layer's cache (``group.allocate_kv_cache``); None for encoders.
             attn_metadata: what ``group.build`` returned; None: the metadata of the forward context. Must be None under
@@ -128,6 +133,8 @@ class Attention(nn.Module):
             BatchError: before a kernel starts: another group built the metadata, or an argument has a shape or dtype
                 (in checked mode also device, strides, block ids, scales) that is not accepted.
         """
+        if not isinstance(query, Tensor):
+            raise BatchError(f"query is a {type(query).__name__}: accepted is a tensor")
         if output is None:
             output = query.new_empty((query.shape[0], *self._output_shape), dtype=self._output_dtype)
         if torch.compiler.is_compiling():
@@ -234,8 +241,8 @@ class Attention(nn.Module):
     ) -> None:
         # Inline, and each shape asked for once: this runs for every layer of every step.
         tokens, group, dtype = metadata.num_actual_tokens, self.group, self._dtype
-        if metadata.group is not group:
-            raise foreign_metadata(self.layer_name)
+        if getattr(metadata, "group", None) is not group:
+            raise foreign_metadata(self.layer_name, metadata)
         shape = query.shape
         if shape[1:] != self._query_shape or shape[0] < tokens or query.dtype is not dtype:
             checks.check_rows("query", query, self._query_shape, dtype, tokens)
@@ -253,9 +260,13 @@ class Attention(nn.Module):
             if self.kv_sharing_target is not None:
                 text = f"layer {self.layer_name!r} reads the cache of {self.kv_sharing_target!r} and writes nothing"
                 raise BatchError(f"key and value given, but {text} (accepted: None for both)")
-        elif key is not None or value is not None or group.kv_layout is None:
+        elif key is not None or value is not None or not self._may_write_nothing:
             missing = "value" if key is not None else "key"
-            raise BatchError(f"{missing} is None: key and value come together, and layers without a cache need both")
+            hint = "a layer that reads what others write is made with kv_sharing_target or caller_writes = True"
+            raise BatchError(
+                f"{missing} is None: layer {self.layer_name!r} needs the key and the value of the step's tokens",
+                hint=hint if group.kv_layout is not None else None,
+            )
         if group.kv_layout is not None and (kv_cache is None or (kv_cache.shape, kv_cache.dtype) != self._cache_seen):
             size = group.kernel_block_size
             assert size is not None
@@ -301,8 +312,12 @@ def _check_shared(layer: Attention, target: Attention) -> None:
     """Compare a layer with the one whose cache it reads.
 
     Raises:
-        ConfigError: the target keeps no cache of its own, or the two differ in what a cache is or in its scales.
+        ConfigError: the target is no layer or keeps no cache of its own, or the two differ in what a cache is or in
+            its scales.
     """
+    if not isinstance(target, Attention):
+        text = f"kv_sharing_target = {show(target)}: accepted is the Attention layer whose cache is read"
+        raise ConfigError(text, fields=["kv_sharing_target"])
     where = f"kv_sharing_target = {target.layer_name!r}"
     if target.group.kv_layout is None or target.kv_sharing_target is not None:
         text = f"{where}: that layer keeps no cache of its own (accepted: one that does)"
@@ -314,10 +329,28 @@ def _check_shared(layer: Attention, target: Attention) -> None:
         raise ConfigError(text, fields=["kv_sharing_target"])
 
 
-def foreign_metadata(layer_name: str) -> BatchError:
-    """Return the error of a layer that was given another group's metadata."""
+def layer_scale(scale: float | None, size: int) -> float:
+    """Return the factor on ``q . k``, ``size ** -0.5`` where none is given.
+
+    Raises:
+        ConfigError: it is not a finite number above 0.
+    """
+    if scale is None:
+        return size**-0.5
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"scale = {scale}: accepted are finite numbers above 0", fields=["scale"])
+    return scale
+
+
+def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
+    """Return the error of a layer that was given another thing than its own group's metadata."""
+    what = "was built by another group than the layer's"
+    if isinstance(metadata, CommonAttentionMetadata):
+        what = "is the step's CommonAttentionMetadata, which group.build makes the layers' metadata of"
+    elif not hasattr(metadata, "group"):
+        what = f"is a {type(metadata).__name__}"
     return BatchError(
-        f"layer {layer_name!r}: attn_metadata was built by another group than the layer's",
+        f"layer {layer_name!r}: attn_metadata {what}",
         hint="build the step's metadata once per group, and give each layer what layer.group.build(common) returned",
     )
 

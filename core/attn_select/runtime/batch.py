@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_select.errors import ConfigError
+from attn_select.errors import ConfigError, show
 from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 from attn_select.times.dispatch import lead_of
@@ -94,7 +94,7 @@ class BlockTable:
         """Add blocks to the end of a request's row.
 
         Raises:
-            BatchError: there is no such row, or it has no room for them.
+            BatchError: there is no such row, it has no room for them, or an id is no integer of 32 bits.
         """
         self._check_row(row)
         start = self._held[row]
@@ -105,7 +105,12 @@ class BlockTable:
                 hint="make the BlockTable with room for the longest request",
             )
         first = row * self.host.shape[1]
-        self._ids[first + start : first + end] = array("i", block_ids)
+        try:
+            ids = array("i", block_ids)
+        except (TypeError, OverflowError) as error:
+            text = f"block_ids = {show(list(block_ids))} for row {row}: accepted are integers of 32 bits"
+            raise BatchError(text) from error
+        self._ids[first + start : first + end] = ids
         self._held[row] = end
         self._changed = True
 
@@ -143,9 +148,8 @@ class BlockTable:
     def note_step(self, new_lens: Sequence[int], seq_lens: Tensor) -> None:
         """Compare a step with the last step of each row, and remember it (checked mode; ``prepare_batch`` calls it).
 
-        A request goes on where its last step began or later (drafts may have been rejected), at most where it ended.
-        Once blocks were appended it has gone on by at least one token. Anything else is another request in a row that
-        was not cleared.
+        A request goes on behind its last step's first token (drafts may have been rejected), at most where it ended.
+        The same step may be prepared twice. Anything else is another request in a row that was not cleared.
 
         Args:
             new_lens: tokens of each request that this step caches.
@@ -159,7 +163,8 @@ class BlockTable:
         first_positions = seq_lens - torch.tensor(new_lens, dtype=torch.int32)
         last, held = self._last_step[: len(seq_lens)], self.num_blocks_per_row[: len(seq_lens)]
         began, ended, held_then = last.unbind(1)
-        least = torch.minimum(began + (held > held_then).int(), ended)
+        goes_on = (held > held_then) | (seq_lens != ended)
+        least = torch.minimum(began + goes_on.int(), ended)
         stale = (ended > 0) & ((first_positions < least) | (first_positions > ended))
         if bool(stale.any()):
             row = int(stale.int().argmax())
@@ -282,34 +287,38 @@ def prepare_batch(
             f"{num_reqs} query_lens, {len(seq_lens)} seq_lens and {len(new_lens)} new_lens: accepted are equal numbers "
             "of them, at least 1"
         )
-    single = new_lens is query_lens and new_lens.count(1) == num_reqs  # most steps: one token each
-    if not single:
-        _check_lens("query_lens", query_lens, seq_lens, limited=new_lens is query_lens)
-        _check_lens("new_lens", new_lens, seq_lens)
-    num_tokens = num_reqs if single else sum(query_lens)
-    table = None if block_table is None else block_table.commit(num_reqs)
-    # One buffer for slots, which are int64, bounds and lengths. Python packs a list in less time than numpy copies it.
-    num_slots = 0 if table is None else num_tokens if single else sum(new_lens)
-    sizes = (2 * num_slots, num_reqs + 1, num_reqs)
-    host = staging(sum(sizes), target)
-    slots_cpu, bounds_cpu, seq_lens_cpu = host.split_with_sizes(sizes)
-    numbers = host.numpy()
-    lens = numbers[-num_reqs:]
-    if single:
-        numbers[2 * num_slots : -num_reqs] = np.arange(num_reqs + 1)
-    else:
-        struct.pack_into(f"{num_reqs + 1}i", numbers.data, 8 * num_slots, 0, *accumulate(query_lens))
-    struct.pack_into(f"{num_reqs}i", lens.data, 0, *seq_lens)
-    if single and lens.min() < 1:
-        _check_lens("query_lens", query_lens, seq_lens)
-    if block_table is not None:
-        block_table.check_room(lens)
-        block_table.note_step(new_lens, seq_lens_cpu)
-        if num_slots > FEW_SLOTS:
-            found = block_table.many_slots(lens, None if single else new_lens)
-            numbers[: 2 * num_slots].view(np.int64)[:] = found
+    try:
+        single = new_lens is query_lens and new_lens.count(1) == num_reqs  # most steps: one token each
+        if not single:
+            _check_lens("query_lens", query_lens, seq_lens, limited=new_lens is query_lens)
+            _check_lens("new_lens", new_lens, seq_lens)
+        num_tokens = num_reqs if single else sum(query_lens)
+        table = None if block_table is None else block_table.commit(num_reqs)
+        # One buffer for slots, which are int64, bounds and lengths. Python packs lists faster than numpy.
+        num_slots = 0 if table is None else num_tokens if single else sum(new_lens)
+        sizes = (2 * num_slots, num_reqs + 1, num_reqs)
+        host = staging(sum(sizes), target)
+        slots_cpu, bounds_cpu, seq_lens_cpu = host.split_with_sizes(sizes)
+        numbers = host.numpy()
+        lens = numbers[-num_reqs:]
+        if single:
+            numbers[2 * num_slots : -num_reqs] = np.arange(num_reqs + 1)
         else:
-            struct.pack_into(f"{num_slots}q", numbers.data, 0, *block_table.few_slots(seq_lens, new_lens))
+            struct.pack_into(f"{num_reqs + 1}i", numbers.data, 8 * num_slots, 0, *accumulate(query_lens))
+        struct.pack_into(f"{num_reqs}i", lens.data, 0, *seq_lens)
+        if single and lens.min() < 1:
+            _check_lens("query_lens", query_lens, seq_lens)
+        if block_table is not None:
+            block_table.check_room(lens)
+            block_table.note_step(new_lens, seq_lens_cpu)
+            if num_slots > FEW_SLOTS:
+                found = block_table.many_slots(lens, None if single else new_lens)
+                numbers[: 2 * num_slots].view(np.int64)[:] = found
+            else:
+                struct.pack_into(f"{num_slots}q", numbers.data, 0, *block_table.few_slots(seq_lens, new_lens))
+    except (TypeError, OverflowError, RuntimeError, struct.error):
+        _check_integers(query_lens=query_lens, seq_lens=seq_lens, new_lens=new_lens)
+        raise
     slots, bounds, on_device = slots_cpu, bounds_cpu, seq_lens_cpu
     if target.type != "cpu":
         slots, bounds, on_device = host.to(target, non_blocking=True).split_with_sizes(sizes)
@@ -331,6 +340,15 @@ def prepare_batch(
         num_keys=sum(seq_lens),
         lead=None if single else lead_of(query_lens, seq_lens),
     )
+
+
+def _check_integers(**lens: Sequence[int]) -> None:
+    """Raise BatchError for the first request with a length that is no integer of 32 bits."""
+    for name, numbers in lens.items():
+        for request, number in enumerate(numbers):
+            if not isinstance(number, (int, np.integer)) or not abs(number) < 1 << 31:
+                text = f"request {request}: {name} = {show(number)}: accepted are integers below 2 ** 31"
+                raise BatchError(text) from None
 
 
 def _check_lens(name: str, lens: Sequence[int], seq_lens: Sequence[int], *, limited: bool = True) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from attn_select.errors import AttnSelectError
+from attn_select.errors import AttnSelectError, show
 
 RequestId = Hashable
 
@@ -80,11 +80,11 @@ class BlockPool:
         """Give a request, new or known, room for ``num_tokens`` tokens in all. Returns the block ids added.
 
         Raises:
-            ValueError: ``num_tokens`` is negative.
+            ValueError: ``num_tokens`` is no integer from 0.
             OutOfBlocksError: too few blocks are free; the request keeps what it had.
         """
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens = {num_tokens} for request {request!r} must not be negative")
+        if not isinstance(num_tokens, int) or num_tokens < 0:
+            raise ValueError(f"num_tokens = {show(num_tokens)} for request {request!r}: accepted are integers from 0")
         held = self._blocks.get(request, [])
         missing = self.blocks_for(num_tokens) - len(held)
         if missing > len(self._free):

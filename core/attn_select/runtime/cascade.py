@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_select.errors import ConfigError
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata
@@ -42,7 +43,12 @@ def common_prefix_len(block_tables: list[tuple[int, ...]], num_computed_tokens: 
         num_computed_tokens: tokens of each request that were cached before this step; the prefix ends before the
             first that was not, so that every request keeps a suffix.
         block_size: tokens per block.
+
+    Raises:
+        ConfigError: the block size is below 1.
     """
+    if block_size < 1:
+        raise ConfigError(f"block_size = {block_size}: accepted are integers from 1", fields=["block_size"])
     if not block_tables:
         return 0
     most = min(num_computed_tokens) // block_size

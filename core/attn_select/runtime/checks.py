@@ -1,5 +1,7 @@
 """What is checked before a kernel starts: shapes and dtypes always, contents in checked mode.
 
+Shapes and dtypes are known on the host, so looking at them costs no wait.
+
 Checked mode (``ATTN_SELECT_CHECK=1`` when a group is made) reads lengths, block ids and slots back from the device, so
 it synchronises and is slow; it turns an illegal memory access into an error that names argument, request and bound.
 """
@@ -32,6 +34,52 @@ def checks_enabled() -> bool:
     return value == "1"
 
 
+def check_shapes(common: CommonAttentionMetadata, config: AttentionConfig, block_size: int | None) -> None:
+    """Compare the shapes and dtypes of a batch with its own numbers. Cheap: no device is asked.
+
+    Args:
+        block_size: tokens per block of the batch's table; None: unknown.
+
+    Raises:
+        BatchError: names the argument, what was seen and what is accepted.
+    """
+    count, decodes = common.num_reqs, common.num_decodes
+    for name, tensor, length, size in (
+        ("query_start_loc", common.query_start_loc, count + 1, "num_reqs + 1"),
+        ("query_start_loc_cpu", common.query_start_loc_cpu, count + 1, "num_reqs + 1"),
+        ("seq_lens", common.seq_lens, count, "num_reqs"),
+        ("seq_lens_cpu", common.seq_lens_cpu, count, "num_reqs"),
+    ):
+        if tensor.dtype is not torch.int32 or tensor.shape != (length,):
+            text = f"{name} is {_kind(tensor)}: accepted is torch.int32 ({length},), since {size} = {length}"
+            raise BatchError(text)
+    if decodes is not None and not 0 <= decodes <= count:
+        raise BatchError(f"num_decodes = {decodes}: accepted are 0 to num_reqs = {count}")
+    table, slots = common.block_table_tensor, common.slot_mapping
+    if not config.has_cache or table is None or slots is None:
+        return
+    if table.dtype is not torch.int32 or table.ndim != 2 or table.shape[0] != count:
+        text = f"block_table_tensor is {_kind(table)}: accepted is torch.int32 (num_reqs = {count}, blocks)"
+        raise BatchError(text)
+    # In cross-attention the slots are those of the encoder's tokens.
+    least = 0 if config.attn_type == "encoder_decoder" else common.num_actual_tokens
+    if slots.dtype is not torch.int64 or slots.ndim != 1 or slots.shape[0] < least:
+        text = f"slot_mapping is {_kind(slots)}: accepted is torch.int64, a slot for each of {least} tokens"
+        raise BatchError(text)
+    if block_size is not None and count and common.max_seq_len > table.shape[1] * block_size:
+        _check_width(common, table.shape[1], block_size)  # max_seq_len may be any bound above the longest
+
+
+def _check_width(common: CommonAttentionMetadata, width: int, block_size: int) -> None:
+    request = int(common.seq_lens_cpu.argmax())
+    longest = int(common.seq_lens_cpu[request])
+    if longest > width * block_size:
+        raise BatchError(
+            f"seq_lens[{request}] = {longest}: block_table_tensor has {width} blocks of {block_size} tokens per "
+            f"request, {width * block_size} tokens"
+        )
+
+
 def check_common(
     common: CommonAttentionMetadata,
     config: AttentionConfig,
@@ -39,16 +87,15 @@ def check_common(
     block_size: int | None,
     max_model_len: int,
 ) -> None:
-    """Check a batch against itself. Synchronises.
+    """Check the contents of a batch whose shapes are right. Synchronises.
 
     Raises:
-        BatchError: a shape, dtype, device or length does not fit; names argument, request and bound.
+        BatchError: a device or length does not fit; names argument, request and bound.
     """
     count = common.num_reqs
-    _tensor("query_start_loc", common.query_start_loc, torch.int32, (count + 1,), device)
-    _tensor("seq_lens", common.seq_lens, torch.int32, (count,), device)
-    _tensor("query_start_loc_cpu", common.query_start_loc_cpu, torch.int32, (count + 1,), torch.device("cpu"))
-    _tensor("seq_lens_cpu", common.seq_lens_cpu, torch.int32, (count,), torch.device("cpu"))
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        _check_device(name, getattr(common, name), device)
+        _check_device(f"{name}_cpu", getattr(common, f"{name}_cpu", None), torch.device("cpu"))
     for name in ("query_start_loc", "seq_lens"):
         here, there = getattr(common, name).cpu(), getattr(common, f"{name}_cpu")
         if not torch.equal(here, there):
@@ -60,6 +107,11 @@ def check_common(
         raise BatchError(
             f"query_start_loc runs from {int(bounds[0])} to {int(bounds[-1])}: accepted is 0 to at most "
             f"num_actual_tokens = {common.num_actual_tokens}"
+        )
+    if common.max_query_len > common.num_actual_tokens:
+        raise BatchError(
+            f"max_query_len = {common.max_query_len}: accepted is at most num_actual_tokens = "
+            f"{common.num_actual_tokens}"
         )
     for request, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         if query_len < 0 or query_len > common.max_query_len:
@@ -85,19 +137,9 @@ def check_common(
     if not config.has_cache or common.block_table_tensor is None or block_size is None:
         return
     table = common.block_table_tensor
-    _tensor("block_table_tensor", table, torch.int32, (count, table.shape[-1]), device)
     if table.shape[1] > 1 and table.stride(1) != 1:
         raise BatchError(f"block_table_tensor has strides {table.stride()}: the last dimension must be contiguous")
-    for request, seq_len in enumerate(seq_lens.tolist()):
-        if seq_len > table.shape[1] * block_size:
-            raise BatchError(
-                f"seq_lens[{request}] = {seq_len}: block_table_tensor has {table.shape[1]} blocks of {block_size} "
-                f"tokens per request, {table.shape[1] * block_size} tokens"
-            )
-    slots = common.slot_mapping
-    if slots is not None:
-        wanted = (len(slots),) if config.attn_type == "encoder_decoder" else (common.num_actual_tokens,)
-        _tensor("slot_mapping", slots, torch.int64, wanted, device)
+    _check_width(common, table.shape[1], block_size)
 
 
 def check_blocks(
@@ -168,6 +210,24 @@ def _check_slots(slots: Tensor, rows: Tensor, common: CommonAttentionMetadata, b
             f"{slot}, by its block table in blocks of {block_size}",
             hint="make slots and table of one block size: slot = block * block_size + offset",
         )
+
+
+def check_finite(name: str, tensor: Tensor, common: CommonAttentionMetadata, of_requests: bool) -> None:
+    """Check that no token holds NaN or infinity in ``tensor`` ``(T', ...)``. Synchronises.
+
+    Args:
+        of_requests: its rows are the batch's tokens, what lies behind them is padding; else the encoder's tokens.
+
+    Raises:
+        BatchError: names the argument, the request and its first such token.
+    """
+    bounds = common.query_start_loc_cpu
+    wrong = ~tensor[: int(bounds[-1]) if of_requests else len(tensor)].flatten(1).isfinite().all(dim=1)
+    if bool(wrong.any()):
+        token = int(wrong.int().argmax())
+        request = int(torch.searchsorted(bounds[1:], token, right=True))
+        owner = f"token {token - int(bounds[request])} of request {request}" if of_requests else "the encoder's"
+        raise BatchError(f"{name}[{token}] holds NaN or infinity ({owner}): accepted are finite numbers")
 
 
 def check_scales(scales: Scales) -> None:
@@ -303,7 +363,10 @@ def _ranges(per_request: Sequence[Ranges], count: int) -> None:
                 raise BatchError(text)
 
 
-def _tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
-        seen = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        raise BatchError(f"{name} is {seen}: accepted is {dtype} {shape} on {device}")
+def _check_device(name: str, tensor: Tensor | None, device: torch.device) -> None:
+    if tensor is not None and tensor.device != device:
+        raise BatchError(f"{name} is on {tensor.device}: accepted is {device}")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"

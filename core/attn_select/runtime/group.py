@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
-from attn_select.errors import ConfigError
+from attn_select.errors import ConfigError, show
 from attn_select.render import byte_text
 from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
@@ -159,6 +159,9 @@ class AttentionGroup:
             self.dispatch.choice.prepare(*most)
         self._tables = KernelTables(self.block_size, self.capacity.max_num_seqs, self.capacity.max_model_len)
 
+    _last_batch: CommonAttentionMetadata | None = None
+    """In checked mode the batch that was built last."""
+
     def __deepcopy__(self, memo: object) -> AttentionGroup:
         """Return the group itself: copies of a layer belong to the same group and take the same metadata."""
         return self
@@ -242,11 +245,11 @@ class AttentionGroup:
         """Return one layer's cache for ``num_blocks`` of the allocator's blocks, zeroed.
 
         Raises:
-            ConfigError: the layers keep no cache, or ``num_blocks`` is below 1.
+            ConfigError: the layers keep no cache, ``num_blocks`` is below 1, or they do not fit in memory.
         """
         layout, kernel_block_size, ratio = self._cache_blocks()
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks = {num_blocks}: accepted are integers from 1", fields=["num_blocks"])
+        if not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ConfigError(f"num_blocks = {show(num_blocks)}: accepted are integers from 1", fields=["num_blocks"])
         return caches.allocate_kv_cache(layout, self.config, num_blocks * ratio, kernel_block_size, self.device)
 
     def _cache_blocks(self) -> tuple[str, int, int]:
@@ -419,7 +422,9 @@ class AttentionGroup:
             checks.check_tree_mask(common, self.config)
         if not common.causal and self.config.attention_chunk_size is not None:
             raise BatchError("causal = False, but the layers attend inside chunks, up to each query (accepted: True)")
+        checks.check_shapes(common, self.config, self.block_size)
         if self.checked:
+            self._last_batch = common
             checks.check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
 
     def _check_prefix(self, common: CommonAttentionMetadata, prefix: int) -> None:
@@ -455,9 +460,17 @@ class AttentionGroup:
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
+        if common is not self._last_batch:
+            raise BatchError(
+                "attn_metadata is of an earlier step: group.build has since built another one in the same memory",
+                hint="give the layers what the last group.build(common) returned",
+            )
         for name, tensor in tensors.items():
             if tensor is not None:
                 checks.check_strides(name, tensor, self.device)
+                if name in _CONTENTS:
+                    of_requests = name == "query" or self.config.attn_type != "encoder_decoder"
+                    checks.check_finite(name, tensor, common, of_requests)
         checks.check_scales(scales)
         if self.kv_layout is None or self.block_size is None or self.kernel_block_size is None:
             return
@@ -483,16 +496,26 @@ class AttentionGroup:
         return common if served.chunks is None else served.chunks.cut(common, num_decodes)
 
 
+_CONTENTS = ("query", "key", "value", "kv_c_normed", "k_pe")
+"""What a layer is given that must hold finite numbers; outputs are poisoned in tests."""
+
+
 def _device(selection: Selection, device: torch.device | str | None) -> torch.device:
     """Return where the layers run, a CUDA device with its index.
 
     Raises:
-        ConfigError: the selection is for a GPU and this machine has none that torch can use, or one of another compute
-            capability.
+        ConfigError: the selection is for a GPU and the layers shall run elsewhere, this machine has none that torch can
+            use, or one of another compute capability.
     """
     chosen = selection.device
     found = torch.device(device if device is not None else ("cpu" if chosen.is_cpu else "cuda"))
     if found.type != "cuda":
+        if not (chosen.is_cpu or selection.runs_anywhere):
+            raise ConfigError(
+                f"the selection was made for {chosen.name}, but device = {str(found)!r}",
+                fields=["device"],
+                hint=f"select(config, {found.type!r}) chooses for that device",
+            )
         return found
     if not torch.cuda.is_available():
         raise ConfigError(

@@ -123,8 +123,8 @@ class SparseIndexer:
             BatchError: another group built the metadata, or an argument has a shape or dtype that is not accepted.
         """
         metadata = attn_metadata
-        if metadata.group is not self.group:
-            raise foreign_metadata("the indexer")
+        if getattr(metadata, "group", None) is not self.group:
+            raise foreign_metadata("the indexer", metadata)
         tokens = metadata.num_actual_tokens
         if topk_indices is None:
             topk_indices = query.new_empty(query.shape[0], self.top_k, dtype=torch.int32)

@@ -8,6 +8,7 @@ and a kernel of small ones in every layout, and only the block tables are conver
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,7 @@ from torch import Tensor
 from attn_select import layouts
 from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
+from attn_select.render import byte_text
 from attn_select.runtime.torch_dtypes import storage_dtype
 
 T = TypeVar("T")
@@ -66,9 +68,20 @@ def allocate_kv_cache(
     """Return one layer's cache, zeroed, of ``num_blocks`` blocks of ``block_size`` tokens (the kernel's).
 
     Zeros, since kernels may read slots that no token was written to and mask the result: NaN would survive that.
+
+    Raises:
+        ConfigError: this machine's memory does not hold them.
+        torch.OutOfMemoryError: the GPU's memory does not.
     """
-    shape = kv_cache_shape(layout, config, num_blocks, block_size)
-    return torch.zeros(shape, dtype=cache_dtype(layout, config), device=device)
+    shape, dtype = kv_cache_shape(layout, config, num_blocks, block_size), cache_dtype(layout, config)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:  # says what is free, and engines wait for it
+        raise
+    except RuntimeError as error:
+        size = byte_text(math.prod(shape) * dtype.itemsize)
+        text = f"num_blocks = {num_blocks}: one layer's cache takes {size}, which this machine's memory does not hold"
+        raise ConfigError(text, fields=["num_blocks"]) from error
 
 
 def cache_dtype(layout: str, config: AttentionConfig) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attn_select.config import Phase
 from attn_select.errors import ConfigError
 from attn_select.runtime import checks, ops
-from attn_select.runtime.attention import foreign_metadata, layer_scales, per_head
+from attn_select.runtime.attention import foreign_metadata, layer_scale, layer_scales, per_head
 from attn_select.runtime.backend import MLAAttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
@@ -40,8 +40,8 @@ class MLAAttention(nn.Module):
         layer_name: unique among the layers that exist; empty: a new name is made.
 
     Raises:
-        ConfigError: the group is not of MLA layers, or a weight, slopes, sinks or scales have the wrong shape, or are
-            missing or unwanted.
+        ConfigError: the group is not of MLA layers; the scale is not a finite number above 0; or a weight, slopes,
+            sinks or scales have the wrong shape, or are missing or unwanted.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MLAAttention(nn.Module):
         self.rank = cast(int, config.kv_lora_rank)
         self.nope, self.rope = cast(int, config.qk_nope_head_dim), cast(int, config.qk_rope_head_dim)
         self.value_size, self.heads = cast(int, config.v_head_dim), config.num_heads
-        self.scale = (self.nope + self.rope) ** -0.5 if scale is None else scale
+        self.scale = layer_scale(scale, self.nope + self.rope)
         self.scales = layer_scales(group, scales)
         dtype = PLAIN_DTYPES[config.dtype]
         self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -143,6 +143,8 @@ class MLAAttention(nn.Module):
             BatchError: before a kernel starts: another group built the metadata, or an argument has a shape or dtype
                 (in checked mode also device, strides, block ids, scales) that is not accepted.
         """
+        if not isinstance(query, Tensor):
+            raise BatchError(f"query is a {type(query).__name__}: accepted is a tensor")
         if output is None:
             output = query.new_empty(query.shape[0], self.heads, self.value_size)
         if torch.compiler.is_compiling():
@@ -271,8 +273,8 @@ class MLAAttention(nn.Module):
 
     def _check(self, metadata: MLAMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
         group, tokens, wanted = self.group, metadata.num_actual_tokens, self.group.config.sparse
-        if metadata.group is not group:
-            raise foreign_metadata(self.layer_name)
+        if getattr(metadata, "group", None) is not group:
+            raise foreign_metadata(self.layer_name, metadata)
         for name, (shape, dtype) in self._accepted.items():
             tensor = given[name]
             if name == "topk_indices" and (tensor is not None) != wanted:

@@ -224,7 +224,8 @@ class DraftTreeAttention(LayerInParts):
     ) -> None:
         self.group, self.scale, self.sinks, self.scales = group, scale, sinks, scales
         self.plain, self.context = (
-            layer(part, scale=scale, sinks=sinks, scales=scales) for part in (group.plain, group.context)
+            layer(part, scale=scale, sinks=sinks, scales=scales, caller_writes=True)
+            for part in (group.plain, group.context)
         )
 
     def merged(

@@ -223,6 +223,18 @@ def shared_layouts(plans: Mapping[Phase, BackendPlan]) -> list[str]:
     return [name for name in readers[0] if all(name in layouts for layouts in readers)] if readers else []
 
 
+class EmulatedSelection(Selection):
+    """A selection whose layers run on any device, whichever it was made for: its kernels are emulated there."""
+
+    __slots__ = ()
+    runs_anywhere = True
+
+    @classmethod
+    def of(cls, selection: Selection) -> EmulatedSelection:
+        """Return a selection as one whose kernels are emulated."""
+        return cls(**{field.name: getattr(selection, field.name) for field in dataclasses.fields(selection)})
+
+
 def selection_for(
     spec: BackendSpec,
     plans: Mapping[Phase, BackendPlan],
@@ -248,7 +260,7 @@ def selection_for(
     ):  # MLA prefill leaves the cache to whoever serves decode
         cache = MLA, config.block_size or 16
     verdicts: dict[Phase, Verdict] = {phase: Verdict(1, "selected", [], plan) for phase, plan in plans.items()}
-    return Selection(
+    return EmulatedSelection(
         config=config,
         device=device,
         environment=environment,

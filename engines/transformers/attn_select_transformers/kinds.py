@@ -92,7 +92,7 @@ class Kernels:
         found = self._layers.get(module)
         if found is None or found[0] != wanted:
             logits = None if sinks is None else sinks.detach().reshape(-1).to(self.device)
-            found = wanted, Attention(self.group, scale=scaling, sinks=logits)
+            found = wanted, Attention(self.group, scale=scaling, sinks=logits, caller_writes=True)
             self._layers[module] = found
         return found[1]
 

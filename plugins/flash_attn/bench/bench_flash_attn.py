@@ -57,7 +57,7 @@ class Bench(RandomStep):
         """Return the error of a layer, with a cascade where there is a prefix, also where it does not pay."""
         if prefix:
             self.group.backends[0].builder.least_cascade_bytes = 0
-        return self.error(Attention(self.group), self.group.build(self.common, prefix))
+        return self.error(Attention(self.group, caller_writes=True), self.group.build(self.common, prefix))
 
 
 def check(environment: Environment | None) -> None:
@@ -91,7 +91,7 @@ def overhead(environment: Environment | None) -> None:
     )
     for name, batch, query_len, seq_len in CASES:
         bench = Bench(LLAMA, environment, [query_len] * batch, [seq_len] * batch)
-        layer, metadata = Attention(bench.group), bench.group.build(bench.common)
+        layer, metadata = Attention(bench.group, caller_writes=True), bench.group.build(bench.common)
         plain = bench.group.build(bench.common, fast_build=True)
         raw = raw_call(bench, layer, bench.output, False)
         found = gpu_times(
@@ -109,7 +109,7 @@ def overhead(environment: Environment | None) -> None:
             f"schedule x{ratios[2]:.3f}  ours x{ratios[3]:.3f}"
         )
     bench = Bench(LLAMA, environment, [1] * 8, [256] * 8)
-    layer, metadata = Attention(bench.group), bench.group.build(bench.common)
+    layer, metadata = Attention(bench.group, caller_writes=True), bench.group.build(bench.common)
     impl, part = layer.impls["decode"], metadata.parts[0].metadata
     raw, again = raw_call(bench, layer, bench.output, True), raw_call(bench, layer, bench.output, True)
     with torch.inference_mode():
@@ -144,7 +144,7 @@ def build(environment: Environment | None) -> None:
 def graph(environment: Environment | None) -> None:
     layers, batch = 32, 8
     bench = Bench(LLAMA, environment, [1] * batch, [2048] * batch, graphs=True)
-    stack = [Attention(bench.group) for _ in range(layers)]
+    stack = [Attention(bench.group, caller_writes=True) for _ in range(layers)]
     caches = [bench.cache.clone() for _ in stack]
     inputs = {"query": bench.query, "key": torch.randn(batch, 8, 128, device="cuda", dtype=BF16)}
     inputs["value"] = torch.randn_like(inputs["key"])
@@ -179,7 +179,7 @@ def graph(environment: Environment | None) -> None:
             return statistics.median(samples[5:])
 
         free = Bench(LLAMA, environment, [1] * batch, [2048] * batch)
-        own = [Attention(free.group) for _ in range(layers)]
+        own = [Attention(free.group, caller_writes=True) for _ in range(layers)]
 
         def eager_step() -> None:
             metadata, hidden = free.group.build(common), inputs["query"]
@@ -197,7 +197,7 @@ def cascade(environment: Environment | None) -> None:
     for batch in (8, 16, 32, 64, 128):
         for prefix in (256, 512, 1024, 2048, 4096, 8192):
             bench = Bench(LLAMA, environment, [1] * batch, [prefix + 128] * batch, prefix)
-            layer, builder = Attention(bench.group), bench.group.backends[0].builder
+            layer, builder = Attention(bench.group, caller_writes=True), bench.group.backends[0].builder
             impl: Any = layer.impls["decode"]
             made = {"plain": builder.build(0, bench.common), "cascade": builder.build(prefix, bench.common)}
             calls: dict[str, Call] = {

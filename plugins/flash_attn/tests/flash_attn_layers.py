@@ -53,7 +53,7 @@ def run(group: Any, common: Any, cache: Any, layer: Any = None, padding: int = 0
     query = torch.randn(tokens, config.num_heads, config.head_size).to(getattr(torch, config.dtype))
     output = torch.full((tokens, config.num_heads, config.value_head_size), torch.nan, dtype=query.dtype)
     lse = torch.full((tokens, config.num_heads), torch.nan)
-    layer = layer or Attention(group)
+    layer = layer or Attention(group, caller_writes=True)
     layer.forward(query, None, None, cache, group.build(common, **build), output, lse)
     return output, lse
 

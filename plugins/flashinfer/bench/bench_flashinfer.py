@@ -54,7 +54,7 @@ class Bench(RandomStep):
     ) -> None:
         super().__init__(select(CONFIG, backend="FLASHINFER", rules=rules(use_trtllm)), query_lens, seq_lens, shared)
         self.builder: Any = self.group.backends[0].builder
-        self.layer = Attention(self.group)
+        self.layer = Attention(self.group, caller_writes=True)
         self.impl: Any = self.layer.impls["decode"]
 
     def described(self, prefix: int = 0) -> str:

@@ -69,7 +69,7 @@ def run(
     query = drawn_query(group, tokens)
     output = torch.full_like(query, torch.nan)
     wanted = torch.full(query.shape[:2], torch.nan, device=group.device) if lse else None
-    layer = layer or Attention(group)
+    layer = layer or Attention(group, caller_writes=True)
     layer.forward(query, None, None, cache, group.build(common, **build), output, wanted)
     return output, wanted
 

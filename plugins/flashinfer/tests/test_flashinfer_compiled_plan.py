@@ -38,7 +38,7 @@ def spoiled(group: Any, query_lens: list[int], seq_lens: list[int]) -> tuple[Any
 
 
 def check(group: Any, common: Any, cache: Any) -> None:
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     output, lse = groups.run(group, common, cache, layer)
     expected, expected_lse = groups.reference(group, common, cache, layer)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
@@ -77,7 +77,7 @@ def test_prefills_read_rows_too(fields: dict[str, Any], kernel: str, emulate: Em
     world = emulate()
     group = groups.made(options={**NATIVE, "prefill_kernel": kernel}, block_size=16, **fields)
     logits: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
-    layer, routes = Attention(group, **logits), []
+    layer, routes = Attention(group, caller_writes=True, **logits), []
     steps = [([20, 5], [20, 48]), ([1, 30, 7], [90, 40, 9]), ([1, 1, 40], [17, 3, 64]), ([64], [80]), ([9, 9], [9, 30])]
     for step, (query_lens, seq_lens) in enumerate([*steps, *steps]):
         common, cache = spoiled(group, query_lens, seq_lens)
@@ -98,7 +98,7 @@ def test_a_batch_keeps_its_lengths_and_is_planned_again(emulate: Emulate) -> Non
     """Steps are run in another order than they were built in, and the caller's lengths have changed since."""
     world = emulate()
     group = groups.made(options=NATIVE, block_size=16)
-    groups.check_in_any_order(group, Attention(group), [([1] * len(lens), lens) for lens in LENS])
+    groups.check_in_any_order(group, Attention(group, caller_writes=True), [([1] * len(lens), lens) for lens in LENS])
     assert len(world.named(PLAN)) == 6  # the first two steps, built once and run twice
 
 
@@ -125,7 +125,7 @@ def check_equal(made: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, most: 
 
     def outputs() -> list[torch.Tensor]:
         group = made()
-        layer = Attention(group)
+        layer = Attention(group, caller_writes=True)
         return [groups.run(group, *batch, layer)[0] for batch in (*batches, *reversed(batches))]
 
     with monkeypatch.context() as patch:
@@ -193,7 +193,7 @@ def test_captured_steps_read_rows_of_their_buffers(emulate: Emulate) -> None:
         decode = metadata.parts[0].metadata.parts[0]
         routes.append(decode.lists is None)
         query = groups.drawn_query(group, size)
-        output, layer = torch.empty_like(query), Attention(group)
+        output, layer = torch.empty_like(query), Attention(group, caller_writes=True)
         layer.forward(query, None, None, cache, metadata, output)
         expected, _ = groups.reference(group, common, cache, layer)
         torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)

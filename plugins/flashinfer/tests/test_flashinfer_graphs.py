@@ -72,7 +72,7 @@ def test_replay_with_other_lengths_and_pages(
     group = groups.made(gpu, block_size=16, group_cuda_graphs=True, group_capacity=CAPACITY, **fields)
     assert group.cudagraph_support == ("UNIFORM_SINGLE_TOKEN_DECODE" if "options" in fields else "UNIFORM_BATCH")
     sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
-    layer = Attention(group, **sinks)
+    layer = Attention(group, caller_writes=True, **sinks)
     cache = random_batch(group, [1] * 16, [500] * 16)[1]
     captured = {size: Captured(group, layer, cache, size, query_len) for size in (4, 2)}
     draw = random.Random(0)
@@ -123,7 +123,7 @@ def test_levels(emulate: Emulate) -> None:
 def test_a_step_is_refused_whose_buffers_a_later_graph_step_has_overwritten(emulate: Emulate) -> None:
     emulate()
     group = groups.made(options=NATIVE, group_cuda_graphs=True, group_capacity=CAPACITY)
-    layer, static = Attention(group), StaticBatch(group, 1)
+    layer, static = Attention(group, caller_writes=True), StaticBatch(group, 1)
     group.build_for_cudagraph_capture(static.dummy(2))
     eager, cache = random_batch(group, [1], [30])
     two, other = (random_batch(group, [1, 1], lens)[0] for lens in ([30, 7], [90, 3]))
@@ -148,7 +148,7 @@ def test_a_step_built_early_leaves_the_running_one_alone(
     emulate()
     monkeypatch.setattr("attn_select_flashinfer.runtime.plans.new_event", lambda device: fi.Event())
     group = groups.made(options=NATIVE, block_size=16, group_cuda_graphs=graphs)
-    layer, ring = Attention(group), groups.builder_of(group).native.pool.ring
+    layer, ring = Attention(group, caller_writes=True), groups.builder_of(group).native.pool.ring
     batches = [random_batch(group, [1, 1], [length, 7]) for length in (200, 30, 150)]
     results = []
     with fi.lagging():
@@ -173,7 +173,7 @@ def test_build_copies_nothing_back_from_the_device(emulate: Emulate) -> None:
         lengths = common.seq_lens.clone(), common.query_start_loc.clone(), common.block_table_tensor.clone()
         common.seq_lens, common.query_start_loc, common.block_table_tensor = lengths
         fi.on_device(*lengths, cache)
-        Attention(group)(groups.drawn_query(group, 22), None, None, cache, group.build(common))
+        Attention(group, caller_writes=True)(groups.drawn_query(group, 22), None, None, cache, group.build(common))
         assert world.syncs == []
 
 
@@ -197,7 +197,7 @@ def test_replay_of_every_captured_size(fields: dict[str, Any]) -> None:
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 16}
     capacity = Capacity(16, 64, 4096)
     group = groups.on_gpu(group_cuda_graphs=True, group_capacity=capacity, **shape, **fields)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     _, cache = random_batch(group, [1] * 16, [2048] * 16)
     query = groups.drawn_query(group, 16)
 
@@ -227,7 +227,7 @@ def test_neither_build_nor_forward_waits_for_the_gpu(fields: dict[str, Any], gra
         num_heads=32, num_kv_heads=8, head_size=128, block_size=16, group_cuda_graphs=graphs, **fields
     )
     common, cache = random_batch(group, [1, 9], [300, 20])
-    layer, query = Attention(group), groups.drawn_query(group, 10)
+    layer, query = Attention(group, caller_writes=True), groups.drawn_query(group, 10)
     layer(query, None, None, cache, group.build(common))
     torch.cuda.synchronize()
     try:
@@ -243,7 +243,7 @@ def test_neither_build_nor_forward_waits_for_the_gpu(fields: dict[str, Any], gra
 def test_steps_built_while_the_gpu_is_behind_keep_their_schedules() -> None:
     """Twelve steps are built and launched behind a long kernel: each has the result that it has alone."""
     group = groups.on_gpu(num_heads=32, num_kv_heads=8, head_size=128, block_size=16, options=NATIVE)
-    layer, query = Attention(group), groups.drawn_query(group, 8)
+    layer, query = Attention(group, caller_writes=True), groups.drawn_query(group, 8)
     draw = random.Random(0)
     batches = [random_batch(group, [1] * 8, [draw.randint(1, 2000) for _ in range(8)]) for _ in range(12)]
     alone = []
@@ -264,7 +264,7 @@ def test_steps_built_while_the_gpu_is_behind_keep_their_schedules() -> None:
 def test_steps_built_before_the_first_one_runs(fields: dict[str, Any]) -> None:
     group = groups.on_gpu(num_heads=8, num_kv_heads=2, **fields)
     sinks: dict[str, Any] = {"sinks": torch.arange(8.0, device="cuda") / 4} if "sinks" in fields else {}
-    layer = Attention(group, **sinks)
+    layer = Attention(group, caller_writes=True, **sinks)
     steps = []
     for query_lens, seq_lens in (([1, 1, 200], [900, 5, 400]), ([1, 7], [200, 64]), ([1] * 4, [9, 1000, 64, 65])):
         common, cache = random_batch(group, query_lens, seq_lens)

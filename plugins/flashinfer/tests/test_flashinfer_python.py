@@ -165,7 +165,7 @@ def test_decode_steps_planned_by_the_compiled_function(emulate: Any) -> None:
     wrappers = groups.builder_of(group).native.pool
     for step, seq_lens in enumerate(([40, 1], [33, 64, 17], [16, 70], [1, 90, 31])):
         common, cache = random_batch(group, [1] * len(seq_lens), seq_lens)
-        layer = Attention(group)
+        layer = Attention(group, caller_writes=True)
         output, lse = groups.run(group, common, cache, layer)
         expected, expected_lse = groups.reference(group, common, cache, layer)
         torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
@@ -192,8 +192,8 @@ def test_prefill_steps_planned_by_the_compiled_function(kernel: str, emulate: An
     steps = [([20, 5], [20, 48]), ([1, 30, 7], [90, 40, 9]), ([1, 1, 40], [17, 3, 64]), ([64], [80])]
     for step, (query_lens, seq_lens) in enumerate(steps):
         common, cache = random_batch(group, query_lens, seq_lens)
-        output, lse = groups.run(group, common, cache, Attention(group))
-        expected, expected_lse = groups.reference(group, common, cache, Attention(group))
+        output, lse = groups.run(group, common, cache, Attention(group, caller_writes=True))
+        expected, expected_lse = groups.reference(group, common, cache, Attention(group, caller_writes=True))
         torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
         torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)
         wrapper = next(

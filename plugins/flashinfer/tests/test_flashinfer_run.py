@@ -92,7 +92,7 @@ def test_words_for_people_decide_nothing(gpu: str, fields: dict[str, Any], emula
         group = groups.made(gpu, change=change, **fields)
         sinks = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
         common, cache = random_batch(group, [1, 1, 20], [30, 5, 40])
-        output, _ = groups.run(group, common, cache, Attention(group, **sinks), lse=False)
+        output, _ = groups.run(group, common, cache, Attention(group, caller_writes=True, **sinks), lse=False)
         calls = [(call["entry"], call.get("backend"), call.get("jit_args")) for call in world.calls]
         seen.append((calls, groups.builder_of(group).ran, output))
     assert seen[0][:2] == seen[1][:2]
@@ -117,7 +117,7 @@ def test_several_steps_may_be_built_before_the_first_one_runs(
     group = groups.made(gpu, **fields)
     sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
     batches = [([1, 1, 20], [30, 5, 40]), ([1, 7], [200, 64]), ([1], [9])]
-    groups.check_in_any_order(group, Attention(group, **sinks), batches, **sinks)
+    groups.check_in_any_order(group, Attention(group, caller_writes=True, **sinks), batches, **sinks)
 
 
 def test_a_forced_path_that_cannot_run_is_an_error() -> None:
@@ -132,7 +132,7 @@ def test_a_forced_path_that_cannot_run_is_an_error() -> None:
 def test_a_step_that_is_not_causal_is_prefilled_natively(emulate: Emulate) -> None:
     world = emulate((10, 0))
     group = groups.made("b200", kv_cache_dtype="fp8_e4m3")
-    layer = Attention(group, scales=Scales.make("cpu", q=0.1, k=0.5, v=0.25))
+    layer = Attention(group, caller_writes=True, scales=Scales.make("cpu", q=0.1, k=0.5, v=0.25))
     common, cache = random_batch(group, [1, 20], [30, 40])
     groups.run(group, common, cache, layer)
     assert groups.builder_of(group).native is None
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_causal_is_prefilled_natively(emulate: Emulate) -> No
 def test_drafts_of_trtllm_gen_are_prefilled_where_the_step_is_not_causal(emulate: Emulate) -> None:
     emulate((10, 0))
     group = groups.made("b200", num_speculative_tokens=2)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     common, cache = random_batch(group, [3, 3, 2], [30, 40, 2])
     common.causal = False
     output, _ = groups.run(group, common, cache, layer)
@@ -173,7 +173,7 @@ def test_single_tokens_with_sinks_and_a_window_need_no_causality(emulate: Emulat
     group, sinks = groups.made(options=NATIVE, sliding_window=8, sinks=True), torch.tensor([0.5, -1.0, 2.0, 0.25])
     common, cache = random_batch(group, [1, 1], [30, 40])
     common.causal = False
-    layer = Attention(group, sinks=sinks)
+    layer = Attention(group, caller_writes=True, sinks=sinks)
     output, _ = groups.run(group, common, cache, layer)
     expected, _ = groups.reference(group, common, cache, layer, sinks=sinks)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
@@ -199,7 +199,7 @@ def test_page_lists_of_both_phases(emulate: Emulate) -> None:
             pages = part.lists.paged_kv_indices[bounds[row] : bounds[row + 1]].tolist()
             assert pages == common.block_table_tensor[first + row, : len(pages)].tolist()
     assert world.syncs == []
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     output, lse = groups.run(group, common, cache, layer)
     expected, expected_lse = groups.reference(group, common, cache, layer)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
@@ -238,8 +238,8 @@ def test_layers_of_a_kind_have_scales_of_their_own(emulate: Emulate) -> None:
     world = emulate()
     group = groups.made(options=NATIVE, kv_cache_dtype="fp8_e4m3")
     layers = [
-        Attention(group, scale=0.3, scales=Scales.make("cpu", q=0.02, k=0.5, v=2.0)),
-        Attention(group, scale=0.05, scales=Scales.make("cpu", q=0.04, k=0.25, v=1.0)),
+        Attention(group, caller_writes=True, scale=0.3, scales=Scales.make("cpu", q=0.02, k=0.5, v=2.0)),
+        Attention(group, caller_writes=True, scale=0.05, scales=Scales.make("cpu", q=0.04, k=0.25, v=1.0)),
     ]
     common, cache = random_batch(group, [1, 20], [30, 40])
     metadata = group.build(common)
@@ -271,7 +271,7 @@ def test_masked_keys_are_far_away_with_small_scales_too(use: str, emulate: Emula
         options={**NATIVE, "prefill_kernel": use if use == "fa3" else "auto"}, sinks=bool(sinks), **fields
     )
     scale = 1e-4 if use == "16 bits" else 0.125
-    layer = Attention(group, scale=scale, scales=Scales.make("cpu", q=0.01, k=1e-3, v=0.5), **sinks)
+    layer = Attention(group, caller_writes=True, scale=scale, scales=Scales.make("cpu", q=0.01, k=1e-3, v=0.5), **sinks)
     common, cache = random_batch(group, [1, 20], [30, 40])
     if fields:
         cache.copy_((torch.randn(cache.shape) * 100).clamp(-448, 448).to(E4M3))
@@ -299,7 +299,7 @@ def test_one_fp8_scale_per_head_in_both_phases(emulate: Emulate) -> None:
     group = groups.made(kv_cache_dtype="fp8_e4m3", per_head_quant_scales=True)
     scales = Scales.make("cpu", q=0.02, k=torch.tensor([0.5, 0.25]), v=torch.tensor([2.0, 1.0]), num_kv_heads=2)
     common, cache = random_batch(group, [1, 20], [30, 40])
-    output, _ = groups.run(group, common, cache, Attention(group, scales=scales))
+    output, _ = groups.run(group, common, cache, Attention(group, caller_writes=True, scales=scales))
     assert output.isfinite().all()
     for call in (*world.named(DECODE_RUN), *world.named(PREFILL_RUN)):
         assert [each.tolist() for each in call["args"][1:]] == [[0.5, 0.25], [2.0, 1.0]]
@@ -311,7 +311,7 @@ def test_sinks_count_and_are_the_lse_of_requests_without_keys(options: dict[str,
     world = emulate()
     group = groups.made(options=options, sinks=True)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.25])
-    layer = Attention(group, sinks=sinks.bfloat16())
+    layer = Attention(group, caller_writes=True, sinks=sinks.bfloat16())
     common, cache = random_batch(group, [1, 1, 20], [30, 1, 40])
     common.seq_lens = common.seq_lens_cpu = torch.tensor([30, 0, 40], dtype=torch.int32)
     output, lse = groups.run(group, common, cache, layer, lse=bool(options))
@@ -350,7 +350,7 @@ def test_requests_without_keys_give_zero_and_minus_infinity(gpu: str, emulate: E
 def test_drafts_and_requests_without_a_query_go_through_the_prefill_wrapper(emulate: Emulate) -> None:
     world = emulate()
     group = groups.made(options=NATIVE, num_speculative_tokens=3)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     assert group.reorder_batch_threshold == 4
     for query_lens, seq_lens in (([4, 2, 1, 9], [30, 20, 5, 40]), ([1, 0, 1], [30, 7, 5])):
         common, cache = random_batch(group, query_lens, seq_lens)

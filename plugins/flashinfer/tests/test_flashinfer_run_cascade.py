@@ -37,7 +37,7 @@ def test_cascade_gives_what_the_plain_path_gives(
     monkeypatch.setattr("attn_select_flashinfer.runtime.mha.FlashInferMetadataBuilder.least_cascade_bytes", 0)
     group = groups.made(options=NATIVE, block_size=16, **fields)
     sinks: dict[str, Any] = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.25])} if "sinks" in fields else {}
-    layer = Attention(group, scale=0.2, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25), **sinks)
+    layer = Attention(group, caller_writes=True, scale=0.2, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25), **sinks)
     common, cache = random_batch(group, [1] * 7 + [20], [300 + i for i in range(8)], 16)
     metadata = group.build(common, 256)
     (part,) = parts_of(metadata)

@@ -56,7 +56,7 @@ def test_scratch_that_is_too_small_names_the_option(emulate: Emulate) -> None:
 def test_xqa_takes_drafts_of_equal_length_together(fields: dict[str, Any], emulate: Emulate) -> None:
     world = emulate()
     group = groups.made(num_speculative_tokens=2, **fields)
-    layer = Attention(group, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25))
+    layer = Attention(group, caller_writes=True, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25))
     common, cache = random_batch(group, [3, 3, 1, 2, 9], [30, 17, 5, 2, 40])
     output, _ = groups.run(group, common, cache, layer, lse=False)
     expected, _ = groups.reference(group, common, cache, layer)
@@ -72,7 +72,7 @@ def test_xqa_takes_drafts_of_equal_length_together(fields: dict[str, Any], emula
 def test_xqa_masks_nothing_where_attention_is_not_causal(emulate: Emulate) -> None:
     world = emulate()
     group = groups.made(num_speculative_tokens=2)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     common, cache = random_batch(group, [3, 3], [30, 17])
     common.causal = False
     output, _ = groups.run(group, common, cache, layer, lse=False)
@@ -100,7 +100,7 @@ def test_masks_of_many_drafts_fill_words_of_16_bits() -> None:
 def test_trtllm_gen_runs_drafts_and_chunks(emulate: Emulate) -> None:
     world = emulate((10, 0))
     group = groups.made("b200", num_speculative_tokens=2)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     common, cache = random_batch(group, [3, 1, 2, 9, 12], [30, 5, 2, 40, 12])
     output, lse = groups.run(group, common, cache, layer)
     expected, expected_lse = groups.reference(group, common, cache, layer)
@@ -122,7 +122,7 @@ def test_trtllm_gen_runs_drafts_and_chunks(emulate: Emulate) -> None:
 def test_trtllm_gen_takes_an_fp8_query_and_scales_as_numbers(emulate: Emulate) -> None:
     world = emulate((10, 0))
     group = groups.made("b200", kv_cache_dtype="fp8_e4m3", output_quantization="fp8")
-    layer = Attention(group, scale=0.2, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25))
+    layer = Attention(group, caller_writes=True, scale=0.2, scales=Scales.make("cpu", q=0.02, k=0.5, v=0.25))
     common, cache = random_batch(group, [1, 9], [30, 40])
     query, output_scale = groups.drawn_query(group, 10), torch.tensor(0.04)
     output = torch.empty(10, 4, 64, dtype=E4M3)
@@ -151,7 +151,7 @@ def test_fp4_output_brings_its_block_scales(emulate: Emulate) -> None:
     group = groups.made("b200", kv_cache_dtype="fp8_e4m3", output_quantization="fp4")
     common, cache = random_batch(group, [1, 9], [30, 40])
     output, blocks = torch.empty(10, 4, 32, dtype=torch.uint8), torch.empty(128, 16, dtype=E4M3)
-    Attention(group).forward(
+    Attention(group, caller_writes=True).forward(
         groups.drawn_query(group, 10), None, None, cache, group.build(common), output, None, torch.tensor(3.0), blocks
     )
     assert [(c["out"].start, c["out"].shape, c["out_dtype"], c["o_sf_scale"]) for c in calls] == [

@@ -80,7 +80,7 @@ def check_output(group: Any, common: Any) -> None:
     """Fill the cache, write the step's tokens, attend, and compare each phase with the oracle."""
     draw = torch.Generator().manual_seed(0)
     scales = Scales.make(group.device, SCALES["q"], SCALES["k"], SCALES["v"])
-    layer = Attention(group, scales=scales)
+    layer = Attention(group, caller_writes=True, scales=scales)
     cache = group.allocate_kv_cache(241)
     cache.copy_((torch.randn(cache.shape, generator=draw) / SCALES["k"]).clamp(-448, 448).to(cache.dtype))
     query, key, value = (

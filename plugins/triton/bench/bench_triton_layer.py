@@ -36,7 +36,7 @@ class Step:
         capacity = Capacity(max(case.batch, 8), len(problem.query), max(case.seq_len, 131072))
         selection = select(config, backend="TRITON_ATTN")
         self.group: AttentionGroup = attention_group(selection, capacity=capacity, cuda_graphs=cuda_graphs)
-        self.layer = Attention(self.group)
+        self.layer = Attention(self.group, caller_writes=True)
         self.problem, self.kv_cache = problem, problem.cache.transpose(0, 1)
         self.output = torch.full_like(problem.query, float("nan"))
         bounds = torch.arange(case.batch + 1, dtype=torch.int32) * case.query_len

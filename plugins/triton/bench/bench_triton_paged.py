@@ -147,7 +147,7 @@ def host_time(rounds: int) -> None:
     table = BlockTable(8, 64, group.block_size, group.device)
     for row in range(8):
         table.set_row(row, list(range(8 * row, 8 * row + 8)))
-    cache, layer = group.allocate_kv_cache(64), Attention(group)
+    cache, layer = group.allocate_kv_cache(64), Attention(group, caller_writes=True)
     query = torch.randn(8, 32, 128, device="cuda", dtype=torch.bfloat16)
     metadata, output = group.build(prepare_batch([1] * 8, [100] * 8, table)), torch.empty_like(query)
     part, impl = metadata.parts[0].metadata, layer.impls["decode"]

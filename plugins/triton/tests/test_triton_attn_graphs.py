@@ -48,7 +48,7 @@ def test_captured_launches_serve_other_batches(
         tensors = [torch.cat([t, t.new_zeros(padding, *t.shape[1:])]) for t in (problem.query,)]
         output = torch.full_like(tensors[0], torch.nan)
         lse = torch.full(output.shape[:2], torch.nan, device=device)
-        layer, kv_cache = layer_of(group, problem), problem.written_cache()
+        layer, kv_cache = layer_of(group, problem, caller_writes=True), problem.written_cache()
         layer.forward(tensors[0], None, None, kv_cache, metadata, output, lse)
         tokens = common.num_actual_tokens
         layers.compare(group, problem, output[:tokens], lse[:tokens])
@@ -65,7 +65,9 @@ def test_a_small_mixed_graph_knows_not_whose_its_tokens_are(device: torch.device
         group.build(static.load(common, 2))
         query = torch.cat([problem.query, problem.query])[:2]
         output, lse = torch.full_like(query, torch.nan), torch.full((2, 4), torch.nan, device=device)
-        layer_of(group, problem).forward(query, None, None, problem.written_cache(), captured, output, lse)
+        layer_of(group, problem, caller_writes=True).forward(
+            query, None, None, problem.written_cache(), captured, output, lse
+        )
         tokens = common.num_actual_tokens
         layers.compare(group, problem, output[:tokens], lse[:tokens])
 
@@ -108,7 +110,7 @@ def test_neither_build_nor_forward_waits_or_allocates(step: str, fields: dict[st
     group = layers.made(cuda, config)
     problem = layers.problem_of(group, STEPS[step])
     layers.check(group, problem)
-    common, kv_cache, layer = common_of(problem), problem.written_cache(), layer_of(group, problem)
+    common, kv_cache, layer = common_of(problem), problem.written_cache(), layer_of(group, problem, caller_writes=True)
     output = torch.empty_like(problem.query)
     arguments = (problem.query, problem.key, problem.value, kv_cache)
     layer(*arguments, group.build(common), output)
@@ -174,7 +176,7 @@ def test_decodes_beside_a_chunk(
     assert metadata.parts[0].metadata.beside
     kv_cache, output, lse = problem.written_cache(), torch.empty_like(wanted[0]), torch.empty_like(wanted[1])
 
-    layer = layer_of(group, problem)
+    layer = layer_of(group, problem, caller_writes=True)
 
     def step() -> None:
         output.fill_(torch.nan)

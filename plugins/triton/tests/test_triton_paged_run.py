@@ -20,6 +20,7 @@ from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.runtime.metadata import BatchError
 from attn_select.testing import relative_error
 from attn_select.testing.oracle_paged import paged_reference
+from attn_select.testing.toolkit import EmulatedSelection
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION, partial_bytes
 from attn_select_triton.facts.planned_kernels import PrefillKernel
 from attn_select_triton.runtime import paged_attention as paged_runtime
@@ -35,7 +36,7 @@ def config_of(**fields: Any) -> AttentionConfig:
 def group_of(config: AttentionConfig, capacity: Capacity, device: str = "cpu", **options: Any) -> Any:
     """Return a group of the backend for an H100, whose kernels run in the interpreter where there is none."""
     selection = select(config, None if device == "cuda" else "h100", backend="PAGED_ATTENTION")
-    return attention_group(selection, device, capacity, **options)
+    return attention_group(EmulatedSelection.of(selection), device, capacity, **options)
 
 
 def step_of(group: Any, query_lens: Sequence[int], seq_lens: Sequence[int]) -> tuple[Any, torch.Tensor]:
@@ -65,7 +66,7 @@ def check(group: Any, common: Any, cache: torch.Tensor, *, new: bool = True) -> 
     query, key, value = made if new else (made[0], None, None)
     output = torch.full_like(made[0], torch.nan)
     metadata = group.build(common)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     layer.forward(query, key, value, cache, metadata, output)
     wanted, _ = paged_reference(
         made[0][:tokens], cache, LAYOUT, common.block_table_tensor, common.query_start_loc, common.seq_lens, config,
@@ -330,7 +331,7 @@ def test_a_graph_keeps_its_version_and_takes_other_lengths(max_model_len: int, n
     steps = [step_of(group, [1] * len(lens), lens) for lens in lengths]
     caches = [cache for _, cache in steps]
     static = torch.zeros_like(max(caches, key=torch.Tensor.numel))
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     query = torch.randn(4, 4, 32, device="cuda", dtype=torch.float16)
 
     def step(inputs: Any, metadata: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from attn_select import select
 from attn_select.runtime import AttentionGroup, BatchError, Capacity, attention_group
 from attn_select.testing import environment_of
 from attn_select.testing.running import common_of, layer_of, run_problem
+from attn_select.testing.toolkit import EmulatedSelection
 from attn_select_cutlass_mla.facts.builds import BUILDS
 
 Emulate = Callable[[str], list[dict[str, Any]]]
@@ -289,6 +290,6 @@ def test_selected_by_name_for_decode(emulate: Emulate) -> None:
     selection = select(layer_config(), "b200", backend="decode=CUTLASS_MLA", environment=environment)
     assert selection.selected["decode"] == "CUTLASS_MLA"
     assert selection.block_size == 128
-    group = attention_group(selection, "cpu", CAPACITY, phases=["decode"])
+    group = attention_group(EmulatedSelection.of(selection), "cpu", CAPACITY, phases=["decode"])
     assert group.served["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
     check(group, DECODES)

@@ -65,7 +65,7 @@ def test_cascade_counts_sinks_once_and_scales_both_parts(provider: str, emulate:
     calls = emulate(provider)
     group = layers.made(provider, sinks=True, kv_cache_dtype="fp8_e4m3", group_capacity=Capacity(16, 512, 1024))
     layers.always_cascade(group)
-    layer = Attention(group, sinks=torch.ones(4), scales=Scales.make("cpu", q=0.02, k=0.1, v=0.2))
+    layer = Attention(group, caller_writes=True, sinks=torch.ones(4), scales=Scales.make("cpu", q=0.02, k=0.1, v=0.2))
     common, cache = random_batch(group, [1] * 8, [300] * 8, 256 // group.block_size)
     plain, plain_lse = layers.run(group, common, cache, layer)
     calls.clear()

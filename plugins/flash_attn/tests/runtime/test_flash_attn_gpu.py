@@ -24,7 +24,7 @@ LSE = 2e-3
 def test_neither_build_nor_forward_waits_for_the_gpu(fields: dict[str, Any], graphs: bool) -> None:
     group = layers.on_gpu(**fields, group_cuda_graphs=graphs)
     common, cache = random_batch(group, [1, 9], [300, 20])
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     query = torch.randn(10, 4, 64, device="cuda", dtype=torch.bfloat16)
     layer(query, None, None, cache, group.build(common))
     torch.cuda.synchronize()
@@ -42,7 +42,7 @@ def test_real_cascade_gives_what_the_plain_path_gives() -> None:
     group = layers.on_gpu(group_capacity=Capacity(16, 512, 1024))
     layers.always_cascade(group)
     common, cache = random_batch(group, [1] * 7 + [20], [300 + i for i in range(8)], 256 // group.block_size)
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     query = torch.randn(27, 4, 64, device="cuda", dtype=torch.bfloat16)
     lses = [torch.empty(27, 4, device="cuda") for _ in range(2)]
     plain = layer(query, None, None, cache, group.build(common), None, lses[0])
@@ -56,7 +56,7 @@ def test_batch_invariant_requests_give_the_same_bits_in_any_batch() -> None:
     for head_size, window in ((64, None), (128, None), (128, 100), (256, None)):
         group = layers.on_gpu(head_size=head_size, batch_invariant=True, sliding_window=window, block_size=128)
         common, cache = random_batch(group, [1, 1, 60, 5], [500, 90, 60, 300])
-        layer = Attention(group)
+        layer = Attention(group, caller_writes=True)
         query = torch.randn(67, 4, head_size, device="cuda", dtype=torch.bfloat16)
         together = layer(query, None, None, cache, group.build(common))
         for request in range(4):

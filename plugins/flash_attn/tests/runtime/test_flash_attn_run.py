@@ -49,7 +49,7 @@ def test_fa2s_alibi_constants_are_taken_out_of_the_lse(provider: str, window: in
     emulate(provider)
     group = layers.made(provider, "a100", alibi=True, sliding_window=window)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    layer = Attention(group, alibi_slopes=slopes)
+    layer = Attention(group, caller_writes=True, alibi_slopes=slopes)
     common, cache = random_batch(group, [1, 12, 3], [30, 12, 5])
     output, lse = layers.run(group, common, cache, layer)
     expected = layers.reference(group, common, cache, layer, alibi_slopes=slopes)
@@ -86,7 +86,7 @@ def test_a_token_pool_is_a_cache_of_blocks_of_one(provider: str, emulate: Emulat
     calls = emulate(provider)
     group = layers.made(provider, block_size=1)
     common, cache = random_batch(group, [1, 7], [33, 20])
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     output, lse = layers.run(group, common, cache, layer)
     expected = layers.reference(group, common, cache, layer)
     torch.testing.assert_close(output.double(), expected[0], atol=2e-2, rtol=0)
@@ -134,7 +134,7 @@ def test_requests_without_keys_give_zero_and_minus_infinity(provider: str, gpu: 
 def test_fa2_is_given_no_request_without_keys(provider: str, fields: dict[str, Any], emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, "a100", **fields)
-    layer = Attention(group, alibi_slopes=torch.full((4,), 0.5) if "alibi" in fields else None)
+    layer = Attention(group, caller_writes=True, alibi_slopes=torch.full((4,), 0.5) if "alibi" in fields else None)
     common, cache = random_batch(group, [1, 2, 1], [33, 2, 1])
     wanted, wanted_lse = layers.run(group, common, cache, layer)
     table = common.block_table_tensor.clone()
@@ -168,7 +168,9 @@ def test_fa2s_guarded_batch_stays_in_place_for_graphs(provider: str, emulate: Em
         lens = calls[0]["seqused_k" if provider == "vllm" else "cu_seqlens_k"]
         addresses.append((lens.data_ptr(), calls[0]["block_table"].data_ptr()))
         # Without LSE the outputs are right as they are, and the captured step has no kernel more.
-        quiet = Attention(group)(torch.randn(3, 4, 64).bfloat16(), None, None, cache, group.build(common))
+        quiet = Attention(group, caller_writes=True)(
+            torch.randn(3, 4, 64).bfloat16(), None, None, cache, group.build(common)
+        )
         assert not quiet[1].any()
         assert calls[-1]["block_table"] is common.block_table_tensor
     assert addresses[0] == addresses[1]
@@ -184,7 +186,7 @@ def test_sinks_are_passed_in_bfloat16_and_are_the_lse_of_rows_without_keys(provi
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.25])
     common, cache = random_batch(group, [1, 1], [33, 1])
     common.seq_lens = torch.tensor([33, 0], dtype=torch.int32)
-    output, lse = layers.run(group, common, cache, Attention(group, sinks=sinks))
+    output, lse = layers.run(group, common, cache, Attention(group, caller_writes=True, sinks=sinks))
     passed = layers.calls_of(calls)[-1]["s_aux" if provider == "vllm" else "sinks"]
     assert passed.dtype == torch.bfloat16
     assert not output[1].any()
@@ -197,7 +199,7 @@ def test_fp8_brings_descales_and_converts(provider: str, dtype: str, emulate: Em
     calls = emulate(provider)
     group = layers.made(provider, kv_cache_dtype="fp8_e4m3", dtype=dtype, per_head_quant_scales=True)
     scales = Scales.make("cpu", q=0.02, k=torch.tensor([0.5, 0.25]), v=torch.tensor([2.0, 1.0]), num_kv_heads=2)
-    layer = Attention(group, scales=scales)
+    layer = Attention(group, caller_writes=True, scales=scales)
     common, cache = random_batch(group, [1, 2, 1], [33, 20, 4])
     output, _ = layers.run(group, common, cache, layer)
     assert output.dtype == getattr(torch, dtype)
@@ -232,7 +234,7 @@ def test_encoders_attend_to_their_own_tokens(provider: str, gpu: str, emulate: E
     group = layers.made(provider, gpu, attn_type="encoder_only", sliding_window=6)
     common = prepare_batch([9, 4], [9, 4])
     query, key, value = (torch.randn(13, heads, 64).bfloat16() for heads in (4, 2, 2))
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     output = layer(query, key, value, None, group.build(common))
     (call,) = calls
     assert call["cu_seqlens_k"].tolist() == call["cu_seqlens_q"].tolist() == [0, 9, 13]
@@ -253,7 +255,7 @@ def test_blocks_of_hybrid_models_are_split(provider: str, gpu: str, emulate: Emu
         group = layers.group_of(selection)
         assert (group.block_size, group.kernel_block_size) == (size, kernel_size)
     common, cache = random_batch(group, [1, 5], [30, 70])
-    layer = Attention(group)
+    layer = Attention(group, caller_writes=True)
     assert cache.shape[2] == 16
     output, lse = layers.run(group, common, cache, layer)
     wanted = layers.reference(group, common, cache.view(2, -1, 48, *cache.shape[3:]), layer)

@@ -35,7 +35,7 @@ def test_one_schedule_serves_all_layers(provider: str, emulate: Emulate) -> None
     metadata = group.build(common)
     query = torch.randn(36, 4, 64).bfloat16()
     for _ in range(3):
-        Attention(group)(query, None, None, cache, metadata)
+        Attention(group, caller_writes=True)(query, None, None, cache, metadata)
     (scheduled,) = layers.calls_of(calls, scheduling=True)
     attended = layers.calls_of(calls)
     assert len(attended) == 3
@@ -76,7 +76,7 @@ def test_splits_of_a_mixed_step(
     for served in group.backends:
         monkeypatch.setattr(served.builder, "_sms", 132)
     common, cache = random_batch(group, [1, 30], [longest, 31])
-    Attention(group)(torch.randn(31, 4, 64).bfloat16(), None, None, cache, group.build(common))
+    Attention(group, caller_writes=True)(torch.randn(31, 4, 64).bfloat16(), None, None, cache, group.build(common))
     assert layers.calls_of(calls)[0]["num_splits"] == splits
 
 
