@@ -93,6 +93,8 @@ def _fact_problems(capabilities: Capabilities) -> Iterator[str]:
         accepts, accepted = _FACTS.get(item.name, (_is_bool, "a bool"))
         if not isinstance(fact, Fact) or not isinstance(fact.source, str):
             yield f"{item.name} = {show(fact)} (accepted: a Fact with its source)"
+        elif not fact.source.strip():
+            yield f"{item.name} has no source (accepted: the paper, file or machine that says so)"
         elif not accepts(fact.value):
             yield f"{item.name} = {show(fact.value)} (accepted: {accepted})"
         elif item.name == "block_sizes" and capabilities.reads_cache and not fact.value:

@@ -73,13 +73,14 @@ def failures(suite: type[BackendConformance], until: str | None = None) -> list[
     try:
         found = []
         tests = [partial(suite().test_config, index) for index in ids_of(suite) if type(index) is int]
-        for test in (*tests, suite().test_configs_that_are_not_run):
+        first = (suite().test_spec_is_sound, suite().test_what_is_declared_is_accepted)
+        for test in (*first, *tests, suite().test_configs_that_are_not_run):
             try:
                 test()
             except pytest.skip.Exception:
                 continue
             except Exception as error:
-                found.append("\n".join([f"{type(error).__name__}: {error}", *error.__notes__]))
+                found.append("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
                 if until is not None and until in found[-1]:
                     break
         return found

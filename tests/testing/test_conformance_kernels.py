@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 import torch
-from conformance_variants import ACCEPTED, YES, Variant, failures
+from conformance_variants import ACCEPTED, HEADS, YES, Variant, failures
 from torch import Tensor
 
 from attn_select.runtime.kv_cache import key_value_views
-from attn_select.spec import Fact
+from attn_select.spec import BackendPlan, Fact, Reason
 
 pytestmark = pytest.mark.long
 
@@ -108,6 +108,139 @@ def by_batch(forward: Any) -> Any:
     return method
 
 
+def no_lse(forward: Any) -> Any:
+    def method(self: Any, layer: Any, *rest: Any) -> Any:
+        given = [*rest]
+        given[6] = None
+        return forward(self, layer, *given)
+
+    return method
+
+
+def no_lse_again(forward: Any) -> Any:
+    """Write the LSE in a layer's first call alone."""
+
+    def method(self: Any, layer: Any, *rest: Any) -> Any:
+        given, self.called = [*rest], getattr(self, "called", 0) + 1
+        given[6] = given[6] if self.called == 1 else None
+        return forward(self, layer, *given)
+
+    return method
+
+
+def zeros_again(forward: Any) -> Any:
+    """Give zeros from a layer's second call on."""
+
+    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
+        output, self.called = forward(self, layer, query, *rest), getattr(self, "called", 0) + 1
+        output[: rest[3].query_start_loc[-1]] *= self.called == 1
+        return output
+
+    return method
+
+
+def every_fiftieth(forward: Any) -> Any:
+    """Spoil the output of every fiftieth call in the process."""
+    calls = count(1)
+
+    def method(self: Any, layer: Any, *rest: Any) -> Any:
+        output = forward(self, layer, *rest)
+        output[0] += next(calls) % 50 == 0
+        return output
+
+    return method
+
+
+def first_cache(forward: Any) -> Any:
+    """Read the cache of the layer's first call."""
+
+    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
+        self.cache = getattr(self, "cache", cache)
+        return forward(self, layer, query, key, value, self.cache, *rest)
+
+    return method
+
+
+def sinks_of_the_first_layer(forward: Any) -> Any:
+    """Share the sinks of the first layer that is called with the other layers of its group."""
+    kept: dict[int, Any] = {}
+
+    def method(self: Any, *rest: Any) -> Any:
+        own, self.sinks = self.sinks, kept.setdefault(id(self.context), self.sinks)
+        try:
+            return forward(self, *rest)
+        finally:
+            self.sinks = own
+
+    return method
+
+
+def into_the_cache(forward: Any) -> Any:
+    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
+        output = forward(self, layer, query, key, value, cache, *rest)
+        key_value_views(cache, self.context.kv_layout, self.context.config)[0][0].zero_()
+        return output
+
+    return method
+
+
+def no_partial_block(forward: Any) -> Any:
+    """Leave out the keys of a last block that is not full."""
+
+    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        size = self.context.block_size
+        lens = [length // size * size if length > size else length for length in batch.seq_lens]
+        return forward(self, layer, query, key, value, cache, replace(batch, seq_lens=lens), *rest)
+
+    return method
+
+
+def tiled_heads(attend: Any) -> Any:
+    """Give query head h the KV head h % num_kv_heads."""
+
+    def method(self: Any, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Any:
+        times = query.shape[1] // keys.shape[1]
+        return attend(self, query, keys.repeat(1, times, 1), values.repeat(1, times, 1), window)
+
+    return method
+
+
+def scale_of_64(attend: Any) -> Any:
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
+        return attend(self, query * (0.125 / self.scale), *rest)
+
+    return method
+
+
+def next_token_seen(attend: Any) -> Any:
+    """Let all but the last token see one token too many."""
+
+    def method(self: Any, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Any:
+        output, lse = attend(self, query, keys, values, window)
+        if 1 < len(query) < len(keys) and window is None:
+            more = attend(self, query[:-1], keys, values, window)
+            output, lse = torch.cat([more[0], output[-1:]]), torch.cat([more[1], lse[-1:]])
+        return output, lse
+
+    return method
+
+
+def no_window_in_decode(attend: Any) -> Any:
+    return lambda self, query, keys, values, window: attend(
+        self, query, keys, values, window if len(query) > 1 else None
+    )
+
+
+def half_as_exact(attend: Any) -> Any:
+    """Round the weighted values to bfloat16, whatever the layer's dtype."""
+
+    def method(self: Any, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Any:
+        output, lse = attend(self, query, keys.bfloat16().to(keys.dtype), values, window)
+        return output, lse
+
+    return method
+
+
 def blocks_in_a_row(forward: Any) -> Any:
     def method(self: Any, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
         columns = torch.arange(batch.block_table.shape[1], dtype=torch.int32)
@@ -156,6 +289,19 @@ def swapped(update: Any) -> Any:
         (overriding("do_kv_cache_update", next_slot), "bytes of kv_cache"),
         (overriding("do_kv_cache_update", neighbour_too), "was changed, but belongs to no token of the step"),
         (overriding("do_kv_cache_update", swapped), "differs from the token's number"),
+        (overriding("attend", tiled_heads), "output"),
+        (overriding("attend", scale_of_64), "output is off by"),
+        (overriding("attend", next_token_seen), "output is off by"),
+        (overriding("attend", no_window_in_decode), "decode by einsum: output is off by"),
+        (overriding("attend", half_as_exact), "output is off by"),
+        (overriding("forward", no_lse), "LSE of request"),
+        (overriding("forward", no_lse_again), "LSE of request"),
+        (overriding("forward", zeros_again), "output is off by"),
+        (overriding("forward", every_fiftieth), "AssertionError"),
+        (overriding("forward", first_cache), "output"),
+        (overriding("forward", sinks_of_the_first_layer), "output is off by"),
+        (overriding("forward", into_the_cache), "bytes of kv_cache"),
+        (overriding("forward", no_partial_block), "output is off by"),
     ],
     ids=lambda value: value.__closure__[0].cell_contents.__name__ if callable(value) else "",
 )
@@ -166,6 +312,99 @@ def test_a_wrong_kernel_is_found(right: Variant, broken: Break, said: str) -> No
     assert said in found[-1], found[0]
     assert "ACME_ATTN, seed 0, index " in found[0]
     assert "AttentionConfig(num_heads=" in found[0]
+
+
+def first_metadata(built: Any, common: Any) -> Any:
+    """Return the metadata of the builder's first step."""
+    return built[0]
+
+
+def first_lengths(built: Any, common: Any) -> Any:
+    """Return the metadata of this step with as many keys as the first step's requests had."""
+    lens = built[0].seq_lens
+    return replace(built[-1], seq_lens=[*lens, *built[-1].seq_lens][: len(built[-1].seq_lens)])
+
+
+@pytest.mark.parametrize("kept", [first_metadata, first_lengths], ids=lambda kept: kept.__name__)
+def test_a_builder_that_keeps_an_earlier_step_is_found(right: Variant, kept: Any) -> None:
+    class Keeps(right.spec.load().builder_cls):  # type: ignore[misc]
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            self.built = [*getattr(self, "built", []), super().build(common_prefix_len, common_attn_metadata)]
+            return kept(self.built, common_attn_metadata)
+
+    assert failures(right.running(builder=Keeps).suite(), until="AssertionError")
+
+
+def plan_that(answer: Callable[[Any, BackendPlan], Any]) -> Callable[[Variant], Variant]:
+    """Return what replaces the plans of a variant by ``answer(config, plan)``."""
+
+    def changed(variant: Variant) -> Variant:
+        def plan(*arguments: Any) -> Any:
+            outcome = variant.spec.plan(*arguments)
+            return answer(arguments[0], outcome) if isinstance(outcome, BackendPlan) else outcome
+
+        return replace(variant, spec=replace(variant.spec, plan=plan))
+
+    return changed
+
+
+def with_fields(**fields: Any) -> Callable[[Variant], Variant]:
+    return plan_that(lambda config, plan: replace(plan, **fields))
+
+
+def refusing(refuses: Callable[[Any], bool], outcome: Any) -> Callable[[Variant], Variant]:
+    return plan_that(lambda config, plan: outcome if refuses(config) else plan)
+
+
+def raising(config: Any, plan: BackendPlan) -> BackendPlan:
+    if config.head_size == 128:
+        raise KeyError("x")
+    return plan
+
+
+def on_hopper_alone(variant: Variant) -> Variant:
+    """Refuse what is declared on every device but one."""
+
+    def plan(config: Any, device: Any, *rest: Any) -> Any:
+        taken = device.is_cpu or device.compute_capability == (9, 0)
+        return variant.spec.plan(config, device, *rest) if taken else NO
+
+    return replace(variant, spec=replace(variant.spec, plan=plan))
+
+
+NO = [Reason("acme-x", "no", 1, 2)]
+WRONG_FACTS: dict[str, tuple[Callable[[Variant], Variant], str]] = {
+    "a plan that refuses everything": (
+        refusing(lambda c: True, NO),
+        "head_size = 64 (no); head_size = 128 (no); attn_type = 'decoder'",
+    ),
+    "a plan that refuses a declared size": (
+        refusing(lambda c: c.head_size == 128, NO),
+        "every plan: head_size = 128 (",
+    ),
+    "a plan that refuses a declared dtype": (refusing(lambda c: c.dtype == "float32", NO), "dtype = 'float32'"),
+    "a plan that refuses windows": (refusing(lambda c: bool(c.sliding_window), NO), "every plan: sliding_window"),
+    "a plan that raises": (plan_that(raising), "every plan: head_size = 128 ("),
+    "a plan that returns nothing": (refusing(lambda c: c.num_heads == 16, []), "is refused for no stated reason"),
+    "a plan that returns None": (refusing(lambda c: c.head_size == 64, None), "every plan: head_size = 64 ("),
+    "another query dtype": (with_fields(query_dtype="float16"), "query_dtype = 'float16' (accepted: "),
+    "a negative workspace": (with_fields(workspace_bytes=-5), "workspace_bytes = -5 (accepted: integers from 0)"),
+    "tables of no columns": (with_fields(block_table_width_multiple=0), "block_table_width_multiple = 0 (accepted: "),
+    "no layout": (with_fields(kv_layouts=()), "kernel_block_sizes = (16,) (accepted: some, if it has KV layouts)"),
+    "a level that is none": (with_fields(cuda_graph="SOMETIMES"), "refused by every plan"),
+    "an LSE that is no answer": (with_fields(returns_lse="yes"), "returns_lse = 'yes' (accepted: True or False)"),
+    "no path": (with_fields(path=""), "path = '' (accepted: a name)"),
+    "a source that says nothing": (lambda v: v.declaring(dtypes=Fact(("float32",), " ")), "dtypes has no source"),
+    "a device that no plan takes": (on_hopper_alone, "refused by every plan: device "),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_FACTS)
+def test_a_wrong_declaration_is_found(right: Variant, kind: str) -> None:
+    change, said = WRONG_FACTS[kind]
+    found = failures(change(right).suite(heads=(*HEADS, (16, 4))), until=said)
+    assert found
+    assert said in found[-1], found[0]
 
 
 def test_what_the_kernel_ignores_must_not_be_declared(right: Variant) -> None:

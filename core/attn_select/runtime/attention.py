@@ -336,7 +336,7 @@ def layer_scale(scale: float | None, size: int) -> float:
         ConfigError: it is not a finite number above 0.
     """
     if scale is None:
-        return size**-0.5
+        return float(size**-0.5)
     if not 0 < scale < math.inf:
         raise ConfigError(f"scale = {scale}: accepted are finite numbers above 0", fields=["scale"])
     return scale

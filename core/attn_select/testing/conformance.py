@@ -5,10 +5,12 @@
     class TestAcme(BackendConformance):
         spec = ACME_ATTN
 
-Each configuration is one test. The gate must refuse a value that is not declared, and name it as the reason. A declared
-value may be refused by ``plan`` alone, with a reason. What the gate accepts runs on this machine and is compared with
-the float64 oracle. Configurations that cannot run here (the machine lacks the device or a library) or anywhere yet (the
-plan is then marked ``unverified``) are put before the gate in one test, and the summary says why and how many.
+Each declared value must be one that some plan accepts. Each configuration is one test. The gate must refuse a value
+that is not declared, and name it as the reason. A declared value may be refused by ``plan`` alone, with a reason. What
+the gate accepts runs on this machine and is compared with the float64 oracle: two layers of a group take turns, each
+with caches of its own, over batches that are built in turn. Configurations that cannot run here (the machine lacks the
+device or a library) or anywhere yet (the plan is then marked ``unverified``) are put before the gate in one test, and
+the summary says why and how many.
 
 Slots behind a sequence's end in its last block hold NaN: no request may depend on what another one left there. Where a
 plan declares that it is not ``nan_tail_safe`` these slots hold large finite numbers.
@@ -21,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any, ClassVar, NoReturn
 
 import pytest
@@ -40,12 +44,14 @@ from attn_select.spec import BackendOptions, BackendPlan, BackendSpec
 from attn_select.spec_check import problems_of
 from attn_select.testing import comparison
 from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
+from attn_select.testing.conformance_facts import refused_values, undeclared
 from attn_select.testing.conformance_run import Rig, Terms
 from attn_select.testing.conformance_summary import SuiteCounts, SummaryPlugin, summary_lines
 from attn_select.testing.ranks import run_ranks
 from attn_select.testing.toolkit import (
     Outcome,
     Outcomes,
+    check_plan,
     check_stated,
     codes,
     environment_of,
@@ -116,6 +122,13 @@ class BackendConformance:
                 if not capabilities.compute_capabilities.value.accepts(device.compute_capability):
                     found = outcomes(self.spec, config, device, environment_of(), self._options())[phase]
                     assert "compute-capability" in codes(found), f"{phase} on {device.name}: {found}"
+
+    def test_what_is_declared_is_accepted(self) -> None:
+        """With each declared value, and on each declared device, a plan accepts some configuration."""
+        for phase in self.spec.capabilities:
+            found = refused_values(self.spec, phase, self.seed, self.heads, partial(self._why_refused, phase))
+            refused = "; ".join(f"{value} ({why})" for value, why in found.items())
+            assert not found, f"{phase}: declared, but refused by every plan: {refused}"
 
     def test_config(self, index: int) -> None:
         """The gate is right about one configuration, and if it accepts it the results are the oracle's."""
@@ -195,6 +208,18 @@ class BackendConformance:
     def _here(self, config: AttentionConfig) -> Outcomes:
         return outcomes(self.spec, config, *self._place()[1:], self._options())
 
+    def _why_refused(self, phase: Phase, config: AttentionConfig, device: Device) -> str:
+        """Return why a device with any library gives a configuration no plan; empty where it gives one."""
+        judged_for = self._place()[1:]
+        environments = [environment_of(), *(env for own, env in [judged_for] if own == device)]
+        why = ""
+        for environment, options in product(environments, (self.spec.options(), self._options())):
+            outcome = gate.check(self.spec, config, device, environment, options, phase)
+            if isinstance(outcome, BackendPlan):
+                return ""
+            why = outcome[0].message
+        return why
+
     def _judge(self, case: Case) -> tuple[Outcomes, str | None]:
         """Return the gate's answers here; if this machine refuses, those of a fit one and what is lacking here."""
         found = self._here(case.config)
@@ -229,7 +254,7 @@ class BackendConformance:
             known[key] = case.config
         elif case.index % 4:
             near = with_known_key(self.spec, self.seed, case, [*known.values()][case.index % len(known)])
-            declared = case.phase in near.phases and not _undeclared(self.spec, case.phase, near)
+            declared = case.phase in near.phases and not undeclared(self.spec, case.phase, near)
             if declared and plans_of(self._here(near)):
                 return replace(case, config=near)
         return case
@@ -361,12 +386,6 @@ def _run_on_ranks(selection: Selection, device: torch.device, seed: int, terms: 
         raise
 
 
-def _undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:
-    """Return the codes of the reasons that the declared capabilities give against a configuration, on any device."""
-    compared = gate.CapabilityGate(spec.capabilities[phase], Device("any", (0, 0)), ())
-    return codes(compared.reasons(gate.Demands(config))) - {"compute-capability"}
-
-
 def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
     """Check that a value outside the capabilities is refused with its code, and that no capability refuses others.
 
@@ -378,6 +397,8 @@ def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
     __tracebackhide__ = True
     for phase, outcome in found.items():
         check_stated(phase, outcome)
+        if isinstance(outcome, BackendPlan):
+            check_plan(phase, outcome, case.config)
     plans = [replace(outcome, unverified=()) for outcome in found.values() if isinstance(outcome, BackendPlan)]
     if spec.phases_share_plan:
         assert all(plan == plans[0] for plan in plans), f"phases_share_plan, and the phases' plans differ: {plans}"
@@ -386,7 +407,7 @@ def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
         text = f"{case.phase}: {case.changed} has a value that is not declared, so the gate must give {case.code!r}"
         assert case.code in codes(outcome), f"{text}; it gave {outcome}"
         return
-    wrong = _undeclared(spec, case.phase, case.config)
+    wrong = undeclared(spec, case.phase, case.config)
     assert not wrong, f"{case.phase}: all values are declared, but the capabilities refuse {', '.join(sorted(wrong))}"
 
 

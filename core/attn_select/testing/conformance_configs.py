@@ -72,11 +72,11 @@ def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
     rng = random.Random(f"{spec.name} {seed} {index}")
     phase: Phase = rng.choice(list(spec.capabilities))
     capabilities = spec.capabilities[phase]
-    config = _inside(rng, capabilities, heads, phase)
+    config = inside_config(rng, capabilities, heads, phase)
     if index % 5 in (1, 3):
         changes: dict[tuple[str, str], list[AttentionConfig]] = {}
         for changed, code, fields in _changes(capabilities, config):
-            if (outside := _made(fields)) is not None and phase in outside.phases:
+            if (outside := made_config(fields)) is not None and phase in outside.phases:
                 changes.setdefault((changed, code), []).append(outside)
         if changes:
             question = rng.choice(list(changes))
@@ -87,18 +87,18 @@ def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
 def with_known_key(spec: BackendSpec, seed: int, case: Case, known: AttentionConfig) -> AttentionConfig:
     """Return ``known`` with every field of the case's configuration that does not change its ``compile_key``."""
     rng = random.Random(f"{spec.name} {seed} {case.index} key")
-    compiled, wanted = spec.compile_key(known), _fields(case.config)
-    names = sorted({*_fields(known), *wanted})
+    compiled, wanted = spec.compile_key(known), own_fields(case.config)
+    names = sorted({*own_fields(known), *wanted})
     for name in rng.sample(names, len(names)):
-        fields = _fields(known)
+        fields = own_fields(known)
         fields.pop(name, None)
-        config = _made(fields | {name: wanted[name]} if name in wanted else fields)
+        config = made_config(fields | {name: wanted[name]} if name in wanted else fields)
         if config is not None and spec.compile_key(config) == compiled:
             known = config
     return known
 
 
-def _fields(config: AttentionConfig) -> Fields:
+def own_fields(config: AttentionConfig) -> Fields:
     """Return the fields that a configuration was made with, without those that MLA fills in."""
     fields = config.model_dump(exclude_defaults=True)
     for name in ("head_size", "num_kv_heads") if config.mla else ():
@@ -106,7 +106,7 @@ def _fields(config: AttentionConfig) -> Fields:
     return fields
 
 
-def _made(fields: Fields) -> AttentionConfig | None:
+def made_config(fields: Fields) -> AttentionConfig | None:
     try:
         return AttentionConfig(**fields)
     except ConfigError:  # two fields contradict each other
@@ -121,17 +121,17 @@ def _cache_dtypes(capabilities: Capabilities, dtype: str, sparse: bool) -> list[
     return [*["auto"] * len(found), *found] if dtype in listed else found
 
 
-def _sizes(capabilities: Capabilities) -> list[int]:
+def sizes_of(capabilities: Capabilities) -> list[int]:
     """Return the head sizes to draw from: the declared ones, or those at the ends of a range and some between."""
     sizes = capabilities.head_sizes.value
     ends = {sizes.minimum, sizes.maximum} if sizes.maximum <= 1024 else {sizes.minimum}
     return list(sizes.values) or sorted(size for size in {*_SIZES, *ends} if sizes.accepts(size))
 
 
-def _inside(rng: random.Random, capabilities: Capabilities, heads: Heads, phase: Phase) -> AttentionConfig:
+def inside_config(rng: random.Random, capabilities: Capabilities, heads: Heads, phase: Phase) -> AttentionConfig:
     """Draw a configuration that has this phase and declared values only."""
     for _ in range(_MOST_TRIES):
-        config = _made(_inside_fields(rng, capabilities, heads))
+        config = made_config(_inside_fields(rng, capabilities, heads))
         if config is not None and phase in config.phases:
             return config
     raise ValueError(f"the declared capabilities gave no valid configuration with {phase} in {_MOST_TRIES} tries")
@@ -147,7 +147,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
         if capabilities.sparse:
             fields["sparse_top_k"] = rng.choice((64, 128))
     else:
-        sizes = _sizes(capabilities)
+        sizes = sizes_of(capabilities)
         fields |= {"num_kv_heads": num_kv_heads, "head_size": rng.choice(sizes)}
         if capabilities.v_head_size_differs.value and rng.random() < 0.2:
             fields["v_head_size"] = rng.choice(sizes)
@@ -177,7 +177,7 @@ def _inside_fields(rng: random.Random, capabilities: Capabilities, heads: Heads)
 
 def _changes(capabilities: Capabilities, config: AttentionConfig) -> Iterator[tuple[str, str, Fields]]:
     """Yield ``(field, code of the reason, fields)`` for every change to a value that is not declared."""
-    base = _fields(config)
+    base = own_fields(config)
     plain: Fields = {"num_heads": config.num_heads, "dtype": config.dtype}
     if not capabilities.mla:
         yield "kv_lora_rank", "mla-unsupported", {**plain, **_MLA}

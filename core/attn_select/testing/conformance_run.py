@@ -16,7 +16,15 @@ from attn_select.runtime import Capacity, ContextParallel, attention_group, deco
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.selection import Selection
 from attn_select.testing.comparison import request_name, same_bits
-from attn_select.testing.problems import MLAProblem, Request, random_mla_problem, random_problem, random_requests
+from attn_select.testing.problems import (
+    MLAProblem,
+    Request,
+    of_another_layer,
+    of_layer,
+    random_mla_problem,
+    random_problem,
+    random_requests,
+)
 from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
 from attn_select.testing.running import (
     Bound,
@@ -194,19 +202,40 @@ class Rig:
         return decoder and self.group.cudagraph_support != "NEVER"
 
     def check_batches(self) -> int:
-        """Run a mixed batch and one of equal queries, and compare with the oracle; return the number of runs."""
-        seed, runs = self.seed, 0
+        """Run a mixed batch and one of equal queries, and compare with the oracle; return the number of runs.
+
+        Two layers of the group take turns, each with caches of its own, and the first batch is built again at the end:
+        what a layer or builder keeps of an earlier call would show.
+        """
+        seed, draw = self.seed, self.batches
         decodes = "decode" in self.plans and self.config.attn_type == "decoder"
-        draw = self.batches
         second = draw.uniform(seed, rows_without_keys=self.terms.rows_without_keys) if decodes else draw.mixed(seed + 1)
-        for number, requests in enumerate((draw.mixed(seed), second)):
-            drawn = draw.draw(seed + number, requests)
-            result = self._run(drawn)
-            self._check(drawn, result)
-            runs += 1
+        drawn = [draw.draw(seed + number, requests) for number, requests in enumerate((draw.mixed(seed), second))]
+        drawn[1] = of_layer(drawn[1], drawn[0])
+        # On several ranks every run makes its layers, so none is called twice.
+        results = [self._run(each) for each in drawn] if self.ranks is not None else self._in_turn(*drawn)
+        runs = len(drawn) if self.ranks is not None else 4
+        for each, result in zip(drawn, results, strict=True):
+            self._check(each, result)
             if self.config.batch_invariant:
-                runs += self._check_alone(drawn, result)
+                runs += self._check_alone(each, result)
         return runs
+
+    def _in_turn(self, first: Drawn, second: Drawn) -> list[Result]:
+        """Run both batches by two layers in turn and check the other one's; return what the first layer left."""
+        another = [of_another_layer(first), of_another_layer(second)]
+        own, other = layer_of(self.group, first), layer_of(self.group, another[0])
+        results = []
+        for number, turns in ((0, (own,)), (1, (other, own)), (0, (other,))):
+            metadata = self.group.build(common_of((first, second)[number]))
+            for layer in turns:
+                drawn = (first, second)[number] if layer is own else another[number]
+                result = run_problem(self.group, drawn, layer=layer, metadata=metadata, output_scale=self.output_scale)
+                if layer is own:
+                    results.append(result)
+                else:
+                    self._check(drawn, result)
+        return results
 
     def check_graphs(self) -> int:
         """Capture what the level allows, replay with other lengths, tables and batch sizes; return the replays."""

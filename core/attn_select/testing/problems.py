@@ -424,10 +424,39 @@ def random_mla_problem(
     draw = torch.Generator().manual_seed(seed + 1)
     query = torch.randn(len(step.query), config.num_heads, width, generator=draw).to(PLAIN_DTYPES[config.dtype])
     weight = torch.randn(config.num_heads * (nope + value_size), rank, generator=draw) * rank**-0.5
-    weight = weight.to(query.dtype)
-    absorbed = absorb_query(query[..., :nope], query[..., nope:], _weights(weight, config)[0])
     device = options.get("device", "cpu")
-    return MLAProblem(dataclasses.replace(step, query=absorbed.to(device)), query.to(device), weight.to(device))
+    return _absorbed(MLAProblem(step, query, weight.to(query.dtype))).to(device)
+
+
+def of_layer(drawn: Problem | MLAProblem, layer: Problem | MLAProblem) -> Any:
+    """Return a step with the numbers that belong to the layer of another one: scale, slopes, sinks, scales, weight."""
+    step, like = (each.step if isinstance(each, MLAProblem) else each for each in (drawn, layer))
+    names = ("scale", "alibi_slopes", "sinks", "k_scale", "v_scale", "q_scale")
+    step = dataclasses.replace(step, **{name: getattr(like, name) for name in names})
+    if not isinstance(drawn, MLAProblem):
+        return step
+    assert isinstance(layer, MLAProblem)
+    return _absorbed(dataclasses.replace(drawn, step=step, kv_b_proj=layer.kv_b_proj))
+
+
+def of_another_layer(drawn: Problem | MLAProblem) -> Any:
+    """Return the same batch for a layer of the group with sinks and queries of its own.
+
+    Its scale is the same: FlashInfer's plans serve one scale.
+    """
+    step = drawn.step if isinstance(drawn, MLAProblem) else drawn
+    step = dataclasses.replace(step, sinks=None if step.sinks is None else -step.sinks, query=-step.query)
+    if not isinstance(drawn, MLAProblem):
+        return step
+    return dataclasses.replace(drawn, step=step, query=-drawn.query)
+
+
+def _absorbed(drawn: MLAProblem) -> MLAProblem:
+    """Return the problem with the absorbed query that belongs to its query and weight."""
+    nope = drawn.step.config.qk_nope_head_dim or 0
+    query, w_uk = drawn.query, _weights(drawn.kv_b_proj, drawn.step.config)[0]
+    absorbed = absorb_query(query[..., :nope], query[..., nope:], w_uk)
+    return dataclasses.replace(drawn, step=dataclasses.replace(drawn.step, query=absorbed))
 
 
 def _weights(kv_b_proj: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:

@@ -20,9 +20,10 @@ from types import ModuleType
 from typing import Any
 
 from attn_select import gate
-from attn_select.config import AttentionConfig, Phase
+from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
 from attn_select.decide import shared_cache
 from attn_select.device import CPU, Device, lookup
+from attn_select.dtypes import is_quantized
 from attn_select.environment import (
     INSTALLED,
     MISSING,
@@ -325,6 +326,30 @@ def check_stated(phase: Phase, outcome: Outcome) -> None:
         assert stated, f"{phase} is refused for no stated reason: {reason}"
 
 
+def check_plan(phase: Phase, plan: BackendPlan, config: AttentionConfig) -> None:
+    """Hold a plan's fields to what they mean.
+
+    Raises:
+        AssertionError: names the field, its value and what is accepted.
+    """
+    queries = plan.query_dtype == config.dtype or is_quantized(plan.query_dtype)
+    sound = {
+        "path": (bool(plan.path), "a name"),
+        "because": (bool(plan.because), "why it is this path"),
+        "query_dtype": (queries, f"{config.dtype} or an FP8 dtype"),
+        "rounds_to": (plan.rounds_to is None or is_quantized(plan.rounds_to), "None or an FP8 dtype"),
+        "returns_lse": (isinstance(plan.returns_lse, bool), "True or False"),
+        "kv_layouts": (set(plan.kv_layouts) <= set(LAYOUTS), f"of {', '.join(LAYOUTS)}"),
+        "kernel_block_sizes": (bool(plan.kv_layouts) == bool(plan.kernel_block_sizes), "some, if it has KV layouts"),
+        "workspace_bytes": (plan.workspace_bytes >= 0, "integers from 0"),
+        "block_table_width_multiple": (plan.block_table_width_multiple >= 1, "integers from 1"),
+        "cuda_graph": (plan.cuda_graph in CUDA_GRAPH_LEVELS, ", ".join(CUDA_GRAPH_LEVELS)),
+        "nan_tail_safe": (isinstance(plan.nan_tail_safe, bool), "True or False"),
+    }
+    for name, (right, accepted) in sound.items():
+        assert right, f"{phase} by {plan.path}: {name} = {getattr(plan, name)!r} (accepted: {accepted})"
+
+
 def check_answers(
     spec: BackendSpec,
     config: AttentionConfig,
@@ -350,13 +375,9 @@ def check_answers(
             continue
         outcome = found[phase] = spec.plan(config, device, given, made, phase)
         judged = gate.check(spec, config, device, given, made, phase)
-        if isinstance(outcome, BackendPlan):
-            assert outcome.path, "a plan names its path"
-            assert outcome.because, "a plan says why it is this path"
-            assert set(outcome.kv_layouts) <= set(LAYOUTS), outcome.kv_layouts
-            assert bool(outcome.kv_layouts) == bool(outcome.kernel_block_sizes), outcome
-            assert outcome.workspace_bytes >= 0, outcome
-        else:
+        if isinstance(judged, BackendPlan):
+            check_plan(phase, judged, config)
+        if isinstance(outcome, list):
             assert outcome, "a plan function returns a plan or at least one reason"
             assert isinstance(judged, list), f"the gate accepts what the plan function refuses: {outcome}"
         for reasons in (outcome, judged):
