@@ -71,8 +71,14 @@ Shell completion: eval "$(_ATTN_SELECT_COMPLETE=bash_source attn-select)" (or zs
     epilog=EPILOG,
 )
 @click.version_option(None, "-V", "--version", package_name="attn-select", prog_name="attn-select")
-def cli() -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Say on stderr what is done beside the answer.")
+def cli(verbose: bool) -> None:
     """Pick the attention kernel for an LLM layer, say why, and run it."""
+    if verbose:
+        import logging
+
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("attn_select").setLevel(logging.INFO)
 
 
 def main() -> NoReturn:
@@ -159,7 +165,9 @@ def _fail(as_json: bool, code: str, message: str, hint: str | None, exit_code: i
             json.dumps({"error": {"code": code, "message": message, "hint": hint}}, indent=2, ensure_ascii=False)
         )
     else:
-        click.echo(f"error: {message}", err=True)
+        from attn_select.errors import printable
+
+        click.echo("\n".join(printable(line) for line in f"error: {message}".split("\n")), err=True)
         if hint:
             click.echo(f"  hint: {hint}", err=True)
     return exit_code

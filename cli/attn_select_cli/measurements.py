@@ -108,7 +108,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     from attn_select.times.batch_shape import parse_batch_shape
     from attn_select.times.layer import layer_from_dict
     from attn_select.times.store import Problem
-    from attn_select_cli.output import counted, print_json
+    from attn_select_cli.output import counted, print_json, print_line
 
     stored = _read(files, None)
     problems = list(stored.problems)
@@ -127,7 +127,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
         print_json({"schema_version": 1, "measurements": len(stored.measurements), "problems": problem_rows})
     else:
         for each in problems:
-            click.echo(str(each))
+            print_line(str(each))
         numbers = (len(stored.files), "file"), (len(stored.measurements), "measurement"), (len(problems), "problem")
         click.echo(", ".join(counted(*each) for each in numbers))
     return 1 if problems else 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from attn_select.errors import printable
 from attn_select.render import STYLES, plain
 from attn_select_cli.table import Block, Table
 
@@ -31,8 +32,13 @@ def print_lines(blocks: Sequence[Block]) -> None:
     colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     console = Console(highlight=False, color_system="auto" if colours else None)
     for line in fitted(blocks, console.width):
-        pieces = ((text, STYLES.get(style, "") if colours else "") for text, style in line)
+        pieces = ((printable(text), STYLES.get(style, "") if colours else "") for text, style in line)
         console.print(Text.assemble(*pieces), soft_wrap=True)
+
+
+def print_line(text: str) -> None:
+    """Print one line that may hold foreign text, such as a path."""
+    click.echo(printable(text))
 
 
 def require_folder(path: Path, option: str) -> None:

@@ -52,7 +52,7 @@ Exit code: 0 written, 2 wrong input.
 @click.option("--force", is_flag=True, help="Replace a file that is no report.")
 def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and measured times."""
-    from attn_select_cli.output import counted
+    from attn_select_cli.output import counted, print_line
 
     require_libraries("a report", "jinja2", "matplotlib")
     _check_output(output, force)
@@ -71,7 +71,7 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
     output.write_text(text, encoding="utf-8")
     charts = sum(len(group.charts) for group in page.timed) + len(page.regret)
     parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
-    click.echo(f"{output}: {', '.join(parts)}")
+    print_line(f"{output}: {', '.join(parts)}")
     return 0
 
 

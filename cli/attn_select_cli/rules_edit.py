@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -54,13 +55,28 @@ def init(file: Path | None) -> int:
     """Create a rules file with a head that says what it is and an example in comments."""
     from attn_select.errors import RulesError
     from attn_select_cli import rules_file
+    from attn_select_cli.output import print_line
 
     path = rules_path(file)
     if rules_file.read_text(path):
         raise RulesError(f"{path} exists", hint="`attn-select rules prefer` and `deny` add to it")
-    rules_file.write(path, rules_file.HEAD + rules_file.EXAMPLE, "")
-    click.echo(f"created {path}")
+    rules_file.write(path, _new_file)
+    print_line(f"created {path}")
     return 0
+
+
+def _new_file(text: str) -> str:
+    """Return the text of a new rules file.
+
+    Raises:
+        RulesError: another process has made one.
+    """
+    from attn_select.errors import RulesError
+    from attn_select_cli import rules_file
+
+    if text:
+        raise RulesError("another process has made the file meanwhile: nothing was written")
+    return rules_file.HEAD + rules_file.EXAMPLE
 
 
 _EDIT_EPILOG = """\b
@@ -112,11 +128,23 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
     ) -> int:
         from attn_select_cli import rules_file
 
+        def change(text: str) -> str:
+            if text != seen:  # another process has written meanwhile
+                proposal.rules(text)
+            written = dict(rule)
+            if rule_name is None:
+                others = rules_file.rules_in(text) if text else []
+                same = [each["name"] for each in others if {**each, "name": ""} == rule]
+                taken = {each["name"] for each in others} | {each.name for each in before.rules}
+                written["name"] = same[0] if same else _new_name(effect, rule, gpu, taken)
+            proposal.check(written)
+            return rules_file.with_rule(text, written)
+
         path = rules_path(file)
         seen = rules_file.read_text(path)
         preview, named = options_in(options, "--for")
         models = model or ((None,) if "num_heads" in named else ())
-        proposal = Proposal(path, seen, seen, models, gpu, preview)
+        proposal = Proposal(path, seen, change, models, gpu, preview)
         before = proposal.rules(seen)  # a file that is broken is said to be before anything is made of it
         rule: dict[str, Any] = {"name": rule_name or ""}
         if phase:
@@ -126,13 +154,6 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
         rule[effect] = _backends(backends)
         if because:
             rule["because"] = because
-        if rule_name is None:
-            written = rules_file.rules_in(seen) if seen else []
-            same = [each["name"] for each in written if {**each, "name": ""} == rule]
-            taken = {each["name"] for each in written} | {each.name for each in before.rules}
-            rule["name"] = same[0] if same else _new_name(effect, rule, gpu, taken)
-        proposal.check(rule)
-        proposal.text = rules_file.with_rule(seen, rule)
         return proposal.put(yes, as_json)
 
     return edit
@@ -155,15 +176,17 @@ deny = _edit_command("deny", "Never choose backends, whatever prefers them.", "F
 @gpu_option("Show what changes on this device (repeatable) [default: those of `matrix`].", several=True)
 @write_options
 def undo(model: tuple[str, ...], gpu: tuple[str, ...], file: Path | None, yes: bool, as_json: bool) -> int:
-    """Put back what a rules file had before the last change by command. A second undo does the change again."""
+    """Put back what a rules file had before the last change by command, and again before the one before it."""
     from attn_select.errors import RulesError
     from attn_select_cli import rules_file
 
     path = rules_path(file)
-    kept = rules_file.previous_file(path)
+    kept = rules_file.previous_files(path)[0]
     if not kept.exists():
         raise RulesError(f"{path}: nothing to take back", hint=f"there is no {kept}")
-    return Proposal(path, rules_file.read_text(path), rules_file.read_text(kept), model, gpu).put(yes, as_json)
+    seen, back = rules_file.read_text(path), rules_file.read_text(kept)
+    proposal = Proposal(path, seen, lambda _: back, model, gpu)
+    return proposal.put(yes, as_json, write=lambda: rules_file.undo(path, seen))
 
 
 def rules_path(file: Path | None) -> Path:
@@ -188,7 +211,7 @@ class Proposal:
     Attributes:
         path: the file.
         seen: its text, "" where there is none.
-        text: the text that it is to have, "" for no file.
+        change: returns the text that it is to have for the one that it has, "" for no file.
         models, gpus: whose decisions are compared; none: the ones of ``matrix``, on GPUs that the new rules speak of.
             A model of None is the layer that the options describe.
         options: of ``explain``, for the decisions; none: its defaults.
@@ -196,7 +219,7 @@ class Proposal:
 
     path: Path
     seen: str
-    text: str
+    change: Callable[[str], str]
     models: Sequence[str | None] = ()
     gpus: Sequence[str] = ()
     options: Mapping[str, Any] | None = None
@@ -229,35 +252,45 @@ class Proposal:
         except RuleError as error:
             raise RulesError("; ".join(text for _, text in error.problems)) from None
 
-    def put(self, yes: bool, as_json: bool, more: Mapping[str, Any] = MappingProxyType({})) -> int:
+    def put(
+        self,
+        yes: bool,
+        as_json: bool,
+        more: Mapping[str, Any] = MappingProxyType({}),
+        write: Callable[[], None] | None = None,
+    ) -> int:
         """Show the change and what it changes, ask unless ``yes``, write; return the exit code.
 
-        ``more`` is added to the JSON.
+        Args:
+            more: is added to the JSON.
+            write: writes the change; None: as ``rules_file.write`` does.
         """
         from attn_select_cli import rules_file
-        from attn_select_cli.output import print_json, print_lines
+        from attn_select_cli.output import print_json, print_line, print_lines
 
-        if self.text == self.seen:
+        write = write or partial(rules_file.write, self.path, self.change)
+        text = self.change(self.seen)
+        if text == self.seen:
             if as_json:
                 data = {"file": str(self.path), "changes": [], "warnings": [], "written": False}
                 print_json({"schema_version": 1, **more, **data})
             else:
-                click.echo(f"{self.path} says so already: nothing to write")
+                print_line(f"{self.path} says so already: nothing to write")
             return 0
-        before, after = self.rules(self.seen), self.rules(self.text)
+        before, after = self.rules(self.seen), self.rules(text)
         changes, compared = self._changes(before, after)
         warnings = self._warnings(before, after)
         if as_json:
             if yes:
-                rules_file.write(self.path, self.text, self.seen)
+                write()
             data = {"file": str(self.path), "changes": changes, "warnings": warnings, "written": yes}
             print_json({"schema_version": 1, **more, **data})
             return 0 if yes else 1
-        print_lines(self._lines(changes, compared, warnings))
+        print_lines(self._lines(text, changes, compared, warnings))
         if not yes and not _asked():
             return 1
-        rules_file.write(self.path, self.text, self.seen)
-        click.echo(f"written to {self.path}; `attn-select rules undo{self._file_flag()}` takes it back")
+        write()
+        print_line(f"written to {self.path}; `attn-select rules undo{self._file_flag()}` takes it back")
         return 0
 
     def _file_flag(self) -> str:
@@ -306,14 +339,14 @@ class Proposal:
             said.append([text for file, _, text in problems if file == str(self.path)])
         return [text for text in said[1] if text not in said[0]]
 
-    def _lines(self, changes: list[dict[str, Any]], compared: str, warnings: list[str]) -> list[Block]:
+    def _lines(self, text: str, changes: list[dict[str, Any]], compared: str, warnings: list[str]) -> list[Block]:
         import difflib
 
         from attn_select_cli.diff import value_text
         from attn_select_cli.table import Table
 
         lines: list[Block] = [[(str(self.path), "title"), ("" if self.seen else " (new)", "")]]
-        difference = difflib.unified_diff(self.seen.splitlines(), self.text.splitlines(), lineterm="", n=1)
+        difference = difflib.unified_diff(self.seen.splitlines(), text.splitlines(), lineterm="", n=1)
         styles = {"+": "valid", "-": "rejected"}
         lines += [[(f"  {line}", styles.get(line[0], "dim"))] for line in list(difference)[2:] if line[:2] != "@@"]
         lines += [[(f"warning: {warning}", "warning")] for warning in warnings]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import codecs
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
 from attn_select.errors import RulesError
+from attn_select.files import locked_folder, replace_file
 from attn_select.rules.document import read_file
 from attn_select.rules.lines import header_lines
 
@@ -33,6 +35,8 @@ EXAMPLE = """
 # prefer = ["FLASHINFER"]
 # because = "measured on our H20 nodes"
 """
+STEPS_KEPT = 10
+"""Changes that can be taken back, one after the other."""
 _WIDEST = 118
 """Characters of a ``when`` in one line; a longer one becomes a table."""
 _YIELDS = "  # Where a workload is named, times decide before this rule. Without this line the rule decides."
@@ -137,40 +141,70 @@ def read_text(path: Path) -> str:
         raise RulesError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def previous_file(path: Path) -> Path:
-    """Return where the content before the last change is kept; an empty file there says that there was none."""
+def previous_files(path: Path) -> list[Path]:
+    """Return where the contents before the last changes are kept, the newest first, whether they exist or not.
+
+    An empty file there says that there was none.
+    """
     target = Path(os.path.realpath(path))
-    return target.with_name(f"{target.name}.previous")
+    return [target.with_name(f"{target.name}.previous{f'.{n}' if n > 1 else ''}") for n in range(1, STEPS_KEPT + 1)]
 
 
-def write(path: Path, text: str, seen: str) -> None:
-    """Replace a file's text, which was ``seen``, in one step; ``seen`` is kept beside it. "" means no file.
+def write(path: Path, change: Callable[[str], str]) -> None:
+    """Replace a file's text by ``change(text)``, in one step; the text before is kept beside it. "" means no file.
+
+    Processes that change one file take turns: ``change`` gets the text as it then is.
 
     Raises:
-        RulesError: the file has changed since it was read, or cannot be written.
+        RulesError: what ``change`` raises, or the file cannot be written.
     """
+
+    def replace(target: Path) -> None:
+        before = read_text(target)
+        after = change(before)
+        kept = previous_files(path)
+        for newer, older in reversed([*pairwise(kept)]):
+            if newer.exists():
+                os.replace(newer, older)
+        replace_file(kept[0], before.encode())
+        _put(target, after)
+
+    _alone(path, replace)
+
+
+def undo(path: Path, seen: str) -> None:
+    """Put back what the file had before its last change, which had made it ``seen``; that goes to ``FILE.undone``.
+
+    Raises:
+        RulesError: the file has changed since it was read, there is nothing to put back, or it cannot be written.
+    """
+
+    def replace(target: Path) -> None:
+        if read_text(target) != seen:
+            raise RulesError(f"{path} has changed since it was read: nothing was written", hint="run the command again")
+        kept = previous_files(path)
+        replace_file(target.with_name(f"{target.name}.undone"), seen.encode())
+        _put(target, read_text(kept[0]))
+        kept[0].unlink()
+        for newer, older in pairwise(kept):
+            if older.exists():
+                os.replace(older, newer)
+
+    _alone(path, replace)
+
+
+def _alone(path: Path, replace: Callable[[Path], None]) -> None:
     target = Path(os.path.realpath(path))  # a link to a file elsewhere stays one
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if read_text(target) != seen:
-            raise RulesError(f"{path} has changed since it was read: nothing was written", hint="run the command again")
-        _replace(previous_file(path), seen)
-        if text:
-            _replace(target, text)
-        else:
-            target.unlink(missing_ok=True)
+        with locked_folder(target.parent):
+            replace(target)
     except OSError as error:
         raise RulesError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def _replace(target: Path, text: str) -> None:
-    new = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, target)
-    finally:
-        new.unlink(missing_ok=True)
+def _put(target: Path, text: str) -> None:
+    if text:
+        replace_file(target, text.encode())
+    else:
+        target.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attn_select.errors import printable
 from attn_select.render import Line
 
 Row = Sequence[str]
@@ -19,6 +20,9 @@ class Table:
 
     header: Row
     rows: Sequence[Row]
+
+    def __post_init__(self) -> None:
+        self.header, *self.rows = [[printable(cell) for cell in row] for row in (self.header, *self.rows)]
 
     def lines(self, widths: Sequence[int] | None = None) -> list[Line]:
         """Return the aligned rows. The last column is not padded; ``widths`` are those of the widest cells."""
@@ -46,7 +50,7 @@ def plugin_table(plugins: Sequence[Mapping[str, Any]]) -> Block:
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> str:
     """Return a GitHub-flavoured Markdown table, aligned in the source too."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    cells = [[printable(cell).replace("|", "\\|") for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in cells]
     lines.insert(1, "| " + " | ".join("-" * w for w in widths) + " |")

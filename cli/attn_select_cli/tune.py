@@ -112,7 +112,7 @@ def command(
     path = rules_path(file)
     require_writable(path, "--file")  # this, and that the file is broken, is said before anything is measured
     seen = rules_file.read_text(path)
-    Proposal(path, seen, seen).rules(seen)
+    Proposal(path, seen, str).rules(seen)
     spans = {"batch": batch, "seq_len": seq_len, "query_len": query_len}
     benching = benching_module()
 
@@ -143,11 +143,15 @@ def command(
     if any(one.tables for one in outcome):
         kept = {table["name"] for one in outcome for table in one.tables}
         gone = {rule["name"] for one in outcome if one.tables for rule in one.replaced} - kept
-        text = rules_file.without_rules(seen, gone)
-        for table in (table for one in outcome for table in one.tables):
-            text = rules_file.with_rule(text, table)
+
+        def change(text: str) -> str:
+            text = rules_file.without_rules(text, gone)
+            for table in (table for one in outcome for table in one.tables):
+                text = rules_file.with_rule(text, table)
+            return text
+
         shown = {**options, "backend": (), "workload": workload}
-        code = Proposal(path, seen, text, [options["model"]], ["auto"], shown).put(yes, as_json, more)
+        code = Proposal(path, seen, change, [options["model"]], ["auto"], shown).put(yes, as_json, more)
     else:
         if as_json:
             data = {**more, "file": str(path), "changes": [], "warnings": [], "written": False}

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
+from attn_select.files import replace_file
+
 AmxState = Literal["not-listed", "variable-set", "untried", "works", "traps", "unknown"]
 """``not-listed``: the CPU lists no AMX. ``variable-set``: ``ONEDNN_MAX_CPU_ISA`` has a value already. ``untried``:
 torch is not installed, or no child was to run. ``unknown``: the child gave no answer."""
@@ -134,9 +136,7 @@ def _keep(path: Path, state: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for other in path.parent.iterdir():
             other.unlink(missing_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(state, "ascii")
-        os.replace(unfinished, path)
+        replace_file(path, state.encode("ascii"))
 
 
 def _tried(product: str, seconds: float) -> AmxState:

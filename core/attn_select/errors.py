@@ -146,6 +146,14 @@ def shorten(text: object, limit: int = 80) -> str:
     return _one_line(str, text, limit)
 
 
+def printable(text: str) -> str:
+    """Return foreign text (of a config, a workload, a folder's name) as one printable line, up to 4096 characters.
+
+    Printed as it is, its line breaks and escape codes would forge lines of the output.
+    """
+    return text if text.isprintable() else shorten(text, 4096)
+
+
 def show(value: object, limit: int = 80) -> str:
     """Return ``repr(value)`` as one printable line of at most ``limit`` characters, for error messages."""
     return _one_line(repr, value, limit)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from attn_select import distributions
 from attn_select.config import AttentionConfig, Phase
 from attn_select.device import Device
+from attn_select.errors import printable
 from attn_select.features import FEATURES
 from attn_select.outcome import Candidate, Outcome, Verdict
 from attn_select.rules.layers import FILE_NAME
@@ -50,8 +51,8 @@ NAN_TAIL_WARNING = "a NaN in the unused tail of a block reaches the result; clea
 
 
 def plain(lines: Iterable[Line]) -> str:
-    """Return the lines without styles, trailing white space removed."""
-    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+    """Return the lines without styles, trailing white space removed; what is not printable is replaced."""
+    return "\n".join(printable("".join(text for text, _ in line).rstrip()) for line in lines)
 
 
 def selection_text(selection: Outcome) -> str:

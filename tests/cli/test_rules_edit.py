@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attn_select import files
+from attn_select.errors import RulesError
 from attn_select_cli import rules_file
+from attn_select_cli.rules_edit import Proposal
 
 WRITTEN_BY_HAND = """\
 # ours
@@ -140,28 +144,35 @@ def test_a_broken_file_is_left_alone(run: Any, user_file: Path) -> None:
     assert "is not UTF-8 (byte 0xff): save it as UTF-8" in run("rules", "prefer", "FLASHINFER", "--yes").err
 
 
-def test_undo_and_undo_again(run: Any, user_file: Path) -> None:
+def test_undo_goes_back_step_by_step(run: Any, user_file: Path) -> None:
     assert run("rules", "undo", "--yes").code == 2
     run("rules", "init")
-    before = user_file.read_text()
+    texts = [user_file.read_text()]
     assert run("rules", "check").code == 0
     assert "exists" in run("rules", "init").err
-    run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes")
-    after = user_file.read_text()
-    assert after.startswith(before.rstrip())
-    result = run("rules", "undo", "--model", "llama-3-8b", "--gpu", "h100", "--yes")
+    for backend in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"):
+        run("rules", "deny", backend, "--model", "llama-3-8b", "--yes")
+        texts.append(user_file.read_text())
+        assert texts[-1].startswith(texts[-2].rstrip())
+    while len(texts) > 1:
+        undone = texts.pop()
+        result = run("rules", "undo", "--model", "llama-3-8b", "--gpu", "h100", "--yes")
+        assert result.code == 0
+        assert user_file.read_text() == texts[-1]
+        assert user_file.with_name(f"{user_file.name}.undone").read_text() == undone
     assert "FLASH_ATTN" in result.out
-    assert user_file.read_text() == before
-    assert run("rules", "undo", "--yes").code == 0
-    assert user_file.read_text() == after
-
-
-def test_undo_of_the_first_change_removes_the_file(run: Any, user_file: Path) -> None:
-    run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes")
     assert run("rules", "undo", "--yes").code == 0
     assert not user_file.exists()
-    assert run("rules", "undo", "--yes").code == 0
-    assert rules(user_file)[0]["deny"] == ["FLASH_ATTN"]
+    assert "nothing to take back" in run("rules", "undo", "--yes").err
+
+
+def test_no_more_steps_are_kept_than_are_documented(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    for number in range(rules_file.STEPS_KEPT + 5):
+        rules_file.write(path, lambda text, number=number: f"version = 1\n# {number}\n")  # type: ignore[misc]
+    kept = rules_file.previous_files(path)
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, *(each.name for each in kept)}
+    assert [each.read_text().splitlines()[1] for each in kept] == [f"# {13 - back}" for back in range(10)]
 
 
 def test_another_file_than_the_users(run: Any, user_file: Path, tmp_path: Path) -> None:
@@ -184,13 +195,47 @@ def test_a_link_and_permissions_stay(run: Any, user_file: Path, tmp_path: Path) 
     assert kept.read_text().startswith(WRITTEN_BY_HAND.rstrip())
 
 
-def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "rules.toml"
-    path.write_text("version = 1\n# newer\n")
-    with pytest.raises(Exception, match="has changed"):
-        rules_file.write(path, "version = 1\n", "version = 1\n# older\n")
-    assert os.listdir(tmp_path) == ["rules.toml"]
-    assert path.read_text() == "version = 1\n# newer\n"
+def test_a_change_is_made_of_what_the_file_has_by_then(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes a rule of the same name while this one compares decisions."""
+    path, other = tmp_path / "rules.toml", {"name": "deny-flashinfer", "when": {"sinks": True}, "deny": ["FLASHINFER"]}
+    compare = Proposal._changes
+
+    def meanwhile(self: Any, *rules: Any) -> Any:
+        rules_file.write(path, lambda text: rules_file.with_rule(text, other))
+        return compare(self, *rules)
+
+    monkeypatch.setattr(Proposal, "_changes", meanwhile)
+    asked = ("--file", str(path), "--model", "llama-3-8b", "--gpu", "h100", "--yes")
+    assert run("rules", "deny", "FLASHINFER", *asked).code == 0
+    assert [rule["name"] for rule in rules(path)] == ["deny-flashinfer", "deny-flashinfer-h100"]
+    monkeypatch.undo()
+    undo = Proposal(path, "version = 1\n# older\n", str)
+    with pytest.raises(RulesError, match="has changed"):
+        rules_file.undo(undo.path, undo.seen)
+
+
+def test_updates_side_by_side_all_stand(tmp_path: Path) -> None:
+    path, names = tmp_path / "rules.toml", [f"rule-{number}" for number in range(8)]
+
+    def add(name: str) -> None:
+        rules_file.write(path, lambda text: rules_file.with_rule(text, {"name": name, "deny": ["FLASHMLA"]}))
+
+    with ThreadPoolExecutor(8) as pool:
+        [*pool.map(add, names)]
+    assert sorted(rule["name"] for rule in rules(path)) == names
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, victim = tmp_path / "rules.toml", tmp_path / "victim"
+    victim.write_text("mine")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "guessed")
+    for name in (f".{path.name}.{os.getpid()}", f".{path.name}.guessed", f".{path.name}.previous.guessed"):
+        (tmp_path / name).symlink_to(victim)
+    with pytest.raises(RulesError, match="cannot be written: File exists"):
+        rules_file.write(path, lambda text: "version = 1\n")
+    assert victim.read_text() == "mine"
 
 
 def test_replacing_a_rule_keeps_all_else() -> None:

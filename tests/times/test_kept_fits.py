@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,24 @@ def test_anything_else_is_fitted_anew(fits: list[int]) -> None:
     kept_or_fitted(POINTS, OTHER, lookup("h100"))
     kept_or_fitted(POINTS, LAYER, lookup("a100"))
     assert len(fits) == 5
+
+
+def test_a_changed_value_is_never_used(fits: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One number of the file is changed at a time: it is fitted anew, and said where who asks hears it."""
+    first = kept_or_fitted(POINTS, LAYER, lookup("h100"))
+    (file,) = (tmp_path / "attn-select" / "fits").iterdir()
+    whole = file.read_text()
+    numbers = [*re.finditer(r"(?<![\w.])\d+(\.\d+)?", whole.partition("\n")[2])]
+    chosen = random.Random(0).sample(numbers, min(40, len(numbers)))
+    caplog.set_level(logging.INFO, "attn_select")
+    head = len(whole.partition("\n")[0]) + 1
+    for count, found in enumerate(chosen, 1):
+        file.write_text(f"{whole[: head + found.start()]}7{found[0]}{whole[head + found.end() :]}")
+        assert kept_or_fitted(POINTS, LAYER, lookup("h100")) == first
+        assert len(fits) == 1 + count
+        assert file.read_text() == whole
+        assert str(file) in caplog.messages[-1]
+        assert "damaged" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"layer": {"num_heads": -1}}', "null"])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attn_select.errors import ConfigError, ModelError, shorten, show
+from attn_select.errors import ConfigError, ModelError, printable, shorten, show
 from attn_select.models.presets import Preset, find_preset, presets
 
 if TYPE_CHECKING:
@@ -237,7 +237,8 @@ def layer_kinds(
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
     from attn_select.models.text import first_architecture, model_type_of
 
-    return ModelSource(name, first_architecture(raw), model_type_of(raw, shorten(name, 200)), raw, origin)
+    model_type = printable(model_type_of(raw, shorten(name, 200)))
+    return ModelSource(printable(name), printable(first_architecture(raw)), model_type, raw, printable(origin))
 
 
 def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:

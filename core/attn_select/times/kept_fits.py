@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attn_select.device import Device
+from attn_select.files import replace_file
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.layer import TimedLayer
 from attn_select.times.store import user_folder
@@ -23,28 +24,45 @@ from attn_select.times.store import user_folder
 if TYPE_CHECKING:
     from attn_select.times.model import TimeModel
 
+logger = logging.getLogger(__name__)
 _CODE = ("model.py", "features.py", "least_squares.py", "points.py", "roofline.py")
 
 
 def kept_or_fitted(points: Sequence[tuple[BatchShape, float]], layer: TimedLayer, device: Device) -> TimeModel:
     """Return the model of these points, read where it was kept, else fitted and kept.
 
-    A folder that cannot be read or written costs time, nothing else. Arguments as in ``attn_select.times.model.fit``.
+    A folder that cannot be read or written, or a damaged file in it, costs time, nothing else. Arguments as in
+    ``attn_select.times.model.fit``.
     """
     from attn_select.times.model import TimeModel, fit  # what was measured itself needs no model
 
     path = _path(points, layer, device)
-    if path is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return TimeModel.from_dict(json.loads(path.read_text("utf-8")))
+    if path is not None and (content := _kept(path)) is not None:
+        return TimeModel.from_dict(json.loads(content))
     model = fit(points, layer, device)
     if path is not None:
+        content = json.dumps(model.to_dict()).encode()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(model.to_dict()), "utf-8")
-            os.replace(unfinished, path)  # others see the whole file or none
+            replace_file(path, _digest(content) + content)
     return model
+
+
+def _kept(path: Path) -> bytes | None:
+    """Return the content of a kept model, None where there is none or its digest, which begins the file, is another."""
+    try:
+        found = path.read_bytes()
+    except OSError:
+        return None
+    size = len(_digest(b""))
+    if found[:size] == _digest(found[size:]):
+        return found[size:]
+    logger.info("%s is damaged: the model of times is fitted anew", path)
+    return None
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"
 
 
 def _path(points: Sequence[tuple[BatchShape, float]], layer: TimedLayer, device: Device) -> Path | None:

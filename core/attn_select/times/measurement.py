@@ -121,7 +121,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+    return isinstance(value, str) and bool(value) and value.isprintable()
 
 
 def _is_count(least: int) -> Callable[[object], bool]:
@@ -168,6 +168,6 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "method": (lambda value: value in METHODS, " or ".join(METHODS)),
     "source": (_is_text, f"{MEASURED!r}, or a table's name and version"),
     "error": (_or_none(_is_error), "a number from 0, or null"),
-    "date": (lambda value: isinstance(value, str), "a date in ISO 8601"),
+    "date": (lambda value: value == "" or _is_text(value), "a date in ISO 8601"),
 }
-"""Per field whether a value is accepted, and what is."""
+"""Per field whether a value is accepted, and what is. Text has no line breaks and no escape codes: it is printed."""

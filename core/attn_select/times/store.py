@@ -10,13 +10,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from attn_select import variables
 from attn_select.errors import MeasurementError
+from attn_select.files import locked
 from attn_select.times.measurement import Measurement
 
 SUFFIX = ".jsonl"
@@ -188,7 +188,7 @@ def append_measurements(path: Path, measurements: Iterable[Measurement]) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            with _locked(descriptor):
+            with locked(descriptor):
                 size = os.fstat(descriptor).st_size
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":
                     lines = b"\n" + lines
@@ -198,15 +198,3 @@ def append_measurements(path: Path, measurements: Iterable[Measurement]) -> None
             os.close(descriptor)
     except OSError as error:
         raise MeasurementError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-@contextmanager
-def _locked(descriptor: int) -> Any:
-    """Hold the file's lock, where the system has such locks."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # freed when the file is closed
-    yield

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from attn_select.config import PHASES, AttentionConfig, Phase
-from attn_select.errors import ConfigError, UnknownNameError, show
+from attn_select.errors import ConfigError, UnknownNameError, printable, show
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.roofline import is_decode
 
@@ -155,19 +155,20 @@ def _shapes(text: str) -> tuple[WeightedShape, ...]:
 
 
 def _from_file(path: Path) -> Workload:
+    where = f"workload file {printable(str(path))}"
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        text = f"workload file {path}: cannot be read: {error.strerror or error}"
+        text = f"{where}: cannot be read: {error.strerror or error}"
         raise ConfigError(text, fields=["workload"]) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"workload file {path}: not UTF-8: save it as UTF-8", fields=["workload"]) from None
+        raise ConfigError(f"{where}: not UTF-8: save it as UTF-8", fields=["workload"]) from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"workload file {path}: not TOML ({error})", fields=["workload"]) from None
+        raise ConfigError(f"{where}: not TOML ({error})", fields=["workload"]) from None
     try:
         return _from_document(document, path.stem)
     except ConfigError as error:
-        raise ConfigError(f"workload file {path}: {error.message}", fields=error.fields, hint=error.hint) from None
+        raise ConfigError(f"{where}: {error.message}", fields=error.fields, hint=error.hint) from None
 
 
 def _from_document(document: dict[str, Any], name: str) -> Workload:
@@ -184,7 +185,7 @@ def _from_document(document: dict[str, Any], name: str) -> Workload:
             shapes.append(WeightedShape(parse_batch_shape(table.get("batch")), table.get("weight", 1.0)))
         except ConfigError as error:
             raise ConfigError(f"shape {number}: {error.message}", fields=error.fields, hint=error.hint) from None
-    return Workload(name, tuple(shapes))
+    return Workload(printable(name), tuple(shapes))
 
 
 def _only(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:

@@ -1,0 +1,57 @@
+"""Files that several processes write: one after the other, and each in one step."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def locked(descriptor: int) -> Iterator[None]:
+    """Hold the lock of an open file or folder, where the system has such locks; it is freed when that is closed."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, so that who reads a file there, changes and replaces it is alone with it."""
+    if os.name == "nt":  # a folder cannot be opened there
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with locked(descriptor):
+            yield
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Write a file in one step: others see the old content or the new one. Its mode stays as it was.
+
+    What is written at first has a name that nobody knows, and no link is followed to it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(new, flags, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,0 +1,151 @@
+"""Text that is not ours (a config, a workload, measurements, names of files) forges no line and hides nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EVIL = "Llama\x1b[2J\r\nFORGED line \x1b]8;;http://evil\x07link\x1b]8;;\x07 \x9b31m \u202e"
+NAME = "m\x1b[31m\nFORGED"
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+    "torch_dtype": "bfloat16",
+}
+MEASURED: dict[str, Any] = {
+    "v": 1,
+    "gpu": "NVIDIA H200",
+    "compute_capability": "9.0",
+    "driver": "1",
+    "libraries": {"torch": "2"},
+    "backend": "FLASH_ATTN",
+    "kernel": {"decode": "FA3"},
+    "config": {"num_heads": 32},
+    "batch": "64q1s4k",
+    "time_us": 3.0,
+    "method": "eager",
+    "source": "measured",
+    "date": "2026-11-24",
+}
+COMMANDS = {
+    "explain": ("explain", "--gpu", "h200"),
+    "times": ("explain", "--gpu", "h200", "--workload", "64q1s4k"),
+    "vllm": ("flags", "--gpu", "h200", "--engine", "vllm"),
+    "sglang": ("flags", "--gpu", "h200", "--engine", "sglang"),
+    "matrix": ("matrix", "--gpu", "h200"),
+    "markdown": ("matrix", "--gpu", "h200", "--format", "markdown"),
+    "json": ("explain", "--gpu", "h200", "--json"),
+}
+
+
+def printed(run: Any, *arguments: str) -> str:
+    """Run a command and return what it printed, which must be clean."""
+    result = run(*arguments)
+    assert result.code in (0, 1, 2), result.err
+    text: str = result.out + result.err
+    assert not [line for line in text.split("\n") if not line.isprintable()], arguments
+    assert not [line for line in text.split("\n") if line.lstrip().startswith("FORGED")], arguments
+    return text
+
+
+def model_in(folder: Path, **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **fields}))
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("field", ["architectures", "model_type", "torch_dtype", "layer_types", "quantization_config"])
+def test_a_config(run: Any, tmp_path: Path, field: str, command: tuple[str, ...]) -> None:
+    values = {"architectures": [EVIL], "layer_types": [EVIL] * 2, "quantization_config": {"quant_method": EVIL}}
+    folder = model_in(tmp_path / "model", **{field: values.get(field, EVIL)})
+    printed(run, *command, "--model", str(folder), "--assume-attention")
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_name_of_a_models_folder(run: Any, tmp_path: Path, command: tuple[str, ...]) -> None:
+    assert "FORGED" in printed(run, *command, "--model", str(model_in(tmp_path / NAME)))
+
+
+def test_the_name_of_a_workload(run: Any, tmp_path: Path) -> None:
+    for path, name in (
+        (tmp_path / "w.toml", EVIL),
+        (tmp_path / f"{NAME}.toml", "plain"),
+        (tmp_path / f"{NAME}2.toml", ""),
+    ):
+        path.write_text(f'name = {json.dumps(name)}\n[[shapes]]\nbatch = "64q1s4k"\nweight = 1\n')
+        printed(run, "explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", str(path))
+
+
+def changed(place: str, value: Any) -> dict[str, Any]:
+    name, _, key = place.partition(".")
+    return {**MEASURED, name: {key: value} if key else value}
+
+
+PLACES = ["gpu", "compute_capability", "driver", "backend", "source", "date", "batch", "method", "kernel.decode"]
+
+
+@pytest.mark.parametrize("place", [*PLACES, "libraries.torch", "config.dtype"])
+def test_measurements(run: Any, tmp_path: Path, place: str) -> None:
+    path = tmp_path / "times.jsonl"
+    path.write_text(json.dumps(changed(place, EVIL)) + "\n" + json.dumps(MEASURED) + "\n")
+    checked = printed(run, "measurements", "check", str(path))
+    if place != "config.dtype":
+        assert f"{place.partition('.')[0]} = " in checked or "batch shape" in checked
+    for words in (("list",), ("list", "--json"), ("fit",)):
+        printed(run, "measurements", *words, str(path))
+    printed(
+        run, "explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", "64q1s4k", "--measurements", str(path)
+    )
+
+
+def strings_of(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        return [each for key, inner in value.items() for each in strings_of(inner, (*place, key))]
+    if isinstance(value, list):
+        return [each for index, inner in enumerate(value) for each in strings_of(inner, (*place, index))]
+    return [place] if isinstance(value, str) else []
+
+
+def test_a_golden_file(run: Any, tmp_path: Path) -> None:
+    asked = ("--model", "llama-3-8b", "--gpu", "h200")
+    golden = run("explain", *asked, "--json").json
+    places = strings_of(golden)
+    for place in places[:: max(1, len(places) // 25)]:
+        copy = json.loads(json.dumps(golden))
+        inner = copy
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] += EVIL
+        (tmp_path / "golden.json").write_text(json.dumps(copy))
+        printed(run, "diff", *asked, "--golden", "golden.json")
+
+
+PATHS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "rules": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--rules", str(path)),
+    "rules check": lambda path: ("rules", "check", str(path)),
+    "rules show": lambda path: ("rules", "show", "--rules", str(path)),
+    "rules path": lambda path: ("rules", "path", "--rules", str(path)),
+    "rules init": lambda path: ("rules", "init", "--file", f"{path}2"),
+    "rules deny": lambda path: ("rules", "deny", "FLASHMLA", "--file", f"{path}3", "--model", "llama-3-8b", "--yes"),
+    "a GPU": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", str(path)),
+    "a model": lambda path: ("explain", "--model", str(path), "--gpu", "h200"),
+    "a backend": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--backend", str(path)),
+    "a workload": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", str(path)),
+    "measurements": lambda path: ("measurements", "list", str(path)),
+}
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_names_of_files(run: Any, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"{NAME}.toml"
+    path.write_text('version = 1\n[[rules]]\nname = "a"\nprefer = ["TRITON_ATTN"]\n')
+    printed(run, *PATHS[kind](path))
