@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from attn_select.times.batch_shape import BatchShape
 from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement, Method
 from attn_select.times.roofline import roofline_us
+from attn_select_cli import host_memory
 from attn_select_cli.serving import unserved
 
 LEAST_US = 1000.0
@@ -48,6 +50,8 @@ MOST_US = 20000.0
 MOST_LAYERS = 256
 SPARE_BYTES = 4 << 30
 """Device memory that stays free for the kernels' workspaces and the oracle."""
+SPARE_HOST_BYTES = 1 << 30
+"""Of this machine's memory, where kernels run on the CPU."""
 LEAST_ROUNDS = 3
 
 
@@ -394,17 +398,20 @@ class Bench:
         """
         config = steps[0].config
         largest, weights = max(step.cache_bytes for step in steps), max(step.weight_bytes for step in steps)
-        if not self.on_gpu:
-            return (CacheMemory(config, largest, 1, self.torch_device) if config.has_cache else None), 1
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        free, spare = self._free_bytes(), SPARE_BYTES if self.on_gpu else SPARE_HOST_BYTES
         if self.ranks is not None:
             free = min(self.ranks.collectives.gather_objects(free))
         each = largest + weights * len(steps)
-        if each + SPARE_BYTES > free:
+        # Kernels on a CPU gather a copy of the keys and values.
+        needed = each if self.on_gpu else each + largest
+        if needed + spare > free:
+            what = "the batch's cache and weights" if self.on_gpu else "the batch's cache, a copy of it, and weights"
             raise MemoryError(
-                f"the batch's cache and weights take {byte_text(each)} for one layer; {byte_text(free)} of device "
-                f"memory are free, and {byte_text(SPARE_BYTES)} of it stay spare: take fewer or shorter requests"
+                f"{what} take {byte_text(needed)} for one layer; {byte_text(free)} of {self._memory_name} are free, "
+                f"and {byte_text(spare)} of it stay spare: take fewer or shorter requests"
             )
+        if not self.on_gpu:
+            return (CacheMemory(config, largest, 1, self.torch_device) if config.has_cache else None), 1
         l2 = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
         wanted = -(-3 * l2 // max(1, largest + weights)) + 1
         floor = floor or LEAST_US
@@ -447,6 +454,12 @@ class Bench:
         if self.ranks is not None:
             each.timed.unchecked = "its cache lies on several ranks"
             return
+        needed, free = each.step.oracle_bytes, self._free_bytes()
+        if needed > free:
+            each.timed.unchecked = (
+                f"the oracle takes {byte_text(needed)}, and {byte_text(free)} of {self._memory_name} are free"
+            )
+            return
         each.step.output.fill_(torch.nan)
         try:
             each.run()
@@ -454,6 +467,18 @@ class Bench:
             each.timed.error = each.step.error()
         except Exception as error:  # such as of memory: float64 takes four times as much as a 16-bit cache
             each.timed.unchecked = failure_text(error)
+
+    @property
+    def _memory_name(self) -> str:
+        return "device memory" if self.on_gpu else "this machine's memory"
+
+    def _free_bytes(self) -> int:
+        """Return the bytes that are free where the layers run; very many where nobody knows."""
+        if self.on_gpu:
+            free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+            return free
+        known = host_memory.free_bytes()
+        return sys.maxsize if known is None else known
 
     def _free_memory(self) -> None:
         """Give back what nothing refers to any more."""

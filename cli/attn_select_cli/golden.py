@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attn_select.errors import ConfigError, shorten, show
+from attn_select.files import read_bounded
 
 _EXPECTED = {
     "missing": "missing",
@@ -89,6 +90,10 @@ class _Golden(_Part):
     layers: list[_Layer] = Field(min_length=1)
 
 
+MAX_BYTES = 1 << 24
+"""Of a golden file; one of a model with many kinds of layers has 200 KB."""
+
+
 def read_golden(path: str) -> dict[str, Any]:
     """Return the document in ``path``.
 
@@ -96,8 +101,7 @@ def read_golden(path: str) -> dict[str, Any]:
         ConfigError: it cannot be read, is not JSON, or has another shape; names the first field that is wrong.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
+        document = json.loads(read_bounded(path, MAX_BYTES).decode("utf-8"))
         _Golden.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -112,8 +116,10 @@ def read_golden(path: str) -> dict[str, Any]:
         raise _refused(path, "nested too deeply") from None
     except UnicodeDecodeError:
         raise _refused(path, "not UTF-8: save it as UTF-8") from None
-    except ValueError as error:  # not JSON, a null byte in the path
+    except json.JSONDecodeError as error:
         raise _refused(path, f"not JSON: {shorten(error)}") from None
+    except ValueError as error:  # too large, no regular file, a null byte in the path
+        raise _refused(path, shorten(error)) from None
     return dict(document)
 
 

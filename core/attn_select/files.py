@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,22 @@ def locked_folder(folder: Path) -> Iterator[None]:
             yield
     finally:
         os.close(descriptor)
+
+
+def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes.
+
+    Raises:
+        OSError: it does not exist or cannot be read.
+        ValueError: it is not a regular file, or larger.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("is not a regular file")
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"is larger than {most} bytes, the most that is read")
+    return content
 
 
 def replace_file(target: Path, content: bytes) -> None:

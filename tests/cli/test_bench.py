@@ -22,7 +22,7 @@ from attn_select.times import store
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.layer import timed_layer
 from attn_select.times.store import MeasurementFile, read_measurements
-from attn_select_cli import benching
+from attn_select_cli import benching, host_memory
 from attn_select_torch.runtime import sdpa
 
 pytestmark = [
@@ -122,6 +122,31 @@ def test_every_kind_of_layer_is_right(
     batches = data["layers"][0]["batches"]
     assert [each["kernel"].keys() for batch in batches for each in batch["backends"]] == [{name} for name in kernels]
     assert all(each["error"] > 0 for batch in batches for each in batch["backends"])
+
+
+def test_what_does_not_fit_in_memory_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = "1q1s64k"  # 65536 tokens of 2 heads, 32 wide, twice in bfloat16: 16 MiB
+    monkeypatch.setattr(benching, "SPARE_HOST_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 30 << 20)
+    result = run("bench", *LAYER, "--workload", batch, *QUICK)
+    assert result.code == 1
+    assert "the batch's cache, a copy of it, and weights take 32 MiB for one layer" in result.out
+    assert "30 MiB of this machine's memory are free, and 1 MiB of it stay spare" in result.out
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 40 << 20)
+    result = run("bench", *LAYER, "--workload", batch, *QUICK)
+    assert "TORCH_SDPA was not compared: the oracle takes 128 MiB, and 40 MiB of this machine's memory" in result.out
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
+    assert host_memory.free_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    2000 kB\n")
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "current").write_text("5000\n")
+    assert host_memory.free_bytes() == 2000 * 1024
+    (tmp_path / "max").write_text("9000\n")
+    assert host_memory.free_bytes() == 4000
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])

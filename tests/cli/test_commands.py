@@ -179,6 +179,16 @@ def test_rules_check(run: Any, tmp_path: Path) -> None:
     assert run("rules", "check", str(bad)).code == 1
 
 
+def test_rules_check_names_unknown_backends_of_broken_rules_too(run: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text(
+        'version = 1\n[[rules]]\nname = "a"\nphase = "middle"\nprefer = ["NOPE", "FLASHINFER"]\ndeny = ["NO"]\n'
+    )
+    said = [problem["message"] for problem in run("rules", "check", str(bad), "--json").json["problems"]]
+    for part in ("unknown backend 'NOPE'", "unknown backend 'NO'", "phase = 'middle'", "exactly one of"):
+        assert [text for text in said if part in text], part
+
+
 def test_rules_check_lists_the_errors_of_a_file_by_line(run: Any, tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     rule = '[[rules]]\nname = "a"\nprefer = ["FLASHINFR"]\nphase = "both"\nwhen = { mla = "yes" }\nenabled = 1\n'

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from attn_select_cli.golden import MAX_BYTES
 
 MODEL = ("--model", "deepseek-v3", "--gpu", "h100")
 
@@ -67,6 +70,9 @@ def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:
         assert result.code == 2
         assert said in result.err
     assert "No such file" in run("diff", *MODEL, "--golden", str(tmp_path / "nowhere.json")).err
+    assert "is not a regular file" in run("diff", *MODEL, "--golden", "/dev/zero").err
+    os.truncate(file, MAX_BYTES + 1)
+    assert f"is larger than {MAX_BYTES} bytes" in run("diff", *MODEL, "--golden", str(file)).err
 
 
 def places(part: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

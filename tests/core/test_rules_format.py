@@ -262,7 +262,7 @@ def test_size_is_capped(tmp_path: Path) -> None:
     assert mine(path) == []
     path.write_bytes(body + b"x" * ((1 << 18) - len(body) + 1))
     assert problems(path) == [
-        (None, "cannot be read: is larger than 262144 bytes, the most that a rules file may have (given by --rules)")
+        (None, "cannot be read: is larger than 262144 bytes, the most that is read (given by --rules)")
     ]
 
 
@@ -308,7 +308,7 @@ def test_an_unreadable_file(rules_file: WriteRules, monkeypatch: pytest.MonkeyPa
     def refuse(file: object, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(file))
 
-    monkeypatch.setattr("attn_select.rules.document.open", refuse, raising=False)
+    monkeypatch.setattr("attn_select.files.open", refuse, raising=False)
     with pytest.raises(RulesError) as caught:
         load_rules([path])
     assert (str(path), None, "cannot be read: Permission denied (given by --rules)") in caught.value.problems

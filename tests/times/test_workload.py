@@ -93,6 +93,8 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match="workload file /dev/zero: is not a regular file"):
+        parse_workload(Path("/dev/zero"))
     with pytest.raises(ConfigError, match=r"workload file nowhere/night.toml: cannot be read: No such file"):
         parse_workload("nowhere/night.toml")
 

@@ -111,6 +111,8 @@ def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
 
 def head_size(fields: Fields, heads: int | None) -> int | None:
     """Return the width of a head: the config's own, else hidden size by heads; None where neither is there."""
+    if fields.integer("head_dim", 0, 8192) == 0:
+        raise fields.wrong("head_dim", 0, "an integer from 1 to 8192, or null")
     if (size := fields.size("head_dim")) is not None or heads is None:
         return size
     hidden = fields.integer("hidden_size")

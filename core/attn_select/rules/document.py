@@ -6,7 +6,6 @@ import codecs
 import math
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from attn_select.errors import UnknownNameError, shorten, show
+from attn_select.files import read_bounded
 from attn_select.rules.lines import KeyPath, header_lines, key_lines
 from attn_select.rules.rule import Rule, RuleError, parse_rule
 
@@ -28,6 +28,8 @@ _KEYS = ("version", "distributions", "rules", "backends")
 
 Problem = tuple[str, int | None, str]
 """File, line from 1 (None where it concerns the file as a whole), message."""
+Named = tuple[str, int | None, str, str]
+"""File, line, the rule in words, and a backend that it names."""
 Report = Callable[[str, int | None], None]
 
 
@@ -43,10 +45,17 @@ class Options:
 
 @dataclass(slots=True)
 class Document:
-    """What one file says; empty where it could not be understood."""
+    """What one file says; empty where it could not be understood.
+
+    Attributes:
+        rules: those that are sound.
+        options: by backend.
+        named: per backend that a broken rule names: file, line, the rule in words, the name.
+    """
 
     rules: list[Rule] = field(default_factory=list)
     options: dict[str, Options] = field(default_factory=dict)
+    named: list[Named] = field(default_factory=list)
 
 
 class _Unreadable(Exception):
@@ -78,13 +87,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
         OSError: it does not exist or cannot be read.
         ValueError: it is not a regular file, or larger than ``MAX_BYTES``.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("is not a regular file")
-    with open(path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"is larger than {MAX_BYTES} bytes, the most that a rules file may have")
-    return content
+    return read_bounded(path, MAX_BYTES)
 
 
 def read_document(content: bytes, file: str, layer: int, problems: list[Problem]) -> Document:
@@ -104,11 +107,11 @@ def read_document(content: bytes, file: str, layer: int, problems: list[Problem]
     tables = document.get("rules", [])
     rule_lines = [header.line for header in header_lines(text) if header.is_array and header.key == ("rules",)]
     if isinstance(tables, list) and len(tables) == len(rule_lines):
-        rules = _rules(tables, rule_lines, lines, file, layer, report)
+        rules, named = _rules(tables, rule_lines, lines, file, layer, report)
     else:
         report("rules must be written as [[rules]] tables", lines.of("rules"))
-        rules = []
-    return Document(rules, _options(document.get("backends", {}), lines, file, report))
+        rules, named = [], []
+    return Document(rules, _options(document.get("backends", {}), lines, file, report), named)
 
 
 def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
@@ -136,11 +139,15 @@ def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
     return text, document
 
 
-def _rules(tables: list[Any], headers: list[int], lines: _Lines, file: str, layer: int, report: Report) -> list[Rule]:
+def _rules(
+    tables: list[Any], headers: list[int], lines: _Lines, file: str, layer: int, report: Report
+) -> tuple[list[Rule], list[Named]]:
+    """Return the sound rules, and what the broken ones name."""
     if len(tables) > MAX_RULES:
         report(f"has {len(tables)} rules; at most {MAX_RULES} are read", None)
-        return []
+        return [], []
     rules: list[Rule] = []
+    named: list[Named] = []
     defined: dict[str, int] = {}
     errors = 0
     for index, (table, line) in enumerate(zip(tables, headers, strict=True)):
@@ -152,13 +159,15 @@ def _rules(tables: list[Any], headers: list[int], lines: _Lines, file: str, laye
             rule = parse_rule(table, file=file, line=line, layer=layer)
         except RuleError as error:
             problems += error.problems
+            what = f"rule {name.strip()!r}:" if isinstance(name, str) else "the rule has the"
+            named += [(file, line, what, backend) for backend in error.backends]
         else:
             rules += [] if problems else [rule]
         for key, text in problems:
             report(text, lines.of("rules", index, *key))
         if (errors := errors + len(problems)) >= MOST_PROBLEMS:
             break
-    return rules
+    return rules, named
 
 
 def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[str, Options]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attn_select import variables
 from attn_select.errors import RulesError
-from attn_select.rules.document import MOST_PROBLEMS, Problem, read_document, read_file
+from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, read_document, read_file
 from attn_select.rules.fragments import Fragment
 from attn_select.rules.rule import PACKAGED, Rule
 
@@ -66,12 +66,14 @@ class RuleSet:
         options: option tables by backend name.
         layers: every file that was looked for, the plugins' fragments first.
         idle: one problem for each rule that disables a rule which no earlier layer has.
+        named: the backends that broken rules name (``Document.named``).
     """
 
     rules: list[Rule] = field(default_factory=list)
     options: dict[str, BackendOptionsTable] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
     idle: list[Problem] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)
 
 
 def packaged_rules_path() -> Path:
@@ -152,6 +154,7 @@ def read_rules(
     by_name: dict[str, list[Rule]] = {}
     for layer, document in documents:
         plugin = fragments[layer - PACKAGED].plugin if layer < PACKAGED else None
+        rule_set.named += document.named
         for rule in document.rules:
             if plugin is not None:  # plugins do not know each other, so their rules of one name stand side by side
                 by_name.setdefault(rule.name, []).append(replace(rule, layer=layer, plugin=plugin))

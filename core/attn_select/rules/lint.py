@@ -44,6 +44,7 @@ def _names(rules: RuleSet) -> Iterator[tuple[str, int | None, str, str]]:
     for rule in rules.rules:
         for name in rule.backends:
             yield rule.file, rule.line, f"rule {rule.name!r}:", name
+    yield from rules.named
     for name, table in rules.options.items():
         yield *table.origin, "options for", name
 

@@ -28,11 +28,12 @@ class RuleError(ValueError):
 
     Attributes:
         problems: the key in the rule's table and a message for people, for every error found.
+        backends: the names that its effects list, which may be unknown besides.
     """
 
-    def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]]) -> None:
+    def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]], backends: Sequence[str] = ()) -> None:
         super().__init__("; ".join(text for _, text in problems))
-        self.problems = tuple(problems)
+        self.problems, self.backends = tuple(problems), tuple(backends)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +101,8 @@ def parse_rule(table: Mapping[str, Any], *, file: str, line: int, layer: int) ->
     rule = _parse(table, name.strip() if isinstance(name, str) else "", found, file, line, layer)
     problems += [(key, f"{title}{text}") for key, text in found]
     if problems:
-        raise RuleError(problems)
+        listed = [table[effect] for effect in EFFECTS if isinstance(table.get(effect), list)]
+        raise RuleError(problems, [*dict.fromkeys(name for names in listed for name in names if _is_name(name))])
     return rule
 
 

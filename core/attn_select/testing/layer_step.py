@@ -190,19 +190,33 @@ class LayerStep:
         Compared with the float64 oracle are the first and the last token of the first, the middle and the last request,
         of fewer requests where these have many keys.
         """
-        bounds, total = self.common.query_start_loc_cpu.tolist(), 0
+        bounds = self.common.query_start_loc_cpu.tolist()
         seen: list[Tensor] = []
         wanted: list[Tensor] = []
-        count = len(self.requests)
-        for request in dict.fromkeys((count - 1, 0, count // 2)):
-            query_len, seq_len = self.requests[request]
-            total += seq_len
-            if total > _MOST_KEYS_CHECKED and seen:
-                break
+        for request in self._compared():
+            query_len = self.requests[request][0]
             rows = torch.tensor(sorted({0, query_len - 1}), device=self.group.device)
             seen.append(self.output[rows + bounds[request]])
             wanted.append(self._reference(request, rows, bounds[request]))
         return relative_error(torch.cat(seen), torch.cat(wanted)).norm
+
+    def _compared(self) -> list[int]:
+        """Return the requests that ``error`` compares."""
+        count, total = len(self.requests), 0
+        chosen: list[int] = []
+        for request in dict.fromkeys((count - 1, 0, count // 2)):
+            total += self.requests[request][1]
+            if total > _MOST_KEYS_CHECKED and chosen:
+                break
+            chosen.append(request)
+        return chosen
+
+    @property
+    def oracle_bytes(self) -> int:
+        """Bytes that ``error`` takes at most at a time: the longest request's keys and values in float64, twice."""
+        config, longest = self.config, max(self.requests[request][1] for request in self._compared())
+        per_key = config.head_size if config.mla else config.num_kv_heads * (config.head_size + config.value_head_size)
+        return 2 * 8 * longest * per_key
 
     def _reference(self, request: int, rows: Tensor, first: int) -> Tensor:
         """Return the outputs float64 ``(N, H, Dv)`` of some of a request's tokens, counted from its first."""

@@ -7,7 +7,6 @@ header, so that files can be appended to, concatenated and searched line by line
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -19,6 +18,8 @@ VERSION = 1
 """Of the line's format, its key ``v``."""
 Method = Literal["graph", "eager", "table"]
 METHODS: tuple[Method, ...] = get_args(Method)
+LEAST_US, MOST_US = 1e-3, 1e10
+"""A clock cycle takes longer than the first, and nobody waits three hours for a layer: what is outside is a mistake."""
 MEASURED = "measured"
 """The ``source`` of what ``attn-select bench`` and ``tune`` measured."""
 
@@ -129,7 +130,7 @@ def _is_count(least: int) -> Callable[[object], bool]:
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and LEAST_US <= value <= MOST_US
 
 
 def _is_spread(value: object) -> bool:
@@ -162,7 +163,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "config": (lambda value: isinstance(value, Mapping) and bool(value), "an object with the layer's fields"),
     "block_size": (_or_none(_is_count(1)), "an integer from 1, or null"),
     "batch": (_is_text, "a batch shape such as '64q1s4k'"),
-    "time_us": (_is_time, "a number above 0, microseconds"),
+    "time_us": (_is_time, f"a number of microseconds, {LEAST_US:g} to {MOST_US:g}"),
     "spread_us": (_or_none(_is_spread), "two times in microseconds, the smaller first, or null"),
     "rounds": (_is_count(0), "an integer from 0"),
     "method": (lambda value: value in METHODS, " or ".join(METHODS)),

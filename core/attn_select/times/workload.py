@@ -10,6 +10,7 @@ from typing import Any
 
 from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.errors import ConfigError, UnknownNameError, printable, show
+from attn_select.files import read_bounded
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.roofline import is_decode
 
@@ -40,6 +41,8 @@ service: who knows their own traffic writes it down instead."""
 
 _SHARES = "a share is a number above 0, such as 64q1s4k*0.8"
 _MOST_SHAPES = 1000
+MAX_BYTES = 1 << 18
+"""Of a workload's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ def _shapes(text: str) -> tuple[WeightedShape, ...]:
 def _from_file(path: Path) -> Workload:
     where = f"workload file {printable(str(path))}"
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_bounded(path, MAX_BYTES).decode("utf-8"))
     except OSError as error:
         text = f"{where}: cannot be read: {error.strerror or error}"
         raise ConfigError(text, fields=["workload"]) from None
@@ -165,6 +168,8 @@ def _from_file(path: Path) -> Workload:
         raise ConfigError(f"{where}: not UTF-8: save it as UTF-8", fields=["workload"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not TOML ({error})", fields=["workload"]) from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}", fields=["workload"]) from None
     try:
         return _from_document(document, path.stem)
     except ConfigError as error:
