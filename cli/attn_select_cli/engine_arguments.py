@@ -9,7 +9,7 @@ from typing import Any
 
 from attn_select.config import Phase
 from attn_select.selection import Selection
-from attn_select_cli.engine_names import EngineTable, Offer
+from attn_select_cli.engine_names import EngineDefault, EngineTable, Offer
 from attn_select_cli.explanation import Explanation, LayerExplanation
 
 FILE_NAME = "attn-select.yaml"
@@ -28,6 +28,7 @@ class Taken:
         phases: those that it serves.
         offers: attn-select's order for these.
         offer: the one that is taken; None where the engine has none of the order.
+        default: what the engine runs without the argument, where that is known.
     """
 
     layer: LayerExplanation
@@ -35,6 +36,15 @@ class Taken:
     phases: Sequence[Phase]
     offers: Sequence[Offer]
     offer: Offer | None = None
+    default: EngineDefault | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the engine takes the same without being told."""
+        name = self.offer.name if self.offer else None
+        if name is None or self.default is None:
+            return False
+        return (name.name, dict(name.arguments)) == (self.default.name, dict(self.default.arguments))
 
     def passed_over(self) -> list[tuple[str, str]]:
         """Return the backends of the order that come before the one taken, each with the reason."""
@@ -52,6 +62,7 @@ class Taken:
             "backend": self.offer.backend if self.offer else None,
             "engine_backend": name.name if name else None,
             "source": name.source if name else None,
+            "default": self.default.source if self.default and self.is_default else None,
             "passed_over": [{"backend": backend, "why": why} for backend, why in self.passed_over()],
         }
 
@@ -130,7 +141,7 @@ def engine_arguments(
     result.taken = _taken(explanation, table)
     _say_backends(result)
     _say_dtypes(result, explanation)
-    _say_block_size(result)
+    _say_block_size(result, "block_size" in asked)
     if tensor_parallel > 1 and not result.say("tensor_parallel", tensor_parallel):
         result.not_expressed.append(f"tensor parallelism over {tensor_parallel} ranks: no argument says so")
     _say_rest(result, explanation, asked)
@@ -142,8 +153,15 @@ def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
     split = "prefill" in table.arguments and any(
         len(set(layer.selection.selected.values())) > 1 for layer in explanation.layers
     )
+    model = explanation.model["architecture"] if explanation.model else ""
     found = [
-        Taken(layer, argument, phases, table.offers(layer.selection, phases, _named_by(argument)))
+        Taken(
+            layer,
+            argument,
+            phases,
+            table.offers(layer.selection, phases, _named_by(argument)),
+            default=table.default(layer.selection, _named_by(argument), model),
+        )
         for layer in explanation.layers
         for argument, phases in _places(table, layer.selection, split)
     ]
@@ -200,7 +218,12 @@ def _name(offer: Offer) -> str:
 
 def _say_backends(result: EngineArguments) -> None:
     by_argument: dict[str, dict[str, int]] = {}
+    groups: dict[str, list[Taken]] = {}
     for taken in result.taken:
+        groups.setdefault(_named_by(taken.argument), []).append(taken)
+    # An engine takes its default for all layers and phases, or what it is told.
+    told = [taken for same in groups.values() for taken in same if not all(each.is_default for each in same)]
+    for taken in told:
         if taken.offer is not None and taken.offer.name is not None:
             counts = by_argument.setdefault(taken.argument, {})
             counts[taken.offer.name.name] = counts.get(taken.offer.name.name, 0) + taken.layer.count
@@ -209,7 +232,7 @@ def _say_backends(result: EngineArguments) -> None:
     most = {argument: max(counts, key=lambda name: counts[name]) for argument, counts in by_argument.items()}
     for argument, engine_backend in most.items():
         result.say(argument, engine_backend)
-    for taken in result.taken:
+    for taken in told:
         if taken.offer is None or taken.offer.name is None:
             continue
         name = taken.offer.name
@@ -227,16 +250,31 @@ def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
     configs = [layer.selection.config for layer in explanation.layers]
     for dtype in dict.fromkeys(config.dtype for config in configs):
         result.say("dtype", dtype)
-    for stored in dict.fromkeys(config.kv_cache_dtype for config in configs if config.kv_cache_dtype != "auto"):
+    written = [
+        layer.selection.config.cache_dtype
+        for layer in explanation.layers
+        if layer.selection.config.kv_cache_dtype != "auto" or table.says_auto(layer.selection)
+    ]
+    for stored in dict.fromkeys(written):
         if stored not in table.kv_cache_dtypes or not result.say("kv_cache_dtype", table.kv_cache_dtypes[stored]):
             known = ", ".join(table.kv_cache_dtypes) or "the model's dtype alone"
             result.not_expressed.append(f"a KV cache of {stored}: {table.engine} stores {known}")
 
 
-def _say_block_size(result: EngineArguments) -> None:
+def _say_block_size(result: EngineArguments, asked: bool) -> None:
+    """Say the block size where it was asked for, or where a backend that the engine is told to take needs it.
+
+    Where any size will do, the engine's own is better: SGLang's prefix cache reuses single tokens.
+    """
     if "block_size" not in result.table.arguments:
         return
-    taken = [t.offer for t in result.taken if t.offer is not None and t.argument != "mla_prefill"]
+    taken = [
+        each.offer
+        for each in result.taken
+        if each.offer is not None
+        and each.argument != "mla_prefill"
+        and (asked or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
+    ]
     sizes = list(dict.fromkeys(offer.block_size for offer in taken if offer.block_size is not None))
     if len(sizes) > 1:
         text = " and ".join(map(str, sizes))

@@ -53,6 +53,27 @@ class EngineName:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineDefault:
+    """What an engine runs where no argument names a backend.
+
+    Attributes:
+        name: the engine's name.
+        argument: as in ``EngineName``.
+        when: conditions on the layer and the device.
+        architectures: patterns of the only models that it is for; empty: of all but those with a default of their own.
+        arguments: what the engine sets with it.
+        source: file and line of the engine.
+    """
+
+    name: str
+    argument: str
+    when: tuple[Condition, ...]
+    architectures: tuple[str, ...]
+    arguments: Mapping[str, str]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineTable:
     """What is known of one release of an engine.
 
@@ -71,6 +92,9 @@ class EngineTable:
         kv_cache_dtypes: the engine's names of KV-cache dtypes.
         limits: what no argument says, one sentence each.
         names: in the order in which they are tried.
+        defaults: what runs without an argument; the first that fits.
+        own_defaults: architectures for which the engine has defaults of its own.
+        explicit_kv_cache: conditions under which ``auto`` is another dtype in the engine, so that it is always said.
     """
 
     key: str
@@ -86,6 +110,30 @@ class EngineTable:
     kv_cache_dtypes: Mapping[str, str]
     limits: tuple[str, ...]
     names: tuple[EngineName, ...]
+    defaults: tuple[EngineDefault, ...]
+    own_defaults: tuple[str, ...]
+    explicit_kv_cache: tuple[Condition, ...] | None
+
+    def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
+        """Return what the engine runs for a layer where no argument names a backend; None where that is not known.
+
+        Args:
+            argument: as in ``EngineName``.
+            architecture: the model's class; empty: unknown.
+        """
+        for each in self.defaults:
+            if each.argument != argument or (not each.architectures and architecture in self.own_defaults):
+                continue
+            if each.architectures and architecture not in each.architectures:
+                continue
+            if all(holds_for(condition, selection.config, selection.device) for condition in each.when):
+                return each
+        return None
+
+    def says_auto(self, selection: Selection) -> bool:
+        """Whether ``auto`` as a KV-cache dtype means something else in the engine, for a layer."""
+        conditions = self.explicit_kv_cache
+        return conditions is not None and all(holds_for(c, selection.config, selection.device) for c in conditions)
 
     def takes(self, name: EngineName, block_size: int) -> bool:
         """Whether a backend of the engine runs with cache blocks of so many tokens."""
@@ -187,4 +235,17 @@ def engine_table(key: str) -> EngineTable:
             )
             for row in data["names"]
         ),
+        defaults=tuple(
+            EngineDefault(
+                name=row["name"],
+                argument=row.get("argument", "attention"),
+                when=compile_when(row.get("when", {}))[0],
+                architectures=tuple(row.get("architectures", ())),
+                arguments=row.get("arguments", {}),
+                source=row["source"],
+            )
+            for row in data.get("defaults", ())
+        ),
+        own_defaults=tuple(data.get("own_defaults", ())),
+        explicit_kv_cache=compile_when(data["explicit_kv_cache"])[0] if "explicit_kv_cache" in data else None,
     )

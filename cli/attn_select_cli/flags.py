@@ -11,7 +11,7 @@ from attn_select_cli import complete
 from attn_select_cli.layer_options import diff_options, overrides_from
 
 if TYPE_CHECKING:
-    from attn_select_cli.engine_arguments import EngineArguments
+    from attn_select_cli.engine_arguments import EngineArguments, Taken
     from attn_select_cli.engine_names import EngineTable
     from attn_select_cli.explanation import Explanation
     from attn_select_cli.table import Block
@@ -102,6 +102,12 @@ def _shown_model(options: Mapping[str, Any]) -> str:
     return "MODEL" if find_preset(model) is not None else model.removesuffix("/config.json")
 
 
+def _named(taken: Taken) -> str:
+    if taken.offer is None or taken.offer.name is None:
+        return "its default"
+    return f"{taken.offer.name.name}, its default" if taken.is_default else taken.offer.name.name
+
+
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
     from attn_select.render import HANG, warning_lines
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
@@ -123,7 +129,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         [
             f"{taken.layer.kind} × {taken.layer.count}",
             ", ".join(taken.phases),
-            taken.offer.name.name if taken.offer and taken.offer.name else "its default",
+            _named(taken),
             taken.offer.backend if taken.offer else "-",
         ]
         for taken in result.taken

@@ -50,26 +50,44 @@ def test_what_is_named_is_the_first_of_the_order_that_is_not_passed_over(run: An
 @pytest.mark.parametrize(
     ("engine", "model", "gpu", "expected"),
     [
-        ("vllm", "llama-3-8b", "h100", "--attention-backend FLASH_ATTN --dtype bfloat16 --block-size 16"),
-        ("vllm", "llama-3-8b", "h200", "--attention-backend FLASH_ATTN --dtype bfloat16 --block-size 16"),
-        ("sglang", "llama-3-8b", "h200", "--attention-backend fa3 --dtype bfloat16 --page-size 16"),
-        ("sglang", "llama-3-8b", "t4", "--attention-backend triton --dtype float16 --page-size 16"),
+        # What the engine takes by itself is not said.
+        ("vllm", "llama-3-8b", "h100", "--dtype bfloat16"),
+        ("vllm", "llama-3-8b", "h200", "--dtype bfloat16"),
+        ("sglang", "llama-3-8b", "h200", "--dtype bfloat16"),
+        ("sglang", "llama-3-8b", "t4", "--attention-backend triton --dtype float16"),
+        ("vllm", "deepseek-v3", "b200", "--attention-config.mla_prefill_backend FLASH_ATTN --dtype bfloat16"),
         (
             "vllm",
-            "deepseek-v3",
+            "llama-3-8b",
             "b200",
-            "--attention-backend FLASHINFER_MLA --attention-config.mla_prefill_backend FLASH_ATTN"
-            " --dtype bfloat16 --block-size 64",
+            "--attention-backend FLASHINFER --attention-config.use_trtllm_attention true --dtype bfloat16"
+            " --block-size 16",
         ),
         ("vllm", "gpt-oss-120b", "a100", "--attention-backend TRITON_ATTN --dtype bfloat16 --block-size 16"),
-        ("sglang", "llama-3-8b", "h100", "--attention-backend fa3 --dtype bfloat16 --page-size 16"),
-        ("sglang", "llama-3-8b", "b200", "--attention-backend trtllm_mha --dtype bfloat16 --page-size 16"),
-        ("sglang", "deepseek-v3", "b200", "--attention-backend trtllm_mla --dtype bfloat16 --page-size 64"),
+        ("sglang", "llama-3-8b", "h100", "--dtype bfloat16"),
+        ("sglang", "llama-3-8b", "b200", "--dtype bfloat16"),
+        ("sglang", "deepseek-v3", "b200", "--dtype bfloat16"),
         (
             "sglang",
             "deepseek-v3",
             "rtx5090",
-            "--prefill-attention-backend flashinfer --decode-attention-backend triton --dtype bfloat16 --page-size 64",
+            "--prefill-attention-backend flashinfer --decode-attention-backend triton --dtype bfloat16",
+        ),
+        # Models with a default of their own in SGLang are told, and DSA's cache is always named: its auto may be FP8.
+        ("sglang", "gpt-oss-120b", "h100", "--attention-backend fa3 --dtype bfloat16"),
+        (
+            "sglang",
+            "deepseek-v3.2",
+            "h200",
+            "--attention-backend dsa --dsa-prefill-backend fa3 --dsa-decode-backend fa3 --dtype bfloat16"
+            " --kv-cache-dtype bfloat16",
+        ),
+        (
+            "sglang",
+            "glm-5",
+            "b200",
+            "--attention-backend dsa --dsa-prefill-backend flashmla_sparse --dsa-decode-backend flashmla_sparse"
+            " --dtype bfloat16 --kv-cache-dtype bfloat16 --page-size 64",
         ),
         ("transformers", "llama-3-8b", "h100", "--attn-implementation flash_attention_3 --dtype bfloat16"),
         ("transformers", "bert-base", "a100", "--attn-implementation flash_attention_2 --dtype float16"),
@@ -80,22 +98,35 @@ def test_arguments(run: Any, engine: str, model: str, gpu: str, expected: str) -
     assert " ".join(flags(run, engine, model, gpu)["arguments"]) == expected
 
 
+def test_a_block_size_is_said_where_it_was_asked_for(run: Any) -> None:
+    for engine, argument in (("vllm", "--block-size"), ("sglang", "--page-size")):
+        assert argument not in flags(run, engine, "llama-3-8b", "h100")["arguments"]
+        assert flags(run, engine, "llama-3-8b", "h100", "--block-size", "32")["arguments"][-2:] == [argument, "32"]
+
+
+def test_tensorrt_llm_runs_its_own_kernels_before_blackwell(run: Any) -> None:
+    for model, gpu in (("llama-3-8b", "a100"), ("llama-3-8b", "h200"), ("deepseek-v3", "h200")):
+        found = flags(run, "trtllm", model, gpu)
+        assert {layer["engine_backend"] for layer in found["layers"]} == {"TRTLLM"}
+        assert "attn_backend" not in found["file"]["content"]  # it is the default
+        assert "llm_args.py" in found["layers"][0]["default"]
+    text = run("flags", "-e", "trtllm", "-m", "llama-3-8b", "-g", "a100").out
+    assert "TRTLLM, its default" in text
+
+
 def test_tensorrt_llm_reads_a_file(run: Any) -> None:
     found = flags(run, "trtllm", "deepseek-v3", "h100", "--kv-cache-dtype", "fp8", "-tp", "8")
     assert found["arguments"] == ["--tp_size", "8", "--config", "attn-select.yaml"]
     assert found["file"] == {
         "argument": "--config",
         "content": {
-            "attn_backend": "TRTLLM",
             "dtype": "bfloat16",
-            "kv_cache_config": {"dtype": "fp8", "tokens_per_block": 64},
+            "kv_cache_config": {"dtype": "fp8"},
         },
     }
     text = run("flags", "-e", "trtllm", "-m", "deepseek-v3", "-g", "h100", "--kv-cache-dtype", "fp8").out
     yaml = text.partition("attn-select.yaml:\n")[2].partition("\n\n")[0]
-    assert yaml == (
-        "  attn_backend: TRTLLM\n  dtype: bfloat16\n  kv_cache_config:\n    dtype: fp8\n    tokens_per_block: 64"
-    )
+    assert yaml == "  dtype: bfloat16\n  kv_cache_config:\n    dtype: fp8"
 
 
 def test_layer_kinds_get_their_own_where_the_engine_can(run: Any, tmp_path: Path) -> None:
@@ -235,6 +266,12 @@ def test_tables_name_known_backends_with_sources(engine: str) -> None:
     raw = tomllib.loads((Path(engine_table.__code__.co_filename).parent / f"engines/{engine}.toml").read_text())
     assert {key for row in raw["names"] for key in row} <= {
         *("backend", "name", "argument", "when", "kernels", "block_sizes", "arguments", "own_kernel", "source")
+    }
+    names = {(name.argument, name.name) for name in table.names}
+    assert {(default.argument, default.name) for default in table.defaults} <= names
+    assert all(".py" in default.source for default in table.defaults)
+    assert {key for row in raw.get("defaults", ()) for key in row} <= {
+        *("name", "argument", "when", "architectures", "arguments", "source")
     }
 
 

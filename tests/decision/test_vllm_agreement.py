@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
 import compare_vllm
-from vllm_questions import questions
+from vllm_questions import config_of, questions
+
+from attn_select.config import AttentionConfig
+from attn_select.device import Device, lookup
+from attn_select.errors import ConfigError
+from attn_select_cli.engine_names import engine_table
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +46,30 @@ def test_what_is_left_out_is_served_by_another_backend(found: list[compare_vllm.
 def test_every_class_is_seen(found: list[compare_vllm.Compared]) -> None:
     seen = {each.name for *_, one in found if one is not None and (each := compare_vllm.class_of(one)) is not None}
     assert seen == {each.name for each in compare_vllm.CLASSES}
+
+
+def test_what_flags_takes_for_vllms_default_is_what_it_takes() -> None:
+    """Wherever the table names a default that vLLM accepts, it is the first that vLLM accepts."""
+    table, told = engine_table("vllm"), Counter[str]()
+    found = compare_vllm.read()
+    for capability, answers in found["answers"].items():
+        device = lookup(capability)
+        for question, answer in zip(found["questions"], answers, strict=True):
+            try:
+                selection = selection_on(device, config_of(question))
+            except ConfigError:  # what vLLM can be asked, and no layer has
+                continue
+            default = table.default(selection, "attention", "")
+            if default is not None and default.name in answer["accepted"]:
+                assert answer["accepted"][0] == default.name, (capability, question, answer["accepted"])
+                told[default.name] += 1
+    assert set(told) == {row.name for row in table.defaults}
+    assert min(told.values()) >= 5
+
+
+def selection_on(device: Device, config: AttentionConfig) -> Any:
+    """Return as much of a selection as the table's conditions read."""
+    return SimpleNamespace(device=device, config=config)
 
 
 def test_the_answers_are_to_these_questions() -> None:
