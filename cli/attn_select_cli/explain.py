@@ -12,7 +12,7 @@ EPILOG = """\b
 Examples:
   attn-select explain --model llama-3-8b --gpu h100
   attn-select explain --model deepseek-v3 --gpu h100 --kv-cache-dtype fp8
-  attn-select explain --model llama-3-8b --model gemma-3-27b --gpu l40s --brief
+  attn-select explain --model llama-3-8b --gpu l40s --full
   attn-select explain --model ./config.json --gpu b200 --tensor-parallel 8
   attn-select explain --num-heads 32 --num-kv-heads 8 --head-size 128 --gpu a100
   attn-select explain --model deepseek-v3 --gpu h100 --backend decode=FLASHMLA
@@ -26,12 +26,12 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none or the mod
 
 @click.command("explain", epilog=EPILOG, short_help="Which backend serves each layer, and why each other does not.")
 @explain_options
-@click.option("--brief", is_flag=True, help="Only the plan and one line for each rejected backend.")
+@click.option("--full", is_flag=True, help="Every candidate with its reasons, the rules that count, and what is near.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
-def command(model: tuple[str, ...], gpu: tuple[str, ...], brief: bool, as_json: bool, **options: Any) -> int:
+def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: bool, **options: Any) -> int:
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""
-    if brief and as_json:
-        raise click.UsageError("--brief and --json contradict each other: JSON always holds all reasons")
+    if full and as_json:
+        raise click.UsageError("--full and --json contradict each other: JSON always holds all reasons")
     from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations
     from attn_select_cli.output import print_json, print_lines
 
@@ -42,5 +42,5 @@ def command(model: tuple[str, ...], gpu: tuple[str, ...], brief: bool, as_json: 
         print_json(documents[0] if len(documents) == 1 else several)
     else:
         for index, explanation in enumerate(explanations):
-            print_lines([*([[]] if index else []), *explanation.lines(brief)])
+            print_lines([*([[]] if index else []), *explanation.lines(full)])
     return 0 if all(explanation.ok for explanation in explanations) else 1

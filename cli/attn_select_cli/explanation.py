@@ -15,13 +15,17 @@ from attn_select.environment import Environment, canonical_distribution, parse_p
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.models import LayerKinds, ModelSource, layer_kinds, load
 from attn_select.registry import Registry
-from attn_select.render import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, warning_lines
+from attn_select.render import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, plain, warning_lines
 from attn_select.rules.layers import RuleSet
 from attn_select.selection import Selection
 from attn_select.selector import decider_for, environment_for, select_model
 from attn_select_cli.layer_options import overrides_from
 
 SCHEMA_VERSION = 1
+
+
+OTHERS = " others serve "
+"""In the line about backends of other kinds of layers, which a model with several kinds needs once."""
 
 
 @dataclass(slots=True)
@@ -77,12 +81,16 @@ class Explanation:
             lines.append([("Model      ", "dim"), HANG, (self.model["name"], "title"), (architecture, "")])
         return lines + device_lines(self.layers[0].selection)
 
-    def lines(self, brief: bool = False) -> list[Line]:
-        """Return the whole explanation as styled lines; ``brief`` keeps the plan and one line per rejected backend."""
+    def lines(self, full: bool = True) -> list[Line]:
+        """Return the explanation as styled lines; not ``full``: the plan and one line for each rejected backend."""
         lines = self.head_lines()
-        render = brief_lines if brief else layer_lines
+        render = layer_lines if full else brief_lines
+        said: set[str] = set()
         for layer in self.layers:
-            lines += [[], *render(layer.selection, layer.kind, layer.count)]
+            own = [[], *render(layer.selection, layer.kind, layer.count)]
+            folded = {text for line in own if OTHERS in (text := plain([line]))}
+            lines += [line for line in own if plain([line]) not in said]
+            said |= folded
         lines += note_lines(layer.selection for layer in self.layers)
         return lines + warning_lines(self.all_warnings)
 

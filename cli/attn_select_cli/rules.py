@@ -22,7 +22,7 @@ Examples:
   attn-select rules check my_rules.toml
   attn-select rules schema > selector_rules.schema.json
   attn-select rules prefer FLASHINFER --gpu h20 --phase decode
-  attn-select rules deny FLASHINFER --when 'library.flashinfer-python<0.6.3'
+  attn-select rules deny FLASHINFER --when 'library.flashinfer-python<0.7'
   attn-select rules undo
 """
 

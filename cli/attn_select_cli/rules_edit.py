@@ -83,7 +83,7 @@ _EDIT_EPILOG = """\b
 Examples:
   attn-select rules {effect} {first} --gpu h20 --phase decode
   attn-select rules {effect} {first} --when 'kv_cache_dtype=fp8*' --when 'num_heads<=16'
-  attn-select rules {effect} {first} --when 'library.flashinfer-python<0.6.3' --because 'broken before 0.6.3' --yes
+  attn-select rules {effect} {first} --when 'library.flashinfer-python<0.7' --because 'broken before 0.7' --yes
   attn-select rules {effect} {first} --gpu h100 --when sinks --model gpt-oss-120b --for '--kv-cache-dtype fp8'
 
 Exit code: 0 written, or the file says so already, 1 not written, 2 wrong input.
@@ -278,8 +278,8 @@ class Proposal:
                 print_line(f"{self.path} says so already: nothing to write")
             return 0
         before, after = self.rules(self.seen), self.rules(text)
-        changes, compared = self._changes(before, after)
-        warnings = self._warnings(before, after)
+        changes, compared, warned = self._changes(before, after)
+        warnings = [*dict.fromkeys((*self._warnings(before, after), *warned))]
         if as_json:
             if yes:
                 write()
@@ -298,8 +298,8 @@ class Proposal:
 
         return "" if self.path == user_rules_path() else f" --file {self.path}"
 
-    def _changes(self, before: RuleSet, after: RuleSet) -> tuple[list[dict[str, Any]], str]:
-        """Return what changes for every model on every GPU, and which those are in words."""
+    def _changes(self, before: RuleSet, after: RuleSet) -> tuple[list[dict[str, Any]], str, list[str]]:
+        """Return what changes for every model on every GPU, which those are in words, and decisions' new warnings."""
         from attn_select_cli.diff import compare
         from attn_select_cli.explanation import build_explanations
         from attn_select_cli.pairs import MODELS
@@ -313,7 +313,9 @@ class Proposal:
             where = {"model": models[index // len(gpus)], "gpu": gpus[index % len(gpus)]}
             changes += [where | change for change in compare(a.to_dict(), b.to_dict())]
         named = ", ".join(model or "the given layer" for model in models)
-        return changes, f"{named} on {', '.join('this machine' if gpu == 'auto' else gpu for gpu in gpus)}"
+        compared = f"{named} on {', '.join('this machine' if gpu == 'auto' else gpu for gpu in gpus)}"
+        said = [{warning for each in side for warning in each.all_warnings} for side in sides]
+        return changes, compared, sorted(said[1] - said[0])
 
     def _gpus(self, before: RuleSet, after: RuleSet) -> list[str]:
         """Return GPUs that rules of only one side may apply to, those of ``matrix`` first."""

@@ -21,7 +21,7 @@ from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import import_names
 from attn_select.rules.lint import known_names, rule_warnings
 from attn_select.rules.options import read_options
-from attn_select.rules.ranking import Ranker, Rankings
+from attn_select.rules.ranking import Ranker, Rankings, unknown_versions
 from attn_select.rules.rule import Rule
 from attn_select.selection import Selection
 from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Reason
@@ -204,7 +204,8 @@ class Decider:
         candidates = [*self._specs, *self._absent]
         modules = import_names(self._specs)
         self._ranker = Ranker(rules.rules, device, environment, list(self._specs), modules, candidates)
-        self._warnings = [*registry.warnings, *rule_warnings(rules, self.names)]
+        unknown = unknown_versions(rules.rules, device, environment, modules)
+        self._warnings = [*registry.warnings, *rule_warnings(rules, self.names), *unknown]
 
     def decide(
         self,

@@ -52,6 +52,11 @@ def cache_shape(layout: str, config: AttentionConfig, block_size: int) -> list[i
     raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
 
 
+INDEXER_BYTES = 132
+"""Of one token in the indexer's own cache, beside that of a sparse MLA layer: a key of 128 FP8 numbers and its float32
+scale (DeepSeek-V3.2-Exp inference/model.py Indexer; vLLM v1/attention/backends/mla/indexer.py 0.33)."""
+
+
 def bytes_per_token(layout: str, config: AttentionConfig) -> int:
     """Return the bytes that one token of one layer takes in the cache; per-tensor scales are apart and not counted.
 

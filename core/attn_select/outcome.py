@@ -142,3 +142,8 @@ class Outcome:
     def bytes_per_token(self) -> int | None:
         """Bytes that one token of one layer takes in the cache; None without a cache."""
         return None if self.kv_layout is None else layouts.bytes_per_token(self.kv_layout, self.config)
+
+    @property
+    def indexer_bytes_per_token(self) -> int:
+        """Bytes that one token of one layer takes in the cache of its indexer, in FP8; 0 where there is none."""
+        return layouts.INDEXER_BYTES if self.config.sparse and self.kv_layout is not None else 0

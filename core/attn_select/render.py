@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attn_select import distributions
@@ -44,6 +44,8 @@ _MARGIN = 19
 
 _WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported", "phase-not-served")
 """Codes of reasons that hold for every layer of this kind, whatever else it asks for."""
+_OTHER_KIND = _WRONG_KIND[:-1]
+"""Those of them that hold in every phase."""
 _NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
 
 NAN_TAIL_WARNING = "a NaN in the unused tail of a block reaches the result; clear blocks before they are handed out"
@@ -138,14 +140,14 @@ def layer_lines(
     lines = plan_lines(selection, kind, count, runs=runs)
     lines += _time_lines(selection)
     lines += _candidate_lines(selection, remedies)
-    lines += _rule_lines(selection)
+    lines += _rule_lines(selection, selection.rules)
     lines += _remedy_lines(selection)
     lines += _unranked_lines(selection)
     return lines
 
 
 def brief_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
-    """Render one layer kind: the plan, and one line for each rejected backend with the first reason against it."""
+    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules."""
     lines: dict[str, Line] = {}
     folded: dict[str, list[str]] = {}
     for candidate in selection.candidates:
@@ -166,7 +168,8 @@ def brief_lines(selection: Outcome, kind: str | None = None, count: int | None =
             lines[why] = [(f"{len(names)} others {why}: {', '.join(names)}", "")]
     margins = [("  rejected".ljust(_MARGIN), "rejected"), *[(" " * _MARGIN, "")] * len(lines)]
     rejected_lines = [[margin, HANG, *line] for margin, line in zip(margins, lines.values(), strict=False)]
-    return plan_lines(selection, kind, count) + rejected_lines
+    own = [rule for rule in selection.rules if rule.layer > PACKAGED]
+    return plan_lines(selection, kind, count) + rejected_lines + _rule_lines(selection, own)
 
 
 def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, device: Device) -> Line:
@@ -215,9 +218,11 @@ def plan_lines(
     if runs and selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
-        text += f"{selection.bytes_per_token} bytes per token and layer"
+        own, indexer = selection.bytes_per_token, selection.indexer_bytes_per_token
+        text += f"{own} bytes per token and layer"
+        text += f" and {indexer} of the indexer's keys in FP8" if indexer else ""
         if count is not None and count > 1:
-            text += f", {byte_text(selection.bytes_per_token * count)} per token for all {count}"
+            text += f", {byte_text((own + indexer) * count)} per token for all {count}"
         lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
     if runs:
         lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
@@ -346,24 +351,44 @@ def _candidate_lines(selection: Outcome, remedies: bool) -> list[Line]:
     lines: list[Line] = []
     phases = list(selection.backends)
     same = len(phases) == 2 and all(_same(c.phases["prefill"], c.phases["decode"]) for c in selection.candidates)
+    other_kinds = _other_kinds(selection)
+    elsewhere = {name for names in other_kinds.values() for name in names}
     for title, phase in [("prefill and decode", phases[0])] if same else [(p, p) for p in phases]:
         lines += [[], [(f"  Candidates for {title}", "title")]]
-        folded = _folded(selection, phase, remedies)
+        folded = _folded(selection, phase, remedies, elsewhere)
         for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
-            if not any(candidate.backend in names for names in folded.values()):
+            if candidate.backend not in elsewhere and not any(candidate.backend in names for names in folded.values()):
                 lines += _verdict_lines(candidate, phase, selection.device)
-        for why, names in folded.items():
-            lines.append([("     -  ", ""), HANG, (f"{len(names)} others {why}: {', '.join(names)}", "")])
-    return lines
+        lines += map(_others_line, folded.items())
+    return [*lines, *map(_others_line, other_kinds.items())]
 
 
-def _folded(selection: Outcome, phase: Phase, remedies: bool) -> dict[str, list[str]]:
+def _others_line(folded: tuple[str, list[str]]) -> Line:
+    why, names = folded
+    return [("     -  ", ""), HANG, (f"{len(names)} others {why}: {', '.join(names)}", "")]
+
+
+def _other_kinds(selection: Outcome) -> dict[str, list[str]]:
+    """Return the backends that serve other kinds of layers, by why; where two or more share it."""
+    found: dict[str, list[str]] = {}
+    for candidate in selection.candidates:
+        for phase, verdict in candidate.phases.items():
+            reason = next((reason for reason in verdict.reasons if reason.code in _OTHER_KIND), None)
+            if reason is not None and selection.explicit.get(phase) != candidate.backend:
+                found.setdefault(reason.message.replace("serves", "serve", 1), []).append(candidate.backend)
+                break
+    return {why: names for why, names in found.items() if len(names) > 1}
+
+
+def _folded(selection: Outcome, phase: Phase, remedies: bool, elsewhere: Collection[str]) -> dict[str, list[str]]:
     """Return the backends that can never serve this layer, by why; only where two or more share it.
 
-    Without ``remedies`` those whose plugin is not installed are among them.
+    Without ``remedies`` those whose plugin is not installed are among them; those named ``elsewhere`` are not.
     """
     found: dict[str, list[str]] = {}
     for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
+        if candidate.backend in elsewhere:
+            continue
         verdict = candidate.phases[phase]
         why = _standing(verdict, selection.device)
         if not remedies and any(reason.code == "plugin-not-installed" for reason in verdict.reasons):
@@ -422,17 +447,28 @@ def _remedy(reason: Reason, device: Device) -> Line:
     return [(remedy, "remedy"), (f" ({distributions.NEEDS_GPU})" if elsewhere else "", "dim")]
 
 
-def _rule_lines(selection: Outcome) -> list[Line]:
-    if not selection.rules:
+def _rule_lines(selection: Outcome, rules: Sequence[Rule]) -> list[Line]:
+    rules = [rule for rule in rules if _has_effect(rule, selection)]
+    if not rules:
         return []
     lines: list[Line] = [[], [("  Rules applied", "title")]]
-    for rule in selection.rules:
+    for rule in rules:
         phase = f" for {rule.phase}" if rule.phase else ""
         because = f": {rule.because}" if rule.because else ""
         lines.append(
             [("    ", ""), HANG, (f"{rule.name} ({_effect(rule)}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")]
         )
     return lines
+
+
+def _has_effect(rule: Rule, selection: Outcome) -> bool:
+    """Whether a rule moved or denied a backend that could run otherwise; one that orders all of them always counts."""
+    if rule.effect not in ("prefer", "avoid", "deny"):
+        return True
+    verdicts = [v for c in selection.candidates if c.backend in rule.backends for v in c.phases.values()]
+    if rule.effect == "deny":
+        return any(reason.code == "denied-by-rule" for verdict in verdicts for reason in verdict.reasons)
+    return any(verdict.plan is not None for verdict in verdicts)
 
 
 def _effect(rule: Rule) -> str:

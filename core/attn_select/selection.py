@@ -36,6 +36,11 @@ class Selection(Outcome):
     __slots__ = ()
     runs_anywhere: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        chosen = ", ".join(f"{phase}={name}" for phase, name in self.selected.items())
+        cache = "" if self.kv_layout is None else f", {self.kv_layout} in blocks of {self.block_size}"
+        return f"Selection({self.device.name}: {chosen}{cache})"
+
     def load(self) -> dict[Phase, Any]:
         """Import the chosen kernels and return the runtime backend per phase.
 
@@ -99,6 +104,7 @@ class Selection(Outcome):
             "cache_shape": self.cache_shape,
             "cache_dtype": self.stored_dtype,
             "bytes_per_token": self.bytes_per_token,
+            "indexer_bytes_per_token": self.indexer_bytes_per_token,
             "ranks": self._rank_dict(),
         }
 

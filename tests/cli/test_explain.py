@@ -83,19 +83,19 @@ def test_minimax_m3_has_a_backend_and_its_sparse_layers_lack_a_kernel(
 
 def test_text_and_json_say_the_same(run: Any) -> None:
     arguments = ("explain", "--model", "gpt-oss-120b", "--gpu", "h100")
-    text, data = run(*arguments), run(*arguments, "--json")
+    text, data = run(*arguments, "--full"), run(*arguments, "--json")
     for layer in data.json["layers"]:
         assert f"{layer['kind']} × {layer['count']}" in text.out
         for candidate in layer["candidates"]:
             assert candidate["backend"] in text.out
-            for phase in candidate["phases"].values():
-                # What never serves such a layer is folded: "8 others serve MLA layers only: ...".
-                folded = any(reason["code"] in ("mla-only", "phase-not-served") for reason in phase["reasons"])
-                said = [reason["message"].replace("serves", "serve") for reason in phase["reasons"]][
-                    : 1 if folded else None
-                ]
-                assert all(message in text.out.replace("serves", "serve") for message in said)
-        assert all(f":{rule['line']}" in text.out and (rule["because"] or "") in text.out for rule in layer["rules"])
+            reasons = [reason for phase in candidate["phases"].values() for reason in phase["reasons"]]
+            # What never serves such a layer is folded, once for all phases: "11 others serve MLA layers only: ...".
+            other_kind = [reason for reason in reasons if reason["code"] == "mla-only"]
+            for reason in other_kind or reasons:
+                assert reason["message"].replace("serves", "serve") in text.out.replace("serves", "serve")
+        shown = [rule for rule in layer["rules"] if rule["effect"] == "priority"]
+        assert shown
+        assert all(f":{rule['line']}" in text.out and (rule["because"] or "") in text.out for rule in shown)
 
 
 def test_the_explicit_choice_that_cannot_run_is_exit_1_with_its_reasons(run: Any) -> None:
@@ -163,11 +163,32 @@ def test_a_rules_file_changes_the_decision_and_is_named(run: Any, tmp_path: Path
     (tmp_path / "mine.toml").write_text(
         'version = 1\n\n[[rules]]\nname = "x"\nprefer = ["TRITON_ATTN"]\nbecause = "we like it"\n'
     )
-    result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--rules", "mine.toml")
-    assert result.code == 0
-    assert re.search(r"1  TRITON_ATTN +selected", result.out)
-    assert "mine.toml:3" in result.out
-    assert "we like it" in result.out
+    for form in ((), ("--full",)):
+        result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--rules", "mine.toml", *form)
+        assert result.code == 0
+        assert re.search(r"1  TRITON_ATTN +selected" if form else r"(prefill|decode) +TRITON_ATTN  ", result.out)
+        assert "mine.toml:3" in result.out
+        assert "we like it" in result.out
+    assert "hopper-window-prefill" not in result.out  # it prefers nothing for a layer without a window
+
+
+def test_a_rule_without_effect_is_left_out(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'version = 1\n[[rules]]\nname = "idle"\nprefer = ["FLASHMLA"]\n'
+        '[[rules]]\nname = "deny"\ndeny = ["TRITON_ATTN"]\n'
+    )
+    asked = ("explain", "--model", "llama-3-8b", "--gpu", "h100", "--rules", "mine.toml")
+    for form in ((), ("--full",)):
+        out = run(*asked, *form).out
+        assert "deny (deny)" in out
+        assert "idle (prefer)" not in out
+
+
+def test_a_model_with_several_kinds_names_what_serves_others_once(run: Any) -> None:
+    asked = ("explain", "--model", "gemma-3-27b", "--gpu", "h100")
+    short, full = run(*asked).out, run(*asked, "--full").out
+    assert short.count("others serve MLA layers only") == full.count("others serve MLA layers only") == 1
+    assert len(short.splitlines()) < 40 < len(full.splitlines())
 
 
 def test_several_models_and_gpus(run: Any) -> None:
@@ -189,23 +210,23 @@ def test_several_models_and_gpus(run: Any) -> None:
 
 
 def test_what_never_serves_such_a_layer_is_one_line(run: Any) -> None:
-    out = run("explain", "--model", "deepseek-v3", "--gpu", "h100").out
+    out = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--full").out
     names = "CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
-    assert out.count(f"     -  7 others serve no MLA layers: {names}\n") == 2
+    assert out.count(f"     -  7 others serve no MLA layers: {names}\n") == 1
     assert "serves no MLA layers" not in out
-    cpu = run("explain", "--model", "llama-3-8b", "--gpu", "cpu").out
+    cpu = run("explain", "--model", "llama-3-8b", "--gpu", "cpu", "--full").out
     assert "others need a GPU: CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TRITON_ATTN, PAGED_ATTENTION" in cpu
     # Asked for by name, a backend is never folded: all that speaks against it is shown.
-    asked = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "FLASH_ATTN").out
+    asked = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "FLASH_ATTN", "--full").out
     assert re.search(r"FLASH_ATTN +rejected +serves no MLA layers", asked)
     assert "6 others serve no MLA layers" in asked
 
 
-def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> None:
+def test_without_full_it_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> None:
     arguments = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dtype", "fp8")
     no_mla = "CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA, FLEX_ATTENTION, TRITON_ATTN, PAGED_ATTENTION"
     sparse = "FLASH_ATTN_MLA_SPARSE, FLASHMLA_SPARSE, FLASHINFER_MLA_SPARSE, TRITON_MLA_SPARSE, TORCH_MLA_SPARSE"
-    brief, layer = run(*arguments, "--brief").out, run(*arguments, "--json").json["layers"][0]
+    brief, layer = run(*arguments).out, run(*arguments, "--json").json["layers"][0]
     assert "Candidates" not in brief
     lines = brief[brief.index("  rejected  ") :].splitlines()
     assert [line[19:] for line in lines] == [
@@ -218,11 +239,11 @@ def test_brief_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> N
     for candidate in layer["candidates"]:
         rejected = any(phase["verdict"] == "rejected" for phase in candidate["phases"].values())
         assert sum(candidate["backend"] in re.findall(r"\w+", line) for line in lines) == rejected
-    asked = ("explain", "--model", "deepseek-v3", "--gpu", "t4", "--backend", "FLASH_ATTN", "--brief")
+    asked = ("explain", "--model", "deepseek-v3", "--gpu", "t4", "--backend", "FLASH_ATTN")
     assert re.search(r"FLASH_ATTN: serves no MLA layers \(and \d more reasons?\)", run(*asked).out)
-    both = run("explain", "--model", "llama-3-8b", "--brief", "--json")
+    both = run("explain", "--model", "llama-3-8b", "--full", "--json")
     assert (both.code, both.json["error"]["code"]) == (2, "usage")
-    assert "--brief and --json contradict each other" in both.json["error"]["message"]
+    assert "--full and --json contradict each other" in both.json["error"]["message"]
 
 
 BAD = [

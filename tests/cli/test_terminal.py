@@ -20,7 +20,7 @@ def text_of(lines: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("command", [EXPLAIN, (*EXPLAIN, "--brief"), ("matrix",), ("gpus", "h100")])
+@pytest.mark.parametrize("command", [EXPLAIN, (*EXPLAIN, "--full"), ("matrix",), ("gpus", "h100")])
 def test_no_line_is_wider_than_the_terminal(
     run_on_terminal: Any, run: Any, width: int, command: tuple[str, ...]
 ) -> None:
@@ -44,7 +44,7 @@ def test_colours_only_where_they_are_welcome(run_on_terminal: Any) -> None:
 
 
 def test_a_pipe_is_not_wrapped(run: Any) -> None:
-    lines = run(*EXPLAIN).out.splitlines()
+    lines = run(*EXPLAIN, "--full").out.splitlines()
     assert max(map(len, lines)) > 120
     assert any(re.search(r"rejected  KV-cache dtype fp8_e4m3 .*; try --kv-cache-dtype auto$", line) for line in lines)
 

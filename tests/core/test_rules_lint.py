@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select import distributions
+from attn_select import distributions, select
 from attn_select.config import PHASES, AttentionConfig
-from attn_select.device import Device
+from attn_select.device import Device, lookup
 from attn_select.environment import Environment
-from attn_select.registry import Registry
+from attn_select.registry import Registry, load_plugins
 from attn_select.rules import RuleSet, load_rules
 from attn_select.rules.lint import doubts, known_names, rule_warnings, unknown_names, unreachable
 from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import parse_rule
+from attn_select.selector import environment_for
 from attn_select.spec import BackendSpec, Library
 
 RulesFile = Callable[..., Path]
@@ -221,7 +222,7 @@ def test_libraries_that_nobody_knows_are_doubted(spec: Callable[..., BackendSpec
     body = '[[rules]]\nname = "{0}"\ndeny = ["MINE"]\nwhen = {{ library = {{ {0} = "<1" }} }}\n'
     names = ("flashinfer", "FlashInfer", "flashinfer-python", "flashinfer_python", "pytest", "flashinfr", "zzz")
     rules = load_rules([rules_file("".join(map(body.format, names)))])
-    flashinfr, zzz = doubts(rules, registry)
+    flashinfr, zzz = (each for each in doubts(rules, registry) if "no registered backend" in each[2])
     assert flashinfr[1] == 2 + 4 * 5
     assert "rule 'flashinfr': no registered backend uses a library 'flashinfr'" in flashinfr[2]
     assert "did you mean flashinfer" in flashinfr[2]
@@ -291,3 +292,24 @@ def test_what_is_called_unreachable_never_wins(whens: list[tuple[dict[str, Any],
         for rule in ranking.rules
     }
     assert not reported & winners
+
+
+VERSIONED = """
+[[rules]]
+name = "old"
+when = { library.flashinfer-python = "<0.7", gpu = "h100" }
+deny = ["FLASHINFER"]
+"""
+
+
+def test_a_rule_about_a_version_that_nobody_knows_says_so(rules_file: RulesFile) -> None:
+    path, config = rules_file(VERSIONED), AttentionConfig(num_heads=8, head_size=128)
+    said = "rule 'old' is not applied: it asks for library.flashinfer-python <0.7, and the version of flashinfer-python"
+    assert [text for text in select(config, "h100", path).warnings if said in text]
+    assert not [text for text in select(config, "a100", path).warnings if "is not applied" in text]
+    pinned = environment_for(lookup("h100"), {"flashinfer-python": "0.6.14"})
+    known = select(config, "h100", path, environment=pinned)
+    assert not [text for text in known.warnings if "is not applied" in text]
+    assert "FLASHINFER" not in [each.backend for each in known.ranked(("decode",))]
+    problems = [text for *_, text in doubts(load_rules([path]), load_plugins())]
+    assert [text for text in problems if "holds nowhere on this machine: flashinfer-python is not installed" in text]

@@ -8,7 +8,7 @@ from itertools import chain
 from attn_select.environment import canonical_distribution, installed_version
 from attn_select.errors import nearest
 from attn_select.rules.document import MOST_PROBLEMS, Problem
-from attn_select.rules.rule import Rule
+from attn_select.rules.rule import PACKAGED, Rule
 from attn_select.spec import BackendSpec, Library
 
 PREFIX = "library."
@@ -37,6 +37,24 @@ def unknown_libraries(rules: Iterable[Rule], specs: Mapping[str, BackendSpec]) -
             near = nearest(name, known)
             hint = f"; did you mean {' or '.join(near)}?" if near else f"; they use {', '.join(distributions)}"
             text = f"no registered backend uses a library {name!r}, and it is not installed here{hint}"
+            problems.append((rule.file, rule.line, f"rule {rule.name!r}: {text}"))
+    return problems
+
+
+def versions_not_here(rules: Iterable[Rule], specs: Mapping[str, BackendSpec]) -> list[Problem]:
+    """Return a problem for every rule of a user about a version of a library that is not installed here."""
+    modules = import_names(specs)
+    problems: list[Problem] = []
+    for rule in rules:
+        for condition in rule.when:
+            name = condition.field.removeprefix(PREFIX)
+            if name == condition.field or rule.layer <= PACKAGED or len(problems) >= MOST_PROBLEMS:
+                continue
+            if any(map(installed_version, (name, *modules.get(canonical_distribution(name), ())))):
+                continue
+            text = (
+                f"{condition} holds nowhere on this machine: {name} is not installed (--with {name}==VERSION tries one)"
+            )
             problems.append((rule.file, rule.line, f"rule {rule.name!r}: {text}"))
     return problems
 

@@ -14,7 +14,7 @@ from attn_select.features import FEATURES
 from attn_select.rules.conditions import UNSET, Condition, compile_when, is_number, limits
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.layers import RuleSet
-from attn_select.rules.libraries import unknown_libraries
+from attn_select.rules.libraries import unknown_libraries, versions_not_here
 from attn_select.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -200,5 +200,8 @@ def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     problems: list[Problem] = [
         (rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rules.rules for text in rule.warnings
     ]
-    problems += [*unknown_libraries(rules.rules, registry.specs), *unreachable(rules)]
+    unknown = unknown_libraries(rules.rules, registry.specs)
+    named = {(file, line) for file, line, _ in unknown}
+    absent = [each for each in versions_not_here(rules.rules, registry.specs) if each[:2] not in named]
+    problems += [*unknown, *absent, *unreachable(rules)]
     return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))

@@ -169,7 +169,7 @@ def _version(field: str, value: object) -> Predicate:
                 raise InvalidSpecifier
             _specifiers(text)
         except InvalidSpecifier:
-            accepted = 'expected a version range such as "<0.6.3" or ">=12.8,<13"'
+            accepted = 'expected a version range such as "<0.7" or ">=12.8,<13"'
             raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
 
     def matches(version: str) -> bool:

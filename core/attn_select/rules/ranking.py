@@ -340,6 +340,28 @@ def _holds(
     return value is not None and condition.matches(value)
 
 
+def unknown_versions(
+    rules: Sequence[Rule], device: Device, environment: Environment, modules: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return a warning for every rule of a user that waits for a version of a library that nobody knows here.
+
+    Its conditions on the device hold; the packaged rules are left out.
+    """
+    found = []
+    for rule in rules if environment.assume_installed else ():
+        places = [c for c in rule.when if c.scope in ("device", "environment") and not c.field.startswith(PREFIX)]
+        if rule.layer <= PACKAGED or not all(_holds(c, device, environment, modules) for c in places):
+            continue
+        for condition in rule.when:
+            name = condition.field.removeprefix(PREFIX)
+            if name != condition.field and _library_version(name, environment, modules) is None:
+                found.append(
+                    f"{rule.origin}: rule {rule.name!r} is not applied: it asks for {condition}, and the version of "
+                    f"{name} is not known here (--with {name}==VERSION says it)"
+                )
+    return found
+
+
 def _library_version(name: str, environment: Environment, modules: Mapping[str, Sequence[str]]) -> str | None:
     """Return the known version of a distribution, or of the first known one that brings a module of this name."""
     names = (name, *modules.get(canonical_distribution(name), ()))

@@ -77,7 +77,7 @@ def _when() -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for field in conditions.FIELDS:
         if field == "library":
-            versions = _one_or_more(_text('a PEP 440 range such as "<0.6.3"'))
+            versions = _one_or_more(_text('a PEP 440 range such as "<0.7"'))
             properties[field] = {"type": "object", "additionalProperties": versions}
         elif conditions.is_boolean(field):
             properties[field] = _one_or_more({"type": "boolean"})
