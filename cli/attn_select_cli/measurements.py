@@ -46,14 +46,17 @@ def command() -> None:
     epilog="\b\nExample:\n  attn-select measurements list --gpu h100 --json\n",
 )
 @_files
+@click.option(
+    "--measurements", "named", multiple=True, metavar="FILE", help="As FILE (repeatable): its name elsewhere."
+)
 @_gpu
 @_json
-def list_command(files: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
+def list_command(files: tuple[str, ...], named: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
     """List what was measured: by file, GPU, kernel and source, the number of layers and batches."""
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
 
-    stored = _read(files, gpu)
+    stored = _read((*files, *named), gpu)
     groups: dict[tuple[str, ...], list[Measurement]] = {}
     for row in stored.measurements:
         one = row.measurement

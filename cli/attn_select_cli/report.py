@@ -68,6 +68,7 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
     else:
         page = _page_of_models(options, models, gpus)
     text = page.html()
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     charts = sum(len(group.charts) for group in page.timed) + len(page.regret)
     parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
@@ -77,10 +78,10 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
 
 def _check_output(output: Path, force: bool) -> None:
     """Refuse to replace a file that no report wrote, and to write where nothing can be written."""
-    from attn_select_cli.output import require_folder
+    from attn_select_cli.output import require_writable
     from attn_select_cli.report_page.page import MARK
 
-    require_folder(output, "--output")
+    require_writable(output, "--output")
     if output.exists() and not force:
         with output.open("rb") as file:
             if MARK.encode() not in file.read(100):

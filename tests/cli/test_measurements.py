@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,10 @@ def test_labels_are_printed_without_the_package(run: Any, monkeypatch: pytest.Mo
     (fa4,) = [each for each in data["labels"] if each["label"] == "vllm_flash_attn_fa4"]
     assert (fa4["backend"], bool(fa4["excluded"])) == (None, True)
     assert run("measurements", "import", *LAYER, "--gpu", "h100").code == 2
+
+
+def test_a_file_is_listed_by_the_option_that_other_commands_have(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    line = {"v": 1, "gpu": "NVIDIA H100", "compute_capability": "9.0", "backend": "A", "config": {"num_heads": 4}}
+    path.write_text(json.dumps({**line, "kernel": {"decode": "k"}, "batch": "q1s9", "time_us": 3, "method": "eager"}))
+    assert run("measurements", "list", "--measurements", str(path)).out == run("measurements", "list", str(path)).out

@@ -138,7 +138,7 @@ def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.M
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     result = run("report", "--output", "page.html")
     assert result.code == 2
-    assert "Invalid value for --output: the folder . cannot be written to" in result.err
+    assert "Invalid value for --output: page.html cannot be written" in result.err
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.M
         (("--matrix", "bad.json", "--gpu", "h100"), "--matrix shows what its file holds"),
         (("--measurements", "bad.json"), "no measured time in it"),
         (("--output", "bad.json"), "bad.json exists and is no report: --force replaces it"),
-        (("--output", "no/where.html"), "there is no folder no"),
+        (("--output", "bad.json/where.html"), "bad.json takes no files"),
         (("--model", "lama"), "lama"),
     ],
 )
@@ -208,3 +208,9 @@ def test_a_chart_in_a_page_has_the_pages_colours() -> None:
     assert "#fa0" not in drawn
     assert 'aria-label="of &lt;a> &quot;test&quot;"' in drawn
     assert all(name.startswith("c1-") for name in re.findall(r'\bid="([^"]+)"', drawn))
+
+
+def test_missing_folders_are_made(run: Any, tmp_path: Path) -> None:
+    result = run("report", "--model", "bert-base", "--gpu", "t4", "--output", "some/where/page.html")
+    assert result.code == 0, result.err
+    assert (tmp_path / "some" / "where" / "page.html").stat().st_size > 10_000

@@ -99,7 +99,7 @@ def tree(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in (".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "selector_rules.toml"):
         shutil.copy2(root / name, copy / name)
-    for name in ("cli", "core", "engines", "plugins"):
+    for name in ("cli", "core", "docs", "engines", "examples", "plugins"):
         ignored = shutil.ignore_patterns("__pycache__", "build", "dist", ".*_cache", ".hypothesis")
         shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
     return copy

@@ -7,6 +7,7 @@ import email
 import email.message
 import importlib
 import os
+import re
 import tomllib
 from pathlib import Path, PurePosixPath
 
@@ -62,6 +63,12 @@ def test_packages_are_typed(dist, project):
 def test_sdist_builds_the_same_wheel(dist, project):
     built = dist.built[project]
     assert built.wheel_from_sdist == built.wheel
+
+
+def test_the_readmes_links_work_in_the_sdist(dist, project):
+    files = dist.built[project].sdist
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", files["README.md"].decode())
+    assert not [link for link in links if os.path.normpath(link) not in files]
 
 
 def test_sdist_needs_no_symbolic_links(dist, project):

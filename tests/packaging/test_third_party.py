@@ -106,7 +106,7 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     layer = answer["layers"][0]
     assert layer["selected"] == {"prefill": "ACME_ATTN", "decode": "ACME_ATTN"}
     assert {"name": "try-acme", "effect": "prefer", "file": str(rules), "line": 3}.items() <= layer["rules"][-1].items()
-    text = _attn_select(run, *explain[:-1]).stdout
+    text = _attn_select(run, *explain[:-1], "--full").stdout
     assert "ACME_ATTN" in text
     assert "we trust Acme" in text
     because = "Acme's kernels are for layers that no other backend runs"

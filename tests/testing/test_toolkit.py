@@ -266,3 +266,11 @@ def test_one_wrong_row_among_many_right_ones_is_found(acme: BackendSpec) -> None
     assert relative_error(result.output, reference).norm < bound.norm
     with pytest.raises(AssertionError, match=r"worst in request 1 \(query of 64, 64 keys\), token 36"):
         check_result(group, problem, result)
+
+
+def test_without_torch_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [each for each in sys.modules if each.startswith("attn_select.testing")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'attn-select\[testing\]'"):
+        importlib.import_module("attn_select.testing")

@@ -274,3 +274,23 @@ def test_measurements_without_a_workload_or_a_file_are_errors(times: Path) -> No
         select(GQA, "h100", measurements=times)
     with pytest.raises(MeasurementError, match="there is no such file"):
         select(GQA, "h100", workload="64q1s1k", measurements=times.parent / "none.jsonl")
+
+
+def test_times_of_another_dtype_are_a_near_miss(tmp_path: Path) -> None:
+    path = tmp_path / "times.jsonl"
+    layer = {**timed_layer(GQA).to_dict(), "dtype": "float32"}
+    line = {
+        "v": 1,
+        "gpu": "NVIDIA H100 SXM 80 GB",
+        "compute_capability": "9.0",
+        "backend": "TRITON_ATTN",
+        "config": layer,
+    }
+    line |= {"kernel": {"decode": "split-kv"}, "batch": "64q1s1k", "time_us": 10.0, "method": "graph"}
+    path.write_text(json.dumps(line) + "\n")
+    (warning,) = select(GQA, "h100", workload="64q1s1k", measurements=path).warnings
+    assert "this file has times of such layers with dtype float32, and none with dtype bfloat16" in warning
+    assert str(path) in warning
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({**line, "config": {**layer, "num_heads": 99, "num_kv_heads": 99}}) + "\n")
+    assert not select(GQA, "h100", workload="64q1s1k", measurements=other).warnings

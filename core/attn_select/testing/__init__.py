@@ -24,7 +24,13 @@ What is right:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "attn_select.testing needs torch, which is not installed: pip install 'attn-select[testing]'", name="torch"
+    )
 
 from attn_select.testing.comparison import ErrorBound, RelativeError, error_bound, lse_error, relative_error, same_bits
 from attn_select.testing.oracle import (

@@ -321,7 +321,12 @@ def load_evidence(device: Device, environment: Environment, named: Sequence[str 
         wanted = _mentions(layer)
         parts = [measurements_in(content, file, gpu, wanted) for file, gpu, content in contents]
         rows = tuple([row for part in parts for row in part.measurements])
-        return Stored(rows, (*unread, *[problem for part in parts for problem in part.problems]), ())
+        other = [
+            Problem(file.path, None, why)
+            for (file, _, content), part in zip(contents, parts, strict=True)
+            if file.kind == "named" and not part.measurements and (why := _other_dtype(layer, content))
+        ]
+        return Stored(rows, (*unread, *[problem for part in parts for problem in part.problems], *other), ())
 
     return Evidence(read, device, environment)
 
@@ -353,6 +358,24 @@ def _mentions(layer: TimedLayer) -> Callable[[bytes], bool]:
         return found[text]
 
     return wanted
+
+
+def _other_dtype(layer: TimedLayer, content: bytes) -> str:
+    """Return what a file says that has times of this layer in another dtype alone; empty where it has none."""
+    fields, default = layer.to_dict(), AttentionConfig.model_fields
+    for written in dict.fromkeys(_CONFIG.findall(content)):
+        try:
+            found = json.loads(written)
+        except ValueError:
+            continue
+        differ = [name for name in {**fields, **found} if fields.get(name) != found.get(name)]
+        if differ and set(differ) <= {"dtype", "kv_cache_dtype"}:
+            seen, asked = (
+                " and ".join(f"{name} {each.get(name, default[name].default)}" for name in differ)
+                for each in (found, fields)
+            )
+            return f"this file has times of such layers with {seen}, and none with {asked}"
+    return ""
 
 
 def _series(row: StoredMeasurement) -> Series:
