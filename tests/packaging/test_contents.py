@@ -75,9 +75,11 @@ def test_sdist_needs_no_symbolic_links(dist, project):
     assert dist.built[project].sdist_links == ()
 
 
-def test_sdist_holds_what_a_build_needs_and_nothing_else(dist, project):
+def test_sdist_holds_what_a_build_needs_and_what_the_readme_links_to(dist, project):
     known = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore", "CHANGELOG.md"}
     folders = tuple(f"{package}/" for package in project.packages)
+    if project.folder == ".":
+        folders += ("docs/", "examples/")
     assert [name for name in dist.built[project].sdist if name not in known and not name.startswith(folders)] == []
 
 

@@ -124,6 +124,7 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
         "h100",
         "--backend",
         "ACME_ATTN",
+        "--full",
     )
     assert rejected.returncode == 1
     assert "head size 80 (supported: 64, 128)" in rejected.stdout
