@@ -192,6 +192,8 @@ class BackendPlan:
             one.
         cuda_graph: the level its metadata builder supports.
         workspace_bytes: scratch device memory that it reserves.
+        host_us_per_shape: host time that the first step of each new shape takes, microseconds. It counts where times
+            order prefills, whose shapes are new in every step; those of decodes are few, and an engine warms them up.
         block_table_width_multiple: block tables are padded to a multiple of this many columns.
         provider: ``distribution (module)`` that the kernel comes from, where there is a choice.
         notes: further facts a user should know, one clause each.
@@ -223,6 +225,7 @@ class BackendPlan:
     rounds_to: str | None = None
     masks_chunks: bool = False
     trees_in_two_parts: bool = False
+    host_us_per_shape: float = 0.0
 
     @property
     def kernel_name(self) -> str | None:

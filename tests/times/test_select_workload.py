@@ -294,3 +294,29 @@ def test_times_of_another_dtype_are_a_near_miss(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({**line, "config": {**layer, "num_heads": 99, "num_kv_heads": 99}}) + "\n")
     assert not select(GQA, "h100", workload="64q1s1k", measurements=other).warnings
+
+
+def test_host_time_of_each_new_shape_counts_where_prefills_are_ordered(tmp_path: Path) -> None:
+    """cuDNN builds a graph for each shape: its kernel's time alone would put it first."""
+    path = tmp_path / "h100.jsonl"
+    line: dict[str, Any] = {"v": 1, "gpu": "NVIDIA H100 SXM 80 GB", "compute_capability": "9.0", "method": "graph"}
+    line |= {"config": timed_layer(GQA).to_dict(), "spread_us": [99.0, 101.0], "rounds": 9}
+    rows = [
+        {**line, "backend": backend, "kernel": {phase: kernel}, "batch": batch, "time_us": time_us}
+        for backend, phase, kernel, batch, time_us in (
+            ("FLASH_ATTN", "prefill", "fa3", "q2k", 200.0),
+            ("CUDNN_ATTN", "prefill", "cudnn", "q2k", 100.0),
+            ("FLASH_ATTN", "decode", "fa3", "64q1s1k", 200.0),
+            ("CUDNN_ATTN", "decode", "cudnn", "64q1s1k", 100.0),
+        )
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prefill = select(GQA, "h100", workload="q2k", measurements=path)
+    assert prefill.selected["prefill"] == "FLASH_ATTN"
+    assert "40100 us" in prefill.explain()
+    assert "40000 us of it host time for each new shape" in prefill.explain()
+    # Decodes have few shapes, which an engine warms up.
+    decode = select(GQA, "h100", workload="64q1s1k", measurements=path)
+    (timing,) = [each.phases["decode"].timing for each in decode.candidates if each.backend == "CUDNN_ATTN"]
+    assert timing is not None
+    assert (timing.time_us, timing.host_us) == (100.0, 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,6 +23,10 @@ from attn_select.times.workload import Workload
 
 Pair = dict[Phase, str]
 """The backend of each phase."""
+
+
+def _with_host_time(timing: Timing, host_us: float) -> Timing:
+    return replace(timing, time_us=timing.time_us + host_us, host_us=host_us) if timing.compares else timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +146,10 @@ def choose_by_times(
     }
     for phase, ranking in rankings.items():
         found: dict[str, list[Timing]] = {}
-        for name in plans[phase]:
+        for name, plan in plans[phase].items():
             found[name] = evidence.timings(config, name, kernels[name], phase, workload)
+            if phase == "prefill" and plan.host_us_per_shape:
+                found[name] = [_with_host_time(timing, plan.host_us_per_shape) for timing in found[name]]
         times[phase] = known = PhaseTimes(found)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         if phase not in explicit:
@@ -168,6 +174,7 @@ def choose_by_times(
         phase: tuple(
             Rival(specs[name], plans[phase][name], t.series, evidence.points(config, name, kernels[name], t))
             for name, t in rivals[phase].items()
+            if name == final[phase] or not t.host_us  # whose steps alone are compared, as they are dispatched
         )
         for phase, used in phases.items()
         if used.by_times

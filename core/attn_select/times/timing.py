@@ -42,6 +42,7 @@ class Timing:
         weaker: why it counts as weaker, in words; empty where it does not.
         files: the files it was read from.
         digest: of the measurements it rests on.
+        host_us: of ``time_us``, the host time that each new shape takes (``BackendPlan.host_us_per_shape``).
     """
 
     time_us: float
@@ -57,6 +58,7 @@ class Timing:
     weaker: str = ""
     files: tuple[str, ...] = ()
     digest: str = ""
+    host_us: float = 0.0
 
     @property
     def series(self) -> Series:
@@ -79,6 +81,7 @@ class Timing:
             "measured_shapes": self.measured_shapes,
             "shapes": self.shapes,
             "libraries": dict(self.libraries),
+            "host_us": self.host_us,
             "weaker": self.weaker or None,
             "files": list(self.files),
         }
