@@ -151,4 +151,4 @@ def test_the_suite_says_what_the_documentation_shows(run: Run, tmp_path: Path) -
     right = runtime.read_text()
     runtime.write_text(right.replace("distance <= -window", "distance <= -window - 1"))
     assert runtime.read_text() != right
-    assert _shown("sliding_window=16)") <= _tested(run, source)
+    assert _shown("sliding_window=33)") <= _tested(run, source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from typing import Any
@@ -18,7 +17,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E40
 from transformers.generation.continuous_batching import cache as engine_cache  # noqa: E402
 from transformers.generation.continuous_batching import continuous_api, model_runner  # noqa: E402
 
-from attn_select import select  # noqa: E402
+from attn_select import AttentionConfig, Selection, select  # noqa: E402
+from attn_select.testing.toolkit import EmulatedSelection  # noqa: E402
 from attn_select_transformers import captured, continuous, explain_model, kinds, paged  # noqa: E402
 
 REQUESTS = 32
@@ -270,8 +270,11 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_captured_decodes_read_each_steps_batch(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On kernels that can be captured, as planned for a GPU that is not here."""
     with_graphs(monkeypatch)
-    for_gpu = functools.partial(select, device="h200", backend="TRITON_ATTN")
-    monkeypatch.setattr(kinds, "select", lambda config, *_: for_gpu(config))
+
+    def for_gpu(config: AttentionConfig, *_: Any) -> Selection:
+        return EmulatedSelection.of(select(config, "h200", backend="TRITON_ATTN"))
+
+    monkeypatch.setattr(kinds, "select", for_gpu)
     kinds.forget()
     wide = {**models.GQA, "hidden_size": 128, "num_hidden_layers": 2}  # heads of 32, the least that the kernel takes
     model = models.built(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**wide)))
