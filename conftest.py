@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.amx import avoid_trapping_amx
+from attn_select.machine.amx import avoid_trapping_amx
 
 QUICK_CONFIGS = 10
 """Configurations per conformance suite that `make test` runs; the others are marked slow."""

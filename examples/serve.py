@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_select import AttentionConfig, select_model
-from attn_select.amx import avoid_trapping_amx
+from attn_select.machine.amx import avoid_trapping_amx
 from attn_select.runtime import (
     Attention,
     BlockPool,

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select import AttentionConfig, clear_cache, select
-from attn_select.detection import Detection, detect, detect_device, load_nvml
-from attn_select.device import known_gpus, lookup
+from attn_select.machine.detection import Detection, detect, detect_device, load_nvml
+from attn_select.machine.device import known_gpus, lookup
 
 NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
 
@@ -471,9 +471,9 @@ def test_detection_initialises_neither_torch_nor_cuda() -> None:
     """NVML itself maps libcuda, so that it is loaded says nothing: CUDA must not have been initialised."""
     script = """
 import json, sys
-import attn_select.detection
+import attn_select.machine.detection
 seen = ["ctypes" in sys.modules]
-attn_select.detection.detect_device()
+attn_select.machine.detection.detect_device()
 import ctypes
 seen.append("torch" in sys.modules)
 try:
@@ -496,7 +496,7 @@ def without_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Detection]:
     def missing() -> Any:
         raise OSError("no NVML")
 
-    monkeypatch.setattr("attn_select.detection.load_nvml", missing)
+    monkeypatch.setattr("attn_select.machine.detection.load_nvml", missing)
     clear_cache()
 
     def found(torch: Any) -> Detection:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attn_select.device import CPU, find_gpu, known_gpus, local_device, lookup
 from attn_select.errors import ConfigError, UnknownNameError
+from attn_select.machine.device import CPU, find_gpu, known_gpus, local_device, lookup
 
-DATA = Path(__file__).resolve().parent.parent / "core" / "attn_select" / "data" / "gpus.json"
+DATA = Path(__file__).resolve().parent.parent / "core" / "attn_select" / "machine" / "gpus.json"
 ROWS: list[dict[str, Any]] = json.loads(DATA.read_text("utf-8"))["gpus"]
 
 REAL_CAPABILITIES = {

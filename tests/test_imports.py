@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+TENSORS = ("runtime", "reference", "testing")
+"""The rooms of core that import torch."""
 CORE = ROOT / "core" / "attn_select"
 CLI = ROOT / "cli" / "attn_select_cli"
 PLUGINS = {package.name: package for package in sorted(ROOT.glob("plugins/*/attn_select_*"))}
@@ -35,7 +37,7 @@ LIGHT = {
 }
 
 # What one file of core imports in a function, for those who installed an extra; a CPU's AMX is tried by torch.
-OF_EXTRAS = {CORE / "times" / "tables.py": {"pyarrow"}, CORE / "amx.py": {"torch"}}
+OF_EXTRAS = {CORE / "times" / "tables.py": {"pyarrow"}, CORE / "machine" / "amx.py": {"torch"}}
 
 PROBE = """
 import json, sys
@@ -61,9 +63,9 @@ def module_name(package: Path, file: Path) -> str:
 
 
 def core_files(tensors: bool) -> list[Path]:
-    """The files of core, with or without the parts that work on tensors (``runtime`` and ``testing``)."""
+    """The files of core, with or without the rooms that work on tensors."""
     files = sorted(CORE.rglob("*.py"))
-    return [file for file in files if tensors or file.relative_to(CORE).parts[0] not in ("runtime", "testing")]
+    return [file for file in files if tensors or file.relative_to(CORE).parts[0] not in TENSORS]
 
 
 def imports(tree: ast.AST, package: str, top_level: bool) -> Iterator[str]:
@@ -161,7 +163,7 @@ def test_core_knows_no_kernel_library() -> None:
         assert top_names(read_imports(CORE, file, top_level=False)) <= allowed | OF_EXTRAS.get(file, set()), file
         loaded_at_once = read_imports(CORE, file, top_level=True)
         assert top_names(loaded_at_once) <= allowed, file
-        assert not [n for n in loaded_at_once if n.startswith(("attn_select.runtime", "attn_select.testing"))], file
+        assert not [n for n in loaded_at_once if n.startswith(tuple(f"attn_select.{room}" for room in TENSORS))], file
 
 
 @pytest.mark.parametrize("name", [*PLUGINS, *ENGINES])
@@ -186,6 +188,6 @@ def test_what_a_plugin_loads_at_once_is_light(plugin: str) -> None:
         seen.add(name)
         found = read_imports(package, files[name], top_level=True)
         assert top_names(found) <= LIGHT | {plugin} | sys.stdlib_module_names, name
-        assert not [n for n in found if n.startswith(("attn_select.runtime", "attn_select.testing"))], name
+        assert not [n for n in found if n.startswith(tuple(f"attn_select.{room}" for room in TENSORS))], name
         parents = {name.rsplit(".", depth)[0] for name in found for depth in range(name.count(".") + 1)}
         pending |= (parents & files.keys()) - seen

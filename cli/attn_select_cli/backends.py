@@ -10,9 +10,9 @@ import click
 from attn_select_cli import complete
 
 if TYPE_CHECKING:
-    from attn_select.environment import Environment
-    from attn_select.registry import Registry
-    from attn_select.spec import BackendSpec, Library
+    from attn_select.backends.registry import Registry
+    from attn_select.backends.spec import BackendSpec, Library
+    from attn_select.machine.environment import Environment
 
 EPILOG = """\b
 Examples:
@@ -27,10 +27,10 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> int:
     """List all backends and plugins, or show one backend's capabilities with the source of each fact."""
-    from attn_select.environment import Environment
     from attn_select.errors import UnknownNameError
-    from attn_select.registry import load_plugins
+    from attn_select.machine.environment import Environment
     from attn_select.rules.lint import known_names
+    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import print_json, print_lines
 
     registry, environment = load_plugins(), Environment()
@@ -54,8 +54,8 @@ def command(name: str | None, as_json: bool) -> int:
 
 def backend_dict(name: str, registry: Registry, environment: Environment, *, facts: bool) -> dict[str, Any]:
     """Return what ``--json`` says of one backend; with ``facts`` every capability and its source."""
-    from attn_select.decide import absent_backends
-    from attn_select.distributions import known_backends
+    from attn_select.backends.distributions import known_backends
+    from attn_select.decide.decide import absent_backends
 
     spec = registry.specs.get(name)
     if spec is None:
@@ -108,7 +108,7 @@ def gpu_libraries(registry: Registry) -> set[str]:
 def _capabilities(spec: BackendSpec, phase: Any) -> dict[str, Any]:
     from dataclasses import fields
 
-    from attn_select.spec import Fact
+    from attn_select.backends.spec import Fact
 
     capabilities = spec.capabilities[phase]
     result: dict[str, Any] = {}
@@ -127,8 +127,8 @@ def _fact_text(value: Any) -> Any:
 
 
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
-    from attn_select import distributions
-    from attn_select.render import HANG
+    from attn_select.backends import distributions
+    from attn_select.decide.text import HANG
     from attn_select_cli.table import Table, plugin_table
 
     gpu_only = gpu_libraries(registry)

@@ -148,8 +148,8 @@ def command(
 
 def benching_module() -> Any:
     """Import what measures, which needs torch and numpy."""
-    from attn_select.amx import avoid_trapping_amx
     from attn_select.errors import RuntimeMissingError
+    from attn_select.machine.amx import avoid_trapping_amx
 
     avoid_trapping_amx()
     try:
@@ -256,7 +256,7 @@ class Outcome:
 
     def lines(self) -> list[Block]:
         """Return the tables."""
-        from attn_select.render import HANG, warning_lines
+        from attn_select.decide.text import HANG, warning_lines
 
         rates = f"copy {self.rates.copy / 1e9:.4g} GB/s, matmul {self.rates.matmul / 1e12:.3g} TFLOP/s"
         lines: list[Block] = [*self.explanation.head_lines()]
@@ -270,7 +270,7 @@ class Outcome:
         return [*lines, *warning_lines(self.explanation.all_warnings)]
 
     def _layer_lines(self, each: LayerBench) -> list[Block]:
-        from attn_select.render import HANG, config_text
+        from attn_select.decide.text import HANG, config_text
         from attn_select_cli.table import Table
 
         layer = each.layer

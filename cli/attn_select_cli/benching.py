@@ -22,24 +22,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.detection import detect_device
-from attn_select.device import Device
-from attn_select.environment import Environment
+from attn_select.backends.spec import BackendSpec
+from attn_select.decide.selection import Selection
+from attn_select.decide.selector import RulesArgument, select
+from attn_select.decide.text import byte_text
 from attn_select.errors import AttnSelectError, ConfigError, shorten
-from attn_select.registry import load_plugins
-from attn_select.render import byte_text
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.detection import detect_device
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
+from attn_select.reference.comparison import error_bound
+from attn_select.reference.layer_step import CacheMemory, LayerStep
+from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import ContextParallel
-from attn_select.runtime.timing import FLUSH_BYTES, WARM_UP_ROUNDS, Call, captured, medians, timed_rounds
-from attn_select.selection import Selection
-from attn_select.selector import RulesArgument, select
-from attn_select.spec import BackendSpec
-from attn_select.testing.comparison import error_bound
-from attn_select.testing.layer_step import CacheMemory, LayerStep
+from attn_select.runtime.timer import FLUSH_BYTES, WARM_UP_ROUNDS, Call, captured, medians, timed_rounds
 from attn_select.times.batch_shape import BatchShape
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement, Method
 from attn_select.times.roofline import roofline_us
+from attn_select.times.timed_layer import timed_layer
 from attn_select_cli import host_memory
 from attn_select_cli.serving import unserved
 

@@ -21,14 +21,14 @@ def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     """Complete presets, else files."""
     from click.shell_completion import CompletionItem
 
-    from attn_select.models import presets
+    from attn_select.layer.models import presets
 
     return _starting(presets(), incomplete) or [CompletionItem(incomplete, type="file")]
 
 
 def gpus(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete GPU names."""
-    from attn_select.device import known_gpus
+    from attn_select.machine.device import known_gpus
 
     return _starting(["auto", "cpu", *known_gpus()], incomplete)
 
@@ -37,7 +37,7 @@ def backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     """Complete backend names, also behind ``PHASE=``."""
     from click.shell_completion import CompletionItem
 
-    from attn_select.distributions import known_backends
+    from attn_select.backends.distributions import known_backends
 
     phase, equals, name = incomplete.rpartition("=")
     return [CompletionItem(f"{phase}{equals}{item.value}") for item in _starting(known_backends(), name)]

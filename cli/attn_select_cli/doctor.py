@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from attn_select.device import Device
-    from attn_select.environment import Environment
-    from attn_select.registry import Registry
-    from attn_select.spec import BackendSpec
+    from attn_select.backends.registry import Registry
+    from attn_select.backends.spec import BackendSpec
+    from attn_select.machine.device import Device
+    from attn_select.machine.environment import Environment
     from attn_select_cli.table import Block
 
 EPILOG = """\b
@@ -66,11 +66,12 @@ def examine(do_import: bool) -> dict[str, Any]:
     """Collect everything that the command prints, as data."""
     import platform
 
-    from attn_select import __version__, detection
-    from attn_select.amx import avoid_trapping_amx
-    from attn_select.environment import Environment, installed_version
-    from attn_select.registry import load_plugins
+    from attn_select import __version__
+    from attn_select.machine import detection
+    from attn_select.machine.amx import avoid_trapping_amx
+    from attn_select.machine.environment import Environment, installed_version
     from attn_select.rules.layers import inspect_layers
+    from attn_select.rules.plugins import fragments_of, load_plugins
     from attn_select_cli.backends import gpu_libraries
     from attn_select_cli.rules import rules_errors
 
@@ -110,7 +111,7 @@ def examine(do_import: bool) -> dict[str, Any]:
         if entry["state"] not in ("installed", "missing"):
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
-    layers = inspect_layers((), registry.fragments)
+    layers = inspect_layers((), fragments_of(registry))
     problems += [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in rules_errors()[1]]
     return {
         "attn_select": __version__,
@@ -151,8 +152,8 @@ def supports(spec: BackendSpec, device: Device) -> bool:
 
 def _way_out(registry: Registry, device: Device, environment: Environment) -> str:
     """Say what to install where no backend can run."""
-    from attn_select import distributions
-    from attn_select.decide import absent_backends
+    from attn_select.backends import distributions
+    from attn_select.decide.decide import absent_backends
 
     wanted: dict[str, list[str]] = {}
     for name, spec in registry.specs.items():
@@ -172,7 +173,7 @@ def _way_out(registry: Registry, device: Device, environment: Environment) -> st
 
 def _effective(registry: Registry) -> dict[str, str]:
     """Return what has an effect, by variable: all of attn-select's own, of the others those that are set."""
-    from attn_select import variables
+    from attn_select.machine import variables
 
     others = EFFECTIVE | {name: f"read by {', '.join(users)}" for name, users in registry.variables.items()}
     return variables.EFFECTS | {name: text for name, text in others.items() if name in os.environ}
@@ -180,8 +181,8 @@ def _effective(registry: Registry) -> dict[str, str]:
 
 def _without_effect() -> dict[str, str]:
     """Return what to use instead of each variable that is set and has no effect here."""
-    from attn_select import variables
     from attn_select.errors import UnknownNameError
+    from attn_select.machine import variables
 
     unknown = [name for name in os.environ if name.startswith("ATTN_SELECT_") and name not in variables.EFFECTS]
     hints = {name: UnknownNameError("variable", name, variables.EFFECTS).hint or "" for name in sorted(unknown)}
@@ -206,10 +207,10 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
 
 def _lines(findings: dict[str, Any]) -> list[Block]:
-    from attn_select import distributions
-    from attn_select.amx import DESCRIPTIONS
+    from attn_select.backends import distributions
+    from attn_select.decide.text import HANG
     from attn_select.errors import shorten
-    from attn_select.render import HANG
+    from attn_select.machine.amx import DESCRIPTIONS
     from attn_select_cli.table import Table, plugin_table
 
     device = findings["device"]

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_select.config import Phase
-from attn_select.selection import Selection
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import Phase
 from attn_select_cli.engine_names import EngineDefault, EngineTable, Offer
 from attn_select_cli.explanation import Explanation, LayerExplanation
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.engine_kernels import rests_on_our_times
-from attn_select.outcome import Candidate
+from attn_select.decide.outcome import Candidate
+from attn_select.decide.selection import Selection
+from attn_select.engines.own_kernels import rests_on_our_times
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device
 from attn_select.rules.conditions import Condition, compile_when
 from attn_select.rules.ranking import holds_for
-from attn_select.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ from typing import Any
 
 import click
 
-from attn_select.decide import Decider
-from attn_select.detection import detect_device
-from attn_select.device import Device, lookup
-from attn_select.environment import Environment, canonical_distribution, parse_pins
+from attn_select.backends.registry import Registry
+from attn_select.decide.decide import Decider
+from attn_select.decide.selection import Selection
+from attn_select.decide.selector import decider_for, environment_for, select_model
+from attn_select.decide.text import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, plain, warning_lines
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
-from attn_select.models import LayerKinds, ModelSource, layer_kinds, load
-from attn_select.registry import Registry
-from attn_select.render import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, plain, warning_lines
+from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds, load
+from attn_select.machine.detection import detect_device
+from attn_select.machine.device import Device, lookup
+from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
-from attn_select.selection import Selection
-from attn_select.selector import decider_for, environment_for, select_model
 from attn_select_cli.layer_options import overrides_from
 
 SCHEMA_VERSION = 1

@@ -96,7 +96,7 @@ def _adapter_text(table: EngineTable, backends: Iterable[str]) -> str:
 
 def _shown_model(options: Mapping[str, Any]) -> str:
     """Return what stands for the model in the command: a preset has no weights."""
-    from attn_select.models.presets import find_preset
+    from attn_select.layer.models.presets import find_preset
 
     model: str = options["model"]
     return "MODEL" if find_preset(model) is not None else model.removesuffix("/config.json")
@@ -109,7 +109,7 @@ def _named(taken: Taken) -> str:
 
 
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
-    from attn_select.render import HANG, warning_lines
+    from attn_select.decide.text import HANG, warning_lines
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
     from attn_select_cli.table import Table
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attn_select.errors import ConfigError, shorten, show
-from attn_select.files import read_bounded
+from attn_select.machine.files import read_bounded
 
 _EXPECTED = {
     "missing": "missing",

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from attn_select.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig
-from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, canonical
-from attn_select.features import FEATURES, Feature
+from attn_select.layer.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig
+from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES, canonical
+from attn_select.layer.features import FEATURES, Feature
 from attn_select_cli import complete
 
 F = TypeVar("F", bound=Callable[..., Any])

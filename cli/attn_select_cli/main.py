@@ -129,8 +129,8 @@ def run(arguments: list[str]) -> int:
             hint = f"a model is given by --model; {hint}"
         return _fail(as_json, "usage", message, hint, 2)
     except AttnSelectError as error:
+        from attn_select.decide.selection import NoBackendError
         from attn_select.errors import UnknownModelTypeError
-        from attn_select.selection import NoBackendError
 
         code = 1 if isinstance(error, NoBackendError | UnknownModelTypeError) else 2
         return _fail(as_json, error.code, error.message, error.hint, code)
@@ -145,7 +145,7 @@ def run(arguments: list[str]) -> int:
             click.echo(f"error: {output} cannot be written: {error.strerror or error}", err=True)
         return 2
     except Exception as error:
-        from attn_select import variables
+        from attn_select.machine import variables
 
         if os.environ.get(variables.TRACEBACK):
             raise

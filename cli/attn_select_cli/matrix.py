@@ -32,7 +32,7 @@ Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(form: str, as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
-    from attn_select.render import HANG
+    from attn_select.decide.text import HANG
     from attn_select_cli.explanation import build_explanations
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table, markdown_table

@@ -12,11 +12,11 @@ from attn_select_cli.command_group import CommandGroup
 from attn_select_cli.layer_options import gpu_option, layer_options
 
 if TYPE_CHECKING:
-    from attn_select.device import Device
-    from attn_select.times.layer import TimedLayer
+    from attn_select.machine.device import Device
     from attn_select.times.measurement import Measurement
     from attn_select.times.store import Stored, StoredMeasurement
     from attn_select.times.tables import Table
+    from attn_select.times.timed_layer import TimedLayer
 
 EPILOG = """\b
 Examples:
@@ -109,8 +109,8 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     """Name the lines that cannot be used, and why. Decisions skip them."""
     from attn_select.errors import ConfigError
     from attn_select.times.batch_shape import parse_batch_shape
-    from attn_select.times.layer import layer_from_dict
     from attn_select.times.store import Problem
+    from attn_select.times.timed_layer import layer_from_dict
     from attn_select_cli.output import counted, print_json, print_line
 
     stored = _read(files, None)
@@ -261,8 +261,8 @@ def import_command(
 
 def _read(files: Sequence[str], gpu: str | None) -> Stored:
     """Return the measurements of ``files``, or of all that decisions read, on a GPU or on all."""
-    from attn_select.device import find_gpu
     from attn_select.errors import MeasurementError
+    from attn_select.machine.device import find_gpu
     from attn_select.times.store import MeasurementFile, Stored, measurement_files, read_measurements
 
     if missing := [name for name in files if not Path(name).is_file()]:
@@ -282,8 +282,8 @@ def _read(files: Sequence[str], gpu: str | None) -> Stored:
 
 
 def _device(gpu: str | None) -> Device:
-    from attn_select.detection import detect_device
-    from attn_select.device import lookup
+    from attn_select.machine.detection import detect_device
+    from attn_select.machine.device import lookup
 
     return detect_device().device if gpu is None or gpu.strip().lower() == "auto" else lookup(gpu)
 
@@ -310,7 +310,7 @@ def _kernel(measurement: Measurement) -> str:
 def _by_kernel(rows: Iterable[StoredMeasurement]) -> dict[tuple[Any, ...], list[Measurement]]:
     """Group measurements that one model is fitted from, by layer in the order of their first lines."""
     from attn_select.errors import ConfigError
-    from attn_select.times.layer import layer_from_dict
+    from attn_select.times.timed_layer import layer_from_dict
 
     found: dict[tuple[Any, ...], list[Measurement]] = {}
     for row in rows:
@@ -329,8 +329,8 @@ def _by_kernel(rows: Iterable[StoredMeasurement]) -> dict[tuple[Any, ...], list[
 
 def _fitted(key: tuple[Any, ...], rows: Sequence[Measurement]) -> dict[str, Any]:
     """Return how well the model of one kernel and layer does where batches are left out."""
-    from attn_select.device import Device, find_gpu
-    from attn_select.render import config_text
+    from attn_select.decide.text import config_text
+    from attn_select.machine.device import Device, find_gpu
     from attn_select.times.batch_shape import parse_batch_shape
     from attn_select.times.model import left_out_errors
     from attn_select.times.points import farthest_first
@@ -361,8 +361,8 @@ def _percent(share: float | None) -> str:
 
 
 def _layers(options: dict[str, Any], device: Device) -> set[TimedLayer]:
-    from attn_select.models import load
-    from attn_select.times.layer import timed_layer
+    from attn_select.layer.models import load
+    from attn_select.times.timed_layer import timed_layer
     from attn_select_cli.explanation import known_layers
     from attn_select_cli.layer_options import overrides_from
 

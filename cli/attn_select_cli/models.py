@@ -23,7 +23,7 @@ its name org/name where the local Hugging Face cache has it.
 @click.option("--sources", is_flag=True, help="Show where each preset's values come from.")
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
     """List the model presets, those that contain every WORD if any is given."""
-    from attn_select import models
+    from attn_select.layer import models
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
 

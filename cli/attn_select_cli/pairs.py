@@ -35,8 +35,8 @@ def models_and_gpus(options: dict[str, Any]) -> tuple[tuple[str | None, ...], tu
     Raises:
         UsageError: all are asked for, and one by its name.
     """
-    from attn_select.device import known_gpus
-    from attn_select.models import presets
+    from attn_select.layer.models import presets
+    from attn_select.machine.device import known_gpus
 
     model, gpu, all_models, all_gpus = (options.pop(name) for name in ("model", "gpu", "all_models", "all_gpus"))
     for flag, everything, named in (("--model", all_models, model), ("--gpu", all_gpus, gpu)):

@@ -14,7 +14,7 @@ from attn_select_cli.libraries import require_libraries
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
 if TYPE_CHECKING:
-    from attn_select.config import Phase
+    from attn_select.layer.config import Phase
     from attn_select_cli.explanation import Explanation
     from attn_select_cli.report_page.measured import TimedOn
     from attn_select_cli.report_page.page import Page
@@ -103,10 +103,10 @@ def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus:
 
 def _page_of_measurements(options: dict[str, Any]) -> Page:
     """Return the page of the layers and GPUs that the files of ``--measurements`` hold."""
-    from attn_select.environment import parse_pins
+    from attn_select.decide.selector import decider_for, environment_for, select
+    from attn_select.decide.text import config_text
     from attn_select.errors import MeasurementError
-    from attn_select.render import config_text
-    from attn_select.selector import decider_for, environment_for, select
+    from attn_select.machine.environment import parse_pins
     from attn_select_cli.explanation import Explanation, LayerExplanation
     from attn_select_cli.report_page.measured import read_times, timed_on
 
@@ -139,7 +139,7 @@ def _page(
     timed: list[TimedOn] | None,
 ) -> Page:
     """Return the page of explanations by model and GPU; ``timed`` None reads the times of their layers."""
-    from attn_select.environment import parse_pins
+    from attn_select.machine.environment import parse_pins
     from attn_select_cli.report_page.measured import chart_groups, read_times, regret_groups, timed_on, titles_of
     from attn_select_cli.report_page.page import Cell, Page
 

@@ -52,11 +52,11 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(rules: tuple[str, ...], as_json: bool) -> int:
     """Show the effective rules and backend options with their origin."""
-    from attn_select.registry import load_plugins
     from attn_select.rules import load_rules
+    from attn_select.rules.plugins import fragments_of, load_plugins
     from attn_select_cli.output import print_json, print_lines
 
-    rule_set = load_rules(rules, load_plugins().fragments)
+    rule_set = load_rules(rules, fragments_of(load_plugins()))
     if as_json:
         print_json(
             {
@@ -117,13 +117,13 @@ def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet, list[Problem]]:
     The errors come file by file, by line.
     """
     from attn_select.errors import RulesError
-    from attn_select.registry import load_plugins
     from attn_select.rules.layers import read_rules
     from attn_select.rules.lint import known_names, unknown_names
     from attn_select.rules.options import read_options
+    from attn_select.rules.plugins import fragments_of, load_plugins
 
     registry = load_plugins()
-    rule_set, problems = read_rules(files, registry.fragments)
+    rule_set, problems = read_rules(files, fragments_of(registry))
     problems += unknown_names(rule_set, known_names(registry))
     try:
         read_options(rule_set, registry.specs)
@@ -147,8 +147,8 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     Errors: what breaks the format, unknown backends, wrong options. Warnings: rules that never take effect, unknown
     libraries and GPUs, rules with a date that newer measurements contradict.
     """
-    from attn_select.registry import load_plugins
     from attn_select.rules.lint import doubts
+    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import counted, print_json, print_lines
 
     rule_set, broken = rules_errors(files)
@@ -189,7 +189,7 @@ def _contradicted(rule_set: RuleSet) -> list[Problem]:
 )
 def schema() -> int:
     """Print a JSON Schema of rules files, for editors (Taplo, Even Better TOML)."""
-    from attn_select.registry import load_plugins
+    from attn_select.rules.plugins import load_plugins
     from attn_select.rules.schema import rules_schema
     from attn_select_cli.output import print_json
 
@@ -206,12 +206,12 @@ def schema() -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def path(rules: tuple[str, ...], as_json: bool) -> int:
     """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""
-    from attn_select.registry import load_plugins
     from attn_select.rules.layers import inspect_layers
+    from attn_select.rules.plugins import fragments_of, load_plugins
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
 
-    layers = inspect_layers(rules, load_plugins().fragments)
+    layers = inspect_layers(rules, fragments_of(load_plugins()))
     if as_json:
         print_json({"schema_version": 1, "files": [layer.to_dict() for layer in layers]})
     else:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attn_select.config import PHASES
+from attn_select.layer.config import PHASES
 from attn_select_cli import complete
 from attn_select_cli.layer_options import gpu_option, model_option, options_in
 
 if TYPE_CHECKING:
-    from attn_select.device import Device
+    from attn_select.machine.device import Device
     from attn_select.rules.layers import RuleSet
     from attn_select.rules.rule import Rule
     from attn_select_cli.table import Block
@@ -232,15 +232,15 @@ class Proposal:
         """
         import os
 
-        from attn_select.registry import load_plugins
         from attn_select.rules.layers import candidate_layers, load_rules
+        from attn_select.rules.plugins import fragments_of, load_plugins
 
         real = os.path.realpath(self.path)
         a_layer = any(os.path.realpath(layer.path) == real for layer in candidate_layers())
         extra = () if a_layer or not text else (self.path,)
         if not text and a_layer:
             text = "version = 1\n"
-        return load_rules(extra, load_plugins().fragments, {real: text.encode()})
+        return load_rules(extra, fragments_of(load_plugins()), {real: text.encode()})
 
     def check(self, rule: dict[str, Any]) -> None:
         """Raise ``RulesError`` where a rule breaks the format."""
@@ -319,7 +319,7 @@ class Proposal:
 
     def _gpus(self, before: RuleSet, after: RuleSet) -> list[str]:
         """Return GPUs that rules of only one side may apply to, those of ``matrix`` first."""
-        from attn_select.device import CPU, known_gpus
+        from attn_select.machine.device import CPU, known_gpus
         from attn_select_cli.pairs import GPUS
 
         sides = [{_identity(rule): rule for rule in rules.rules} for rules in (before, after)]
@@ -331,8 +331,8 @@ class Proposal:
 
     def _warnings(self, before: RuleSet, after: RuleSet) -> list[str]:
         """Return what ``rules check`` says of the file as it is to be and did not say before."""
-        from attn_select.registry import load_plugins
         from attn_select.rules.lint import doubts, known_names, unknown_names
+        from attn_select.rules.plugins import load_plugins
 
         registry = load_plugins()
         said = []
@@ -396,8 +396,8 @@ def _asked() -> bool:
 
 def _backends(names: Sequence[str]) -> list[str]:
     from attn_select.errors import UnknownNameError
-    from attn_select.registry import load_plugins
     from attn_select.rules.lint import known_names
+    from attn_select.rules.plugins import load_plugins
 
     known = known_names(load_plugins())
     spelled = list(dict.fromkeys(name.strip().upper().replace("-", "_") for name in names))
@@ -409,8 +409,8 @@ def _backends(names: Sequence[str]) -> list[str]:
 
 def _device_conditions(gpus: Sequence[str]) -> dict[str, Any]:
     """Return the conditions that name these devices."""
-    from attn_select.detection import detect_device
-    from attn_select.device import lookup
+    from attn_select.machine.detection import detect_device
+    from attn_select.machine.device import lookup
 
     named: list[str] = []
     capabilities: list[str] = []

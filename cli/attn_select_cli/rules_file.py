@@ -16,7 +16,7 @@ from typing import Any
 import tomlkit
 
 from attn_select.errors import RulesError
-from attn_select.files import locked_folder, replace_file
+from attn_select.machine.files import locked_folder, replace_file
 from attn_select.rules.document import read_file
 from attn_select.rules.lines import header_lines
 

@@ -46,7 +46,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     """Run one attention layer of a model here, chunked prefill and decode on a paged cache, checked against float64."""
     from dataclasses import asdict
 
-    from attn_select.render import warning_lines
+    from attn_select.decide.text import warning_lines
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines
 
@@ -91,8 +91,8 @@ def chosen_layers(layers: Any, kind: str | None) -> list[LayerExplanation]:
 
 def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
     """Import the runtime, which needs torch and numpy, and read the workload."""
-    from attn_select.amx import avoid_trapping_amx
     from attn_select.errors import RuntimeMissingError
+    from attn_select.machine.amx import avoid_trapping_amx
 
     avoid_trapping_amx()
     try:
@@ -128,7 +128,7 @@ def _progress(kind: str, tokens: int) -> Any:
 
 
 def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:
-    from attn_select.render import byte_text, plan_lines
+    from attn_select.decide.text import byte_text, plan_lines
     from attn_select_cli.output import counted
     from attn_select_cli.table import Table
 

@@ -16,9 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
-from attn_select.layouts import FP8_DS_MLA
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import FP8_DS_MLA
+from attn_select.reference.comparison import ErrorBound, RelativeError, error_bound, relative_error
+from attn_select.reference.oracle import AttentionOptions, attention_options, attention_reference
+from attn_select.reference.oracle_indexer import index_scores_reference, topk_reference, wrong_choice
+from attn_select.reference.oracle_mla import absorb_query, mla_absorbed_reference, mla_reference, project_output
+from attn_select.reference.oracle_quant import decode, encode, pack_fp8_ds_mla, quantize_query, unpack_fp8_ds_mla
+from attn_select.reference.problems import FP8_SCALE, alibi_slopes, softmax_scale
 from attn_select.runtime import (
     Attention,
     BlockPool,
@@ -32,13 +39,6 @@ from attn_select.runtime import (
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.metadata import decodes_first
 from attn_select.runtime.mla_group import MLAAttentionGroup
-from attn_select.selection import Selection
-from attn_select.testing.comparison import ErrorBound, RelativeError, error_bound, relative_error
-from attn_select.testing.oracle import AttentionOptions, attention_options, attention_reference
-from attn_select.testing.oracle_indexer import index_scores_reference, topk_reference, wrong_choice
-from attn_select.testing.oracle_mla import absorb_query, mla_absorbed_reference, mla_reference, project_output
-from attn_select.testing.oracle_quant import decode, encode, pack_fp8_ds_mla, quantize_query, unpack_fp8_ds_mla
-from attn_select.testing.problems import FP8_SCALE, alibi_slopes, softmax_scale
 
 Batch = list[tuple[int, int, int]]
 """``(request, first position, tokens)`` of one step."""

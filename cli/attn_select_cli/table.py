@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attn_select.decide.text import Line
 from attn_select.errors import printable
-from attn_select.render import Line
 
 Row = Sequence[str]
 GAP = "  "

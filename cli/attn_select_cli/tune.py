@@ -13,7 +13,7 @@ from attn_select_cli.layer_options import bench_options
 from attn_select_cli.rules_edit import write_options
 
 if TYPE_CHECKING:
-    from attn_select.config import Phase
+    from attn_select.layer.config import Phase
 
 EPILOG = """\b
 Examples:

@@ -10,18 +10,18 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
+from attn_select.decide.selector import select
+from attn_select.decide.text import HANG, Line, config_text
 from attn_select.errors import ConfigError
-from attn_select.render import HANG, Line, config_text
-from attn_select.selector import select
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import MEASURED, Measurement
 from attn_select.times.points import farthest_first
 from attn_select.times.regions import Region, find_regions, next_batch, order_in
 from attn_select.times.roofline import is_decode, roofline_us, step_work
 from attn_select.times.store import MeasurementFile, append_measurements, measurement_files, read_measurements
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.tuned_rules import regions_of, rule_tables, tuned_before
 from attn_select.times.tuning import MIXED, TIE, Domain, Span, Tuning
 from attn_select.times.workload import Workload, phases_of

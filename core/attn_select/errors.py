@@ -2,7 +2,7 @@
 
 An error says what was seen, what would be accepted and what to do next. Any other exception that leaves this package is
 a bug. The command line prints these errors without a traceback and exits with 2. ``NoBackendError`` (exit code 1)
-stands in ``attn_select.selection``, beside the ``Selection`` that it carries.
+stands in ``attn_select.decide.selection``, beside the ``Selection`` that it carries.
 """
 
 from __future__ import annotations

@@ -3,8 +3,16 @@
 from pathlib import Path
 
 from attn_select import hookimpl
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_NHD
-from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Reason
+from attn_select.backends.spec import (
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Reason,
+)
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_NHD
 
 RAN = "ran on CPU, torch 2.13.0"
 CAPABILITIES = Capabilities(

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from attn_select import AttentionConfig, Environment, select
-from attn_select.detection import detect_device
-from attn_select.environment import parse_pins
+from attn_select.decide.selection import Selection
+from attn_select.machine.detection import detect_device
+from attn_select.machine.environment import parse_pins
 from attn_select.runtime import (
     Attention,
     Capacity,
@@ -37,13 +38,12 @@ from attn_select.runtime import (
     attention_group,
 )
 from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.selection import Selection
 from attn_select.testing.rank_conformance import check_on_group
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.ranks import collectives_us
 from attn_select.times.store import append_measurements
+from attn_select.times.timed_layer import timed_layer
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LAYERS: dict[str, dict[str, Any]] = {

@@ -44,15 +44,15 @@ from timed_layers import (
 )
 
 from attn_select import AttentionConfig, ConfigError, select
-from attn_select.config import Phase
-from attn_select.environment import canonical_distribution
-from attn_select.selector import environment_for
+from attn_select.decide.selector import environment_for
+from attn_select.layer.config import Phase
+from attn_select.machine.environment import canonical_distribution
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
-from attn_select.times.dispatch import Names, StepChoice, by_phase, lead_of
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.model import TimeModel, fit
+from attn_select.times.step_choice import Names, StepChoice, by_phase, lead_of
 from attn_select.times.store import MeasurementFile, append_measurements, read_measurements
+from attn_select.times.timed_layer import timed_layer
 
 SEED = 20270105
 DISPATCH = "dispatch"
@@ -274,7 +274,7 @@ def host() -> None:
     from bench_runtime import BATCHES, CONFIG, SEQ_LEN, filled_table
 
     from attn_select.runtime import Capacity, attention_group, prepare_batch
-    from attn_select.runtime.timing import WARM_UP_ROUNDS, timed_rounds
+    from attn_select.runtime.timer import WARM_UP_ROUNDS, timed_rounds
 
     torch.set_num_threads(1)
     plain = select(CONFIG)

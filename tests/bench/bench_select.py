@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from attn_select import AttentionConfig, clear_cache, select
-from attn_select.decide import Choice
-from attn_select.device import known_gpus
-from attn_select.environment import installed_version
-from attn_select.models import presets
-from attn_select.selector import decider_for
+from attn_select.decide.decide import Choice
+from attn_select.decide.selector import decider_for
+from attn_select.layer.models import presets
+from attn_select.machine.device import known_gpus
+from attn_select.machine.environment import installed_version
 from attn_select.times.evidence import load_evidence
 from attn_select.times.workload import parse_workload
 

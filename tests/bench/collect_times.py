@@ -30,14 +30,14 @@ from drawn_batches import draw
 from timed_layers import Point, add_options, append, environment_of, layers_of, line, measured, raw, rows
 
 from attn_select import AttentionConfig, Environment, select
-from attn_select.config import Phase
-from attn_select.device import Device, lookup
-from attn_select.environment import parse_pins
-from attn_select.selector import environment_for
+from attn_select.decide.selector import environment_for
+from attn_select.layer.config import Phase
+from attn_select.machine.device import Device, lookup
+from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.features import coordinates
 from attn_select.times.roofline import is_decode
 from attn_select.times.store import append_measurements
+from attn_select.times.terms import coordinates
 from attn_select.times.timing import Timing
 from attn_select_cli.benching import Bench
 

@@ -43,10 +43,10 @@ from timed_layers import (
 )
 
 from attn_select import AttentionConfig, select
-from attn_select.config import Phase
-from attn_select.device import CPU, Device, lookup
-from attn_select.environment import canonical_distribution
-from attn_select.selector import environment_for
+from attn_select.decide.selector import environment_for
+from attn_select.layer.config import Phase
+from attn_select.machine.device import CPU, Device, lookup
+from attn_select.machine.environment import canonical_distribution
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select_cli.benching import Bench, Candidate, TimedBatch
 

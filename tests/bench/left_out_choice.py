@@ -23,14 +23,14 @@ from timed_layers import LAYERS
 
 import attn_select
 from attn_select import select
-from attn_select.device import Device, lookup
+from attn_select.machine.device import Device, lookup
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.model import Prediction, fit
 from attn_select.times.store import MeasurementFile, read_measurements
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.tuning import TIE
 
-PACKAGED = Path(attn_select.__file__).parent / "data" / "measurements" / "nvidia-h200.jsonl"
+PACKAGED = Path(attn_select.__file__).parent / "times" / "measurements" / "nvidia-h200.jsonl"
 FOLDS, SEEDS = 8, 3
 WAYS = ("shortest time", "first of ties", "rules alone")
 Times = Mapping[BatchShape, Mapping[str, float]]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from attn_select.decide.selection import Selection
+from attn_select.reference.oracle import attention_reference
 from attn_select.runtime import BlockTable, Capacity, attention_group, prepare_batch
-from attn_select.selection import Selection
-from attn_select.testing.oracle import attention_reference
 
 
 class RandomStep:

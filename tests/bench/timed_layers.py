@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from attn_select import AttentionConfig, Environment
-from attn_select.detection import detect_device
-from attn_select.environment import parse_pins
-from attn_select.selector import environment_for
+from attn_select.decide.selector import environment_for
+from attn_select.machine.detection import detect_device
+from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape
 from attn_select_cli.benching import Bench, Timed, TimedBatch
 

@@ -12,7 +12,7 @@ import argparse
 
 from timed_layers import SLOW, add_options, environment_of, layers_of
 
-from attn_select.registry import load_plugins
+from attn_select.rules.plugins import load_plugins
 from attn_select_cli import rules_file
 from attn_select_cli.benching import Bench
 from attn_select_cli.output import print_lines

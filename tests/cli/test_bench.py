@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("torch", reason="timing a layer needs torch")
 
-from attn_select.config import AttentionConfig
-from attn_select.device import lookup
 from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
 from attn_select.times import store
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.store import MeasurementFile, read_measurements
+from attn_select.times.timed_layer import timed_layer
 from attn_select_cli import benching, host_memory
 from attn_select_torch.runtime import sdpa
 

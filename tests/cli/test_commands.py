@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from attn_select import __version__, variables
-from attn_select.detection import Detection
-from attn_select.device import lookup
-from attn_select.registry import Plugin, Registry, load_plugins
+from attn_select import __version__
+from attn_select.backends.registry import Plugin, Registry
+from attn_select.machine import variables
+from attn_select.machine.detection import Detection
+from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
+from attn_select.rules.plugins import load_plugins
 from attn_select_cli import measurements, rules
 from attn_select_cli.main import COMMANDS
 
@@ -246,9 +248,9 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
 
     def registered(specs: list[Any]) -> None:
         registry = Registry({s.name: s for s in specs}, {s.name: everything.owners[s.name] for s in specs})
-        monkeypatch.setattr("attn_select.registry.load_plugins", cache(lambda: registry))
+        monkeypatch.setattr("attn_select.rules.plugins.load_plugins", cache(lambda: registry))
 
-    monkeypatch.setattr("attn_select.detection.detect_device", cache(lambda: Detection(lookup("cpu"))))
+    monkeypatch.setattr("attn_select.machine.detection.detect_device", cache(lambda: Detection(lookup("cpu"))))
     registered(kernels_alone)
     result = run("doctor", "--no-import")
     assert result.code == 1
@@ -256,8 +258,8 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
     plugin = "attn-select-torch serves CPUs and GPUs: pip install "
     assert f"problem: no backend can run on this machine: {plugin}" in result.out
     registered(torch_alone)
-    monkeypatch.setattr("attn_select.environment.installed_version", lambda name: None)
-    monkeypatch.setattr("attn_select.environment.has_module", lambda name: False)
+    monkeypatch.setattr("attn_select.machine.environment.installed_version", lambda name: None)
+    monkeypatch.setattr("attn_select.machine.environment.has_module", lambda name: False)
     result = run("doctor", "--no-import")
     assert result.code == 1
     assert (
@@ -411,7 +413,7 @@ def test_one_model_too_many_is_told(run: Any, arguments: tuple[str, ...]) -> Non
 
 def test_the_backends_of_a_broken_plugin_are_not_called_missing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = Plugin("torch", "attn-select-torch", "0.1.0", error="ImportError: no such thing")
-    monkeypatch.setattr("attn_select.registry.load_plugins", cache(lambda: Registry(plugins=[plugin])))
+    monkeypatch.setattr("attn_select.rules.plugins.load_plugins", cache(lambda: Registry(plugins=[plugin])))
     states = {entry["name"]: (entry["state"], entry["remedy"]) for entry in run("backends", "--json").json["backends"]}
     assert states["TORCH_SDPA"] == ("plugin-broken", None)
     assert states["TRITON_ATTN"][0] == "plugin-not-installed"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from attn_select import AttentionConfig, select
-from attn_select.distributions import known_backends
+from attn_select.backends.distributions import known_backends
 from attn_select.testing.toolkit import MLA_FIELDS
 from attn_select_cli.engine_names import engine_table
 from attn_select_cli.flags import ENGINES

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import lookup
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
 from attn_select.times import store, tables
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.roofline import roofline_us
+from attn_select.times.timed_layer import timed_layer
 
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 LAYER = ("--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128")

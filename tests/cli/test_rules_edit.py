@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from attn_select import files
 from attn_select.errors import RulesError
+from attn_select.machine import files
 from attn_select_cli import rules_file
 from attn_select_cli.rules_edit import Proposal
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes
+from attn_select.backends.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes
 
 
 @pytest.fixture(autouse=True, scope="module")

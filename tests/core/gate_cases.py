@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_select import gate
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, HeadSizes, Reason
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, HeadSizes, Reason
+from attn_select.decide import gate
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 
 MakeSpec = Callable[..., BackendSpec]
 MakeCapabilities = Callable[..., Capabilities]

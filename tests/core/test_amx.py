@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from attn_select import amx
-from attn_select.amx import VARIABLE, WITHOUT_AMX, avoid_trapping_amx
+from attn_select.machine import amx
+from attn_select.machine.amx import VARIABLE, WITHOUT_AMX, avoid_trapping_amx
 
 pytest.importorskip("torch")
 TRAP = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
@@ -102,7 +102,7 @@ def test_a_process_that_prints_nothing_else(listed: Path) -> None:
     """The child's death leaves no trace but one line, in a process that a debugger of crashes watches too."""
     code = (
         "import faulthandler, pathlib, torch; faulthandler.enable()\n"
-        "from attn_select.amx import avoid_trapping_amx\n"
+        "from attn_select.machine.amx import avoid_trapping_amx\n"
         f"print(avoid_trapping_amx(cpuinfo=pathlib.Path({str(listed)!r}), product={TRAP!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select import dtypes
-from attn_select.config import CUDA_GRAPH_LEVELS, MLA_DIMS, PHASES, AttentionConfig, AttentionType, CudaGraphLevel
 from attn_select.errors import AttnSelectError, ConfigError
+from attn_select.layer import dtypes
+from attn_select.layer.config import CUDA_GRAPH_LEVELS, MLA_DIMS, PHASES, AttentionConfig, AttentionType, CudaGraphLevel
 
 FIELDS = AttentionConfig.model_fields
 PLAIN = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_select import distributions
-from attn_select.registry import load_plugins
+from attn_select.backends import distributions
+from attn_select.rules.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,9 @@ def test_in_a_clone_it_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_elsewhere_it_names_the_distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(distributions, "__file__", str(tmp_path / "site-packages" / "attn_select" / "distributions.py"))
+    monkeypatch.setattr(
+        distributions, "__file__", str(tmp_path / "site-packages" / "attn_select" / "backends" / "distributions.py")
+    )
     assert distributions.install_command("attn-select-flash-attn") == "pip install attn-select-flash-attn"
     assert distributions.folder_in_clone("attn-select-flash-attn") is None
 
@@ -34,6 +36,6 @@ def test_a_folder_with_spaces_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pat
     plugin.mkdir(parents=True)
     (plugin / "pyproject.toml").touch()
     monkeypatch.setattr(
-        distributions, "__file__", str(tmp_path / "my clone" / "core" / "attn_select" / "distributions.py")
+        distributions, "__file__", str(tmp_path / "my clone" / "core" / "attn_select" / "backends" / "distributions.py")
     )
     assert distributions.install_command("attn-select-torch") == f"pip install '{plugin}'"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attn_select.engines import Adapter
-from attn_select.variables import ANY_VERSION
+from attn_select.engines.adapter import Adapter
+from attn_select.machine.variables import ANY_VERSION
 
 
 def adapter(version: str, said: list[str]) -> Adapter:

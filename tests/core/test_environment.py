@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.environment import (
+from attn_select.backends.spec import Library
+from attn_select.errors import ConfigError
+from attn_select.machine.environment import (
     Environment,
     canonical_distribution,
     has_module,
@@ -23,8 +25,6 @@ from attn_select.environment import (
     parse_pins,
     version_matches,
 )
-from attn_select.errors import ConfigError
-from attn_select.spec import Library
 
 Install = Callable[..., None]
 NOT_TO_BE_IMPORTED = "raise RuntimeError('imported')"
@@ -209,7 +209,7 @@ def test_states_are_probed_once(install: Install, monkeypatch: pytest.MonkeyPatc
     install("the-kernel")
     environment = Environment()
     assert environment.state(library(">=1")) == "installed"
-    monkeypatch.setattr("attn_select.environment.has_module", None)
+    monkeypatch.setattr("attn_select.machine.environment.has_module", None)
     assert environment.state(library(">=1")) == "installed"
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from attn_select import AttentionConfig, select
-from attn_select.device import lookup
+from attn_select.decide.selection import NoBackendError
 from attn_select.errors import AttnSelectError, RulesError, UnknownNameError, shorten
+from attn_select.machine.device import lookup
 from attn_select.runtime import PoolError
-from attn_select.selection import NoBackendError
 
 if importlib.util.find_spec("torch") is not None:
     import attn_select.runtime  # noqa: F401  # its errors are subclasses, too

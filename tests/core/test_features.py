@@ -17,12 +17,12 @@ from hypothesis import find, settings
 
 import attn_select
 import attn_select_cli
-from attn_select import gate
-from attn_select.config import MLA_DIMS, AttentionConfig
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.features import FEATURES, Feature
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities
+from attn_select.decide import gate
+from attn_select.layer.config import MLA_DIMS, AttentionConfig
+from attn_select.layer.features import FEATURES, Feature
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.testing.conformance_configs import draw_case
 from attn_select.testing.strategies import configs
 from attn_select_cli.explain import command
@@ -136,10 +136,10 @@ def test_a_new_feature_is_a_row_a_field_and_a_fact(tmp_path: Path) -> None:
         folder = Path(str(package.__file__)).parent
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__", "runtime"))
     for name, before, line in (
-        ("features.py", "FEATURES: tuple[Feature, ...] = (\n", ROW),
-        ("config.py", "    sinks: bool = False\n", "    dilated_attention: bool = False\n"),
+        ("layer/features.py", "FEATURES: tuple[Feature, ...] = (\n", ROW),
+        ("layer/config.py", "    sinks: bool = False\n", "    dilated_attention: bool = False\n"),
         (
-            "spec.py",
+            "backends/spec.py",
             '    sinks: Fact[bool] = Fact(False, "default")\n',
             '    dilated_attention: Fact[bool] = Fact(False, "default")\n',
         ),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from gate_cases import H100, MLA, PLAIN, SPARSE, T4, WIDE_HEADS, MakeCapabilities, MakeSpec, marks, reasons
 
-from attn_select.config import PHASES
-from attn_select.device import CPU, Device
-from attn_select.spec import ComputeCapabilities, HeadSizes
+from attn_select.backends.spec import ComputeCapabilities, HeadSizes
+from attn_select.layer.config import PHASES
+from attn_select.machine.device import CPU, Device
 
 # One row per question: what the spec says, what the layer asks, the code, observed, supported, remedy.
 ROWS: list[tuple[dict[str, Any], dict[str, Any], str, Any, Any, str | None]] = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gate_cases import PLAIN, MakeSpec, check
 
-from attn_select.environment import Environment
-from attn_select.spec import BackendPlan, Library
+from attn_select.backends.spec import BackendPlan, Library
+from attn_select.machine.environment import Environment
 
 ONE = Library("one", "attn_select_tests_one", "pip install one", ">=2")
 TWO = Library("two", "attn_select_tests_two", "pip install two")

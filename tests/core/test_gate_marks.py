@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from gate_cases import PLAIN, MakeCapabilities, MakePlan, MakeSpec, marks
 
-from attn_select.config import PHASES
-from attn_select.spec import ComputeCapabilities, Fact, HeadSizes
+from attn_select.backends.spec import ComputeCapabilities, Fact, HeadSizes
+from attn_select.layer.config import PHASES
 
 FP4 = "FP4 output was never executed on a GPU, and the conformance suite has no reference for it"
 

@@ -8,9 +8,9 @@ from gate_cases import H100, MLA, PLAIN, SPARSE, T4, MakeCapabilities, MakeSpec,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
-from attn_select.spec import ComputeCapabilities, HeadSizes
+from attn_select.backends.spec import ComputeCapabilities, HeadSizes
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import CPU, Device
 
 FLAGS = ["sliding_window", "logits_soft_cap", "alibi", "sinks", "mm_prefix", "non_causal", "batch_invariant"]
 

@@ -21,11 +21,11 @@ from gate_cases import (
     reasons,
 )
 
-from attn_select import gate
-from attn_select.config import CUDA_GRAPH_LEVELS, PHASES, AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.spec import BackendOptions, BackendPlan, Reason
+from attn_select.backends.spec import BackendOptions, BackendPlan, Reason
+from attn_select.decide import gate
+from attn_select.layer.config import CUDA_GRAPH_LEVELS, PHASES, AttentionConfig, Phase
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 
 
 def test_no_reason_means_a_plan(spec: MakeSpec) -> None:

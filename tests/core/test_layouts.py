@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attn_select import layouts
-from attn_select.config import AttentionConfig
+from attn_select.layer import layouts
+from attn_select.layer.config import AttentionConfig
 
 GQA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 SPARSE = {"num_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

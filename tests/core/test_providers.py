@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attn_select.environment import Environment
-from attn_select.providers import KernelBuild, Objection, Pin, choose, merge, pin_provider
-from attn_select.spec import Library, Reason
+from attn_select.backends.kernel_builds import KernelBuild, Objection, Pin, choose, merge, pin_provider
+from attn_select.backends.spec import Library, Reason
+from attn_select.machine.environment import Environment
 from attn_select.testing.toolkit import environment_of
 
 RED = Library("acme-red", "acme_red", "pip install acme-red", ">=2")

@@ -11,20 +11,30 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.registry import Plugin, Registry, build_registry, load_plugins
+from attn_select.backends.registry import Plugin, Registry, build_registry
+from attn_select.backends.spec import (
+    BackendOptions,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Library,
+)
+from attn_select.backends.spec_check import problems_of
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.rules import load_rules
+from attn_select.rules.fragments import read_fragment
+from attn_select.rules.plugins import fragments_of, load_plugins
 from attn_select.rules.ranking import Ranker
-from attn_select.spec import BackendOptions, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Library
-from attn_select.spec_check import problems_of
 
 MakeSpec = Callable[..., BackendSpec]
 
 GOOD = """
 from attn_select import hookimpl
-from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes
+from attn_select.backends.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes
 
 def make(name):
     facts = Capabilities(
@@ -75,7 +85,7 @@ class Site:
             for distribution in importlib.metadata.distributions(path=[str(self.path)])
             for entry_point in distribution.entry_points
         ]
-        return build_registry(entry_points)
+        return build_registry(entry_points, read_fragment)
 
 
 @pytest.fixture
@@ -96,7 +106,7 @@ def test_a_good_plugin(site: Site) -> None:
 
 
 def test_without_plugins() -> None:
-    found = build_registry([])
+    found = build_registry([], read_fragment)
     assert (found.specs, found.plugins, found.warnings) == ({}, [], [])
 
 
@@ -276,7 +286,7 @@ def test_a_distribution_without_metadata(site: Site, metadata: str) -> None:
 
 def test_an_entry_point_without_a_distribution(site: Site) -> None:
     site.module("the_one")
-    found = build_registry([importlib.metadata.EntryPoint("one", "the_one", "attn_select")])
+    found = build_registry([importlib.metadata.EntryPoint("one", "the_one", "attn_select")], read_fragment)
     assert found.plugins == [Plugin("one", "?", "?", ("PLAIN",))]
 
 
@@ -443,10 +453,10 @@ def test_a_plugin_ships_rules_for_its_own_backends(site: Site) -> None:
     site.plugin("zero", GOOD, "ZERO")
     found = site.build()
     assert found.warnings == []
-    assert [(fragment.plugin, fragment.path) for fragment in found.fragments] == [("one", first), ("two", second)]
+    assert [(fragment.plugin, fragment.path) for fragment in fragments_of(found)] == [("one", first), ("two", second)]
     assert [plugin.to_dict()["rules"] for plugin in found.plugins] == [str(first), str(second), None]
 
-    rules = load_rules((), found.fragments)
+    rules = load_rules((), fragments_of(found))
     assert [(layer.kind, layer.state) for layer in rules.layers[:3]] == [
         ("plugin one", "read"),
         ("plugin two", "read"),
@@ -470,7 +480,7 @@ def test_a_user_replaces_and_removes_what_plugins_ship(site: Site, tmp_path: Pat
     ship(site, "two", "BETA", PREFER.format("BETA"))
     mine = tmp_path / "mine.toml"
     mine.write_text('version = 1\n[[rules]]\nname = "rank"\nenabled = false\n')
-    rules = load_rules([mine], site.build().fragments)
+    rules = load_rules([mine], fragments_of(site.build()))
     assert all(rule.plugin is None for rule in rules.rules)
     assert rules.idle == []
 
@@ -492,7 +502,7 @@ def test_a_plugin_whose_rules_are_wrong_is_shown_and_takes_nobody_down(site: Sit
     ship(site, "two", "OTHER", PREFER.format("OTHER"))
     found = site.build()
     assert list(found.specs) == ["OTHER"]
-    assert [fragment.plugin for fragment in found.fragments] == ["two"]
+    assert [fragment.plugin for fragment in fragments_of(found)] == ["two"]
     (failed,) = found.failed
     assert failed.error is not None
     assert named in failed.error

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from attn_select import distributions, select
-from attn_select.config import AttentionConfig
-from attn_select.decide import Choice, Decider
-from attn_select.device import Device, local_device
-from attn_select.environment import Environment
-from attn_select.registry import Registry
-from attn_select.render import (
+from attn_select import select
+from attn_select.backends import distributions
+from attn_select.backends.registry import Registry
+from attn_select.backends.spec import BackendSpec, Capabilities, HeadSizes, Library
+from attn_select.decide.decide import Choice, Decider
+from attn_select.decide.selection import Selection
+from attn_select.decide.text import (
     STYLES,
     brief_lines,
     byte_text,
@@ -25,10 +25,11 @@ from attn_select.render import (
     selection_text,
     warning_lines,
 )
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device, local_device
+from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.rule import parse_rule
-from attn_select.selection import Selection
-from attn_select.spec import BackendSpec, Capabilities, HeadSizes, Library
 
 MakeSpec = Callable[..., BackendSpec]
 MakeCapabilities = Callable[..., Capabilities]

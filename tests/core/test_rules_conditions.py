@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device, lookup
-from attn_select.environment import Environment
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device, lookup
+from attn_select.machine.environment import Environment
 from attn_select.rules.conditions import FIELDS, compile_when, is_number, limits
 from attn_select.rules.predicates import ConditionError
 from attn_select.rules.ranking import Ranker

@@ -308,7 +308,7 @@ def test_an_unreadable_file(rules_file: WriteRules, monkeypatch: pytest.MonkeyPa
     def refuse(file: object, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(file))
 
-    monkeypatch.setattr("attn_select.files.open", refuse, raising=False)
+    monkeypatch.setattr("attn_select.machine.files.open", refuse, raising=False)
     with pytest.raises(RulesError) as caught:
         load_rules([path])
     assert (str(path), None, "cannot be read: Permission denied (given by --rules)") in caught.value.problems

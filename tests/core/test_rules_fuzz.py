@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import PHASES, AttentionConfig
-from attn_select.device import Device
-from attn_select.environment import Environment
+from attn_select.backends.registry import Registry
 from attn_select.errors import RulesError
-from attn_select.registry import Registry
+from attn_select.layer.config import PHASES, AttentionConfig
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.rules import RuleSet, load_rules
 from attn_select.rules.conditions import FIELDS
 from attn_select.rules.layers import packaged_rules_path

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field, field_validator, model_validator
 
+from attn_select.backends.spec import BackendOptions, BackendSpec
 from attn_select.errors import RulesError
 from attn_select.rules import load_rules
 from attn_select.rules.options import read_options
-from attn_select.spec import BackendOptions, BackendSpec
 
 MakeSpec = Callable[..., BackendSpec]
 RulesFile = Callable[..., Path]

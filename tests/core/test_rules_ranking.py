@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import PHASES, AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
+from attn_select.layer.config import PHASES, AttentionConfig, Phase
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.rules import load_rules
 from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import Rule, parse_rule

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
+from attn_select.backends.registry import Registry
+from attn_select.backends.spec import BackendOptions, BackendSpec
 from attn_select.errors import RulesError
-from attn_select.registry import Registry
 from attn_select.rules import load_rules
 from attn_select.rules.layers import packaged_rules_path
 from attn_select.rules.schema import rules_schema
-from attn_select.spec import BackendOptions, BackendSpec
 
 jsonschema = pytest.importorskip("jsonschema")
 

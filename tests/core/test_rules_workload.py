@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import PHASES, AttentionConfig
-from attn_select.device import lookup
-from attn_select.environment import Environment
+from attn_select.layer.config import PHASES, AttentionConfig
+from attn_select.machine.device import lookup
+from attn_select.machine.environment import Environment
 from attn_select.rules.ranking import Ranker, Rankings
 from attn_select.rules.rule import RuleError, parse_rule
 from attn_select.times.workload import parse_workload

@@ -22,8 +22,8 @@ from typing import Any
 from vllm_questions import Question, config_of
 
 from attn_select import ConfigError, Environment, select
-from attn_select.config import Phase
-from attn_select.selection import Selection
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import Phase
 
 ANSWERS = Path(__file__).with_name("vllm_0_33_0.json.xz")
 PINS = {"vllm": "0.33.0", "flashinfer-python": "0.7.2.post1"}

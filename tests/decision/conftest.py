@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 import timed_kernels
 
-from attn_select.config import PHASES, AttentionConfig
-from attn_select.decide import Decider
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.registry import Plugin, Registry
+from attn_select.backends.registry import Plugin, Registry
+from attn_select.backends.spec import (
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Reason,
+)
+from attn_select.decide.decide import Decider
+from attn_select.layer.config import PHASES, AttentionConfig
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.rule import parse_rule
-from attn_select.spec import BackendPlan, BackendSpec, Capabilities, ComputeCapabilities, Fact, HeadSizes, Reason
 
 HOPPER = Device("h100", (9, 0), full_name="NVIDIA H100", sm_count=132, memory_gib=80, bandwidth_gbps=3350)
 

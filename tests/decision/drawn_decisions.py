@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_select import AttentionConfig, ConfigError, select
-from attn_select.device import known_gpus
+from attn_select.machine.device import known_gpus
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 

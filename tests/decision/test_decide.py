@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from attn_select import distributions
-from attn_select.config import AttentionConfig
-from attn_select.decide import Choice, parse_choice
-from attn_select.environment import Environment
+from attn_select.backends import distributions
+from attn_select.backends.registry import Plugin
+from attn_select.backends.spec import BackendPlan, Library, Reason
+from attn_select.decide.decide import Choice, parse_choice
+from attn_select.decide.outcome import Candidate
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, UnknownNameError
-from attn_select.outcome import Candidate
-from attn_select.registry import Plugin
-from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, Library, Reason
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.environment import Environment
 
 
 def candidate(selection: Selection, name: str) -> Candidate:
@@ -462,6 +462,6 @@ def test_unknown_backends_and_phases_name_the_nearest() -> None:
 
 
 def _sizes(*values: int) -> Any:
-    from attn_select.spec import HeadSizes
+    from attn_select.backends.spec import HeadSizes
 
     return HeadSizes(values=values)

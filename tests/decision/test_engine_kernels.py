@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attn_select import AttentionConfig, select
-from attn_select.engine_kernels import rests_on_our_times
+from attn_select.engines.own_kernels import rests_on_our_times
 from attn_select.testing.toolkit import GQA_FIELDS
 
 USERS = 'version = 1\n[[rules]]\nname = "mine"\nprefer = ["TRITON_ATTN"]\n'

@@ -26,22 +26,21 @@ from attn_select import (
     NoBackendError,
     Selection,
     clear_cache,
-    detection,
-    gate,
     select,
     select_model,
-    selector,
 )
-from attn_select.config import PHASES
-from attn_select.decide import Choice, Decider
-from attn_select.detection import Detection
-from attn_select.device import CPU, Device, local_device, lookup
+from attn_select.decide import gate, selector
+from attn_select.decide.decide import Choice, Decider
+from attn_select.decide.outcome import Candidate
+from attn_select.decide.selector import environment_for
 from attn_select.errors import UnknownNameError
-from attn_select.outcome import Candidate
+from attn_select.layer.config import PHASES
+from attn_select.machine import detection
+from attn_select.machine.detection import Detection
+from attn_select.machine.device import CPU, Device, local_device, lookup
 from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.rules.ranking import Rankings
 from attn_select.rules.rule import parse_rule
-from attn_select.selector import environment_for
 from attn_select.times.evidence import Evidence
 
 DENSE_MLA = {"num_heads": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -206,8 +205,8 @@ def test_of_every_layer_all_is_said_that_the_gate_says_of_it_alone(name: str) ->
 
 
 def test_what_a_decider_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select.decide._MOST_TYPES", 4)
-    monkeypatch.setattr("attn_select.decide._MOST_REFUSALS", 40)
+    monkeypatch.setattr("attn_select.decide.decide._MOST_TYPES", 4)
+    monkeypatch.setattr("attn_select.decide.decide._MOST_REFUSALS", 40)
     monkeypatch.setattr("attn_select.rules.ranking._MOST_RANKINGS", 10)
     clear_cache()
     before = alive(Candidate), alive(Rankings)

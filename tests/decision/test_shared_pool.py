@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.decide import Choice
+from attn_select.backends.spec import BackendPlan, HeadSizes
+from attn_select.decide.decide import Choice
+from attn_select.decide.shared_pool import agree_on_pool
 from attn_select.errors import ConfigError
-from attn_select.shared_pool import agree_on_pool
-from attn_select.spec import BackendPlan, HeadSizes
+from attn_select.layer.config import AttentionConfig
 from attn_select.times.choice import EvidenceUsed
 
 FULL = AttentionConfig(num_heads=8, head_size=64)

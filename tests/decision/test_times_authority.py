@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from timed_kernels import LAYER, decide, decode, known, ranks, why
 
-from attn_select.decide import Choice
+from attn_select.decide.decide import Choice
 from attn_select.times.workload import parse_workload
 
 

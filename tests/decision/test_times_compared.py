@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from timed_kernels import LAYER, decide, decode, known, measured, prefill, ranks, why
 
-from attn_select.config import PHASES
-from attn_select.decide import Choice
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.selection import Selection
+from attn_select.decide.decide import Choice
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import PHASES
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.times.evidence import Evidence
 from attn_select.times.measurement import Measurement
 from attn_select.times.model import fit

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from timed_kernels import decide, decode, measured, prefill, ranks, why
 
-from attn_select.config import Phase
+from attn_select.layer.config import Phase
 from attn_select.times.choice import fastest
 from attn_select.times.timing import Timing
 

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.decide import Choice, Decider
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.selection import Selection
+from attn_select.decide.decide import Choice, Decider
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.times.evidence import Evidence
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.model import fit
 from attn_select.times.store import MeasurementFile, Stored, StoredMeasurement
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import parse_workload
 
 LAYER = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)

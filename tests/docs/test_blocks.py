@@ -20,13 +20,14 @@ import click
 import pytest
 import torch
 
-from attn_select import AttentionConfig, clear_cache, distributions, select
-from attn_select.config import PHASES
-from attn_select.device import CPU
-from attn_select.environment import Environment
-from attn_select.times.layer import timed_layer
+from attn_select import AttentionConfig, clear_cache, select
+from attn_select.backends import distributions
+from attn_select.layer.config import PHASES
+from attn_select.machine.device import CPU
+from attn_select.machine.environment import Environment
 from attn_select.times.measurement import Measurement
 from attn_select.times.store import PACKAGED_FOLDER
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import parse_workload
 from attn_select_cli.main import cli
 

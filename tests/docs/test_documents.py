@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_select import variables
+from attn_select.machine import variables
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("console_blocks", Path(__file__).with_name("console_blocks.py"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.models import LayerKinds, ModelSource
+from attn_select.layer.models import LayerKinds, ModelSource
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 

@@ -13,7 +13,7 @@ import pytest
 import attn_select
 from attn_select import AttentionConfig, configs_from_model, select_model
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
-from attn_select.models import LayerKind
+from attn_select.layer.models import LayerKind
 
 GEMMA = {
     "architectures": ["Gemma2ForCausalLM"],

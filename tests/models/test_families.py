@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.models import LayerKinds
+from attn_select.layer.models import LayerKinds
 
 MLA_512 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_kv_heads": 1, "head_size": 576}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attn_select.errors import ModelError
-from attn_select.models import LayerKinds
+from attn_select.layer.models import LayerKinds
 
 Kinds = Callable[..., LayerKinds]
 GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4, "dtype": "bfloat16"}

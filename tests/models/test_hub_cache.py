@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attn_select.errors import ModelError, UnknownNameError
-from attn_select.models import load
+from attn_select.layer.models import load
 
 OLD, NEW = "0" * 40, "1" * 40
 

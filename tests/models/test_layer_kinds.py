@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from attn_select.device import CPU, Device
 from attn_select.errors import ConfigError, UnknownNameError
-from attn_select.models import LayerKinds, layer_kinds, load
+from attn_select.layer.models import LayerKinds, layer_kinds, load
+from attn_select.machine.device import CPU, Device
 
 Kinds = Callable[..., LayerKinds]
 H100, A100, T4 = (Device(f"sm{a}{b}", (a, b)) for a, b in ((9, 0), (8, 0), (7, 5)))

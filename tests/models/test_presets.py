@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.models import load, presets
+from attn_select.layer.models import load, presets
 
 WANTED = {
     *("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b", "llama-4-scout", "mistral-7b", "mixtral-8x7b"),
@@ -107,8 +107,10 @@ def test_a_preset_cannot_be_changed_by_its_reader() -> None:
 
 
 def test_listing_presets_imports_nothing_heavy() -> None:
-    code = "import sys; from attn_select import models; models.presets(); models.load('phi-2'); print(*sys.modules)"
+    code = (
+        "import sys; from attn_select.layer import models; models.presets(); models.load('phi-2'); print(*sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = result.stdout.split()
-    assert "attn_select.models" in loaded
+    assert "attn_select.layer.models" in loaded
     assert not {"pydantic", "torch", "transformers", "importlib.resources", "click"} & set(loaded)

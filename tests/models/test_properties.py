@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
-from attn_select.models import LayerKinds, ModelSource, load, presets
-from attn_select.models.tables import defaults
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.models import LayerKinds, ModelSource, load, presets
+from attn_select.layer.models.data_files import defaults
+from attn_select.machine.device import CPU, Device
 
 T = TypeVar("T")
 RAW = [json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("data/configs/*/config.json"))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from attn_select.models import LayerKinds, load
+from attn_select.layer.models import LayerKinds, load
 
 MLA_512 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_kv_heads": 1, "head_size": 576}
 SINKS = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sinks": True}

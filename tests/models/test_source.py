@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from attn_select.errors import ModelError, UnknownNameError
-from attn_select.models import load
-from attn_select.models.source import MAX_BYTES
+from attn_select.layer.models import load
+from attn_select.layer.models.source import MAX_BYTES
 
 LLAMA = '{"model_type": "llama", "num_hidden_layers": 2}'
 

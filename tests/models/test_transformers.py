@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from attn_select.errors import ModelError
-from attn_select.models import configs_from_model, load
-from attn_select.models.fields import Fields
-from attn_select.models.layer_types import layer_types
-from attn_select.models.readers import read
-from attn_select.models.tables import defaults, family
-from attn_select.models.variants import sliding_window
+from attn_select.layer.models import configs_from_model, load
+from attn_select.layer.models.data_files import defaults, family
+from attn_select.layer.models.fields import Fields
+from attn_select.layer.models.layer_types import layer_types
+from attn_select.layer.models.readers import read
+from attn_select.layer.models.variants import sliding_window
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 with warnings.catch_warnings():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.distributions import known_backends
+from attn_select.backends.distributions import known_backends
 
 ROOT = Path(__file__).resolve().parents[2]
 SAFELY: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}

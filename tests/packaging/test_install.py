@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 import attn_select
-from attn_select import distributions
+from attn_select.backends import distributions
 
 pytestmark = pytest.mark.long
 slow = pytest.mark.slow(guard="a clone in one command, and each plugin by its name: the remedies outside a clone")
@@ -23,7 +23,7 @@ for point in importlib.metadata.entry_points(group="attn_select"):
     backends = sorted(spec.name for spec in module.attn_select_register_backends())
     found[point.dist.name] = [backends, point.dist.version, module.__file__]
 import attn_select
-from attn_select import distributions
+from attn_select.backends import distributions
 rules = (importlib.resources.files("attn_select") / "selector_rules.toml").read_text()
 print(json.dumps({"plugins": found, "core": attn_select.__file__, "rules": rules, "torch": "torch" in sys.modules}))
 """

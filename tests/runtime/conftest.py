@@ -10,12 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_select.config import PHASES, AttentionConfig, CudaGraphLevel, Phase
-from attn_select.decide import Decider, parse_choice
-from attn_select.device import CPU
-from attn_select.environment import Environment
-from attn_select.layouts import FLASH_ATTN_NHD, PAGED_ATTENTION
-from attn_select.registry import Registry
+from attn_select.backends.registry import Registry
+from attn_select.backends.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+)
+from attn_select.decide.decide import Decider, parse_choice
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import PHASES, AttentionConfig, CudaGraphLevel, Phase
+from attn_select.layer.layouts import FLASH_ATTN_NHD, PAGED_ATTENTION
+from attn_select.machine.device import CPU
+from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet
 from attn_select.runtime import (
     AttentionBackend,
@@ -31,16 +41,6 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.cascade import CascadeSplit, split_for_cascade
 from attn_select.runtime.kv_cache import paged_attention_views
-from attn_select.selection import Selection
-from attn_select.spec import (
-    BackendOptions,
-    BackendPlan,
-    BackendSpec,
-    Capabilities,
-    ComputeCapabilities,
-    Fact,
-    HeadSizes,
-)
 
 EVERY_TYPE = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 

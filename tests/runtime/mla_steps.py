@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_select import select
+from attn_select.decide.selection import Selection
 from attn_select.runtime import (
     CommonAttentionMetadata,
     MLAAttention,
@@ -17,7 +18,6 @@ from attn_select.runtime import (
     Scales,
 )
 from attn_select.runtime.kv_cache import in_blocks_of
-from attn_select.selection import Selection
 from attn_select.testing import (
     MLAProblem,
     error_bound,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.running import common_of
 from attn_select.runtime import Attention, AttentionGroup, BatchError, Scales, forward_context
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
-from attn_select.testing.running import common_of
 
 Factory = Callable[..., Any]
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASHINFER_NHD
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASHINFER_NHD
 from attn_select.runtime.kv_cache import CacheView, allocate_kv_cache, key_value_views
 
 CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64)

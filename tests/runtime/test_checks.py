@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.running import common_of
 from attn_select.runtime import (
     Attention,
     AttentionGroup,
@@ -23,7 +24,6 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.checks import check_strides, checks_enabled
 from attn_select.testing import Problem, random_problem, relative_error, same_bits
-from attn_select.testing.running import common_of
 
 Factory = Callable[..., Any]
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attn_select import AttentionConfig, select
+from attn_select.reference.layer_step import LayerStep
 from attn_select.runtime import (
     Attention,
     BatchError,
@@ -20,7 +21,6 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.testing import mla_layer
-from attn_select.testing.layer_step import LayerStep
 from attn_select.testing.ranks import ThreadCollectives, run_ranks
 
 CAPACITY = Capacity(4, 64, 256)

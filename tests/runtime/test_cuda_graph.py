@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_select import AttentionConfig, select
-from attn_select.config import CudaGraphLevel
 from attn_select.errors import ConfigError
+from attn_select.layer.config import CudaGraphLevel
 from attn_select.runtime import (
     Attention,
     AttentionGroup,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.running import common_of
 from attn_select.runtime import Attention, BatchError, forward_context
 from attn_select.testing import random_problem, relative_error, same_bits
-from attn_select.testing.running import common_of
 
 Factory = Callable[..., Any]
 CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")

@@ -13,13 +13,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_select import select
-from attn_select.config import AttentionConfig, Phase
-from attn_select.decide import Choice, Decider
-from attn_select.device import CPU
-from attn_select.environment import Environment
+from attn_select.backends.registry import Registry
+from attn_select.decide.decide import Choice, Decider
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
-from attn_select.registry import Registry, load_plugins
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import CPU
+from attn_select.machine.environment import Environment
+from attn_select.reference.running import common_of
 from attn_select.rules.layers import RuleSet
+from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import (
     Attention,
     AttentionGroup,
@@ -29,14 +32,12 @@ from attn_select.runtime import (
     attention_group,
 )
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch, check_level
-from attn_select.selection import Selection
 from attn_select.testing import plan_of, random_mla_problem, random_problem, relative_error, same_bits
-from attn_select.testing.running import common_of
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.evidence import Evidence
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.store import MeasurementFile, Stored, StoredMeasurement, append_measurements
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import parse_workload
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}

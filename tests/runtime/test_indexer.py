@@ -11,6 +11,8 @@ from torch import Tensor
 
 from attn_select import select
 from attn_select.errors import ConfigError
+from attn_select.reference.oracle_indexer import index_scores_reference, quantized_rows, wrong_choice
+from attn_select.reference.oracle_mla import mla_reference
 from attn_select.runtime import (
     BatchError,
     BlockTable,
@@ -22,8 +24,6 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.torch_indexer import index_key_views
 from attn_select.testing import mla_layer
-from attn_select.testing.oracle_indexer import index_scores_reference, quantized_rows, wrong_choice
-from attn_select.testing.oracle_mla import mla_reference
 
 CacheDType = Literal["fp8_e4m3", "auto"]
 BLOCK, TOP_K, HEADS, DIM = 16, 24, 4, 32

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_select import layouts
-from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
+from attn_select.layer import layouts
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import key_value_views, num_blocks_for
 from attn_select.runtime.kv_cache import (
     SPLIT_IN_PLACE,

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_select import AttentionConfig
+from attn_select.backends.spec import BackendSpec
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
 from attn_select.runtime import (
     AttentionBackend,
@@ -28,8 +30,6 @@ from attn_select.runtime import (
     attention_group,
 )
 from attn_select.runtime.mla_context import context_chunks, context_parts
-from attn_select.selection import Selection
-from attn_select.spec import BackendSpec
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 
 MLA = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}

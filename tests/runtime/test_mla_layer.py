@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mla_steps import DEEPSEEK, MIXED, SMALL, Ran, layer_of, padded, run
 
 from attn_select import AttentionConfig, select
-from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.layer.layouts import FP8_DS_MLA, MLA
+from attn_select.reference.running import common_of
 from attn_select.runtime import (
     MLAAttentionGroup,
     Scales,
@@ -28,7 +29,6 @@ from attn_select.testing import (
     relative_error,
     same_bits,
 )
-from attn_select.testing.running import common_of
 
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},

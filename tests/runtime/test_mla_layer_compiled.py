@@ -10,7 +10,8 @@ from mla_steps import MIXED, SMALL, layer_of, run
 from torch import Tensor
 
 from attn_select import AttentionConfig, select
-from attn_select.layouts import MLA
+from attn_select.layer.layouts import MLA
+from attn_select.reference.running import common_of
 from attn_select.runtime import (
     MLAAttentionGroup,
     forward_context,
@@ -20,7 +21,6 @@ from attn_select.testing import (
     relative_error,
     same_bits,
 )
-from attn_select.testing.running import common_of
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -11,9 +11,10 @@ import torch
 from mla_steps import SMALL, layer_of, run
 
 from attn_select import AttentionConfig, select
-from attn_select.config import Phase
 from attn_select.errors import ConfigError, PluginError
-from attn_select.layouts import MLA
+from attn_select.layer.config import Phase
+from attn_select.layer.layouts import MLA
+from attn_select.reference.running import common_of
 from attn_select.runtime import (
     AttentionBackend,
     BatchError,
@@ -23,7 +24,6 @@ from attn_select.runtime import (
     attention_group,
 )
 from attn_select.testing import random_mla_problem, same_bits
-from attn_select.testing.running import common_of
 
 
 @pytest.mark.parametrize(("phases", "missing"), [(("decode",), "prefill"), (("prefill",), None)])

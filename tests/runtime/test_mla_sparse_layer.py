@@ -12,7 +12,10 @@ from mla_steps import DEEPSEEK, MIXED, SMALL, layer_of, run
 from torch import Tensor
 
 from attn_select import AttentionConfig
-from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.selection import Selection
+from attn_select.layer.layouts import FP8_DS_MLA, MLA
+from attn_select.reference.running import common_of
 from attn_select.runtime import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -22,13 +25,10 @@ from attn_select.runtime import (
     MLAAttentionImpl,
 )
 from attn_select.runtime.backend import AttentionLayer
-from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.testing import (
     random_mla_problem,
     sparse_mla_reference,
 )
-from attn_select.testing.running import common_of
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 
 Choose = Callable[..., Selection]

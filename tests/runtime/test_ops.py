@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_select import layouts
-from attn_select.config import AttentionConfig
+from attn_select.layer import layouts
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import Scales, ops, torch_ops
 from attn_select.runtime.kv_cache import allocate_kv_cache
 from attn_select.testing import gather_reference, merge_reference, pack_fp8_ds_mla, same_bits, write_reference

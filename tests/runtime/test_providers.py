@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from attn_select.backends.kernel_builds import KernelBuild
+from attn_select.backends.spec import Library
 from attn_select.errors import KernelMismatchError
-from attn_select.providers import KernelBuild
-from attn_select.spec import Library
 
 pytest.importorskip("torch")
 
-from attn_select.runtime.providers import InstalledBuild
+from attn_select.runtime.installed_builds import InstalledBuild
 
 LIBRARY = Library("acme-attention", "acme", "pip install acme-attention", ">=2,<3")
 BUILD = KernelBuild(kernel="Acme", library=LIBRARY, module="acme.attention")
@@ -27,8 +27,8 @@ def attend(query: Any, cache: Any, scale: float, out: Any = None, lse: bool = Fa
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An installed module ``acme.attention`` of version 2.1 with the function ``attend``."""
-    monkeypatch.setattr("attn_select.environment.installed_version", {"acme-attention": "2.1"}.get)
-    monkeypatch.setattr("attn_select.environment.has_module", lambda name: True)
+    monkeypatch.setattr("attn_select.machine.environment.installed_version", {"acme-attention": "2.1"}.get)
+    monkeypatch.setattr("attn_select.machine.environment.has_module", lambda name: True)
     made: Any = ModuleType("acme.attention")
     made.attend = attend
     monkeypatch.setitem(sys.modules, "acme", ModuleType("acme"))
@@ -77,8 +77,8 @@ def test_a_function_that_is_gone_is_named(module: Any) -> None:
 
 
 def test_another_version_is_refused_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select.environment.installed_version", {"acme-attention": "3.0"}.get)
-    monkeypatch.setattr("attn_select.environment.has_module", lambda name: True)
+    monkeypatch.setattr("attn_select.machine.environment.installed_version", {"acme-attention": "3.0"}.get)
+    monkeypatch.setattr("attn_select.machine.environment.has_module", lambda name: True)
     with pytest.raises(KernelMismatchError, match=r"acme-attention 3\.0 is installed, >=2,<3 is needed") as info:
         InstalledBuild(BUILD)
     assert info.value.hint == "pip install --upgrade acme-attention"
@@ -101,5 +101,5 @@ def test_a_module_that_cannot_be_imported_says_why(
 
 
 def test_a_module_without_package_metadata_is_used_as_it_is(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select.environment.installed_version", lambda name: None)
+    monkeypatch.setattr("attn_select.machine.environment.installed_version", lambda name: None)
     assert InstalledBuild(BUILD).module is module

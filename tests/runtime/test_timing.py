@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_select.runtime.timing import FLUSH_BYTES, flushed_times, gpu_times, host_times, medians, timed_rounds
+from attn_select.runtime.timer import FLUSH_BYTES, flushed_times, gpu_times, host_times, medians, timed_rounds
 
 
 class Machine:
@@ -75,7 +75,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name, fake in (("Event", Event), ("CUDAGraph", Graph), ("graph", capture)):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: machine.log.append("wait"))
-    monkeypatch.setattr("attn_select.runtime.timing.time.perf_counter", lambda: 2 * machine.now)
+    monkeypatch.setattr("attn_select.runtime.timer.time.perf_counter", lambda: 2 * machine.now)
     return machine
 
 

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select.config import AttentionConfig
-from attn_select.draft_trees import in_two_parts
+from attn_select.backends.draft_trees import in_two_parts
 from attn_select.errors import ConfigError
-from attn_select.runtime import BatchError, Capacity, attention_group
-from attn_select.runtime.cuda_graph import StaticBatch, check_level
-from attn_select.runtime.tree_group import DraftTreeGroup
-from attn_select.testing.problems import TREE_BATCHES, TREE_REQUESTS
-from attn_select.testing.running import (
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.problems import TREE_BATCHES, TREE_REQUESTS
+from attn_select.reference.running import (
     Result,
     check_result,
     common_of,
@@ -26,6 +23,9 @@ from attn_select.testing.running import (
     problem_for,
     run_problem,
 )
+from attn_select.runtime import BatchError, Capacity, attention_group
+from attn_select.runtime.cuda_graph import StaticBatch, check_level
+from attn_select.runtime.tree_group import DraftTreeGroup
 
 LAYER: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16, "dtype": "float32"}
 MakeTrees = Callable[..., DraftTreeGroup]

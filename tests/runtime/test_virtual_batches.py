@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.running import common_of, reblocked
 from attn_select.runtime import Attention, AttentionGroup, BatchError, Capacity, split_decodes_and_prefills
 from attn_select.runtime.metadata import Split
 from attn_select.testing import lse_error, random_problem, relative_error
-from attn_select.testing.running import common_of, reblocked
 
 Factory = Callable[..., Any]
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "dtype": "float32"}

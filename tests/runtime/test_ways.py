@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.ways import Ways
 from attn_select.times.workload import parse_workload
 

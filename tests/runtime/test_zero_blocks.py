@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_select import layouts, select
-from attn_select.config import AttentionConfig
+from attn_select import select
 from attn_select.errors import ConfigError
+from attn_select.layer import layouts
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import (
     Attention,
     AttentionGroup,

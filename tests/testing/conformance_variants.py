@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.spec import BackendPlan, BackendSpec, Fact
+from attn_select.backends.spec import BackendPlan, BackendSpec, Fact
 from attn_select.testing import BackendConformance
 
 HEADS = ((1, 1), (4, 2), (8, 1))

@@ -10,9 +10,9 @@ import pytest
 from conformance_variants import ACCEPTED, REJECTED, YES, Variant, failures, ids_of, params_of
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.backends.spec import BackendPlan, ComputeCapabilities, Fact, Reason
 from attn_select.errors import RuntimeMissingError
-from attn_select.spec import BackendPlan, ComputeCapabilities, Fact, Reason
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.testing import conformance
 from attn_select.testing.conformance_summary import SuiteCounts, summary_lines
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from conformance_variants import HEADS, Variant
 
-from attn_select import gate
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.features import FEATURES
-from attn_select.spec import Fact
+from attn_select.backends.spec import Fact
+from attn_select.decide import gate
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.features import FEATURES
+from attn_select.machine.device import Device
 from attn_select.testing.conformance_configs import config_text, draw_case
 
 

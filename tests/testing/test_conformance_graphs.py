@@ -11,12 +11,12 @@ import torch
 from conformance_variants import Variant
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU
-from attn_select.environment import Environment
-from attn_select.gate import check
+from attn_select.backends.spec import BackendPlan
+from attn_select.decide.gate import check
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import CPU
+from attn_select.machine.environment import Environment
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
-from attn_select.spec import BackendPlan
 from attn_select.testing import conformance_run as run
 from attn_select.testing import error_bound
 from attn_select.testing.toolkit import selection_for

@@ -12,8 +12,8 @@ import torch
 from conformance_variants import ACCEPTED, HEADS, YES, Variant, failures
 from torch import Tensor
 
+from attn_select.backends.spec import BackendPlan, Fact, Reason
 from attn_select.runtime.kv_cache import key_value_views
-from attn_select.spec import BackendPlan, Fact, Reason
 
 pytestmark = pytest.mark.long
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 from attn_select.testing import (
     attention_options,
     attention_reference,
@@ -236,7 +236,7 @@ def test_nan_where_nobody_looks_changes_nothing() -> None:
 def test_long_queries_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     query, keys, values = tensors(13, 20)
     expected = attention_reference(query, keys, values, scale=0.3, sliding_window=6)
-    monkeypatch.setattr("attn_select.testing.oracle._MAX_SCORES", 4 * 20 * 3)
+    monkeypatch.setattr("attn_select.reference.oracle._MAX_SCORES", 4 * 20 * 3)
     got = attention_reference(query, keys, values, scale=0.3, sliding_window=6)
     torch.testing.assert_close(got, expected, **EXACT)
 

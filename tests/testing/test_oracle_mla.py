@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FP8_DS_MLA, MLA
 from attn_select.testing import (
     absorb_query,
     gather_reference,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FP8_DS_MLA, MLA, PAGED_ATTENTION
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FP8_DS_MLA, MLA, PAGED_ATTENTION
 from attn_select.testing import (
     lse_error,
     random_problem,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FP8_DS_MLA, LAYOUTS, MLA, cache_shape
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FP8_DS_MLA, LAYOUTS, MLA, cache_shape
+from attn_select.reference.running import reblocked
 from attn_select.testing import gather_reference, random_problem, same_bits
-from attn_select.testing.running import reblocked
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

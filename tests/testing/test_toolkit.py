@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, lookup
-from attn_select.environment import Environment
-from attn_select.gate import check
-from attn_select.runtime import Capacity, attention_group
-from attn_select.spec import (
+from attn_select.backends.spec import (
     BackendPlan,
     BackendSpec,
     Capabilities,
@@ -27,6 +22,12 @@ from attn_select.spec import (
     Library,
     Reason,
 )
+from attn_select.decide.gate import check
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import CPU, lookup
+from attn_select.machine.environment import Environment
+from attn_select.reference.running import check_result, problem_for, run_problem, shared_prefix
+from attn_select.runtime import Capacity, attention_group
 from attn_select.testing import (
     ask,
     check_answers,
@@ -45,7 +46,6 @@ from attn_select.testing import (
     strategies,
     with_other_texts,
 )
-from attn_select.testing.running import check_result, problem_for, run_problem, shared_prefix
 
 SOURCE = "this test's own word"
 FA2 = Library("flash-attn", "flash_attn", "pip install flash-attn", ">=2.8")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
-from attn_select.times.dispatch import WORTH, Names, Requests, StepChoice, by_phase, lead_of
 from attn_select.times.model import Prediction
+from attn_select.times.step_choice import WORTH, Names, Requests, StepChoice, by_phase, lead_of
 from attn_select.times.workload import parse_workload
 
 LAYER = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -332,7 +332,7 @@ def test_any_batch_has_an_answer_that_does_not_depend_on_those_before(data: st.D
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select.times.dispatch._MOST_KNOWN", 4)
+    monkeypatch.setattr("attn_select.times.step_choice._MOST_KNOWN", 4)
     choice = choice_of(decode=BOTH)
     answers = [ask(choice, f"q1s{2**bits}") for bits in range(20)]
     assert [ask(choice, f"q1s{2**bits}") for bits in range(20)] == answers

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.features import FEATURES, Schedule, coordinates, dealt_out, phase_work
+from attn_select.times.terms import TERMS, Schedule, coordinates, dealt_out, phase_work
 
 LAYER = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -26,7 +26,7 @@ PAIR = 2 * 32 * 2 * 128
 
 def features(text: str, decode: bool, l2_bytes: float = 0.0, schedule: Schedule | None = None) -> dict[str, float]:
     found = phase_work(LAYER, decode, SM_COUNT).features(parse_batch_shape(text).groups, l2_bytes, schedule)
-    return dict(zip(FEATURES, found, strict=True))
+    return dict(zip(TERMS, found, strict=True))
 
 
 def test_decodes_that_leave_multiprocessors_over_share_their_keys() -> None:
@@ -167,7 +167,7 @@ def test_the_longest_request_has_the_parts_of_the_schedule(text: str, schedule: 
 def test_a_fair_share_is_of_whole_lengths_whatever_a_window_leaves_of_them() -> None:
     windowed = LAYER.model_copy(update={"sliding_window": 1024})
     groups = parse_batch_shape("q1s64k_q1s1k").groups
-    found = dict(zip(FEATURES, phase_work(windowed, True, SM_COUNT).features(groups, 0.0, ("fair", 1)), strict=True))
+    found = dict(zip(TERMS, phase_work(windowed, True, SM_COUNT).features(groups, 0.0, ("fair", 1)), strict=True))
     assert (found["makespan"], found["parts"]) == (1024, 12)  # a share of 46 blocks leaves the short request whole
 
 
@@ -189,7 +189,7 @@ def test_a_fair_share_is_of_whole_lengths_whatever_a_window_leaves_of_them() -> 
 def test_planned_parts_go_in_order_to_the_one_that_has_least(heads: int, text: str, keys: int, parts: int) -> None:
     work = phase_work(AttentionConfig(num_heads=heads, **MLA), True, SM_COUNT)
     assert ("planned", 1) in work.schedules
-    found = dict(zip(FEATURES, work.features(parse_batch_shape(text).groups, 0.0, ("planned", 1)), strict=True))
+    found = dict(zip(TERMS, work.features(parse_batch_shape(text).groups, 0.0, ("planned", 1)), strict=True))
     assert (found["makespan"], found["parts"]) == (keys, parts)
 
 
@@ -209,7 +209,7 @@ def test_the_tiles_of_prefills_read_what_their_rows_see(text: str, resident: int
 
 def test_tiles_read_no_more_than_their_window() -> None:
     work = phase_work(replace(LAYER, sliding_window=100), False, SM_COUNT)
-    found = dict(zip(FEATURES, work.features(parse_batch_shape("q512s1k").groups, 0.0, ("tiles", 1)), strict=True))
+    found = dict(zip(TERMS, work.features(parse_batch_shape("q512s1k").groups, 0.0, ("tiles", 1)), strict=True))
     assert found["makespan"] == 2 * (100 + 127)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import lookup
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
 from attn_select.times import model
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.kept_fits import kept_or_fitted
-from attn_select.times.layer import timed_layer
+from attn_select.times.timed_layer import timed_layer
 
 LAYER = timed_layer(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128))
 OTHER = timed_layer(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=128))

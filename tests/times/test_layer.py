@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError
-from attn_select.times.layer import layer_from_dict, timed_layer
+from attn_select.layer.config import AttentionConfig
+from attn_select.times.timed_layer import layer_from_dict, timed_layer
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 MLA = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

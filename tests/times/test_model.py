@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import lookup
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.model import LEAST_POINTS, TimeModel, fit
 from attn_select.times.points import farthest_first
 from attn_select.times.roofline import step_work
 from attn_select.times.store import PACKAGED_FOLDER, MeasurementFile, read_measurements
+from attn_select.times.timed_layer import timed_layer
 
 H100 = lookup("h100")
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device, lookup
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device, lookup
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.roofline import is_decode, keys_read, roofline_us, step_work, visible_keys
 

@@ -14,12 +14,12 @@ import pytest
 
 from attn_select import AttentionConfig, ConfigError, clear_cache, select, select_model
 from attn_select.errors import MeasurementError, UnknownNameError
-from attn_select.registry import load_plugins
+from attn_select.rules.plugins import load_plugins
 from attn_select.testing import plan_of
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.store import PACKAGED_FOLDER, append_measurements
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import Workload, parse_workload
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)

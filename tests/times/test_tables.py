@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import known_gpus, lookup
 from attn_select.errors import MeasurementError
-from attn_select.registry import load_plugins
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import known_gpus, lookup
+from attn_select.rules.plugins import load_plugins
 from attn_select.testing import ask
 from attn_select.times import tables
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.layer import layer_from_dict, timed_layer
 from attn_select.times.measurement import Measurement
+from attn_select.times.timed_layer import layer_from_dict, timed_layer
 
 H100 = "NVIDIA H100 80GB HBM3"
 ROW: dict[str, Any] = {

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import lookup
-from attn_select.environment import Environment
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
+from attn_select.machine.environment import Environment
 from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import Rule, parse_rule
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.regions import Region
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.tuned_rules import contradicted, regions_of, rule_prefix, rule_tables, tuned_before
 from attn_select.times.workload import parse_workload
 

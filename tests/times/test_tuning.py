@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import lookup
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
 from attn_select.times.regions import Region, find_regions, next_batch, order_in
 from attn_select.times.tuning import ENOUGH_KNOWN, FIRST, HELD_OUT, TIE, Domain, Tuning

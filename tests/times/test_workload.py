@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError, UnknownNameError
+from attn_select.layer.config import AttentionConfig
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.workload import PROFILES, WeightedShape, Workload, parse_workload
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from attn_select.errors import ConfigError, show
-from attn_select.files import read_bounded
+from attn_select.machine.files import read_bounded
 
 
 class MatrixCell(BaseModel):

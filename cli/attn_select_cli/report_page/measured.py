@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import geometric_mean
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device, find_gpu
-from attn_select.environment import Environment
+from attn_select.decide.selector import environment_for, select
+from attn_select.decide.text import config_text
 from attn_select.errors import ConfigError
-from attn_select.render import config_text
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device, find_gpu
+from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet
-from attn_select.selector import environment_for, select
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.layer import TimedLayer, layer_from_dict, timed_layer
 from attn_select.times.measurement import MEASURED, Measurement
 from attn_select.times.roofline import roofline_us
 from attn_select.times.store import Stored, measurement_files, read_measurements
+from attn_select.times.timed_layer import TimedLayer, layer_from_dict, timed_layer
 from attn_select.times.workload import PROFILES, parse_workload
 from attn_select_cli.charts import PAGE, Bar, Line, bars, in_page, lines
 

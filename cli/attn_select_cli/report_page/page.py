@@ -15,9 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from attn_select import __version__
-from attn_select.config import AttentionConfig
-from attn_select.distributions import known_backends
-from attn_select.render import NAN_TAIL_WARNING, config_text, us_text
+from attn_select.backends.distributions import known_backends
+from attn_select.decide.text import NAN_TAIL_WARNING, config_text, us_text
+from attn_select.layer.config import AttentionConfig
 from attn_select_cli.charts import COLOURS
 from attn_select_cli.report_page.measured import ChartGroup, RegretGroup
 

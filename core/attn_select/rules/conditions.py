@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attn_select import config, dtypes
 from attn_select.errors import UnknownNameError, show
-from attn_select.features import MOST_SPECULATIVE_TOKENS
+from attn_select.layer import config, dtypes
+from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.rules import predicates
 from attn_select.rules.predicates import ConditionError, Predicate
 

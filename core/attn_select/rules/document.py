@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from attn_select.errors import UnknownNameError, shorten, show
-from attn_select.files import read_bounded
+from attn_select.machine.files import read_bounded
 from attn_select.rules.lines import KeyPath, header_lines, key_lines
 from attn_select.rules.rule import Rule, RuleError, parse_rule
 

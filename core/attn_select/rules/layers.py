@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from attn_select import variables
 from attn_select.errors import RulesError
+from attn_select.machine import variables
 from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, read_document, read_file
 from attn_select.rules.fragments import Fragment
 from attn_select.rules.rule import PACKAGED, Rule

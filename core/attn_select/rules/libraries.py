@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from attn_select.environment import canonical_distribution, installed_version
+from attn_select.backends.spec import BackendSpec, Library
 from attn_select.errors import nearest
+from attn_select.machine.environment import canonical_distribution, installed_version
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.rule import PACKAGED, Rule
-from attn_select.spec import BackendSpec, Library
 
 PREFIX = "library."
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from attn_select import distributions
-from attn_select.config import MLA_DIMS, PHASES
-from attn_select.device import CPU, find_gpu
+from attn_select.backends import distributions
 from attn_select.errors import UnknownNameError, show
-from attn_select.features import FEATURES
+from attn_select.layer.config import MLA_DIMS, PHASES
+from attn_select.layer.features import FEATURES
+from attn_select.machine.device import CPU, find_gpu
 from attn_select.rules.conditions import UNSET, Condition, compile_when, is_number, limits
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.layers import RuleSet
@@ -18,7 +18,7 @@ from attn_select.rules.libraries import unknown_libraries, versions_not_here
 from attn_select.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from attn_select.registry import Registry
+    from attn_select.backends.registry import Registry
 
 (_MLA,), _ = compile_when({"mla": True})
 (_NOT_MLA,), _ = compile_when({"mla": False})

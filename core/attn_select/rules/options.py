@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
+from attn_select.backends.spec import BackendOptions, BackendSpec
 from attn_select.errors import RulesError, UnknownNameError, show
 from attn_select.rules.layers import RuleSet
-from attn_select.spec import BackendOptions, BackendSpec
 
 
 def read_options(rules: RuleSet, specs: Mapping[str, BackendSpec]) -> dict[str, BackendOptions]:

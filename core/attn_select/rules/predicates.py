@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attn_select import dtypes
 from attn_select.errors import UnknownNameError, nearest, show
+from attn_select.layer import dtypes
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -137,7 +137,7 @@ def gpus(field: str, values: Sequence[object], warnings: list[str]) -> Compiled:
 
 def _gpu(text: str, warnings: list[str]) -> str:
     """Return the canonical name where ``text`` is any name of a known GPU, else ``text``."""
-    from attn_select import device
+    from attn_select.machine import device
 
     if text == "cpu":  # saves reading the table for the packaged rules
         return text

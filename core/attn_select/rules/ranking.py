@@ -9,9 +9,9 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment, canonical_distribution
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment, canonical_distribution
 from attn_select.rules.conditions import Condition
 from attn_select.rules.libraries import PREFIX
 from attn_select.rules.rule import PACKAGED, Rule

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attn_select.config import PHASES, Phase
 from attn_select.errors import UnknownNameError, shorten, show
+from attn_select.layer.config import PHASES, Phase
 from attn_select.rules.conditions import Condition, compile_when
 from attn_select.rules.predicates import ConditionError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_select.config import PHASES
-from attn_select.registry import Registry
+from attn_select.backends.registry import Registry
+from attn_select.layer.config import PHASES
 from attn_select.rules import conditions
 from attn_select.rules.document import VERSION
 from attn_select.rules.lint import known_names

@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, show
 from attn_select.runtime.attention import Attention
 from attn_select.runtime.backend import (
@@ -35,8 +36,8 @@ from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolErro
 from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.context_parallel.collectives import RankError
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
-from attn_select.runtime.context_parallel.group import ContextParallelGroup
-from attn_select.runtime.context_parallel.mla_group import ContextParallelMLAGroup
+from attn_select.runtime.context_parallel.rank_group import ContextParallelGroup
+from attn_select.runtime.context_parallel.rank_mla_group import ContextParallelMLAGroup
 from attn_select.runtime.custom_op import forward_context
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
 from attn_select.runtime.indexer import SparseIndexer
@@ -53,7 +54,6 @@ from attn_select.runtime.mla_group import MLAAttentionGroup, MLAMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
 from attn_select.runtime.tree_group import DraftTreeGroup
-from attn_select.selection import Selection
 
 
 def attention_group(

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attn_select.config import Phase
 from attn_select.errors import ConfigError, show
+from attn_select.layer.config import Phase
 from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer

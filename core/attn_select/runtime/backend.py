@@ -29,14 +29,14 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
-from attn_select.dtypes import BITS
+from attn_select.backends.spec import BackendOptions, BackendPlan
 from attn_select.errors import PluginError
+from attn_select.layer.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.layer.dtypes import BITS
 from attn_select.runtime import ops
 from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.scales import Scales
-from attn_select.spec import BackendOptions, BackendPlan
 
 M = TypeVar("M")
 Progress = Callable[[str, int, int], None]
@@ -52,7 +52,7 @@ class BackendContext:
         plans: the plan of each phase that this backend serves here.
         device: where tensors live.
         options: the backend's ``[backends.NAME]`` table.
-        kv_layout: name from ``attn_select.layouts``; None where no cache is read.
+        kv_layout: name from ``attn_select.layer.layouts``; None where no cache is read.
         block_size: tokens per block of the tables and cache views that this backend sees; None without a cache.
         max_num_seqs: most requests in a batch.
         max_num_batched_tokens: most tokens in a batch.

@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_select.errors import ConfigError, show
 from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
-from attn_select.times.dispatch import lead_of
+from attn_select.times.step_choice import lead_of
 
 FEW_SLOTS = 32
 """Up to as many, slots are worked out one by one, which takes less time than the operations for all at once."""

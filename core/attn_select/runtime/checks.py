@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attn_select import variables
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine import variables
 from attn_select.runtime.kv_cache import cache_dtype, check_cache_shape
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 from attn_select.runtime.scales import Scales

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attn_select.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.errors import ConfigError
+from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees

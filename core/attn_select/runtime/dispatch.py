@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, show
-from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.times.choice import Rival
-from attn_select.times.dispatch import StepChoice
 from attn_select.times.kept_fits import kept_or_fitted
-from attn_select.times.layer import timed_layer
 from attn_select.times.model import LEAST_POINTS, TimeModel
+from attn_select.times.step_choice import StepChoice
+from attn_select.times.timed_layer import timed_layer
 
 MEASURED = "measured"
 """The value of ``dispatch`` with which the backend that is predicted to be fastest runs each step."""

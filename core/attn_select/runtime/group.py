@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.selection import Selection
+from attn_select.decide.text import byte_text
 from attn_select.errors import ConfigError, show
-from attn_select.render import byte_text
+from attn_select.layer.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
 from attn_select.runtime.backend import AttentionBackend, BackendContext, Progress
@@ -23,8 +25,6 @@ from attn_select.runtime.scales import Scales
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
 from attn_select.runtime.warm_up import WarmUp, warm_up
 from attn_select.runtime.ways import Served, Way, Ways
-from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, BackendSpec
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attn_select import layouts
-from attn_select.config import AttentionConfig
+from attn_select.decide.text import byte_text
 from attn_select.errors import ConfigError
-from attn_select.render import byte_text
+from attn_select.layer import layouts
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.torch_dtypes import storage_dtype
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ SPLIT_IN_PLACE = (layouts.FLASH_ATTN_NHD, layouts.MLA, layouts.FP8_DS_MLA)
 
 
 def kv_cache_shape(layout: str, config: AttentionConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Return the shape of one layer's cache in elements of ``storage_dtype`` (``attn_select.layouts``)."""
+    """Return the shape of one layer's cache in elements of ``storage_dtype`` (``attn_select.layer.layouts``)."""
     shape = layouts.cache_shape(layout, config, block_size)
     return tuple(num_blocks if extent == "num_blocks" else int(extent) for extent in shape)
 

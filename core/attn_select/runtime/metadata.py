@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import AttnSelectError
-from attn_select.times.dispatch import Lead
+from attn_select.times.step_choice import Lead
 
 Ranges = Sequence[tuple[int, int]]
 """Inclusive ``(first, last)`` positions of one request's image tokens."""

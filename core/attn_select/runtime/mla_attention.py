@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attn_select.config import Phase
 from attn_select.errors import ConfigError
+from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
 from attn_select.runtime.attention import foreign_metadata, layer_scale, layer_scales, per_head
 from attn_select.runtime.backend import MLAAttentionImpl

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges, VarlenMetadata, prefix_sums
 

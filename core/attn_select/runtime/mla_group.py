@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import Phase
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
+from attn_select.layer.config import Phase
 from attn_select.runtime import ops
 from attn_select.runtime.group import AttentionGroup, Capacity
 from attn_select.runtime.kv_cache import kernel_block_table
@@ -32,7 +33,6 @@ from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select.runtime.ways import Served, Way
-from attn_select.selection import Selection
 
 WORKSPACE_TOKENS = 8192
 """Cached tokens that are decompressed at a time unless a group says otherwise: at 128 heads of DeepSeek-V3 in bfloat16

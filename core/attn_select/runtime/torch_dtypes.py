@@ -1,4 +1,4 @@
-"""torch's dtypes by the names of ``attn_select.dtypes``."""
+"""torch's dtypes by the names of ``attn_select.layer.dtypes``."""
 
 from __future__ import annotations
 

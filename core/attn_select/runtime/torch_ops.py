@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FP8_DS_MLA, PAGED_ATTENTION
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FP8_DS_MLA, PAGED_ATTENTION
 from attn_select.runtime.kv_cache import key_value_views, paged_attention_views
 from attn_select.runtime.rank_memory import RankMemory
 from attn_select.runtime.scales import Scales

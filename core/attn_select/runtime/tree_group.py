@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attn_select.config import CudaGraphLevel, Phase
-from attn_select.dtypes import is_quantized
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
+from attn_select.layer.config import CudaGraphLevel, Phase
+from attn_select.layer.dtypes import is_quantized
 from attn_select.runtime import ops
 from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
 from attn_select.runtime.kv_cache import key_value_views
@@ -24,7 +25,6 @@ from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
-from attn_select.selection import Selection
 
 
 @dataclass(slots=True)

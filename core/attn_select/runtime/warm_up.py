@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, Phase
 from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.runtime.backend import Progress
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.custom_op import layer_of

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
+from attn_select.backends.spec import BackendSpec
 from attn_select.errors import ConfigError
+from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.dispatch import Dispatch
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.virtual_batches import VirtualBatches
-from attn_select.spec import BackendSpec
-from attn_select.times.dispatch import Names, by_phase, lead_of
+from attn_select.times.step_choice import Names, by_phase, lead_of
 from attn_select.times.workload import Workload
 
 

@@ -32,8 +32,15 @@ if find_spec("torch") is None:
         "attn_select.testing needs torch, which is not installed: pip install 'attn-select[testing]'", name="torch"
     )
 
-from attn_select.testing.comparison import ErrorBound, RelativeError, error_bound, lse_error, relative_error, same_bits
-from attn_select.testing.oracle import (
+from attn_select.reference.comparison import (
+    ErrorBound,
+    RelativeError,
+    error_bound,
+    lse_error,
+    relative_error,
+    same_bits,
+)
+from attn_select.reference.oracle import (
     AttentionOptions,
     attention_options,
     attention_reference,
@@ -41,21 +48,21 @@ from attn_select.testing.oracle import (
     varlen_reference,
     visible_keys,
 )
-from attn_select.testing.oracle_mla import (
+from attn_select.reference.oracle_mla import (
     absorb_query,
     mla_absorbed_reference,
     mla_reference,
     project_output,
     sparse_mla_reference,
 )
-from attn_select.testing.oracle_paged import (
+from attn_select.reference.oracle_paged import (
     gather_reference,
     paged_reference,
     slot_mapping_reference,
     write_reference,
 )
-from attn_select.testing.oracle_quant import pack_fp8_ds_mla, quantize_query, storage_dtype, unpack_fp8_ds_mla
-from attn_select.testing.problems import (
+from attn_select.reference.oracle_quant import pack_fp8_ds_mla, quantize_query, storage_dtype, unpack_fp8_ds_mla
+from attn_select.reference.problems import (
     MLAProblem,
     Problem,
     Request,

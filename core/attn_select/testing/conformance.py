@@ -30,19 +30,20 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 import torch
 
-from attn_select import detection, gate
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import CPU, Device, known_gpus, lookup
-from attn_select.environment import Environment
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec
+from attn_select.backends.spec_check import problems_of
+from attn_select.decide import gate
+from attn_select.decide.selection import Selection
+from attn_select.decide.selector import environment_for
 from attn_select.errors import RuntimeMissingError
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine import detection
+from attn_select.machine.device import CPU, Device, known_gpus, lookup
+from attn_select.machine.environment import Environment
+from attn_select.reference import comparison
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.context_parallel.context_parallel import QUERIES
-from attn_select.selection import Selection
-from attn_select.selector import environment_for
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec
-from attn_select.spec_check import problems_of
-from attn_select.testing import comparison
 from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
 from attn_select.testing.conformance_facts import refused_values, undeclared
 from attn_select.testing.conformance_run import Rig, Terms

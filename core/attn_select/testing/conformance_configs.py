@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attn_select.config import ATTENTION_TYPES, MLA_DIMS, AttentionConfig, Phase
-from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES, is_quantized
+from attn_select.backends.spec import BackendSpec, Capabilities
 from attn_select.errors import ConfigError
-from attn_select.features import FEATURES
-from attn_select.spec import BackendSpec, Capabilities
+from attn_select.layer.config import ATTENTION_TYPES, MLA_DIMS, AttentionConfig, Phase
+from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES, is_quantized
+from attn_select.layer.features import FEATURES
 
 Fields = dict[str, Any]
 Heads = Sequence[tuple[int, int]]

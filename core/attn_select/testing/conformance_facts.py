@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from attn_select import gate
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import CPU, Device, known_gpus
-from attn_select.dtypes import is_quantized
-from attn_select.features import FEATURES
-from attn_select.spec import BackendSpec, Capabilities
+from attn_select.backends.spec import BackendSpec, Capabilities
+from attn_select.decide import gate
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.dtypes import is_quantized
+from attn_select.layer.features import FEATURES
+from attn_select.machine.device import CPU, Device, known_gpus
 from attn_select.testing.conformance_configs import Fields, Heads, inside_config, made_config, own_fields, sizes_of
 from attn_select.testing.toolkit import codes
 

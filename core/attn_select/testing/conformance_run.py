@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.runtime import Capacity, ContextParallel, attention_group, decodes_first
-from attn_select.runtime.cuda_graph import CudaGraphRunner
-from attn_select.selection import Selection
-from attn_select.testing.comparison import request_name, same_bits
-from attn_select.testing.problems import (
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.reference.comparison import request_name, same_bits
+from attn_select.reference.problems import (
     MLAProblem,
     Request,
     of_another_layer,
@@ -25,8 +23,7 @@ from attn_select.testing.problems import (
     random_problem,
     random_requests,
 )
-from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
-from attn_select.testing.running import (
+from attn_select.reference.running import (
     Bound,
     Drawn,
     Result,
@@ -42,6 +39,9 @@ from attn_select.testing.running import (
     run_problem,
     step_of,
 )
+from attn_select.runtime import Capacity, ContextParallel, attention_group, decodes_first
+from attn_select.runtime.cuda_graph import CudaGraphRunner
+from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 WORKSPACE_TOKENS = 64

@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attn_select.config import AttentionConfig
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, RuntimeMissingError
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import ContextParallel
-from attn_select.selection import Selection
 from attn_select.testing.conformance import BackendConformance, rank_options
 from attn_select.testing.conformance_configs import config_text, draw_case
 from attn_select.testing.conformance_run import Rig, Terms

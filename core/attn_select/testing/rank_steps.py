@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.oracle_paged import token_views
+from attn_select.reference.problems import MLAProblem
+from attn_select.reference.running import Drawn, Group, Result, poison, run_problem, step_of
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.kv_cache import kv_cache_shape
-from attn_select.testing.oracle_paged import token_views
-from attn_select.testing.problems import MLAProblem
-from attn_select.testing.running import Drawn, Group, Result, poison, run_problem, step_of
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 

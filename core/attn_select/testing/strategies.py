@@ -13,13 +13,13 @@ from typing import Any
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from attn_select.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, MLA_DIMS, AttentionConfig
-from attn_select.device import known_gpus
-from attn_select.dtypes import DTYPES, KV_CACHE_DTYPES
-from attn_select.environment import Environment
+from attn_select.backends.spec import Library
 from attn_select.errors import ConfigError
-from attn_select.features import FEATURES, Feature
-from attn_select.spec import Library
+from attn_select.layer.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, MLA_DIMS, AttentionConfig
+from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES
+from attn_select.layer.features import FEATURES, Feature
+from attn_select.machine.device import known_gpus
+from attn_select.machine.environment import Environment
 from attn_select.testing.toolkit import MLA_FIELDS, environment_of
 
 HEADS = (1, 2, 5, 7, 8, 16, 32, 64, 71, 96, 128, 160, 256, 1024)

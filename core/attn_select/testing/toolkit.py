@@ -5,7 +5,7 @@
     assert plan_of(ACME_ATTN, gqa_layer(), "h100").cuda_graph == "ALWAYS"
     assert list(reasons_of(ACME_ATTN, gqa_layer(alibi=True), "h100")) == ["alibi"]
 
-``attn_select.testing.running`` runs what was planned, ``attn_select.testing.strategies`` draws configurations.
+``attn_select.reference.running`` runs what was planned, ``attn_select.testing.strategies`` draws configurations.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from attn_select import gate
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
-from attn_select.decide import shared_cache
-from attn_select.device import CPU, Device, lookup
-from attn_select.dtypes import is_quantized
-from attn_select.environment import (
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Fact, Library, Reason
+from attn_select.decide import gate
+from attn_select.decide.decide import shared_cache
+from attn_select.decide.outcome import Candidate, Verdict
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
+from attn_select.layer.dtypes import is_quantized
+from attn_select.layer.layouts import LAYOUTS, MLA
+from attn_select.machine.device import CPU, Device, lookup
+from attn_select.machine.environment import (
     INSTALLED,
     MISSING,
     WRONG_VERSION,
@@ -33,10 +37,6 @@ from attn_select.environment import (
     canonical_distribution,
     version_matches,
 )
-from attn_select.layouts import LAYOUTS, MLA
-from attn_select.outcome import Candidate, Verdict
-from attn_select.selection import Selection
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Fact, Library, Reason
 
 __tracebackhide__ = True  # a failure shows the test that asked, not the toolkit
 

@@ -14,9 +14,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.rules.ranking import Ranking, Rankings
-from attn_select.spec import BackendPlan, BackendSpec
 from attn_select.times.evidence import Evidence, Points, digest_of
 from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first, yields
 from attn_select.times.workload import Workload

@@ -1,7 +1,8 @@
 """``Evidence``: everything that is known about times on one device, and what it says about a candidate.
 
-A measurement counts for a candidate where GPU, backend, kernel names and the layer (``attn_select.times.layer``) are
-the same. Batches that were not measured are predicted from those that were (``attn_select.times.model``).
+A measurement counts for a candidate where GPU, backend, kernel names and the layer
+(``attn_select.times.timed_layer``) are the same. Batches that were not measured are predicted from those that were
+(``attn_select.times.model``).
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Protocol
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device, find_gpu
-from attn_select.environment import Environment
 from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device, find_gpu
+from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.kept_fits import kept_or_fitted
-from attn_select.times.layer import TimedLayer, timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.roofline import roofline_us
 from attn_select.times.store import (
@@ -32,6 +32,7 @@ from attn_select.times.store import (
     measurement_files,
     measurements_in,
 )
+from attn_select.times.timed_layer import TimedLayer, timed_layer
 from attn_select.times.timing import WEAKER_MARGIN, Kind, Series, Timing, strongest_first
 from attn_select.times.workload import Workload, phases_of
 

@@ -15,17 +15,17 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attn_select.device import Device
-from attn_select.files import replace_file
+from attn_select.machine.device import Device
+from attn_select.machine.files import replace_file
 from attn_select.times.batch_shape import BatchShape
-from attn_select.times.layer import TimedLayer
 from attn_select.times.store import user_folder
+from attn_select.times.timed_layer import TimedLayer
 
 if TYPE_CHECKING:
     from attn_select.times.model import TimeModel
 
 logger = logging.getLogger(__name__)
-_CODE = ("model.py", "features.py", "least_squares.py", "points.py", "roofline.py")
+_CODE = ("model.py", "terms.py", "least_squares.py", "points.py", "roofline.py")
 
 
 def kept_or_fitted(points: Sequence[tuple[BatchShape, float]], layer: TimedLayer, device: Device) -> TimeModel:

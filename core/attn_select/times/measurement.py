@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from attn_select.config import PHASES
 from attn_select.errors import MeasurementError, UnknownNameError, show
+from attn_select.layer.config import PHASES
 
 VERSION = 1
 """Of the line's format, its key ``v``."""
@@ -35,7 +35,7 @@ class Measurement:
         libraries: version by distribution: those that the kernel comes from, torch, and the plugin.
         backend: its name.
         kernel: the stable name of the plan's kernel for each phase that the batch has.
-        config: the fields of the layer that change a kernel's time (``attn_select.times.layer``).
+        config: the fields of the layer that change a kernel's time (``attn_select.times.timed_layer``).
         block_size: tokens per block of the cache; None where a table does not say, and without a cache.
         batch: the batch shape as text (``attn_select.times.batch_shape``).
         time_us: median time of one layer's step, microseconds.

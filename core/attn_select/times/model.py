@@ -18,19 +18,19 @@ from operator import mul, truediv
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
-from attn_select.times.features import (
-    FEATURES,
+from attn_select.times.least_squares import cholesky, inverse_diagonal, non_negative_least_squares, solve
+from attn_select.times.points import far_places
+from attn_select.times.terms import (
+    TERMS,
     Coordinates,
     PhaseWork,
     Schedule,
     phase_work,
 )
-from attn_select.times.layer import TimedLayer, layer_from_dict
-from attn_select.times.least_squares import cholesky, inverse_diagonal, non_negative_least_squares, solve
-from attn_select.times.points import far_places
+from attn_select.times.timed_layer import TimedLayer, layer_from_dict
 
 LEAST_POINTS = 6
 """Batches of a phase that a curve needs."""
@@ -113,7 +113,7 @@ class Curve:
     Attributes:
         work: makes the features.
         power: ``p`` of the sum: 1 adds the terms, a large one takes the longest.
-        rates: us per unit of each of ``FEATURES``.
+        rates: us per unit of each of ``TERMS``.
         l2_bytes: bytes that stay in the L2 between runs; 0: none.
         schedule: how the work is cut, as far as that explains the times.
         whole: whether batches lie by all keys of their requests, those included that a window hides.
@@ -401,7 +401,7 @@ def _fit_rates(
 
     cold = made(0.0, None)
     best, chosen = min(_fit_power(cold, times, power, 0.0, least) for power in _POWERS), None
-    if len(known) <= len(FEATURES):
+    if len(known) <= len(TERMS):
         return best, chosen
     for schedule in work.schedules:
         cut = made(0.0, schedule)
@@ -484,7 +484,7 @@ def _curve_to_dict(curve: Curve | None) -> dict[str, Any] | None:
         return None
     return {
         "power": curve.power,
-        "rates": dict(zip(FEATURES, curve.rates, strict=True)),
+        "rates": dict(zip(TERMS, curve.rates, strict=True)),
         "l2_bytes": curve.l2_bytes,
         "schedule": curve.schedule,
         "whole": curve.whole,
@@ -499,7 +499,7 @@ def _curve_from_dict(data: Mapping[str, Any] | None, work: PhaseWork) -> Curve |
     return Curve(
         work,
         data["power"],
-        tuple(data["rates"][name] for name in FEATURES),
+        tuple(data["rates"][name] for name in TERMS),
         data["l2_bytes"],
         None if data["schedule"] is None else (data["schedule"][0], data["schedule"][1]),
         data["whole"],

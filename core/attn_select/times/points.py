@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import repeat
 
 from attn_select.times.batch_shape import BatchShape
-from attn_select.times.features import coordinates
+from attn_select.times.terms import coordinates
 
 
 def farthest_first(batches: Sequence[BatchShape], count: int, chosen: Sequence[BatchShape] = ()) -> list[BatchShape]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.dtypes import BITS
-from attn_select.outcome import Outcome
+from attn_select.decide.outcome import Outcome
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.dtypes import BITS
+from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
 

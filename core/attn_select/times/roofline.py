@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attn_select import dtypes
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.layouts import FP8_DS_MLA, MLA, bytes_per_token
+from attn_select.layer import dtypes
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FP8_DS_MLA, MLA, bytes_per_token
+from attn_select.machine.device import Device
 
 if TYPE_CHECKING:
     from attn_select.times.batch_shape import BatchShape

@@ -1,6 +1,6 @@
 """Files of measurements: where they are, reading them, and appending to one.
 
-Read are the packaged files (``attn_select/data/measurements``), those of the user's cache folder, those that
+Read are the packaged files (``attn_select/times/measurements``), those of the user's cache folder, those that
 ``ATTN_SELECT_MEASUREMENTS`` names, and those that a caller names. A line that is corrupt is reported and skipped.
 """
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from attn_select import variables
 from attn_select.errors import MeasurementError
-from attn_select.files import locked
+from attn_select.machine import variables
+from attn_select.machine.files import locked
 from attn_select.times.measurement import Measurement
 
 SUFFIX = ".jsonl"
 Kind = Literal["packaged", "user", "named"]
-PACKAGED_FOLDER = Path(__file__).parent.parent / "data" / "measurements"
+PACKAGED_FOLDER = Path(__file__).parent / "measurements"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Published tables of attention times, read from an installed ``aiconfigurator-core``.
 
 That package (Apache-2.0, NVIDIA) holds times that its authors measured through vLLM, SGLang and TensorRT-LLM, as
-parquet files. ``data/table_labels.json`` says which of their kernels are kernels of a backend here, and why others are
+parquet files. ``table_labels.json`` says which of their kernels are kernels of a backend here, and why others are
 left out. The times are those of repeated runs on the same data, so that what fits into the L2 is read from there.
 """
 
@@ -16,16 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device, find_gpu
 from attn_select.errors import ConfigError, MeasurementError
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device, find_gpu
 from attn_select.times.batch_shape import BatchShape, RequestGroup
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
+from attn_select.times.timed_layer import timed_layer
 
 DISTRIBUTION = "aiconfigurator-core"
 INSTALL = "pip install 'attn-select[tables]'"
-_DATA = Path(__file__).parent.parent / "data" / "table_labels.json"
+_DATA = Path(__file__).parent / "table_labels.json"
 _FILES = ("context_attention_perf.parquet", "generation_attention_perf.parquet")
 _KV_DTYPES = {"bfloat16": "auto", "fp8": "fp8_e4m3"}
 

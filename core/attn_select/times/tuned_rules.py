@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from attn_select.config import MLA_DIMS, AttentionConfig, Phase
-from attn_select.device import CPU, Device, find_gpu
-from attn_select.environment import Environment
 from attn_select.errors import ConfigError
+from attn_select.layer.config import MLA_DIMS, AttentionConfig, Phase
+from attn_select.machine.device import CPU, Device, find_gpu
+from attn_select.machine.environment import Environment
 from attn_select.rules.conditions import UNSET
 from attn_select.rules.document import Problem
 from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import Rule
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.layer import timed_layer
 from attn_select.times.measurement import Measurement
 from attn_select.times.regions import FIELDS, Region
+from attn_select.times.timed_layer import timed_layer
 from attn_select.times.tuning import TIE
 from attn_select.times.workload import WeightedShape, Workload
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
-from attn_select.times.features import coordinates
-from attn_select.times.layer import timed_layer
 from attn_select.times.model import LEAST_POINTS, TimeModel, fit
 from attn_select.times.points import farthest_first
+from attn_select.times.terms import coordinates
+from attn_select.times.timed_layer import timed_layer
 
 TIE = 0.02
 """Times that differ by less than this share are alike."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from attn_select.config import PHASES, AttentionConfig, Phase
 from attn_select.errors import ConfigError, UnknownNameError, printable, show
-from attn_select.files import read_bounded
+from attn_select.layer.config import PHASES, AttentionConfig, Phase
+from attn_select.machine.files import read_bounded
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.roofline import is_decode
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attn_select.config import Phase
-from attn_select.engine_kernels import rests_on_our_times
-from attn_select.selection import Selection
+from attn_select.decide.selection import Selection
+from attn_select.engines.own_kernels import rests_on_our_times
+from attn_select.layer.config import Phase
 from attn_select_sglang.names import OWN_KERNELS, engine_name
 
 

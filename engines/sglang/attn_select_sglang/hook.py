@@ -13,14 +13,14 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_platform
 
 from attn_select import __version__, select_model
-from attn_select.detection import Detection, detect_device
-from attn_select.engines import MOVED, Adapter
+from attn_select.decide.selection import Selection
+from attn_select.decide.selector import environment_for, rules_in_an_engine
+from attn_select.decide.text import layer_lines, plain, warning_lines
+from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.errors import AttnSelectError, ConfigError, ModelError
-from attn_select.models import LayerKind
-from attn_select.render import layer_lines, plain, warning_lines
-from attn_select.selection import Selection
-from attn_select.selector import environment_for, rules_in_an_engine
-from attn_select.variables import WORKLOAD
+from attn_select.layer.models import LayerKind
+from attn_select.machine.detection import Detection, detect_device
+from attn_select.machine.variables import WORKLOAD
 from attn_select_sglang.choice import Choice, choose
 from attn_select_sglang.layers import layer_kinds
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_select.device import Device
 from attn_select.errors import ConfigError
-from attn_select.models import LayerKinds, configs_from_model
+from attn_select.layer.models import LayerKinds, configs_from_model
+from attn_select.machine.device import Device
 
 _KV_CACHE_DTYPES = {"bf16": "bfloat16"}
 """SGLang's names of KV-cache dtypes that differ."""

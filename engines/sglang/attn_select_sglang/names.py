@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.dtypes import is_quantized
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.dtypes import is_quantized
+from attn_select.machine.device import Device
 
 ENGINE_NAMES = {
     "FLASH_ATTN": ("fa3",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 
-from attn_select.engines import MOVED, Adapter
+from attn_select.engines.adapter import MOVED, Adapter
 
 RELEASES = ("0.5.23",)
 """The releases of SGLang that this adapter was run with; README.md says what ran where."""

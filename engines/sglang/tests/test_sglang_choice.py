@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attn_select import AttentionConfig, configs_from_model, select, select_model
-from attn_select.device import lookup
+from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_cli.engine_arguments import engine_arguments
 from attn_select_cli.engine_names import engine_table

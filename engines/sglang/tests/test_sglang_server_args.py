@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from attn_select import configs_from_model, select_model
-from attn_select.device import lookup
+from attn_select.machine.device import lookup
 from attn_select_sglang.choice import choose
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
@@ -63,8 +63,8 @@ logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
-from attn_select.detection import Detection
-from attn_select.device import lookup
+from attn_select.machine.detection import Detection
+from attn_select.machine.device import lookup
 import sglang.version
 model, cases = sys.argv[1], json.loads(sys.argv[2])
 sglang.version.__version__ = sys.argv[3] or sglang.version.__version__

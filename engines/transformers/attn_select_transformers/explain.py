@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from attn_select import AttentionConfig, Selection, configs_from_model, select
+from attn_select.decide.selector import rules_in_an_engine
 from attn_select.errors import ConfigError
-from attn_select.selector import rules_in_an_engine
 from attn_select_transformers.kinds import choices_of
 from attn_select_transformers.refusal import require_served
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from attn_select import AttentionConfig, Selection, select
+from attn_select.decide.selector import rules_in_an_engine
 from attn_select.runtime import Attention, AttentionGroup, Capacity
-from attn_select.selector import rules_in_an_engine
 
 
 class Kind:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from attn_select import layouts
 from attn_select.errors import ConfigError
+from attn_select.layer import layouts
 from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata
 from attn_select_transformers.dense import attend_runs
 from attn_select_transformers.kinds import Kernels, Kind, choices_of, kind_of

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_select.amx import avoid_trapping_amx
-from attn_select.engines import MOVED, Adapter
+from attn_select.decide.selector import rules_in_an_engine
+from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.errors import AttnSelectError
-from attn_select.selector import rules_in_an_engine
+from attn_select.machine.amx import avoid_trapping_amx
 from attn_select_transformers import captured, continuous, dense, paged, refusal
 from attn_select_transformers.names import DENSE, PAGED
 from attn_select_transformers.own_attention import leave_to_transformers

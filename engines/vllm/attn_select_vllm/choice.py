@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.engine_kernels import rests_on_our_times
-from attn_select.selection import Selection
+from attn_select.decide.selection import Selection
+from attn_select.engines.own_kernels import rests_on_our_times
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select_vllm.names import NOT_OURS, PREFILL_NAMES, EngineBackend, engine_backends
 
 Refusals = list[str]

@@ -14,13 +14,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_select import select
-from attn_select.detection import detect_device
-from attn_select.engines import MOVED, Adapter
+from attn_select.decide.selection import Selection
+from attn_select.decide.selector import rules_in_an_engine
+from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.errors import AttnSelectError, ConfigError, ModelError, RuntimeMissingError
-from attn_select.registry import load_plugins
-from attn_select.selection import Selection
-from attn_select.selector import rules_in_an_engine
-from attn_select.variables import WORKLOAD
+from attn_select.machine.detection import detect_device
+from attn_select.machine.variables import WORKLOAD
+from attn_select.rules.plugins import load_plugins
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
 from attn_select_vllm.kernels.limits import limits

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from attn_select.config import MLA_DIMS, AttentionConfig, CudaGraphLevel
-from attn_select.dtypes import DTypeName, canonical
 from attn_select.errors import ModelError
-from attn_select.models import configs_from_model
+from attn_select.layer.config import MLA_DIMS, AttentionConfig, CudaGraphLevel
+from attn_select.layer.dtypes import DTypeName, canonical
+from attn_select.layer.models import configs_from_model
 
 
 def kind_of(asked: Any) -> str:

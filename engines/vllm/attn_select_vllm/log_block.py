@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from attn_select import __version__
-from attn_select.render import layer_lines, plain, warning_lines
+from attn_select.decide.text import layer_lines, plain, warning_lines
 from attn_select_vllm.choice import Choice, Refusals, served_phases
 
 _NOTHING = "nothing that vLLM accepts; vLLM chooses by itself"

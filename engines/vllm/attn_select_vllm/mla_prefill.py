@@ -8,7 +8,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
 
-from attn_select.selection import Selection
+from attn_select.decide.selection import Selection
 from attn_select_vllm.choice import UNKNOWN, Refusals, prefill_order
 
 

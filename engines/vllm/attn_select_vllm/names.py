@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.dtypes import is_quantized
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.dtypes import is_quantized
+from attn_select.machine.device import Device
 
 OWN_PREFIX = "ATTN_SELECT_"
 """Backends of vLLM that run attn-select's kernels are named so, followed by the backend's name in attn-select."""

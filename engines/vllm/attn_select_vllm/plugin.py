@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 
-from attn_select.amx import avoid_trapping_amx
-from attn_select.engines import MOVED, Adapter
+from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.machine.amx import avoid_trapping_amx
 from attn_select_vllm.releases import RELEASES
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from test_vllm_choice import CASES, GOLDEN, config_for
 
 from attn_select import select
-from attn_select.config import Phase
+from attn_select.layer.config import Phase
 
 
 def reasons_against(gpu: str, layer: str, phase: Phase) -> dict[str, str]:

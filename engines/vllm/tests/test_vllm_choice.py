@@ -12,8 +12,8 @@ import pytest
 from vllm_emulated import LLAMA, AttentionSelectorConfig, engine_config
 
 from attn_select import AttentionConfig, clear_cache, select
-from attn_select.device import lookup
 from attn_select.errors import AttnSelectError, ConfigError
+from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_cli.engine_names import engine_table
 from attn_select_vllm.choice import choose, prefill_order
@@ -276,7 +276,7 @@ def test_a_device_that_attn_select_does_not_see_is_vllms(
     vllm: Any, name: str, capability: tuple[int, int], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container without NVML, and ROCm, whose capabilities are no CUDA's."""
-    monkeypatch.setattr("attn_select.detection.load_nvml", no_nvml)
+    monkeypatch.setattr("attn_select.machine.detection.load_nvml", no_nvml)
     clear_cache()
     engine = vllm(engine_config(LLAMA))
     engine.platform.device_name, type(engine.platform).capability = name, capability

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.testing.oracle import attention_reference
+from attn_select.reference.oracle import attention_reference
 
 RELEASE = "1.32.0"
 SIGNATURES = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_select.hookspecs import hookimpl
-from attn_select.spec import BackendSpec
+from attn_select.backends.hookspecs import hookimpl
+from attn_select.backends.spec import BackendSpec
 from attn_select_cutlass_mla.facts.cutlass_mla import CUTLASS_MLA
 
 

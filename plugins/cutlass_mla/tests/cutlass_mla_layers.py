@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.running import Result, check_result, common_of, problem_for, run_problem
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
 from attn_select.testing import MLAProblem, mla_layer, selection_of
-from attn_select.testing.running import Result, check_result, common_of, problem_for, run_problem
 from attn_select_cutlass_mla.facts.cutlass_mla import CUTLASS_MLA
 
 CAPACITY = Capacity(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512)

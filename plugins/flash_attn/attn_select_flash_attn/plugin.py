@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_select.hookspecs import hookimpl
-from attn_select.spec import BackendSpec
+from attn_select.backends.hookspecs import hookimpl
+from attn_select.backends.spec import BackendSpec
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 from attn_select_flash_attn.facts.flash_attn_mla_sparse import FLASH_ATTN_MLA_SPARSE

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from attn_select import AttentionConfig, Environment, select
-from attn_select.environment import parse_pins
+from attn_select.machine.environment import parse_pins
 from attn_select.runtime import (
     Attention,
     MLAAttention,
@@ -30,7 +30,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
-from attn_select.runtime.timing import Call, gpu_times, host_times
+from attn_select.runtime.timer import Call, gpu_times, host_times
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from attn_select.testing.oracle import attention_reference
+from attn_select.reference.oracle import attention_reference
 
 Arguments = dict[str, Any]
 E4M3 = torch.float8_e4m3fn

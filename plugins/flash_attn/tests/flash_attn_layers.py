@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select.config import AttentionConfig
-from attn_select.environment import Environment
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.environment import Environment
+from attn_select.reference.oracle_paged import paged_reference
 from attn_select.runtime import (
     Attention,
     AttentionGroup,
     Capacity,
     attention_group,
 )
-from attn_select.selection import Selection
 from attn_select.testing import environment_of, gqa_layer, selection_of
-from attn_select.testing.oracle_paged import paged_reference
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 BF16 = torch.bfloat16
@@ -79,7 +79,7 @@ def always_cascade(group: Any) -> None:
 def on_gpu(**fields: Any) -> Any:
     """Return a group of the real kernels, or skip."""
     from attn_select import Environment, select
-    from attn_select.environment import installed_version
+    from attn_select.machine.environment import installed_version
 
     options = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
     bare = installed_version("vllm") is None

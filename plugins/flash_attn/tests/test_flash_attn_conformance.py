@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.detection import detect_device
-from attn_select.environment import Environment, installed_version
-from attn_select.selector import environment_for
-from attn_select.spec import BackendPlan
+from attn_select.backends.spec import BackendPlan
+from attn_select.decide.selector import environment_for
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.detection import detect_device
+from attn_select.machine.environment import Environment, installed_version
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 from attn_select_flash_attn.facts.flash_attn_mla_sparse import FLASH_ATTN_MLA_SPARSE
@@ -22,8 +22,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from attn_select.reference.comparison import ErrorBound, error_bound
 from attn_select.testing import BackendConformance, mla_layer, selection_of
-from attn_select.testing.comparison import ErrorBound, error_bound
 from attn_select.testing.conformance_configs import Case
 from attn_select.testing.conformance_run import Rig, Terms
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_select.hookspecs import hookimpl
-from attn_select.spec import BackendSpec
+from attn_select.backends.hookspecs import hookimpl
+from attn_select.backends.spec import BackendSpec
 from attn_select_flashinfer.facts.mha import FLASHINFER
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE

@@ -23,7 +23,7 @@ from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, ops
-from attn_select.runtime.timing import Call, gpu_times, host_times
+from attn_select.runtime.timer import Call, gpu_times, host_times
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "bench"))
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from attn_select import AttentionConfig
-from attn_select.detection import detect_device
-from attn_select.environment import Environment
+from attn_select.machine.detection import detect_device
+from attn_select.machine.environment import Environment
 from attn_select.runtime import (
     BlockTable,
     Capacity,
@@ -30,7 +30,7 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.runtime.cuda_graph import CudaGraphRunner
-from attn_select.runtime.timing import Call, gpu_times, host_times
+from attn_select.runtime.timer import Call, gpu_times, host_times
 from attn_select.testing import relative_error
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA

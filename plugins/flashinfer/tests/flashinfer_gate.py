@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attn_select.config import AttentionConfig
-from attn_select.selection import Selection
-from attn_select.spec import BackendPlan, BackendSpec, Reason
+from attn_select.backends.spec import BackendPlan, BackendSpec, Reason
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import AttentionConfig
 from attn_select.testing import toolkit
 
 RELEASE: Mapping[str, Any] = {"pins": {"flashinfer-python": "0.6.14"}}

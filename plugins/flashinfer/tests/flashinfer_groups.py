@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from flashinfer_gate import RELEASE, with_plans
 
-from attn_select.detection import detect_device
-from attn_select.device import lookup
+from attn_select.decide.selector import environment_for
+from attn_select.machine.detection import detect_device
+from attn_select.machine.device import lookup
+from attn_select.reference.oracle_paged import paged_reference
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, AttentionGroup, Capacity, attention_group
-from attn_select.selector import environment_for
 from attn_select.testing import gqa_layer, selection_of
-from attn_select.testing.oracle_paged import paged_reference
-from attn_select.testing.running import random_batch
 from attn_select_flashinfer.facts.mha import FLASHINFER
 
 

@@ -16,8 +16,8 @@ import flashinfer_groups as groups
 import torch
 from flashinfer_emulated import paged
 
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, BatchError, Capacity
-from attn_select.testing.running import random_batch
 from attn_select_flashinfer.runtime import compiled_plan
 
 Emulate = Callable[..., Any]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.environment import Environment
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import pages
 from attn_select_flashinfer.facts.mha import FLASHINFER
 from attn_select_flashinfer.facts.mha_kernels import XQA_PAGES

@@ -15,7 +15,7 @@ import flashinfer_emulated as fi
 import torch
 from flashinfer_emulated import functions, paged, ragged, trtllm
 
-from attn_select.testing.oracle import attention_reference, merge_reference
+from attn_select.reference.oracle import attention_reference, merge_reference
 
 Batch, ints, packed, workspace = layers.Batch, layers.ints, layers.packed, layers.workspace
 E4M3 = torch.float8_e4m3fn

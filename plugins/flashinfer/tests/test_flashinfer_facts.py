@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from flashinfer_gate import Gate
 
-from attn_select import gate
-from attn_select.environment import Environment
-from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.spec import BackendSpec, Fact
-from attn_select.spec_check import problems_of
+from attn_select.backends.reasons import library_reasons
+from attn_select.backends.spec import BackendSpec, Fact
+from attn_select.backends.spec_check import problems_of
+from attn_select.layer.layouts import FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.machine.environment import Environment
 from attn_select.testing import check_sources, gqa_layer, mla_layer, toolkit
 from attn_select_flashinfer.facts import libraries, mha_kernels, mla_kernels
 from attn_select_flashinfer.plugin import attn_select_register_backends
@@ -55,13 +55,13 @@ def test_every_fact_has_a_source() -> None:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 def test_an_older_release_is_refused(spec: BackendSpec) -> None:
-    reasons = gate.library_reasons(spec, Environment(assume_installed=True, pins={"flashinfer-python": "0.6.13"}))
+    reasons = library_reasons(spec, Environment(assume_installed=True, pins={"flashinfer-python": "0.6.13"}))
     assert [reason.code for reason in reasons] == ["library-version"]
     remedy = "pip install --upgrade flashinfer-python"
     assert reasons[0].remedy == remedy
     for version in ("0.6.14", "0.6.18.post1", "0.7.0", "0.7.2.post1"):
         environment = Environment(assume_installed=True, pins={"flashinfer-python": version})
-        assert not gate.library_reasons(spec, environment)
+        assert not library_reasons(spec, environment)
 
 
 @pytest.mark.parametrize("text", ["0.6.14", "0.6.15rc1", "0.7.2.post1", "1.0", "0.6.14+cu130"])

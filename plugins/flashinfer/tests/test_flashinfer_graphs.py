@@ -17,9 +17,9 @@ import flashinfer_groups as groups
 import torch
 
 from attn_select.errors import ConfigError
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch, check_level
-from attn_select.testing.running import random_batch
 
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from attn_select.environment import Environment
+from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 

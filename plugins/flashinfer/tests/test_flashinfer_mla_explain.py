@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.selector import select
+from attn_select.decide.selector import select
+from attn_select.layer.config import AttentionConfig
 
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 GEN, XQA, FA3, FA2 = "TRT-LLM (trtllm-gen)", "TRT-LLM (XQA)", "native fa3", "native fa2"

@@ -8,8 +8,8 @@ import pytest
 from flashinfer_gate import Gate
 from pydantic import ValidationError
 
-from attn_select.device import CPU, Device, lookup
-from attn_select.layouts import MLA
+from attn_select.layer.layouts import MLA
+from attn_select.machine.device import CPU, Device, lookup
 from attn_select.testing import mla_layer
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 

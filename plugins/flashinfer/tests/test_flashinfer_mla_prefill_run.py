@@ -13,8 +13,8 @@ import flashinfer_emulated as fi
 import flashinfer_mla_groups as layers
 import torch
 
+from attn_select.reference.oracle import attention_reference
 from attn_select.runtime import VarlenMetadata
-from attn_select.testing.oracle import attention_reference
 
 Emulate = Callable[..., Any]
 WRAPPER, TRTLLM = "BatchPrefillWithRaggedKVCacheWrapper", "trtllm_ragged_attention_deepseek"

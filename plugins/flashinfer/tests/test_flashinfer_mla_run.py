@@ -15,13 +15,13 @@ import flashinfer_emulated as fi
 import flashinfer_mla_groups as layers
 import torch
 
-from attn_select.environment import Environment
 from attn_select.errors import ConfigError
+from attn_select.machine.environment import Environment
+from attn_select.reference.oracle import attention_reference
 from attn_select.runtime import BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import error_bound, relative_error
 from attn_select.testing.conformance_run import part_of
-from attn_select.testing.oracle import attention_reference
 from attn_select_flashinfer.runtime import plans
 
 Emulate = Callable[..., Any]

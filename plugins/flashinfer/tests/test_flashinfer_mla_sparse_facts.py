@@ -8,8 +8,8 @@ import pytest
 from flashinfer_gate import Gate
 from pydantic import ValidationError
 
-from attn_select.device import CPU, lookup
-from attn_select.layouts import FP8_DS_MLA, MLA
+from attn_select.layer.layouts import FP8_DS_MLA, MLA
+from attn_select.machine.device import CPU, lookup
 from attn_select.testing import mla_layer
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 

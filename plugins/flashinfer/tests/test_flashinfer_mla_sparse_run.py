@@ -117,7 +117,7 @@ def test_other_top_k_on_12_since_0_7(top_k: int, emulate: Emulate) -> None:
 
 
 def test_more_tokens_than_a_call_takes(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_select.spec import Fact
+    from attn_select.backends.spec import Fact
     from attn_select_flashinfer.runtime import mla_trtllm
 
     monkeypatch.setattr(mla_trtllm, "MOST_REQUESTS", Fact(20, ""))

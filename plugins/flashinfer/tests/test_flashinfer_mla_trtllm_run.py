@@ -15,8 +15,8 @@ import flashinfer_mla_groups as layers
 import torch
 from flashinfer_emulated import trtllm_mla
 
+from attn_select.reference.oracle import attention_reference
 from attn_select.runtime import BatchError, Capacity, Scales
-from attn_select.testing.oracle import attention_reference
 
 Emulate = Callable[..., Any]
 ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
@@ -165,7 +165,7 @@ def test_statistics_that_do_not_fit_are_taken_in_parts(emulate: Emulate) -> None
 
 
 def test_more_requests_than_counters_are_taken_in_parts(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_select.spec import Fact
+    from attn_select.backends.spec import Fact
     from attn_select_flashinfer.runtime import mla_trtllm
 
     monkeypatch.setattr(mla_trtllm, "MOST_REQUESTS", Fact(2, ""))

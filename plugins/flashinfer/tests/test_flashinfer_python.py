@@ -20,8 +20,8 @@ import flashinfer_groups as groups
 import torch
 from flashinfer_emulated import paged, trtllm
 
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention
-from attn_select.testing.running import random_batch
 
 flashinfer: Any = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16

@@ -8,7 +8,7 @@ import pytest
 from flashinfer_gate import Gate
 from pydantic import ValidationError
 
-from attn_select.device import CPU, Device
+from attn_select.machine.device import CPU, Device
 from attn_select.testing import gqa_layer
 from attn_select_flashinfer.facts.mha import FLASHINFER
 

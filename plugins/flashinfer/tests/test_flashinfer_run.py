@@ -14,11 +14,11 @@ import flashinfer_groups as groups
 import torch
 from flashinfer_emulated import paged
 
+from attn_select.backends.spec import BackendPlan, BackendSpec
 from attn_select.errors import KernelMismatchError
-from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.layer.layouts import FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, BatchError, Scales
-from attn_select.spec import BackendPlan, BackendSpec
-from attn_select.testing.running import random_batch
 from attn_select_flashinfer.plugin import attn_select_register_backends
 from attn_select_flashinfer.runtime import library, scores
 from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
@@ -404,8 +404,8 @@ def test_wrappers_without_the_pinned_buffer_are_a_mismatch(emulate: Emulate) -> 
 @pytest.mark.parametrize("spec", attn_select_register_backends(), ids=lambda spec: spec.name)
 def test_load_needs_flashinfer(spec: BackendSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     library.flashinfer.cache_clear()
-    monkeypatch.setattr("attn_select.environment.installed_version", {"flashinfer-python": "0.6.13"}.get)
-    monkeypatch.setattr("attn_select.environment.has_module", {"flashinfer"}.__contains__)
+    monkeypatch.setattr("attn_select.machine.environment.installed_version", {"flashinfer-python": "0.6.13"}.get)
+    monkeypatch.setattr("attn_select.machine.environment.has_module", {"flashinfer"}.__contains__)
     with pytest.raises(KernelMismatchError, match=r"flashinfer-python 0\.6\.13 is installed, >=0\.6\.14 is needed"):
         spec.load()
     library.flashinfer.cache_clear()

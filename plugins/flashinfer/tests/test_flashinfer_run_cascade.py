@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 import flashinfer_groups as groups
 import torch
 
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, Scales
-from attn_select.testing.running import random_batch
 from attn_select_flashinfer.runtime.mha_calls import FICascade
 
 Emulate = Callable[..., Any]

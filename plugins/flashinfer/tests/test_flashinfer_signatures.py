@@ -21,10 +21,10 @@ import make_signatures
 from flashinfer_emulated import mla06, mla_lists, trtllm, trtllm_mla, wrappers
 from make_signatures import FOLDER
 
-from attn_select.environment import installed_version, version_matches
+from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
-from attn_select.providers import KernelBuild
-from attn_select.runtime.providers import InstalledBuild
+from attn_select.machine.environment import installed_version, version_matches
+from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 from attn_select_flashinfer.plugin import attn_select_register_backends
 from attn_select_flashinfer.runtime import compiled_plan, library, plans

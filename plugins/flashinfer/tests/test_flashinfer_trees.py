@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from attn_select.reference.problems import TREE_BATCHES
+from attn_select.reference.running import check_result, problem_for, run_problem
 from attn_select.runtime import Capacity, attention_group
 from attn_select.testing import gqa_layer
-from attn_select.testing.problems import TREE_BATCHES
-from attn_select.testing.running import check_result, problem_for, run_problem
 from attn_select.testing.toolkit import codes_of, plan_of, selection_of
 from attn_select_flashinfer.facts.mha import FLASHINFER
 

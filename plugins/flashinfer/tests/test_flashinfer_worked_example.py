@@ -15,9 +15,9 @@ pytest.importorskip("torch")
 import flashinfer_groups as groups
 import torch
 
+from attn_select.reference.comparison import E4M3_ROUNDOFF
+from attn_select.reference.oracle_paged import paged_reference
 from attn_select.runtime import Attention, BlockPool, BlockTable, Capacity, Scales, prepare_batch
-from attn_select.testing.comparison import E4M3_ROUNDOFF
-from attn_select.testing.oracle_paged import paged_reference
 from attn_select_flashinfer.runtime.mha_calls import FIDecode, FIPrefill, TRTLLMDecode, TRTLLMPrefill
 
 QUERY_LENS, SEQ_LENS = [1, 1, 512, 256], [1024, 2048, 512, 256]

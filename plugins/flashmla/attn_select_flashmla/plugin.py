@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_select.hookspecs import hookimpl
-from attn_select.spec import BackendSpec
+from attn_select.backends.hookspecs import hookimpl
+from attn_select.backends.spec import BackendSpec
 from attn_select_flashmla.facts.flashmla import FLASHMLA
 from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE
 

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select import AttentionConfig, detection
-from attn_select.config import Phase
-from attn_select.environment import Environment
+from attn_select import AttentionConfig
+from attn_select.layer.config import Phase
+from attn_select.machine import detection
+from attn_select.machine.environment import Environment
+from attn_select.reference.oracle_paged import gather_reference
+from attn_select.reference.oracle_quant import pack_fp8_ds_mla, quantize_query
 from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Scales, prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import mla_layer, relative_error, selection_of
-from attn_select.testing.oracle_paged import gather_reference
-from attn_select.testing.oracle_quant import pack_fp8_ds_mla, quantize_query
 from attn_select_flashmla.facts.flashmla import FLASHMLA
 from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE
 

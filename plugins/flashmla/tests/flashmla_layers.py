@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.environment import Environment
+from attn_select.backends.spec import BackendSpec
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.environment import Environment
+from attn_select.reference.running import Result, check_result, common_of, problem_for, run_problem
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
-from attn_select.spec import BackendSpec
 from attn_select.testing import MLAProblem, Request, environment_of, mla_layer, selection_of
-from attn_select.testing.running import Result, check_result, common_of, problem_for, run_problem
 from attn_select_flashmla.facts.flashmla import FLASHMLA
 from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE
 

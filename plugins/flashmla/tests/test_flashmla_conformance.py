@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from attn_select.environment import Environment, installed_version
+from attn_select.machine.environment import Environment, installed_version
 from attn_select.testing import BackendConformance, environment_of
 from attn_select_flashmla.facts.builds import BUILDS
 from attn_select_flashmla.facts.flashmla import FLASHMLA

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_select.hookspecs import hookimpl
-from attn_select.spec import BackendSpec
+from attn_select.backends.hookspecs import hookimpl
+from attn_select.backends.spec import BackendSpec
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE

@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
-from attn_select.environment import Environment
+from attn_select.backends.spec import BackendPlan, Reason
+from attn_select.decide.gate import check
 from attn_select.errors import ConfigError
-from attn_select.gate import check
-from attn_select.layouts import LAYOUTS
-from attn_select.spec import BackendPlan, Reason
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import LAYOUTS
+from attn_select.machine.device import CPU, Device
+from attn_select.machine.environment import Environment
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE

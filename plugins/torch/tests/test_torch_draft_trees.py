@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from attn_select.reference.running import check_result, common_of, problem_for, run_problem
 from attn_select.runtime import Capacity, attention_group
 from attn_select.testing import gqa_layer, mla_layer
-from attn_select.testing.running import check_result, common_of, problem_for, run_problem
 from attn_select.testing.toolkit import selection_of
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
 from attn_select_torch.facts.torch_mla import TORCH_MLA
@@ -60,7 +60,7 @@ def test_trees_in_flex_attention(fields: dict[str, Any]) -> None:
 
 def test_trees_behind_a_shared_prefix() -> None:
     """Cascade attention: the tree is part of the suffix."""
-    from attn_select.testing.running import shared_prefix
+    from attn_select.reference.running import shared_prefix
 
     group = group_for(TORCH_SDPA)
     problem = shared_prefix(problem_for(group, [(4, 300 + 7 * i) for i in range(8)]), 18)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
-from attn_select.environment import Environment
-from attn_select.gate import check
-from attn_select.layouts import FLASH_ATTN_NHD, MLA, PAGED_ATTENTION
-from attn_select.spec import BackendPlan, BackendSpec, Fact
+from attn_select.backends.spec import BackendPlan, BackendSpec, Fact
+from attn_select.decide.gate import check
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, MLA, PAGED_ATTENTION
+from attn_select.machine.device import CPU, Device
+from attn_select.machine.environment import Environment
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TRITON
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE

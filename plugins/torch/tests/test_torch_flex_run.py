@@ -1,6 +1,6 @@
 """``FLEX_ATTENTION`` against the float64 oracle. Few shapes, since each kind of layer compiles for seconds.
 
-The bounds are those of the conformance suite (``attn_select.testing.comparison``, which states their reasons).
+The bounds are those of the conformance suite (``attn_select.reference.comparison``, which states their reasons).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch_layers import check_close, check_words, context_of
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASH_ATTN_NHD
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD
+from attn_select.reference.running import common_of
 from attn_select.runtime import Scales
 from attn_select.testing import Problem, error_bound, random_problem, same_bits
-from attn_select.testing.running import common_of
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TILE
 from attn_select_torch.runtime.flex import FlexImpl
 from attn_select_torch.runtime.flex_builder import FlexBuilder, FlexMetadata, Tails

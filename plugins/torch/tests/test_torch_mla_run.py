@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch_layers import check_close
 
 from attn_select import AttentionConfig, select
+from attn_select.reference.running import common_of
 from attn_select.runtime import (
     BlockTable,
     CommonAttentionMetadata,
@@ -30,7 +31,6 @@ from attn_select.testing import (
     random_mla_problem,
     same_bits,
 )
-from attn_select.testing.running import common_of
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.runtime import mla_builder as mla_metadata
 from attn_select_torch.runtime.mla import TorchMLABackend, TorchMLAImpl

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch_layers import check_words
 
-from attn_select.config import AttentionConfig
-from attn_select.spec import BackendSpec
+from attn_select.backends.spec import BackendSpec
+from attn_select.layer.config import AttentionConfig
 from attn_select.testing import plan_of
 from attn_select.testing.toolkit import MLA_FIELDS
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, FlexKernel

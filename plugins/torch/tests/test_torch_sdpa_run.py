@@ -1,6 +1,6 @@
 """``TORCH_SDPA`` against the float64 oracle: how it cuts batches, gathers, masks and merges.
 
-Bounds are those of the conformance suite (``attn_select.testing.comparison``, which states their reasons).
+Bounds are those of the conformance suite (``attn_select.reference.comparison``, which states their reasons).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch_layers import check_close, context_of
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.reference.running import common_of
 from attn_select.runtime import Scales
 from attn_select.testing import Problem, error_bound, random_problem, same_bits
-from attn_select.testing.running import common_of
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime import sdpa_builder as sdpa_build

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.device import CPU, Device
-from attn_select.environment import Environment
+from attn_select.backends.spec import BackendSpec
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import CPU, Device
+from attn_select.machine.environment import Environment
+from attn_select.reference.comparison import ErrorBound, lse_error, relative_error
+from attn_select.reference.running import check_result, problem_for, run_problem
 from attn_select.runtime import Capacity, attention_group
 from attn_select.runtime.backend import BackendContext
-from attn_select.spec import BackendSpec
 from attn_select.testing import same_bits, selection_of, with_other_texts
-from attn_select.testing.comparison import ErrorBound, lse_error, relative_error
-from attn_select.testing.running import check_result, problem_for, run_problem
 from attn_select.testing.toolkit import outcomes, plans_of
 
 

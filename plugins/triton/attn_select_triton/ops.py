@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attn_select.device import Device
-from attn_select.environment import Environment
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_triton.facts.triton_support import COMPILER_VARIABLES, LIBRARIES, TURING_AND_UP, machine_reasons
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_select.hookspecs import hookimpl
-from attn_select.spec import BackendSpec
+from attn_select.backends.hookspecs import hookimpl
+from attn_select.backends.spec import BackendSpec
 from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from attn_select.runtime.timing import flushed_times
+from attn_select.runtime.timer import flushed_times
 from attn_select_triton.kernels import cache, decode, launch, merge, prefill
 from attn_select_triton.kernels.launch import Launch, Terms
 

@@ -19,7 +19,7 @@ from bench_triton import CASES, Case, Problem, fa3, own_decode, own_prefill
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAttentionMetadata, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch
-from attn_select.runtime.timing import flushed_times, host_times
+from attn_select.runtime.timer import flushed_times, host_times
 from attn_select_triton.runtime import schedule
 
 

@@ -16,9 +16,9 @@ import torch
 from bench_triton_mla import RANK, ROPE, SCALE, Case, Problem, captured
 
 from attn_select import AttentionConfig, select
-from attn_select.layouts import MLA
+from attn_select.layer.layouts import MLA
 from attn_select.runtime import Capacity, CommonAttentionMetadata, Scales, attention_group, torch_ops
-from attn_select.runtime.timing import flushed_times, host_times
+from attn_select.runtime.timer import flushed_times, host_times
 from attn_select_triton.kernels import mla_cache
 from attn_select_triton.kernels.relaunch import Relaunch
 

@@ -17,7 +17,7 @@ from bench_triton import Case, Problem, Run, fa3, own_decode
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, prepare_batch
-from attn_select.runtime.timing import flushed_times, host_times
+from attn_select.runtime.timer import flushed_times, host_times
 from attn_select_triton.facts.paged_attention import DECODE
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, Terms, power_of_two

@@ -26,7 +26,7 @@ import torch
 import triton
 
 import attn_select_triton.kernels.mla_decode_hopper  # noqa: F401  (the builder's import)
-from attn_select.detection import detect_device
+from attn_select.machine.detection import detect_device
 from attn_select_triton.runtime.hashing import begin_hashing
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA before the fork

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_select.device import lookup
+from attn_select.machine.device import lookup
 from attn_select_triton.facts import tuning
 from attn_select_triton.facts.tuning import Cost, DecodeSplits, Gpu, LatentSplits, Tile, prefill_cost, way_cost
 from attn_select_triton.kernels.launch import decode_launch, num_splits_for

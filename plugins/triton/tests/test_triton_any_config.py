@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
-from attn_select.environment import Environment
-from attn_select.spec import BackendSpec
+from attn_select.backends.spec import BackendSpec
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.environment import Environment
 from attn_select.testing import check_answers
 from attn_select.testing.strategies import capabilities, configs, environments
 from attn_select_triton.facts.paged_attention import PAGED_ATTENTION

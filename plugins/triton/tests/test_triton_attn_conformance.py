@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 
-from attn_select.spec import Fact
+from attn_select.backends.spec import Fact
 from attn_select.testing import BackendConformance
 from attn_select_triton.facts.triton_attn import CAPABILITIES, TRITON_ATTN
 from attn_select_triton.facts.tuning import Gpu

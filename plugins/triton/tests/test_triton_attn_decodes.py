@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 import triton_attn_layers as layers
 
+from attn_select.reference.running import common_of
 from attn_select.runtime import Capacity
 from attn_select.runtime.cuda_graph import StaticBatch
-from attn_select.testing.running import common_of
 from attn_select_triton.facts.tuning import Gpu, Tile
 from attn_select_triton.runtime import schedule
 

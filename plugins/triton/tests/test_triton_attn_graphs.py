@@ -12,11 +12,11 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 import triton_attn_layers as layers
 
-from attn_select.layouts import FLASH_ATTN_NHD
+from attn_select.layer.layouts import FLASH_ATTN_NHD
+from attn_select.reference.running import common_of, layer_of
 from attn_select.runtime import Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
-from attn_select.testing.running import common_of, layer_of
 from attn_select_triton.facts.tuning import Gpu
 from attn_select_triton.runtime import schedule
 

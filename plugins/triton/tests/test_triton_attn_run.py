@@ -12,11 +12,11 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 import triton_attn_layers as layers
 
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.reference.running import common_of, shared_prefix
 from attn_select.runtime import Capacity, torch_ops
 from attn_select.runtime.batch import prepare_batch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
-from attn_select.testing.running import common_of, shared_prefix
 from attn_select_triton.runtime import schedule
 
 pytestmark = pytest.mark.long

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, PAGED_ATTENTION
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, PAGED_ATTENTION
 from attn_select.runtime.kv_cache import key_value_views, paged_attention_views
 from attn_select.testing import Problem, random_problem, same_bits
 from attn_select_triton.kernels import cache

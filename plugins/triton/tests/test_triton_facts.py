@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.detection import Detection
-from attn_select.device import CPU, Device
-from attn_select.layouts import FLASHINFER_HND, MLA
-from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
-from attn_select.spec import BackendSpec
+from attn_select.backends.spec import BackendSpec
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASHINFER_HND, MLA
+from attn_select.layer.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
+from attn_select.machine.detection import Detection
+from attn_select.machine.device import CPU, Device
 from attn_select.testing import check_sources, codes_of, gqa_layer, mla_layer, plan_of, toolkit
 from attn_select.testing.toolkit import Where, codes
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION

@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 from torch import Tensor
 
+from attn_select.reference.oracle_indexer import index_scores_reference, wrong_choice
 from attn_select.runtime import torch_indexer
 from attn_select.runtime.torch_indexer import IndexedRows
-from attn_select.testing.oracle_indexer import index_scores_reference, wrong_choice
 from attn_select_triton.kernels import indexer
 from attn_select_triton.runtime import op_kernels
 

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASHINFER_NHD, MLA
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASHINFER_NHD, MLA
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import Problem, random_problem, same_bits
 from attn_select_triton.kernels import cache, decode, launch, mla_decode, prefill, prefill_hopper

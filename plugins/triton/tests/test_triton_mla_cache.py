@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton_mla_layers import DEVICE, DTYPE, FP8, ON_GPU  # noqa: E402
 
 from attn_select import AttentionConfig  # noqa: E402
-from attn_select.layouts import MLA  # noqa: E402
+from attn_select.layer.layouts import MLA  # noqa: E402
 from attn_select.runtime import Scales, torch_ops  # noqa: E402
 from attn_select_triton.kernels import mla_cache  # noqa: E402
 

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from attn_select.environment import Environment  # noqa: E402
-from attn_select.spec import BackendSpec, Fact  # noqa: E402
+from attn_select.backends.spec import BackendSpec, Fact  # noqa: E402
+from attn_select.machine.environment import Environment  # noqa: E402
 from attn_select.testing import BackendConformance  # noqa: E402
 from attn_select_triton.facts.triton_mla import TRITON_MLA  # noqa: E402
 from attn_select_triton.runtime import triton_mla  # noqa: E402

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from attn_select import AttentionConfig  # noqa: E402
-from attn_select.layouts import MLA  # noqa: E402
+from attn_select.layer.layouts import MLA  # noqa: E402
+from attn_select.reference.oracle_quant import quantize_query  # noqa: E402
 from attn_select.testing import lse_error, paged_reference, relative_error, write_reference  # noqa: E402
-from attn_select.testing.oracle_quant import quantize_query  # noqa: E402
 from attn_select_triton.kernels import mla_cache, mla_decode  # noqa: E402
 from attn_select_triton.kernels.mla_decode import MLALaunch  # noqa: E402
 

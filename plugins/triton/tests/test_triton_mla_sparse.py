@@ -13,11 +13,11 @@ from test_triton_mla_conformance import interpretable  # noqa: E402
 from triton_mla_layers import DEEPSEEK, DEVICE, DTYPE, ON_GPU, OTHER_TRITON, SMALL  # noqa: E402
 
 from attn_select import AttentionConfig, select  # noqa: E402
-from attn_select.environment import Environment  # noqa: E402
 from attn_select.errors import KernelMismatchError  # noqa: E402
+from attn_select.machine.environment import Environment  # noqa: E402
+from attn_select.reference.running import check_result, common_of, problem_for, run_problem  # noqa: E402
 from attn_select.runtime import Capacity, attention_group  # noqa: E402
 from attn_select.testing import BackendConformance, codes_of, plan_of, selection_of  # noqa: E402
-from attn_select.testing.running import check_result, common_of, problem_for, run_problem  # noqa: E402
 from attn_select_triton.facts.planned_kernels import MLASparseKernel  # noqa: E402
 from attn_select_triton.facts.triton_mla_sparse import TRITON_MLA_SPARSE  # noqa: E402
 from attn_select_triton.kernels.mla_decode import count_chosen  # noqa: E402

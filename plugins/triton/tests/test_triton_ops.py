@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, MLA, PAGED_ATTENTION
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, MLA, PAGED_ATTENTION
 from attn_select.runtime import Scales, torch_ops
 from attn_select.runtime import ops as shared
 from attn_select.runtime.kv_cache import allocate_kv_cache

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select.spec import BackendPlan, BackendSpec, Fact, Reason
+from attn_select.backends.spec import BackendPlan, BackendSpec, Fact, Reason
 from attn_select.testing import BackendConformance
 from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
 from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel

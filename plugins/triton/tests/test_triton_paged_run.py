@@ -13,13 +13,13 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 
 from attn_select import AttentionConfig, Environment, NoBackendError, select
-from attn_select.device import lookup
-from attn_select.layouts import PAGED_ATTENTION as LAYOUT
+from attn_select.layer.layouts import PAGED_ATTENTION as LAYOUT
+from attn_select.machine.device import lookup
+from attn_select.reference.oracle_paged import paged_reference
 from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.runtime.metadata import BatchError
 from attn_select.testing import relative_error
-from attn_select.testing.oracle_paged import paged_reference
 from attn_select.testing.toolkit import EmulatedSelection
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION, partial_bytes
 from attn_select_triton.facts.planned_kernels import PrefillKernel

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select.config import AttentionConfig
+from attn_select.backends.spec import BackendPlan, BackendSpec, Reason
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import (
     Attention,
     AttentionGroup,
@@ -22,7 +23,6 @@ from attn_select.runtime import (
     attention_group,
     prepare_batch,
 )
-from attn_select.spec import BackendPlan, BackendSpec, Reason
 from attn_select.testing import same_bits, selection_of
 from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN

@@ -12,13 +12,13 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 import triton_attn_layers as layers
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.reference.running import call_layer, common_of, inputs_of, kernel_cache, layer_of
 from attn_select.runtime import Capacity
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.torch_ops import quantize_fp8
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
-from attn_select.testing.running import call_layer, common_of, inputs_of, kernel_cache, layer_of
 from attn_select_triton.kernels import prefill_hopper as kernel
 from attn_select_triton.kernels.decode import decode_workspace
 from attn_select_triton.kernels.launch import Terms

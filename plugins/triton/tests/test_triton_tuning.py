@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select.device import known_gpus
+from attn_select.machine.device import known_gpus
 from attn_select_triton.facts import tuning
 from attn_select_triton.facts.tuning import Gpu, Tile, Way, way_cost
 from attn_select_triton.kernels import launch, mla_decode, paged_attention

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select.config import AttentionConfig
-from attn_select.detection import detect_device
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.detection import detect_device
+from attn_select.reference.running import common_of, layer_of
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, selection_of
-from attn_select.testing.running import common_of, layer_of
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 
 BOUNDS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}

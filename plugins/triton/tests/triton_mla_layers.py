@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from attn_select import AttentionConfig, select
+from attn_select.reference.oracle_quant import quantize_query
 from attn_select.runtime import BlockTable, Capacity, Scales, attention_group, prepare_batch
 from attn_select.testing import attention_reference, lse_error, relative_error, selection_of
-from attn_select.testing.oracle_quant import quantize_query
 from attn_select_triton.facts.triton_mla import TRITON_MLA
 
 ON_GPU = torch.cuda.is_available()

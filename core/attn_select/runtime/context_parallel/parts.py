@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
@@ -19,7 +20,6 @@ from attn_select.runtime.group import Capacity
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.mla_context import shifted
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select.selection import Selection
 
 
 def check_selection(selection: Selection, context_parallel: ContextParallel, dispatch: str | None) -> None:

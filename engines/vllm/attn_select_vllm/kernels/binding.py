@@ -17,11 +17,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from attn_select import select
-from attn_select.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
+from attn_select.decide.selection import NoBackendError, Selection
+from attn_select.decide.selector import rules_in_an_engine
+from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.runtime import AttentionMetadataBuilder, BackendContext, Scales
 from attn_select.runtime import CommonAttentionMetadata as Common
-from attn_select.selection import NoBackendError, Selection
-from attn_select.selector import rules_in_an_engine
 
 
 def selected(backend: str, config: AttentionConfig, phases: Sequence[Phase]) -> Selection:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_select.layouts import FLASHINFER_NHD
+from attn_select.layer.layouts import FLASHINFER_NHD
 
 LAYOUT = FLASHINFER_NHD
 """The layout of attention's caches: a block's keys and values lie together, as vLLM's page sizes and packing want."""

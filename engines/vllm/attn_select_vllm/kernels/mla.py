@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
-from attn_select.layouts import MLA
+from attn_select.layer.layouts import MLA
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.providers import KernelBuild
-from attn_select.spec import (
+from attn_select.backends.kernel_builds import KernelBuild
+from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
     BackendSpec,
@@ -22,6 +18,10 @@ from attn_select.spec import (
     Library,
     Reason,
 )
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 
 if TYPE_CHECKING:
     from attn_select.runtime.backend import AttentionBackend

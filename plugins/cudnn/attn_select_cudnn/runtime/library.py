@@ -8,8 +8,8 @@ from types import ModuleType
 import torch
 
 from attn_select.errors import KernelMismatchError
+from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select.runtime.metadata import BatchError
-from attn_select.runtime.providers import InstalledBuild
 from attn_select_cudnn.facts.cudnn_attn import BUILD, LEAST_CUDNN
 from attn_select_cudnn.runtime.graphs import Graph, Shape
 

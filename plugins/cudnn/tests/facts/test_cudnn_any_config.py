@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from attn_select.config import AttentionConfig
-from attn_select.environment import Environment
-from attn_select.spec import BackendPlan
+from attn_select.backends.spec import BackendPlan
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.environment import Environment
 from attn_select.testing import check_answers
 from attn_select.testing.strategies import capabilities, configs, environments
 from attn_select_cudnn.facts.cudnn_attn import CUDNN_ATTN, FRONTEND, CudnnKernel

@@ -16,9 +16,9 @@ pytest.importorskip("torch")
 import cudnn_emulated
 import torch
 
+from attn_select.reference.running import check_result, common_of, problem_for, run_problem
 from attn_select.runtime import Attention, BatchError, Capacity, attention_group
 from attn_select.testing import gqa_layer, selection_of
-from attn_select.testing.running import check_result, common_of, problem_for, run_problem
 from attn_select_cudnn.runtime import graphs
 
 Emulate = Callable[..., Any]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from attn_select.environment import Environment
 from attn_select.errors import KernelMismatchError
+from attn_select.machine.environment import Environment
 from attn_select_cudnn.facts.cudnn_attn import FRONTEND
 
 pytest.importorskip("torch")

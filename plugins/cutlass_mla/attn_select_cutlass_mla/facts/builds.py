@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from attn_select.providers import KernelBuild
-from attn_select.spec import Fact, Library
+from attn_select.backends.kernel_builds import KernelBuild
+from attn_select.backends.spec import Fact, Library
 
 TORCH = Library("torch", "torch", "pip install torch numpy")
 # The log-sum-exp came with vllm-project/vllm #24385, in the releases since 0.11.

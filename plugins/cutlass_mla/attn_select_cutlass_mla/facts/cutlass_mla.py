@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.errors import shorten
-from attn_select.layouts import MLA
-from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
-from attn_select.spec import (
+from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
+from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
     BackendSpec,
@@ -22,6 +17,11 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
+from attn_select.errors import shorten
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import MLA
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_cutlass_mla.facts.builds import (
     BUILDS,
     LIBRARIES,

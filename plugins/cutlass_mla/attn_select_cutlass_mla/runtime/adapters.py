@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from attn_select.runtime.providers import InstalledBuild
+from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select_cutlass_mla.facts.builds import FLASHINFER, SGL_KERNEL, VLLM, CutlassMLAKernel, build_of
 from attn_select_cutlass_mla.facts.cutlass_mla import HEADS
 

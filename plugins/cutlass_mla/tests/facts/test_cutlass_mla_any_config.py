@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.config import AttentionConfig
-from attn_select.spec import BackendPlan, Library
+from attn_select.backends.spec import BackendPlan, Library
+from attn_select.layer.config import AttentionConfig
 from attn_select.testing import check_answers
 from attn_select.testing.strategies import capabilities, configs
 from attn_select_cutlass_mla.facts.builds import BUILDS, LIBRARIES, CutlassMLAKernel, build_of

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from attn_select.environment import Environment
-from attn_select.layouts import MLA
-from attn_select.spec import BackendPlan, Reason
-from attn_select.spec_check import problems_of
+from attn_select.backends.spec import BackendPlan, Reason
+from attn_select.backends.spec_check import problems_of
+from attn_select.layer.layouts import MLA
+from attn_select.machine.environment import Environment
 from attn_select.testing import check_sources, device_of, environment_of, mla_layer
 from attn_select.testing import plan_of as plan_of_spec
 from attn_select.testing import reasons_of as reasons_of_spec

@@ -15,9 +15,9 @@ import torch
 from cutlass_mla_layers import CAPACITY, check, decodes, group_of, layer_config
 
 from attn_select import select
+from attn_select.reference.running import common_of, layer_of, run_problem
 from attn_select.runtime import AttentionGroup, BatchError, Capacity, attention_group
 from attn_select.testing import environment_of
-from attn_select.testing.running import common_of, layer_of, run_problem
 from attn_select.testing.toolkit import EmulatedSelection
 from attn_select_cutlass_mla.facts.builds import BUILDS
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.environment import Environment
+from attn_select.machine.environment import Environment
 from attn_select_cutlass_mla.facts.builds import BUILDS, CutlassMLABuild, CutlassMLAKernel, kernel_of
 
 pytest.importorskip("torch")
@@ -163,8 +163,8 @@ def test_a_module_without_the_function_is_named(monkeypatch: pytest.MonkeyPatch,
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch, emulate: Emulate) -> None:
     versions = {"vllm": "0.10.1"}
-    monkeypatch.setattr("attn_select.environment.installed_version", versions.get)
-    monkeypatch.setattr("attn_select.environment.has_module", lambda name: True)
+    monkeypatch.setattr("attn_select.machine.environment.installed_version", versions.get)
+    monkeypatch.setattr("attn_select.machine.environment.has_module", lambda name: True)
     emulate("vllm")
     with pytest.raises(KernelMismatchError, match=r"vllm 0\.10\.1 is installed, >=0\.11 is needed"):
         adapter_for(CutlassMLAKernel("vllm", -1))

@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 from cutlass_mla_layers import CAPACITY, decodes, layer_config
 
+from attn_select.reference.running import check_result, run_problem
 from attn_select.runtime import attention_group
 from attn_select.testing import same_bits, selection_of, with_other_texts
-from attn_select.testing.running import check_result, run_problem
 from attn_select_cutlass_mla.facts.builds import BUILDS
 from attn_select_cutlass_mla.facts.cutlass_mla import CUTLASS_MLA
 

@@ -10,8 +10,8 @@ from functools import cache
 from math import gcd
 from typing import Any, Literal
 
-from attn_select.providers import KernelBuild, Pin, device_text, pin_provider
-from attn_select.spec import ComputeCapabilities, Fact, Library
+from attn_select.backends.kernel_builds import KernelBuild, Pin, device_text, pin_provider
+from attn_select.backends.spec import ComputeCapabilities, Fact, Library
 
 # The wheels of vLLM and SGLang hold compiled kernels.
 TORCH = Library("torch", "torch", "pip install torch numpy")

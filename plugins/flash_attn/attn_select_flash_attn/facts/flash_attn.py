@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
-from attn_select.environment import Environment
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins
-from attn_select.spec import (
+from attn_select.backends.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
+from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins
+from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
     BackendSpec,
@@ -24,6 +20,10 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_flash_attn.facts.builds import (
     FA4,
     HOPPER,

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select.runtime.metadata import prefix_sums
-from attn_select.runtime.providers import InstalledBuild
 from attn_select_flash_attn.facts.builds import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_select.backends.spec import BackendPlan
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
@@ -20,7 +21,6 @@ from attn_select.runtime.kv_cache import CacheView, key_value_unchecked
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select.spec import BackendPlan
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Arguments, Shape, Step, adapter_for
 from attn_select_flash_attn.runtime.lse import by_token, row_positions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_select.config import Phase
+from attn_select.layer.config import Phase
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,

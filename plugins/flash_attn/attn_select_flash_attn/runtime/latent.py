@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 
 WITHOUT_ROPE = 64
 """Width of Q and K where a layer has no rope part: Q is zeros, which leave the scores of the latent alone, and K the

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata

@@ -9,9 +9,9 @@ from typing import Any
 import make_fa4_checks
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.device import lookup
-from attn_select.spec import BackendPlan
+from attn_select.backends.spec import BackendPlan
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import ask
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from attn_select.config import AttentionConfig
-from attn_select.spec import BackendPlan
+from attn_select.backends.spec import BackendPlan
+from attn_select.layer.config import AttentionConfig
 from attn_select.testing import ask
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_flash_attn.plugin import attn_select_register_backends

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 from flash_attn_layers import installed
 
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.spec import BackendPlan, BackendSpec
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.testing import ask, check_sources, gqa_layer, mla_layer, plan_of, reasons_of
 from attn_select_flash_attn.facts.builds import BUILDS, LIBRARIES, ProviderName
 from attn_select_flash_attn.plugin import attn_select_register_backends

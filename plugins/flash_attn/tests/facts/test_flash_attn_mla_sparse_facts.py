@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from flash_attn_layers import installed
 
-from attn_select.layouts import MLA
-from attn_select.spec import BackendPlan
+from attn_select.backends.spec import BackendPlan
+from attn_select.layer.layouts import MLA
 from attn_select.testing import ask, mla_layer, plan_of, reasons_of
 from attn_select_flash_attn.facts.flash_attn_mla_sparse import FLASH_ATTN_MLA_SPARSE
 

@@ -8,7 +8,7 @@ import pytest
 from flash_attn_layers import installed
 from pydantic import ValidationError
 
-from attn_select.environment import Environment
+from attn_select.machine.environment import Environment
 from attn_select.testing import gqa_layer, plan_of, reasons_of
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 

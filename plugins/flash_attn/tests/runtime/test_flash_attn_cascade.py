@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import flash_attn_layers as layers
 import torch
 
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, Capacity, Scales, ops
 from attn_select.runtime.batch import prepare_batch
-from attn_select.testing.running import random_batch
 
 Emulate = Callable[[str], list[dict[str, Any]]]
 FA3 = ["vllm", "flash-attn-3", "sglang-kernel", "sgl-kernel"]

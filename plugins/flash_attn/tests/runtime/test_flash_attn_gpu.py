@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 import flash_attn_layers as layers
 import torch
 
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, Capacity
-from attn_select.testing.running import random_batch
 
 LSE = 2e-3
 

@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 import flash_attn_layers as layers
 import torch
 
+from attn_select.reference.oracle import attention_reference
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Capacity, VarlenMetadata
 from attn_select.runtime.backend import BackendContext
 from attn_select.testing import mla_layer, plan_of, selection_of
-from attn_select.testing.oracle import attention_reference
-from attn_select.testing.running import random_batch
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 Emulate = Callable[[str], list[dict[str, Any]]]

@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import flash_attn_layers as layers
 import torch
 
+from attn_select.reference.running import check_result, problem_for, random_batch, run_problem
 from attn_select.runtime import Capacity
 from attn_select.testing import mla_layer, selection_of
-from attn_select.testing.running import check_result, problem_for, random_batch, run_problem
 from attn_select_flash_attn.facts.flash_attn_mla_sparse import FLASH_ATTN_MLA_SPARSE
 
 Emulate = Callable[[str], list[dict[str, Any]]]

@@ -12,13 +12,13 @@ pytest.importorskip("torch")
 import flash_attn_layers as layers
 import torch
 
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.reference.oracle import attention_reference
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, Scales
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import selection_of
-from attn_select.testing.oracle import attention_reference
-from attn_select.testing.running import random_batch
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 Emulate = Callable[[str], list[dict[str, Any]]]

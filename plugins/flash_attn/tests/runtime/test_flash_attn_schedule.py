@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 import flash_attn_layers as layers
 import torch
 
+from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, Capacity
-from attn_select.testing.running import random_batch
 from attn_select_flash_attn.runtime.adapters import Shape, Step
 from attn_select_flash_attn.runtime.schedule import MAX_SPLITS, SPLIT_BYTES, is_uneven
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.environment import Environment
+from attn_select.machine.environment import Environment
 from attn_select.testing import gqa_layer, plan_of
 from attn_select_flash_attn.facts.builds import BUILDS, FlashAttnBuild, build_of, kernel_of
 
@@ -105,8 +105,8 @@ def test_a_build_without_its_kernels_says_why(emulate: Callable[[str], Any]) -> 
 def test_an_old_version_is_refused(emulate: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     emulate("vllm")
     versions = {"vllm": "0.10.1"}
-    monkeypatch.setattr("attn_select.environment.installed_version", versions.get)
-    monkeypatch.setattr("attn_select.environment.has_module", lambda name: True)
+    monkeypatch.setattr("attn_select.machine.environment.installed_version", versions.get)
+    monkeypatch.setattr("attn_select.machine.environment.has_module", lambda name: True)
     fa3 = next(build for build in BUILDS if build.label == "FA3 of vllm")
     with pytest.raises(KernelMismatchError, match=r"vllm 0\.10\.1 is installed, >=0\.26 is needed"):
         adapter_for(kernel_of(fa3, paged=True))

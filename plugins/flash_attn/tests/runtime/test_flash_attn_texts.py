@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 import torch
 from flash_attn_layers import small_layer
 
-from attn_select.config import AttentionConfig
+from attn_select.backends.spec import BackendSpec
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.running import check_result, problem_for, run_problem
 from attn_select.runtime import Capacity, attention_group
-from attn_select.spec import BackendSpec
 from attn_select.testing import mla_layer, same_bits, selection_of, with_other_texts
-from attn_select.testing.running import check_result, problem_for, run_problem
 from attn_select_flash_attn.facts.builds import BUILDS, FlashAttnBuild
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA

@@ -13,11 +13,8 @@ pytest.importorskip("torch")
 import torch
 
 from attn_select.errors import ConfigError
-from attn_select.runtime import AttentionGroup, Capacity, attention_group
-from attn_select.runtime.cuda_graph import StaticBatch
-from attn_select.testing import gqa_layer
-from attn_select.testing.problems import TREE_BATCHES
-from attn_select.testing.running import (
+from attn_select.reference.problems import TREE_BATCHES
+from attn_select.reference.running import (
     Result,
     check_result,
     common_of,
@@ -27,6 +24,9 @@ from attn_select.testing.running import (
     problem_for,
     run_problem,
 )
+from attn_select.runtime import AttentionGroup, Capacity, attention_group
+from attn_select.runtime.cuda_graph import StaticBatch
+from attn_select.testing import gqa_layer
 from attn_select.testing.toolkit import codes_of, plan_of, selection_of
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 

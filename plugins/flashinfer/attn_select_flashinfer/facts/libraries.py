@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from attn_select.device import Device
-from attn_select.environment import Environment, version_matches
-from attn_select.spec import Capabilities, Fact, Library, Reason
+from attn_select.backends.spec import Capabilities, Fact, Library, Reason
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment, version_matches
 
 RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
 DECODE = "flashinfer-ai/flashinfer flashinfer/decode.py 0.6.14"

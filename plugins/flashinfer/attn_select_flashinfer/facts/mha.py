@@ -8,12 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from attn_select.config import AttentionConfig, CudaGraphLevel, Phase
-from attn_select.device import Device
-from attn_select.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
-from attn_select.environment import Environment
-from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.spec import (
+from attn_select.backends.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
+from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
     BackendSpec,
@@ -23,6 +19,10 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
+from attn_select.layer.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.layer.layouts import FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     DECODE,
     INT_WORKSPACE,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.environment import Environment
-from attn_select.spec import Fact, Reason
+from attn_select.backends.spec import Fact, Reason
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     DECODE,
     FP8_WINDOW_FA3,

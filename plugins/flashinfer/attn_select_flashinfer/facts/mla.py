@@ -6,11 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.layouts import MLA
-from attn_select.spec import (
+from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
     BackendSpec,
@@ -20,6 +16,10 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import MLA
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     CONVERTED,
     DECODERS,

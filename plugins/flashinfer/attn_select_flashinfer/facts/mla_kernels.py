@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeVar
 
-from attn_select.config import AttentionConfig, CudaGraphLevel
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.gate import block_size_reason
-from attn_select.spec import Fact, Reason
+from attn_select.backends.reasons import block_size_reason
+from attn_select.backends.spec import Fact, Reason
+from attn_select.layer.config import AttentionConfig, CudaGraphLevel
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     CUTLASS_RELEASES,
     INT_WORKSPACE,

@@ -11,12 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.gate import block_size_reason
-from attn_select.layouts import FP8_DS_MLA, MLA
-from attn_select.spec import (
+from attn_select.backends.reasons import block_size_reason
+from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
     BackendSpec,
@@ -26,6 +22,10 @@ from attn_select.spec import (
     HeadSizes,
     Reason,
 )
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import FP8_DS_MLA, MLA
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     CONVERTED,
     DECODERS,

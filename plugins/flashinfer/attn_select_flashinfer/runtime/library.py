@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from attn_select.environment import Environment
+from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
-from attn_select.providers import KernelBuild
-from attn_select.runtime.providers import InstalledBuild
+from attn_select.machine.environment import Environment
+from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 
 _LISTS = "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads"

@@ -15,14 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.environment import version_matches
+from attn_select.backends.spec import Fact
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.environment import version_matches
 from attn_select.runtime import ops
 from attn_select.runtime.backend import AttentionLayer, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
-from attn_select.spec import Fact
 from attn_select_flashinfer.facts.libraries import MIB, MLA_CORE
 from attn_select_flashinfer.facts.mla import FlashInferMLAOptions
 from attn_select_flashinfer.facts.mla_kernels import MLAKernel

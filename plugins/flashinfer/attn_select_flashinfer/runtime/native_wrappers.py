@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_select.layouts import FLASHINFER_HND
+from attn_select.layer.layouts import FLASHINFER_HND
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype

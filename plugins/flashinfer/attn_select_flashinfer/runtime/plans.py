@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
 from attn_select.errors import ConfigError, KernelMismatchError
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.metadata import BatchError
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, READ
 from attn_select_flashinfer.runtime.mla_schedule import BalancedPlan

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.testing.oracle import attention_reference
+from attn_select.reference.oracle import attention_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = (E4M3, E5M2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import flashinfer_emulated as fi
-from attn_select.testing.oracle import merge_reference
+from attn_select.reference.oracle import merge_reference
 from flashinfer_emulated import need
 
 VECTOR = 16

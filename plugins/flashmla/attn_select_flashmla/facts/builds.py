@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from attn_select.providers import KernelBuild
-from attn_select.spec import ComputeCapabilities, Fact, Library
+from attn_select.backends.kernel_builds import KernelBuild
+from attn_select.backends.spec import ComputeCapabilities, Fact, Library
 
 TORCH = Library("torch", "torch", "pip install torch numpy")
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")

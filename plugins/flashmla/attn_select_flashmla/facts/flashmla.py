@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.layouts import MLA
-from attn_select.providers import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import MLA
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_flashmla.facts.builds import (
     BUILDS,
     LIBRARIES,

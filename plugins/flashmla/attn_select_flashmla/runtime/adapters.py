@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attn_select.runtime.providers import InstalledBuild
+from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select_flashmla.facts.builds import (
     FLASH_MLA,
     SGL_FLASH_MLA,

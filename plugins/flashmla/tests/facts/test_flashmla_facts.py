@@ -8,9 +8,9 @@ import pytest
 from flashmla_layers import installed
 from pydantic import ValidationError
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FP8_DS_MLA, MLA
-from attn_select.spec import BackendPlan, BackendSpec, Reason
+from attn_select.backends.spec import BackendPlan, BackendSpec, Reason
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FP8_DS_MLA, MLA
 from attn_select.testing import check_sources, codes_of, environment_of, gqa_layer, mla_layer
 from attn_select.testing import plan_of as plan_of_spec
 from attn_select.testing import reasons_of as reasons_of_spec

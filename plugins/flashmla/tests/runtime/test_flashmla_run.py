@@ -15,7 +15,7 @@ import torch
 from flashmla_layers import check, group_of, layer_config
 
 from attn_select.errors import KernelMismatchError
-from attn_select.testing.running import common_of, layer_of, problem_for
+from attn_select.reference.running import common_of, layer_of, problem_for
 from attn_select_flashmla.facts.builds import BUILDS
 from attn_select_flashmla.runtime.adapters import TensorSchedule
 from attn_select_flashmla.runtime.flashmla import FlashMLAMetadata

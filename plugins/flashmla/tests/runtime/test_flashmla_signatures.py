@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.environment import Environment
+from attn_select.machine.environment import Environment
 from attn_select_flashmla.facts.builds import BUILDS, SGL_FLASH_MLA, FlashMLABuild, kernel_of
 
 pytest.importorskip("torch")

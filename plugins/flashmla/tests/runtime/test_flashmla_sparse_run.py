@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 from flashmla_layers import check, group_of, sparse_config, with_indices
 
+from attn_select.reference.running import common_of, layer_of, problem_for
 from attn_select.runtime import BatchError, Capacity
 from attn_select.testing import pack_fp8_ds_mla, unpack_fp8_ds_mla
-from attn_select.testing.running import common_of, layer_of, problem_for
 from attn_select_flashmla.facts.builds import BUILDS
 from attn_select_flashmla.runtime import flashmla_sparse
 from attn_select_flashmla.runtime.flashmla_sparse import FlashMLASparseImpl, dequantised

@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 
 from flashmla_layers import group_of, layer_config
 
-from attn_select.spec import BackendSpec
+from attn_select.backends.spec import BackendSpec
+from attn_select.reference.running import check_result, problem_for, run_problem
 from attn_select.testing import same_bits, with_other_texts
-from attn_select.testing.running import check_result, problem_for, run_problem
 from attn_select_flashmla.facts.builds import BUILDS, FlashMLABuild
 from attn_select_flashmla.facts.flashmla import FLASHMLA
 from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE

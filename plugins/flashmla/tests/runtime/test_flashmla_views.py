@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 from flashmla_layers import group_of, layer_config
 
-from attn_select.testing.running import common_of, layer_of, problem_for
+from attn_select.reference.running import common_of, layer_of, problem_for
 
 Emulate = Callable[[str], list[str]]
 

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from attn_select.compilers import compiler_reason
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.dtypes import BITS
-from attn_select.environment import Environment
-from attn_select.layouts import FLASH_ATTN_NHD
-from attn_select.spec import (
+from attn_select.backends.compilers import compiler_reason
+from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
     BackendSpec,
@@ -24,6 +19,11 @@ from attn_select.spec import (
     Library,
     Reason,
 )
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.dtypes import BITS
+from attn_select.layer.layouts import FLASH_ATTN_NHD
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU
 
 if TYPE_CHECKING:

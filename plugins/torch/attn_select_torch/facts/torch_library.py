@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.spec import ComputeCapabilities, Fact, Library
+from attn_select.backends.spec import ComputeCapabilities, Fact, Library
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device
 
 TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.5")
 """2.5 brought ``enable_gqa`` to ``scaled_dot_product_attention`` (pytorch/pytorch torch/nn/functional.py v2.5.0)."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.layouts import FP8_DS_MLA, MLA
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import FP8_DS_MLA, MLA
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_torch.facts.torch_library import (
     ANY_BLOCK,
     DTYPES,

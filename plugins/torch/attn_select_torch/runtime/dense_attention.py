@@ -1,7 +1,7 @@
 """Attention on dense tensors by matmul and softmax: for what fused kernels lack (soft cap, sinks, the log-sum-exp).
 
 Also who sees whom: the mask from positions, and on the host the keys that a range of rows can see at all. The formula
-is that of ``attn_select.testing.oracle``: scale, soft cap, ALiBi, mask, sink; LSE is the natural logarithm, sinks
+is that of ``attn_select.reference.oracle``: scale, soft cap, ALiBi, mask, sink; LSE is the natural logarithm, sinks
 included.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
 from attn_select_torch.facts.flex_attention import TILE
 

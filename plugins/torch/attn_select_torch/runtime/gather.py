@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_select.layouts import FP8_DS_MLA
+from attn_select.layer.layouts import FP8_DS_MLA
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,

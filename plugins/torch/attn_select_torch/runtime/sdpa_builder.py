@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.cascade import split_for_cascade

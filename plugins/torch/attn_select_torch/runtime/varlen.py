@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.config import AttentionConfig, Phase
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_torch.facts.torch_sdpa import SdpaFunction

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.dtypes import BITS
-from attn_select.environment import Environment
-from attn_select.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.dtypes import BITS
+from attn_select.layer.layouts import PAGED_ATTENTION as PAGED_ATTENTION_LAYOUT
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_attn import TritonAttnOptions
 from attn_select_triton.facts.triton_support import (

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, Reason
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, Reason
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel, planned_prefill
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attn_select.config import AttentionConfig, Phase
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.layouts import MLA
-from attn_select.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layouts import MLA
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select_triton.facts.planned_kernels import planned_mla_sparse
 from attn_select_triton.facts.triton_mla import GLUON_RANKS, GLUON_ROPE, LORA_RANKS, PROGRAMS_PER_SM
 from attn_select_triton.facts.triton_support import (

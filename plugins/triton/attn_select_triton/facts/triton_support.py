@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from attn_select.compilers import compiler_reason
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.environment import Environment
-from attn_select.spec import BackendPlan, ComputeCapabilities, Fact, HeadSizes, Library, Reason
+from attn_select.backends.compilers import compiler_reason
+from attn_select.backends.spec import BackendPlan, ComputeCapabilities, Fact, HeadSizes, Library, Reason
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 
 COMPILED = "compiled ahead of time, triton 3.6.0"
 """``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attn_select.device import find_gpu
+from attn_select.machine.device import find_gpu
 from attn_select_triton.facts.triton_attn import TILE_ROWS
 from attn_select_triton.facts.triton_support import TMA_FROM
 from attn_select_triton.facts.triton_support import power_of_two as power_of_two

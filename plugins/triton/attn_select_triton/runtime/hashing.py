@@ -9,7 +9,7 @@ from functools import cache
 
 from triton.runtime import cache as triton_cache
 
-from attn_select.detection import detect_device
+from attn_select.machine.detection import detect_device
 
 
 @cache

@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_select import layouts
-from attn_select.config import AttentionConfig
+from attn_select.layer import layouts
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import torch_indexer, torch_ops
 from attn_select.runtime.kv_cache import key_value_unchecked, paged_attention_views
 from attn_select.runtime.rank_memory import RankMemory

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from fake_gpu import SMS, tensor
 
-from attn_select.config import AttentionConfig
-from attn_select.device import Device
-from attn_select.environment import Environment
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.gate import check
 from attn_select.errors import ConfigError
-from attn_select.gate import check
-from attn_select.layouts import FLASHINFER_HND, FLASHINFER_NHD, MLA
-from attn_select.layouts import PAGED_ATTENTION as CLASSIC
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import FLASHINFER_HND, FLASHINFER_NHD, MLA
+from attn_select.layer.layouts import PAGED_ATTENTION as CLASSIC
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
 from attn_select.runtime.kv_cache import key_value_unchecked, kv_cache_shape, paged_attention_views
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select.runtime.torch_indexer import IndexedRows
-from attn_select.spec import BackendPlan, BackendSpec
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA

@@ -1,0 +1,1 @@
+"""What plugins register, and how it is found."""

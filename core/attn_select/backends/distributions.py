@@ -1,0 +1,49 @@
+"""This project's plugins: which distribution brings each backend, and how to install it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tomllib
+from pathlib import Path
+
+NOT_ON_AN_INDEX = (
+    "attn-select and its plugins are on no package index yet. `make dist` in a clone of the repository builds their "
+    "wheels into its folder dist; with PIP_FIND_LINKS=/path/to/dist in the environment, `pip install` finds them there."
+)
+NEEDS_GPU = "needs a GPU machine"
+"""What is said of the install command of a kernel library that is of no use without a GPU."""
+
+
+@functools.cache
+def known_backends() -> dict[str, str]:
+    """Return the backends that are known by name, also where their plugin is not installed, with its distribution.
+
+    They stand in the table ``[distributions]`` of the packaged rules, above the rules, which are not parsed here.
+    """
+    text = (Path(__file__).parent.parent / "selector_rules.toml").read_text(encoding="utf-8")
+    table: dict[str, list[str]] = tomllib.loads(text.partition("\n[[")[0])["distributions"]
+    return {backend: distribution for distribution, backends in table.items() for backend in backends}
+
+
+def install_command(distribution: str) -> str:
+    """Return the command that installs a plugin of this project: by its folder in a clone, elsewhere by its name.
+
+    Outside a clone it needs what ``NOT_ON_AN_INDEX`` says.
+    """
+    import shlex  # only needed where a plugin is missing
+
+    folder = folder_in_clone(distribution)
+    return f"pip install {distribution if folder is None else shlex.quote(folder)}"
+
+
+def folder_in_clone(distribution: str) -> str | None:
+    """Return the folder of a plugin in the clone that this package runs from, None where it was installed otherwise.
+
+    The path is relative (``./plugins/NAME``) where the clone is the working directory.
+    """
+    clone = Path(__file__).resolve().parents[3]
+    folder = clone / "plugins" / distribution.removeprefix("attn-select-").replace("-", "_")
+    if not (folder / "pyproject.toml").is_file():
+        return None
+    return f"./{folder.relative_to(clone)}" if os.path.realpath(os.curdir) == str(clone) else str(folder)

@@ -1,0 +1,55 @@
+"""Reasons that more than the gate gives: a value that is not supported, a block size, a library that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attn_select.backends.spec import BackendSpec, Library, Reason
+from attn_select.machine.environment import BROKEN, WRONG_VERSION, Environment
+
+
+def unsupported(code: str, what: str, observed: Any, supported: Any, remedy: str | None = None) -> Reason:
+    """Return the reason ``WHAT OBSERVED (supported: SUPPORTED)``; ``supported`` is a list of values, or words."""
+    accepted = ", ".join(map(str, supported)) if isinstance(supported, list) else supported
+    return Reason(code, f"{what} {observed} (supported: {accepted or 'none'})", observed, supported, remedy)
+
+
+def block_size_reason(size: int, kernel_sizes: Sequence[int]) -> Reason:
+    """Return the reason against a block size of which no kernel block size (tokens) is a divisor."""
+    least = min(-(-size // kernel) * kernel for kernel in kernel_sizes)
+    supported = "multiples of " + " or ".join(str(k) for k in kernel_sizes)
+    return unsupported("block-size", "block size", size, supported, f"--block-size {least}")
+
+
+def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:
+    """Return one reason per group of alternative libraries of which none can be used."""
+    return [
+        library_reason(group, environment)
+        for group in spec.libraries
+        if not any(environment.has(library) for library in group)
+    ]
+
+
+def library_reason(group: Sequence[Library], environment: Environment) -> Reason:
+    """Return the reason that none of several alternative libraries can be used; the remedy installs the first."""
+    states = {library.distribution: environment.state(library) for library in group}
+    code = "library-version" if WRONG_VERSION in states.values() else "library-missing"
+    parts = []
+    for library in group:
+        state = states[library.distribution]
+        if state == WRONG_VERSION:
+            parts.append(f"{library.distribution} {environment.known_version(library)} (needs {library.version})")
+        elif state == BROKEN:
+            parts.append(f"{library.distribution} is installed but has no module {library.module}")
+        else:
+            parts.append(f"{library.distribution} is not installed")
+    wanted = [library.distribution + library.version for library in group]
+    return Reason(code, "; ".join(parts), states, wanted, install_command(group[0], environment))
+
+
+def install_command(library: Library, environment: Environment) -> str:
+    """Return the command that installs a library, or upgrades it where its version is not accepted."""
+    if environment.state(library) == WRONG_VERSION and "--upgrade" not in library.install:
+        return library.install.replace("pip install ", "pip install --upgrade ", 1)
+    return library.install

@@ -1,0 +1,221 @@
+"""Loads plugins, one by one, so that a broken one never takes the others down.
+
+pluggy's own entry-point loader stops at the first failure, so each entry point gets a plugin manager
+of its own: it is loaded, checked against the hook specification and called, and what goes wrong is kept as text.
+What a plugin prints meanwhile goes to stderr, so that the output of a command stays its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import pluggy
+
+from attn_select.backends import hookspecs
+from attn_select.backends.distributions import known_backends
+from attn_select.backends.spec import BackendSpec
+from attn_select.backends.spec_check import problems_of
+from attn_select.errors import PluginError, shorten, show
+from attn_select.machine.environment import canonical_distribution, name_and_version
+
+
+class RulesOfPlugin(Protocol):
+    """The rules file that a plugin ships, read (``attn_select.rules.fragments``)."""
+
+    @property
+    def path(self) -> Path: ...
+
+
+ReadRules = Callable[[object, str, Collection[str]], RulesOfPlugin]
+"""Reads the file that a plugin's ``attn_select_register_rules`` names, given its distribution and its backends. Raises
+``PluginError`` where the file cannot be used."""
+
+
+@dataclass(slots=True)
+class Plugin:
+    """One entry point of group ``attn_select``, loaded or failed.
+
+    Attributes:
+        name: the entry point's name.
+        distribution: the distribution that brings it (canonical name), ``?`` where metadata lacks one.
+        version: that distribution's version.
+        backends: names of the backends it registered.
+        error: why it could not be used, one line; None when it loaded.
+        rules: the rules that it ships, or None.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    backends: tuple[str, ...] = ()
+    error: str | None = None
+    rules: RulesOfPlugin | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"plugin {self.name} ({self.distribution} {self.version})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plugin as it stands in JSON output."""
+        return {
+            "name": self.name,
+            "distribution": self.distribution,
+            "version": self.version,
+            "backends": list(self.backends),
+            "error": self.error,
+            "rules": None if self.rules is None else str(self.rules.path),
+        }
+
+
+@dataclass(slots=True)
+class Registry:
+    """Every registered backend, in registration order, and every plugin with its fate.
+
+    Attributes:
+        specs: usable backends by name.
+        owners: distribution that registered each backend.
+        conflicts: backend names registered more than once (hence unusable) with all their owners.
+        ignored: names of known backends with the other distributions that register them. The backend of the
+            distribution that ``known_backends`` lists is used.
+        plugins: all entry points in the order they were loaded.
+    """
+
+    specs: dict[str, BackendSpec] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    conflicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    plugins: list[Plugin] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Plugin]:
+        """The plugins that could not be used."""
+        return [plugin for plugin in self.plugins if plugin.error]
+
+    @property
+    def variables(self) -> dict[str, list[str]]:
+        """The environment variables that plans read, each with the backends that declare it."""
+        found: dict[str, list[str]] = {}
+        for spec in self.specs.values():
+            for name in spec.variables:
+                found.setdefault(name, []).append(spec.name)
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line per failed plugin and per backend name that is registered more than once."""
+        lines = [f"{plugin} is not usable: {plugin.error}" for plugin in self.failed]
+        for name, owners in self.conflicts.items():
+            lines.append(f"backend {name} is registered by {' and by '.join(owners)}: usable once one owner is left")
+        for name, others in self.ignored.items():
+            lines.append(
+                f"backend {name} of {' and of '.join(others)} is ignored: the name belongs to "
+                f"{known_backends()[name]}, which is installed"
+            )
+        return lines
+
+
+def find_plugins(read_rules: ReadRules) -> Registry:
+    """Load every installed plugin, in sorted order of entry-point name and distribution."""
+    try:
+        return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), read_rules)
+    except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
+        return _search_each_distribution(read_rules)
+
+
+def _search_each_distribution(read_rules: ReadRules) -> Registry:
+    found: list[importlib.metadata.EntryPoint] = []
+    failed: list[Plugin] = []
+    seen: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        name, version = name_and_version(distribution)
+        if name is None or canonical_distribution(name) in seen:
+            continue
+        seen.add(canonical_distribution(name))
+        try:
+            found += distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
+        except Exception as error:
+            text = f"its entry_points.txt cannot be read: {type(error).__name__}: {shorten(error, 300)}"
+            failed.append(Plugin("?", canonical_distribution(name), version or "?", error=text))
+    registry = build_registry(found, read_rules)
+    registry.plugins += failed
+    return registry
+
+
+def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_rules: ReadRules) -> Registry:
+    """Load the given entry points. Raises nothing but KeyboardInterrupt: what fails is in ``Registry.plugins``."""
+    registry = Registry()
+    taken: dict[str, str] = {}
+    registered: dict[str, list[tuple[str, BackendSpec]]] = {}
+    named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in entry_points]
+    for name, distribution, version, entry_point in sorted(named, key=lambda item: (*item[:2], item[3].value)):
+        plugin = Plugin(name, distribution, version)
+        registry.plugins.append(plugin)
+        if name in taken:
+            plugin.error = f"the plugin name {name!r} is already taken by {taken[name]}"
+            continue
+        taken[name] = distribution
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                specs, plugin.rules = _register(entry_point, distribution if distribution != "?" else name, read_rules)
+        except KeyboardInterrupt:
+            raise
+        except PluginError as error:
+            plugin.error = error.message
+        except BaseException as error:  # whatever a stranger's module raises on import, SystemExit included
+            plugin.error = f"{type(error).__name__}: {shorten(error, 300)}"
+        else:
+            plugin.backends = tuple(spec.name for spec in specs)
+            for spec in specs:
+                registered.setdefault(spec.name, []).append((distribution, spec))
+    for name, found in registered.items():
+        _settle(registry, name, found)
+    return registry
+
+
+def _settle(registry: Registry, name: str, found: list[tuple[str, BackendSpec]]) -> None:
+    """Enter a backend name with all its registrations, each the distribution and its spec."""
+    if len(found) > 1:
+        listed = [each for each in found if each[0] == known_backends().get(name)]
+        if len(listed) != 1:
+            registry.conflicts[name] = tuple(owner for owner, _ in found)
+            return
+        registry.ignored[name] = tuple(owner for owner, _ in found if owner != listed[0][0])
+        found = listed
+    registry.owners[name], registry.specs[name] = found[0]
+
+
+def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    name, version = name_and_version(entry_point.dist) if entry_point.dist is not None else (None, None)
+    return canonical_distribution(name) if name else "?", version or "?"
+
+
+def _register(
+    entry_point: importlib.metadata.EntryPoint, owner: str, read_rules: ReadRules
+) -> tuple[list[BackendSpec], RulesOfPlugin | None]:
+    """Return what a plugin registers: its backends, and the rules that it ships."""
+    manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
+    manager.add_hookspecs(hookspecs)
+    manager.register(entry_point.load(), name=entry_point.name)
+    manager.check_pending()
+    results: list[Any] = manager.hook.attn_select_register_backends()
+    if not results:
+        raise PluginError(f"{entry_point.value} has no @hookimpl attn_select_register_backends that returns backends")
+    specs: dict[str, BackendSpec] = {}
+    for result in results:
+        if not isinstance(result, (list, tuple)):
+            raise PluginError(f"attn_select_register_backends returned {show(result)} instead of a list of BackendSpec")
+        for spec in result:
+            if problems := problems_of(spec):
+                raise PluginError("; ".join(problems))
+            if spec.name in specs:
+                raise PluginError(f"backend {spec.name} is registered twice by the same plugin")
+            specs[spec.name] = spec
+    paths: list[Any] = manager.hook.attn_select_register_rules()
+    if len(paths) > 1:
+        raise PluginError(f"{entry_point.value} has {len(paths)} hooks attn_select_register_rules (accepted: one)")
+    return list(specs.values()), read_rules(paths[0], owner, specs) if paths else None

@@ -1,0 +1,1 @@
+"""The decision: gate, order, choice, selection, text."""

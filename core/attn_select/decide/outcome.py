@@ -1,0 +1,149 @@
+"""What was decided for one attention layer, as data: the whole plan, and every candidate's verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
+from attn_select.layer import layouts
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
+from attn_select.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from attn_select.times.choice import EvidenceUsed
+    from attn_select.times.timing import Timing
+    from attn_select.times.workload import Workload
+
+VerdictName = Literal["selected", "valid", "rejected"]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was decided about one backend in one phase.
+
+    Attributes:
+        rank: position in the effective priority list, from 1; None where no rule ranks the backend.
+        verdict: ``selected``, ``valid`` (would run) or ``rejected``.
+        reasons: everything that speaks against it; empty unless rejected.
+        plan: how it would run; None where rejected.
+        timing: how long it takes for the workload's steps of the phase; None where nothing is known, or none was asked.
+        behind: its time as a multiple of the chosen backend's; None where the two do not compare.
+    """
+
+    rank: int | None
+    verdict: VerdictName
+    reasons: list[Reason]
+    plan: BackendPlan | None
+    timing: Timing | None = None
+    behind: float | None = None
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One backend with its verdict per phase of the layer. Treat as immutable: selections share what they reject."""
+
+    backend: str
+    phases: Mapping[Phase, Verdict]
+
+    def with_verdict(self, phase: Phase, **changes: Any) -> Candidate:
+        """Return the candidate with another verdict on one phase: ``changes`` are attributes of ``Verdict``."""
+        return Candidate(self.backend, {**self.phases, phase: replace(self.phases[phase], **changes)})
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The decision for one attention layer: what runs, how, and why nothing else does.
+
+    Treat as immutable: it is cached.
+
+    Attributes:
+        config: what was asked for.
+        device: the device it was decided for.
+        environment: the libraries and variables it rests on.
+        backends: the chosen spec per phase that the layer has; None where no backend is valid.
+        block_size: tokens per cache block; None for layers without a cache.
+        kv_layout: name from ``attn_select.layer.layouts``; None for layers without a cache.
+        candidates: every known backend, the ranked ones first in order.
+        rules: the rules that took part, in the order they were applied.
+        explicit: the backend that was asked for by name, per phase; it alone was considered there.
+        warnings: what a user should know, one sentence each.
+        options: the ``[backends.NAME]`` table of every registered backend.
+        workload: the batches that it was decided for, or None.
+        evidence: what was taken from measured times; None without a workload.
+    """
+
+    config: AttentionConfig
+    device: Device
+    environment: Environment
+    backends: Mapping[Phase, BackendSpec | None]
+    block_size: int | None
+    kv_layout: str | None
+    candidates: tuple[Candidate, ...]
+    rules: tuple[Rule, ...]
+    explicit: Mapping[Phase, str]
+    warnings: tuple[str, ...]
+    options: Mapping[str, BackendOptions]
+    workload: Workload | None = None
+    evidence: EvidenceUsed | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every phase of the layer has a backend."""
+        return None not in self.backends.values()
+
+    @property
+    def selected(self) -> dict[Phase, str | None]:
+        """Backend name (or None) for each phase that the layer has."""
+        return {phase: spec.name if spec else None for phase, spec in self.backends.items()}
+
+    def ranked(self, phases: Sequence[Phase]) -> list[Candidate]:
+        """Return the candidates that are valid for all of these phases and ranked by a rule, the best first.
+
+        One that is selected for all of them leads; then ranks decide, those of the last phase before the first's.
+        """
+        able: list[tuple[bool, int, int, Candidate]] = []
+        for candidate in self.candidates:
+            verdicts = [candidate.phases[phase] for phase in phases]
+            ranks = [v.rank for v in verdicts if v.rank is not None and v.verdict != "rejected"]
+            if len(ranks) == len(phases):
+                chosen = all(v.verdict == "selected" for v in verdicts)
+                able.append((not chosen, ranks[-1], ranks[0], candidate))
+        return [candidate for *_, candidate in sorted(able, key=lambda found: found[:3])]
+
+    @property
+    def plans(self) -> dict[Phase, BackendPlan]:
+        """The plan of each phase that has a backend."""
+        found: dict[Phase, BackendPlan] = {}
+        for candidate in self.candidates:
+            for phase, verdict in candidate.phases.items():
+                if verdict.verdict == "selected" and verdict.plan is not None:
+                    found[phase] = verdict.plan
+        return {phase: found[phase] for phase in self.backends if phase in found}
+
+    @property
+    def cache_shape(self) -> list[int | str] | None:
+        """Shape in elements of one layer's cache, with ``"num_blocks"`` open; None without a cache."""
+        if self.kv_layout is None or self.block_size is None:
+            return None
+        return layouts.cache_shape(self.kv_layout, self.config, self.block_size)
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """What the cache holds: ``fp8_ds_mla`` in that layout, else the KV-cache dtype; None without a cache."""
+        if self.kv_layout is None:
+            return None
+        return "fp8_ds_mla" if self.kv_layout == layouts.FP8_DS_MLA else self.config.cache_dtype
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Bytes that one token of one layer takes in the cache; None without a cache."""
+        return None if self.kv_layout is None else layouts.bytes_per_token(self.kv_layout, self.config)
+
+    @property
+    def indexer_bytes_per_token(self) -> int:
+        """Bytes that one token of one layer takes in the cache of its indexer, in FP8; 0 where there is none."""
+        return layouts.INDEXER_BYTES if self.config.sparse and self.kv_layout is not None else 0

@@ -1,0 +1,247 @@
+"""``select()``: config + device + rules → gate on every candidate → ``Selection``."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from attn_select.decide.decide import Choice, Decider, parse_choice
+from attn_select.decide.selection import Selection
+from attn_select.decide.shared_pool import agree_on_pool
+from attn_select.errors import ConfigError, show
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine import detection
+from attn_select.machine.device import Device, lookup
+from attn_select.machine.environment import Environment
+from attn_select.rules.layers import RuleSet, load_rules
+from attn_select.rules.plugins import fragments_of, load_plugins
+
+if TYPE_CHECKING:
+    from attn_select.times.evidence import Evidence
+    from attn_select.times.workload import Workload, WorkloadArgument
+
+RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+BackendArgument = str | Sequence[str] | Mapping[str, str] | None
+MeasurementsArgument = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_MOST_SELECTIONS = 4096
+_MOST_DECIDERS = 128
+_recent: dict[int, tuple[Any, ...]] = {}
+_selections: dict[tuple[AttentionConfig, Decider, Choice, Workload | None, Evidence | None], Selection] = {}
+_evidence: dict[tuple[Device, Environment, tuple[str, ...]], Evidence] = {}
+_deciders: dict[Hashable, Decider] = {}
+
+
+def select(
+    config: AttentionConfig,
+    device: Device | str | None = None,
+    rules: RulesArgument = None,
+    backend: BackendArgument = None,
+    *,
+    environment: Environment | None = None,
+    workload: WorkloadArgument | None = None,
+    measurements: MeasurementsArgument = (),
+) -> Selection:
+    """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
+
+    Cached: the same config object again costs well under a microsecond. Rules files, plugins and the environment are
+    read once per process; ``clear_cache()`` reads them again.
+
+    Args:
+        config: what the layer asks for.
+        device: a ``Device``, a name (``h100``, ``sm90``, ``9.0``, ``cpu``) or None for this machine's own.
+        rules: one more rules file or several, above all other layers; or a ``RuleSet`` that replaces them all.
+        backend: an explicit choice, ``"FLASHMLA"``, ``"decode=FLASHMLA"``, ``{"decode": "FLASHMLA"}`` or a list of the
+            former. It beats every rule, must pass the gate and is never replaced by another backend.
+        environment: the libraries and variables to judge by, by value; None probes this machine, or for a device that
+            is not this machine's assumes all libraries.
+        workload: the batches that the layer is to be fast at, as ``attn_select.times.workload.parse_workload`` reads
+            them: ``"64q1s4k*0.8,q2k*0.2"``, a profile such as ``"chat"``, or a file. Rules about batches match only
+            with one, and measured times count with one alone. A file is read once per process.
+        measurements: files of measurements to read beside the packaged ones, the user's and those of
+            ``ATTN_SELECT_MEASUREMENTS``; needs a workload. Read once per process.
+
+    Returns:
+        A ``Selection``. Check ``ok``: where no backend is valid the phase's entry is None and the reasons are in
+        ``candidates``; ``Selection.load()`` raises ``NoBackendError`` then.
+
+    Raises:
+        ConfigError, UnknownNameError: unknown device, backend or workload, malformed ``backend`` or ``workload``.
+        RulesError: a rules file is missing or broken.
+        MeasurementError: a named file of measurements does not exist.
+    """
+    recent = _recent.get(id(config))
+    if (
+        recent is not None
+        and recent[1] is device
+        and recent[2] is rules
+        and recent[3] is backend
+        and recent[4] is environment
+        and recent[5] is workload
+        and recent[6] is measurements
+    ):
+        found: Selection = recent[7]
+        return found
+    if not isinstance(config, AttentionConfig):
+        raise ConfigError(f"config = {show(config)}: expected an AttentionConfig", fields=["config"])
+    decider = decider_for(device, rules, environment)
+    choice = parse_choice(backend, decider.names, decider.registry.failed)
+    batches, evidence = _asked(workload, measurements, decider)
+    key = (config, decider, choice, batches, evidence)
+    selection = _selections.get(key)
+    if selection is None:
+        if len(_selections) >= _MOST_SELECTIONS:
+            _selections.clear()
+        selection = _selections[key] = decider.decide(config, choice, workload=batches, evidence=evidence)
+    if len(_recent) >= _MOST_SELECTIONS:
+        _recent.clear()
+    # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
+    if _is_immutable(rules) and _is_immutable(backend) and _is_immutable(measurements):
+        _recent[id(config)] = (config, device, rules, backend, environment, workload, measurements, selection)
+    return selection
+
+
+def select_model(
+    configs: Sequence[AttentionConfig],
+    device: Device | str | None = None,
+    rules: RulesArgument = None,
+    backend: BackendArgument = None,
+    *,
+    environment: Environment | None = None,
+    workload: WorkloadArgument | None = None,
+    measurements: MeasurementsArgument = (),
+) -> tuple[Selection, ...]:
+    """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
+
+    Kinds without a cache, and MLA beside other attention, are decided by themselves. Where the kinds' best backends
+    want different layouts or block sizes, the combination with the least time wins where times of all are known, else
+    that with the least sum of ranks; where none fits all, each keeps its own and a warning says so. A block size that a
+    config names is the pool's: a kind that cannot run with it has no backend, and its candidates say why. Arguments and
+    errors are those of ``select``.
+
+    Raises:
+        ConfigError: two configs of one pool name different block sizes.
+    """
+    decider = decider_for(device, rules, environment)
+    choice = parse_choice(backend, decider.names, decider.registry.failed)
+    batches, evidence = _asked(workload, measurements, decider)
+
+    def decide(config: AttentionConfig, kv_layout: str | None = None) -> Selection:
+        return decider.decide(config, choice, kv_layout, batches, evidence)
+
+    return agree_on_pool(configs, decide)
+
+
+def decider_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Decider:
+    """Return the compiled decision procedure for a device, rules and environment. Cached."""
+    if device is not None and not isinstance(device, (str, Device)):
+        text = f"device = {show(device)}: expected a Device, a name such as 'h100', or None for this machine's"
+        raise ConfigError(text, fields=["device"])
+    rules_key: Hashable
+    paths: tuple[str, ...] = ()
+    if isinstance(rules, RuleSet):
+        rules_key = (tuple(rules.rules), tuple(rules.idle), repr(rules.options))  # a Rule is immutable, its set is not
+    else:
+        given = () if rules is None else (rules,) if isinstance(rules, (str, os.PathLike)) else rules
+        rules_key = paths = tuple(os.fspath(path) for path in given)
+    if device is None or device == "auto":  # what is found may change: torch knows GPUs once it has started CUDA
+        device = detection.detect_device().device
+    key = (device, rules_key, environment)
+    decider = _deciders.get(key)
+    if decider is None:
+        found: Device = lookup(device) if isinstance(device, str) else device
+        used_environment = environment if environment is not None else environment_for(found)
+        used_rules = rules if isinstance(rules, RuleSet) else _rules(paths)
+        if len(_deciders) >= _MOST_DECIDERS:
+            _deciders.clear()
+            _selections.clear()  # they hold deciders too
+        decider = _deciders[key] = Decider(load_plugins(), used_rules, found, used_environment)
+    return decider
+
+
+def environment_for(device: Device, pins: Mapping[str, str] | None = None) -> Environment:
+    """Return the environment that goes with a device: probed on this machine's own, else assumed. Cached.
+
+    ``pins`` are the versions of ``--with`` by canonical distribution name; ``cuda`` among them is CUDA's.
+    """
+    return _environment(device, tuple(sorted((pins or {}).items())))
+
+
+@functools.lru_cache(maxsize=_MOST_DECIDERS)
+def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environment:
+    given = dict(pins)
+    cuda = given.get("cuda")
+    if cuda is None and device.local and not device.is_cpu:
+        cuda = detection.detect_device().cuda_driver_version
+    variables = {name: os.environ[name] for name in load_plugins().variables if name in os.environ}
+    return Environment(assume_installed=not device.local, pins=given, variables=variables, cuda=cuda)
+
+
+@functools.lru_cache(maxsize=16)
+def _rules(paths: tuple[str, ...], working_directory: bool = True) -> RuleSet:
+    return load_rules(paths, fragments_of(load_plugins()), working_directory=working_directory)
+
+
+def rules_in_an_engine() -> RuleSet:
+    """Return the rules of a process that an engine owns: without those of the working directory, unless they are named.
+
+    An engine is started anywhere. Cached as rules are for ``select``, whose argument ``rules`` takes them.
+
+    Raises:
+        RulesError: a rules file is missing or broken.
+    """
+    return _rules((), working_directory=False)
+
+
+def _asked(
+    workload: WorkloadArgument | None, measurements: MeasurementsArgument, decider: Decider
+) -> tuple[Workload, Evidence] | tuple[None, None]:
+    """Return the workload, and what is known about times on the device. Files are read once."""
+    given = (measurements,) if isinstance(measurements, (str, os.PathLike)) else measurements
+    if workload is None:
+        if given:
+            hint = "name the batches too, such as '64q1s4k': times count for a workload alone"
+            raise ConfigError(f"measurements = {show(measurements)} without a workload", fields=["workload"], hint=hint)
+        return None, None
+    from attn_select.times.evidence import load_evidence  # most ask for no workload
+    from attn_select.times.workload import parse_workload
+
+    batches = _read_workload(workload) if isinstance(workload, (str, PurePath)) else parse_workload(workload)
+    key = decider.device, decider.environment, tuple([os.fspath(path) for path in given])
+    evidence = _evidence.get(key)
+    if evidence is None:
+        if len(_evidence) >= _MOST_DECIDERS:
+            _evidence.clear()
+            _selections.clear()  # they hold evidence too
+        evidence = _evidence[key] = load_evidence(*key)
+    return batches, evidence
+
+
+@functools.lru_cache(maxsize=256)
+def _read_workload(given: str | PurePath) -> Workload:
+    from attn_select.times.workload import parse_workload
+
+    return parse_workload(given)
+
+
+def _is_immutable(argument: RulesArgument | BackendArgument | MeasurementsArgument) -> bool:
+    """Whether an argument of ``select`` says the same as long as it is the same object."""
+    if isinstance(argument, tuple):
+        return all(isinstance(each, (str, PurePath)) for each in argument)
+    return argument is None or isinstance(argument, (str, PurePath))
+
+
+def clear_cache() -> None:
+    """Forget every selection, and read plugins, rules files, the device and the environment again at the next call."""
+    _recent.clear()
+    _selections.clear()
+    _deciders.clear()
+    load_plugins.cache_clear()
+    detection.by_nvml.cache_clear()
+    _environment.cache_clear()
+    _rules.cache_clear()
+    _read_workload.cache_clear()
+    _evidence.clear()

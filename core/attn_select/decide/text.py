@@ -1,0 +1,559 @@
+"""Text for people: a selection, or a whole report of layer kinds, as lines of styled pieces.
+
+A line is a list of ``(text, style)``; style is "", or one of ``STYLES``. The piece ``HANG`` marks the column where
+continuation lines begin when a terminal wraps the line. ``plain`` joins the pieces; the command line colours and wraps
+them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so both always agree.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from attn_select.backends import distributions
+from attn_select.backends.spec import BackendPlan, Reason
+from attn_select.decide.outcome import Candidate, Outcome, Verdict
+from attn_select.errors import printable
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.features import FEATURES
+from attn_select.machine.device import Device
+from attn_select.rules.layers import FILE_NAME
+from attn_select.rules.rule import PACKAGED, Rule
+
+if TYPE_CHECKING:
+    from attn_select.times.choice import EvidenceUsed
+    from attn_select.times.timing import Timing
+    from attn_select.times.workload import Workload
+
+Line = list[tuple[str, str]]
+STYLES = {
+    "title": "bold",
+    "selected": "bold green",
+    "valid": "green",
+    "rejected": "red",
+    "dim": "dim",
+    "remedy": "cyan",
+    "warning": "yellow",
+}
+HANG = ("", "hang")
+_MARGIN = 19
+"""Column of what stands beside ``prefill``, ``decode`` and ``KV cache``."""
+
+
+_WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported", "phase-not-served")
+"""Codes of reasons that hold for every layer of this kind, whatever else it asks for."""
+_OTHER_KIND = _WRONG_KIND[:-1]
+"""Those of them that hold in every phase."""
+_NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
+
+NAN_TAIL_WARNING = "a NaN in the unused tail of a block reaches the result; clear blocks before they are handed out"
+"""Of a plan that is not ``nan_tail_safe``."""
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """Return the lines without styles, trailing white space removed; what is not printable is replaced."""
+    return "\n".join(printable("".join(text for text, _ in line).rstrip()) for line in lines)
+
+
+def selection_text(selection: Outcome) -> str:
+    """Return ``Selection.explain()``."""
+    lines = [*device_lines(selection), [], *layer_lines(selection), *note_lines([selection])]
+    return plain([*lines, *warning_lines(selection.warnings)])
+
+
+def device_lines(selection: Outcome) -> list[Line]:
+    """Say which device, which libraries and which workload the decision is for."""
+    device, environment = selection.device, selection.environment
+    facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
+    if device.sm_count:
+        facts.append(f"{device.sm_count} SMs")
+    if device.memory_gib:
+        facts.append(f"{device.memory_gib:g} GiB")
+    if device.bandwidth_gbps:
+        facts.append(f"{device.bandwidth_gbps:g} GB/s")
+    name = device.full_name or device.name
+    details = f" ({', '.join(facts)})" if facts else ""
+    pins = ", ".join(f"{library} {version}" for library, version in environment.pins.items())
+    if environment.assume_installed:
+        libraries = "not this machine's: every kernel library counts as installed"
+        libraries += f"; given: {pins}" if pins else " (--with NAME==VERSION says which)"
+    elif pins:
+        libraries = f"as installed on this machine; given: {pins}"
+    else:
+        libraries = "as installed here (`attn-select doctor` lists)"
+    lines: list[Line] = [
+        [("Device     ", "dim"), HANG, (name, "title"), (details, "")],
+        [("Libraries  ", "dim"), HANG, (libraries, "")],
+    ]
+    if selection.workload is not None:
+        lines.append([("Workload   ", "dim"), HANG, (workload_text(selection.workload), "")])
+    return lines
+
+
+def workload_text(workload: Workload) -> str:
+    """Return a workload as text: its shapes with their shares, behind its name where it has one of its own."""
+    shapes = str(workload)
+    return shapes if workload.name == shapes else f"{workload.name} ({shapes})"
+
+
+def config_text(config: AttentionConfig) -> str:
+    """Return one line that says what the layer asks for."""
+    if config.mla:
+        parts = [
+            f"{config.num_heads} query heads, MLA latent {config.kv_lora_rank} + {config.qk_rope_head_dim}",
+            f"prefill QK {config.qk_nope_head_dim} + {config.qk_rope_head_dim}, V {config.v_head_dim}",
+        ]
+    else:
+        kv_heads = f"{config.num_kv_heads} KV head{'' if config.num_kv_heads == 1 else 's'}"
+        parts = [f"{config.num_heads} query heads, {kv_heads}, head size {config.head_size}"]
+        if config.v_head_size is not None:
+            parts.append(f"V head size {config.v_head_size}")
+    parts.append(config.dtype)
+    if config.has_cache:
+        parts.append(f"KV cache {config.kv_cache_dtype}")
+    if config.attn_type != "decoder":
+        parts.append(config.attn_type)
+    if config.block_size is not None:
+        parts.append(f"block size {config.block_size}")
+    if config.sparse_top_k is not None:
+        parts.append(f"sparse top-k {config.sparse_top_k}")
+    asked = [(feature, getattr(config, feature.field)) for feature in FEATURES]
+    parts += [feature.says.format(value) for feature, value in asked if value != feature.off]
+    if config.cuda_graph != "NEVER":
+        parts.append(f"CUDA graphs {config.cuda_graph}")
+    return ", ".join(parts)
+
+
+def layer_lines(
+    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True, remedies: bool = True
+) -> list[Line]:
+    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies.
+
+    Args:
+        remedies: whether backends without their plugin have a line each, with what to install. An engine's log has
+            one line for all of them.
+        runs: whether attn-select runs the kernels. An engine's own have other providers, buffers and caches than the
+            plan, of which only the path is shown then.
+    """
+    lines = plan_lines(selection, kind, count, runs=runs)
+    lines += _time_lines(selection)
+    lines += _candidate_lines(selection, remedies)
+    lines += _rule_lines(selection, selection.rules)
+    lines += _remedy_lines(selection)
+    lines += _unranked_lines(selection)
+    return lines
+
+
+def brief_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
+    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules."""
+    lines: dict[str, Line] = {}
+    folded: dict[str, list[str]] = {}
+    for candidate in selection.candidates:
+        rejected = {phase: v for phase, v in candidate.phases.items() if v.verdict == "rejected"}
+        # What speaks against a phase that the backend does serve says more than that it does not serve the other.
+        served = {p: v for p, v in rejected.items() if [r.code for r in v.reasons] != ["phase-not-served"]}
+        told = served or rejected
+        if not told:
+            continue
+        everywhere = len(rejected) == len(candidate.phases)
+        standing = {_standing(verdict, selection.device) for verdict in told.values()}
+        if everywhere and len(standing) == 1 and candidate.backend not in selection.explicit.values():
+            folded.setdefault(standing.pop() or "", []).append(candidate.backend)
+        lines[candidate.backend] = _brief_line(candidate.backend, told, everywhere, selection.device)
+    for why, names in folded.items():
+        if why and len(names) > 1:
+            lines = {backend: line for backend, line in lines.items() if backend not in names}
+            lines[why] = [(f"{len(names)} others {why}: {', '.join(names)}", "")]
+    margins = [("  rejected".ljust(_MARGIN), "rejected"), *[(" " * _MARGIN, "")] * len(lines)]
+    rejected_lines = [[margin, HANG, *line] for margin, line in zip(margins, lines.values(), strict=False)]
+    own = [rule for rule in selection.rules if rule.layer > PACKAGED]
+    return plan_lines(selection, kind, count) + rejected_lines + _rule_lines(selection, own)
+
+
+def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, device: Device) -> Line:
+    reasons: list[Reason] = []
+    for verdict in told.values():
+        reasons += [reason for reason in verdict.reasons if reason not in reasons]
+    where = "" if always else f" for {' and '.join(told)}"
+    line: Line = [(backend, ""), (f"{where}: {reasons[0].message}", "")]
+    if len(reasons) > 1:
+        more = len(reasons) - 1
+        line.append((f" (and {more} more reason{'s' if more > 1 else ''})", "dim"))
+    return line + (_try(reasons[0], device) if len(reasons) == 1 else [])
+
+
+def plan_lines(
+    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True
+) -> list[Line]:
+    """Render what one layer kind asks for and the plan of each phase; ``runs`` as in ``layer_lines``."""
+    title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
+    lines: list[Line] = [[(f"{title}  ", "title"), HANG, (config_text(selection.config), "")]]
+    for phase, name, plan in _merged_plans(selection):
+        if name is None or plan is None:
+            lines.append([(f"  {phase:<17}", ""), HANG, ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
+            continue
+        explicit = any(chosen == name and p in phase for p, chosen in selection.explicit.items())
+        asked = ", asked for by name" if explicit else ""
+        lines.append([(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
+        if not runs:
+            continue
+        facts = [
+            f"query {plan.query_dtype}",
+            "returns LSE" if plan.returns_lse else "no LSE",
+            f"CUDA graphs {plan.cuda_graph}",
+        ]
+        if plan.workspace_bytes:
+            facts.append(f"workspace {byte_text(plan.workspace_bytes)}")
+        if plan.block_table_width_multiple > 1:
+            facts.append(f"block table width a multiple of {plan.block_table_width_multiple}")
+        if plan.provider:
+            facts.append(f"kernel from {plan.provider}")
+        lines.append([(" " * _MARGIN, ""), HANG, (", ".join(facts), "dim")])
+        lines += [[(" " * _MARGIN, ""), HANG, (note, "dim")] for note in plan.notes]
+        if not plan.nan_tail_safe:
+            lines.append([(" " * _MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
+        lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
+    if runs and selection.cache_shape is not None and selection.bytes_per_token is not None:
+        shape = ", ".join(map(str, selection.cache_shape))
+        text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
+        own, indexer = selection.bytes_per_token, selection.indexer_bytes_per_token
+        text += f"{own} bytes per token and layer"
+        text += f" and {indexer} of the indexer's keys in FP8" if indexer else ""
+        if count is not None and count > 1:
+            text += f", {byte_text((own + indexer) * count)} per token for all {count}"
+        lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
+    if runs:
+        lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
+    if selection.evidence is not None:
+        lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
+    return lines
+
+
+def _rank_lines(selection: Outcome) -> list[tuple[str, str]]:
+    """Say what context parallelism saves and adds, in lines of a label and a text; none for layers of one rank."""
+    if selection.config.decode_context_parallel_size == 1:
+        return []
+    from attn_select.times.ranks import MEASURED_ON, rank_costs  # few layers have ranks
+
+    costs = rank_costs(selection)
+    if costs is None:
+        return []
+    text = f"{costs.ranks} share the cache: {costs.bytes_per_token:g} of {selection.bytes_per_token} bytes per token "
+    lines = [("  Ranks", text + "and layer on each")]
+    for step in costs.steps:
+        pays = "saves memory, no time: the heads of all ranks keep each one busy"
+        if step.pays_from is not None:
+            pays = f"pays from {step.pays_from} tokens of context on"
+        text = f"{step.batch}: attention takes {us_text(step.ranks_us)} instead of {us_text(step.alone_us)} (at peak "
+        text += f"rates), collectives add {us_text(step.collectives_us)} (as on {MEASURED_ON}); {pays}"
+        lines.append(("", text))
+    if not costs.steps:
+        lines.append(("", f"times of collectives on {selection.device.name} are not known"))
+    return lines
+
+
+def _time_text(selection: Outcome, used: EvidenceUsed) -> str:
+    """Say how long the chosen backends take for the workload's steps, or that nobody knows."""
+    parts = []
+    for phase, name in selection.selected.items():
+        timing = _verdict(selection, name, phase).timing if name is not None else None
+        if timing is not None and timing.compares:
+            parts.append(f"{phase} {us_text(timing.time_us)} ({_percent(timing.share)} of the steps)")
+    if not parts:
+        phases = [phase for phase, each in used.phases.items() if each.share]
+        asked = f" for {' and '.join(phases)}" if phases else ""
+        return f"not known{asked}: backends are ranked by rules (`attn-select bench` measures times)"
+    mean = f"{us_text(used.time_us)} per step: " if used.time_us is not None and len(parts) > 1 else ""
+    return f"{mean}{', '.join(parts)}, one layer"
+
+
+def _time_lines(selection: Outcome) -> list[Line]:
+    """Render the time of every candidate, how far it is behind the chosen one, and where the time comes from."""
+    lines: list[Line] = []
+    for phase, used in selection.evidence.phases.items() if selection.evidence is not None else ():
+        timed = [(c, c.phases[phase]) for c in selection.candidates if c.phases[phase].timing is not None]
+        if not any(verdict.timing.compares for _, verdict in timed if verdict.timing):
+            continue
+        head = "by time where times compare" if used.by_times else f"by rules: {used.why}"
+        title = f"  Times for {phase}"
+        lines += [[], [(title, "title"), HANG, (f"  {_percent(used.share)} of the steps; ordered {head}", "dim")]]
+        for candidate, verdict in sorted(timed, key=lambda item: _order(item[0], phase)):
+            timing = verdict.timing
+            assert timing is not None
+            rank = "-" if verdict.rank is None else str(verdict.rank)
+            least = "" if timing.compares else "at least "
+            margin = f" ± {timing.margin * 100:.1f} %" if timing.compares else ""
+            behind = "" if verdict.behind is None else f"× {verdict.behind:.2f}"
+            figures = f"{f'{least}{us_text(timing.time_us)}':>17}{margin:<10} {behind:<7} "
+            name = (f"  {rank:>4}  {candidate.backend:<22}", "selected" if verdict.verdict == "selected" else "")
+            lines.append([name, (figures, ""), HANG, (_provenance(timing), "dim")])
+            if timing.weaker:
+                lines.append([(" " * 66, ""), HANG, ("weaker: ", "warning"), (timing.weaker, "")])
+        for timing in used.behind:
+            from attn_select.times.timing import VAGUER  # few have times of their own
+
+            text = f"{_provenance(timing)}: stands behind, for its margins are over {VAGUER:g} times as wide"
+            lines.append([("        ", ""), HANG, (text, "dim")])
+    return lines
+
+
+def _provenance(timing: Timing) -> str:
+    """Say where a time comes from."""
+    if not timing.compares:
+        return "roofline, at the device's peak rates, L2 cold"
+    # Published tables repeat one call, whose keys may still lie in L2: such a time can be below the roofline.
+    parts = [f"{timing.source}, L2 warm" if timing.kind == "table" else timing.kind]
+    if timing.kind == "named file":
+        parts = [os.path.basename(file) for file in timing.files]
+    if timing.method == "eager":
+        parts.append("launched eagerly")
+    if timing.host_us:
+        parts.append(f"{us_text(timing.host_us)} of it host time for each new shape")
+    if not timing.measured_shapes:
+        parts.append("predicted from other batches")
+    elif timing.measured_shapes < timing.shapes:
+        parts.append(f"{timing.shapes - timing.measured_shapes} of {timing.shapes} shapes predicted")
+    return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def us_text(time_us: float) -> str:
+    """Return a time with three significant digits, all of them before the point."""
+    digits = max(0, 2 - math.floor(math.log10(time_us)))
+    return f"{time_us:.{digits}f} us"
+
+
+def _verdict(selection: Outcome, backend: str, phase: Phase) -> Verdict:
+    return next(c.phases[phase] for c in selection.candidates if c.backend == backend)
+
+
+def _why_none(selection: Outcome, phase: str) -> str:
+    """Say why a phase has no backend; ``phase`` may be the title of both."""
+    names = dict.fromkeys(name for p, name in selection.explicit.items() if p in phase)
+    if names:
+        return f"{' and '.join(names)}, asked for by name, cannot run this"
+    if any(v.verdict == "valid" for c in selection.candidates for p, v in c.phases.items() if p in phase):
+        return "no ranked backend, or no compatible pair, can run this"
+    return "no backend can run this"
+
+
+def _merged_plans(selection: Outcome) -> list[tuple[str, str | None, BackendPlan | None]]:
+    selected, plans = selection.selected, selection.plans
+    rows: list[tuple[str, str | None, BackendPlan | None]] = [(p, selected[p], plans.get(p)) for p in selected]
+    if len(rows) == 2 and rows[0][1:] == rows[1][1:]:
+        return [("prefill + decode", *rows[0][1:])]
+    return rows
+
+
+def _candidate_lines(selection: Outcome, remedies: bool) -> list[Line]:
+    lines: list[Line] = []
+    phases = list(selection.backends)
+    same = len(phases) == 2 and all(_same(c.phases["prefill"], c.phases["decode"]) for c in selection.candidates)
+    other_kinds = _other_kinds(selection)
+    elsewhere = {name for names in other_kinds.values() for name in names}
+    for title, phase in [("prefill and decode", phases[0])] if same else [(p, p) for p in phases]:
+        lines += [[], [(f"  Candidates for {title}", "title")]]
+        folded = _folded(selection, phase, remedies, elsewhere)
+        for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
+            if candidate.backend not in elsewhere and not any(candidate.backend in names for names in folded.values()):
+                lines += _verdict_lines(candidate, phase, selection.device)
+        lines += map(_others_line, folded.items())
+    return [*lines, *map(_others_line, other_kinds.items())]
+
+
+def _others_line(folded: tuple[str, list[str]]) -> Line:
+    why, names = folded
+    return [("     -  ", ""), HANG, (f"{len(names)} others {why}: {', '.join(names)}", "")]
+
+
+def _other_kinds(selection: Outcome) -> dict[str, list[str]]:
+    """Return the backends that serve other kinds of layers, by why; where two or more share it."""
+    found: dict[str, list[str]] = {}
+    for candidate in selection.candidates:
+        for phase, verdict in candidate.phases.items():
+            reason = next((reason for reason in verdict.reasons if reason.code in _OTHER_KIND), None)
+            if reason is not None and selection.explicit.get(phase) != candidate.backend:
+                found.setdefault(reason.message.replace("serves", "serve", 1), []).append(candidate.backend)
+                break
+    return {why: names for why, names in found.items() if len(names) > 1}
+
+
+def _folded(selection: Outcome, phase: Phase, remedies: bool, elsewhere: Collection[str]) -> dict[str, list[str]]:
+    """Return the backends that can never serve this layer, by why; only where two or more share it.
+
+    Without ``remedies`` those whose plugin is not installed are among them; those named ``elsewhere`` are not.
+    """
+    found: dict[str, list[str]] = {}
+    for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
+        if candidate.backend in elsewhere:
+            continue
+        verdict = candidate.phases[phase]
+        why = _standing(verdict, selection.device)
+        if not remedies and any(reason.code == "plugin-not-installed" for reason in verdict.reasons):
+            why = "have no plugin installed"
+        if why is not None and selection.explicit.get(phase) != candidate.backend:
+            found.setdefault(why, []).append(candidate.backend)
+    return {why: names for why, names in found.items() if len(names) > 1}
+
+
+def _standing(verdict: Verdict, device: Device) -> str | None:
+    """Return why nothing could make a backend serve this layer, to follow "3 others"; None where something could."""
+    for reason in verdict.reasons:
+        if reason.code in _WRONG_KIND:
+            return reason.message.replace("serves", "serve", 1)
+    if device.is_cpu and any(reason.code == "compute-capability" for reason in verdict.reasons):
+        return "need a GPU"
+    return None
+
+
+def _same(a: Verdict, b: Verdict) -> bool:
+    return a.rank == b.rank and a.verdict == b.verdict and a.reasons == b.reasons and a.plan == b.plan
+
+
+def _order(candidate: Candidate, phase: Phase) -> int:
+    rank = candidate.phases[phase].rank
+    return 1 << 30 if rank is None else rank
+
+
+def _verdict_lines(candidate: Candidate, phase: Phase, device: Device) -> list[Line]:
+    verdict = candidate.phases[phase]
+    rank = "-" if verdict.rank is None else str(verdict.rank)
+    head: Line = [(f"  {rank:>4}  {candidate.backend:<22}", ""), (f"{verdict.verdict:<9} ", verdict.verdict)]
+    if verdict.plan is not None:
+        note = "" if verdict.rank is not None else f" (no rule ranks it; --backend {candidate.backend} chooses it)"
+        marks: list[Line] = [
+            [(" " * 40, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in verdict.plan.unverified
+        ]
+        return [[*head, HANG, (f"{verdict.plan.path}: {verdict.plan.because}{note}", "")], *marks]
+    lines: list[Line] = []
+    # A remedy is worth a try only where no reason is left that nothing removes.
+    removable = all(reason.remedy for reason in verdict.reasons)
+    for index, reason in enumerate(verdict.reasons):
+        start: Line = head if index == 0 else [(" " * 40, "")]
+        lines.append([*start, HANG, (reason.message, ""), *(_try(reason, device) if removable else [])])
+    return lines
+
+
+def _try(reason: Reason, device: Device) -> Line:
+    """Render the remedy of a reason, which removes it."""
+    return [("; try ", "dim"), *_remedy(reason, device)] if reason.remedy else []
+
+
+def _remedy(reason: Reason, device: Device) -> Line:
+    remedy = reason.remedy or ""
+    elsewhere = not device.local and reason.code != "plugin-not-installed" and remedy.startswith("pip install ")
+    return [(remedy, "remedy"), (f" ({distributions.NEEDS_GPU})" if elsewhere else "", "dim")]
+
+
+def _rule_lines(selection: Outcome, rules: Sequence[Rule]) -> list[Line]:
+    rules = [rule for rule in rules if _has_effect(rule, selection)]
+    if not rules:
+        return []
+    lines: list[Line] = [[], [("  Rules applied", "title")]]
+    for rule in rules:
+        phase = f" for {rule.phase}" if rule.phase else ""
+        because = f": {rule.because}" if rule.because else ""
+        lines.append(
+            [("    ", ""), HANG, (f"{rule.name} ({_effect(rule)}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")]
+        )
+    return lines
+
+
+def _has_effect(rule: Rule, selection: Outcome) -> bool:
+    """Whether a rule moved or denied a backend that could run otherwise; one that orders all of them always counts."""
+    if rule.effect not in ("prefer", "avoid", "deny"):
+        return True
+    verdicts = [v for c in selection.candidates if c.backend in rule.backends for v in c.phases.values()]
+    if rule.effect == "deny":
+        return any(reason.code == "denied-by-rule" for verdict in verdicts for reason in verdict.reasons)
+    return any(verdict.plan is not None for verdict in verdicts)
+
+
+def _effect(rule: Rule) -> str:
+    if rule.effect != "evidence":
+        return str(rule.effect)
+    return "evidence off" if rule.evidence is False else "ties by time"
+
+
+def _origin(rule: Rule) -> str:
+    """Return ``file:line``, short for the packaged file; ``attn-select rules path`` says where that one is."""
+    return f"packaged {FILE_NAME}:{rule.line}" if rule.layer == PACKAGED else rule.origin
+
+
+def _remedy_lines(selection: Outcome, most: int = 3) -> list[Line]:
+    """Name the near misses: backends above the chosen one (or any, where none is) that a single remedy would admit."""
+    admitted: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
+    for phase in selection.backends:
+        ranked = [c for c in selection.candidates if c.phases[phase].rank is not None or not selection.backends[phase]]
+        for candidate in sorted(ranked, key=lambda c: _order(c, phase)):
+            verdict = candidate.phases[phase]
+            if verdict.verdict == "selected":
+                break
+            # A plugin that is not installed has not been asked, so nothing is known of what it would admit.
+            alone = verdict.reasons[0] if len(verdict.reasons) == 1 else None
+            if alone is not None and alone.remedy and alone.code not in _NOT_JUDGED:
+                admitted.setdefault((alone.remedy, candidate.backend), (alone, []))[1].append(phase)
+    lines: list[Line] = [
+        [
+            ("    ", ""),
+            HANG,
+            *_remedy(reason, selection.device),
+            (f"  would admit {backend} for {' and '.join(phases)}", ""),
+        ]
+        for (_, backend), (reason, phases) in list(admitted.items())[:most]
+    ]
+    return [[], [("  Nearest misses", "title")], *lines] if lines else []
+
+
+def _unranked_lines(selection: Outcome) -> list[Line]:
+    """Say how to choose a backend that no rule ranks, where a phase has no other: by name, or by a rule."""
+    phases = [phase for phase, spec in selection.backends.items() if spec is None and phase not in selection.explicit]
+    for candidate in selection.candidates:
+        able = [p for p in phases if (v := candidate.phases[p]).verdict == "valid" and v.rank is None]
+        if not able:
+            continue
+        name, config = candidate.backend, selection.config
+        kind = "mla = true, sparse = true" if config.sparse else f"mla = {'true' if config.mla else 'false'}"
+        rule = [
+            "[[rules]]",
+            f'name = "rank-{name.lower().replace("_", "-")}"',
+            *([f'phase = "{able[0]}"'] if len(able) < len(selection.backends) else []),
+            f"when = {{ {kind} }}",
+            f'prefer = ["{name}"]',
+        ]
+        return [
+            [],
+            [("  Not ranked", "title")],
+            [(f"    {name} can run {' and '.join(able)}, but no rule ranks it. Choose it by name, ", "")],
+            [("    ", ""), (f"--backend {name}", "remedy"), (", or add this rule to a file of", "")],
+            [("    `attn-select rules path` (the first line of the file is version = 1):", "")],
+            *([("      ", ""), (line, "remedy")] for line in rule),
+        ]
+    return []
+
+
+def note_lines(selections: Iterable[Outcome]) -> list[Line]:
+    """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
+    reasons = (r for s in selections for c in s.candidates for v in c.phases.values() for r in v.reasons)
+    missing = {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}
+    if all(distributions.folder_in_clone(distribution) for distribution in missing):
+        return []
+    return [[], [("note: ", "warning"), HANG, (distributions.NOT_ON_AN_INDEX, "")]]
+
+
+def warning_lines(warnings: Sequence[str]) -> list[Line]:
+    """Render warnings, one line each."""
+    return [[], *([("warning: ", "warning"), HANG, (w, "")] for w in warnings)] if warnings else []
+
+
+def byte_text(count: int) -> str:
+    """Return a number of bytes in the largest binary unit that it fills."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,1 @@
+"""What adapters for engines share."""

@@ -1,0 +1,1 @@
+"""What an attention layer is."""

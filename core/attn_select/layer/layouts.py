@@ -1,0 +1,69 @@
+"""KV-cache layouts by name: shapes and sizes, without tensors.
+
+Names and shapes follow vLLM (v1/attention/backends/flash_attn.py, flashinfer.py, mla/, csrc/cache_kernels.cu)
+and FlashMLA's FP8 token format (deepseek-ai/FlashMLA README: 512 e4m3 + 4 float32 scales + 64 bfloat16 = 656 bytes).
+"""
+
+from __future__ import annotations
+
+import math
+
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.dtypes import BITS
+
+FLASH_ATTN_NHD = "FLASH_ATTN_NHD"
+"""``(2, num_blocks, block_size, num_kv_heads, head_size)``"""
+FLASHINFER_NHD = "FLASHINFER_NHD"
+"""``(num_blocks, 2, block_size, num_kv_heads, head_size)``"""
+FLASHINFER_HND = "FLASHINFER_HND"
+"""``(num_blocks, 2, num_kv_heads, block_size, head_size)``"""
+MLA = "MLA"
+"""``(num_blocks, block_size, kv_lora_rank + qk_rope_head_dim)``"""
+FP8_DS_MLA = "FP8_DS_MLA"
+"""uint8 ``(num_blocks, block_size, 656)``"""
+PAGED_ATTENTION = "PAGED_ATTENTION"
+"""K ``(num_blocks, num_kv_heads, head_size/x, block_size, x)`` with ``x`` = 16 bytes / element size,
+V ``(num_blocks, num_kv_heads, head_size, block_size)``"""
+
+LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, MLA, FP8_DS_MLA, PAGED_ATTENTION)
+FP8_DS_MLA_BYTES = 656
+
+
+def cache_shape(layout: str, config: AttentionConfig, block_size: int) -> list[int | str]:
+    """Return the cache's shape in elements, with ``"num_blocks"`` where the pool's size goes.
+
+    ``PAGED_ATTENTION`` stores K and V in two tensors of one flat size: the shape of both together is given.
+    """
+    heads = config.num_kv_heads
+    # K and V are two halves of one tensor, so both have the width of the wider.
+    size = max(config.head_size, config.value_head_size)
+    if layout == FLASH_ATTN_NHD:
+        return [2, "num_blocks", block_size, heads, size]
+    if layout == FLASHINFER_NHD:
+        return ["num_blocks", 2, block_size, heads, size]
+    if layout == FLASHINFER_HND:
+        return ["num_blocks", 2, heads, block_size, size]
+    if layout == MLA:
+        return ["num_blocks", block_size, size]
+    if layout == FP8_DS_MLA:
+        return ["num_blocks", block_size, FP8_DS_MLA_BYTES]
+    if layout == PAGED_ATTENTION:
+        return [2, "num_blocks", heads, block_size * size]
+    raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
+
+
+INDEXER_BYTES = 132
+"""Of one token in the indexer's own cache, beside that of a sparse MLA layer: a key of 128 FP8 numbers and its float32
+scale (DeepSeek-V3.2-Exp inference/model.py Indexer; vLLM v1/attention/backends/mla/indexer.py 0.33)."""
+
+
+def bytes_per_token(layout: str, config: AttentionConfig) -> int:
+    """Return the bytes that one token of one layer takes in the cache; per-tensor scales are apart and not counted.
+
+    nvfp4 keeps one FP8 scale per 16 elements beside the data (vLLM utils/torch_utils.py 0.33, nvfp4_kv_cache_full_dim).
+    """
+    if layout == FP8_DS_MLA:
+        return FP8_DS_MLA_BYTES
+    dtype = "fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype
+    elements = math.prod(extent for extent in cache_shape(layout, config, 1) if isinstance(extent, int))
+    return elements * BITS[dtype] // 8 + (elements // 16 if dtype == "nvfp4" else 0)

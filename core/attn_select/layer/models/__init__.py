@@ -1,0 +1,254 @@
+"""Models: from a Hugging Face config or a preset's name to the distinct attention layers.
+
+Nothing is downloaded and nothing in a config is executed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attn_select.errors import ConfigError, ModelError, printable, shorten, show
+from attn_select.layer.models.presets import Preset, find_preset, presets
+
+if TYPE_CHECKING:
+    from attn_select.layer.config import AttentionConfig
+    from attn_select.layer.models.fields import Fields
+    from attn_select.layer.models.layer_kind import Reading
+    from attn_select.machine.device import Device
+
+__all__ = [
+    "LayerKind",
+    "LayerKinds",
+    "ModelSource",
+    "Preset",
+    "configs_from_model",
+    "layer_kinds",
+    "load",
+    "presets",
+]
+
+_ESSENTIAL = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "num_key_value_heads",
+    "sliding_window",
+)
+"""Fields that decide which attention a layer asks for: worth a word where a class default had to stand in."""
+
+
+@dataclass(slots=True)
+class LayerKind:
+    """Layers of a model that ask for the same attention.
+
+    Attributes:
+        kind: ``full_attention``, ``sliding_attention``, ``chunked_attention``, ``mla``, ``sparse_mla``, ``encoder``,
+            ``encoder_only``, ``encoder_only_sliding`` or ``cross_attention``. The decoder's own layers in an
+            encoder-decoder model are ``full_attention``.
+        count: layers of this kind.
+        config: what each of them asks for, per tensor-parallel rank.
+    """
+
+    kind: str
+    count: int
+    config: AttentionConfig
+
+
+@dataclass(slots=True)
+class LayerKinds:
+    """The distinct layers of a model in order of appearance, and what a user should know about the reading.
+
+    Attributes:
+        kinds: the layers.
+        warnings: what should be known of them.
+        type_known: whether the tables know the model type; else it was read as a Llama-like decoder.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    warnings: tuple[str, ...]
+    type_known: bool = True
+
+    @property
+    def configs(self) -> list[AttentionConfig]:
+        """What each kind asks for, in the order of ``kinds``: the argument of ``select_model``."""
+        return [kind.config for kind in self.kinds]
+
+
+@dataclass(slots=True)
+class ModelSource:
+    """A model's config and where it came from.
+
+    Attributes:
+        name: the preset's name, the path or repository as given, or the class of a config object.
+        architecture: the first of ``architectures``, or empty.
+        model_type: ``model_type``, or empty.
+        raw: the config as read.
+        source: where a preset's values were looked up, the path of the file, or what kind of object was given.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    raw: dict[str, Any]
+    source: str
+
+    def layer_kinds(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        device: Device | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> LayerKinds:
+        """Return the distinct layer kinds of the model.
+
+        Args:
+            tensor_parallel_size: ranks that share the query heads; KV heads below it are replicated.
+            device: decides the dtype where neither the flags nor the config do; None is one that has them all.
+            overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
+                model's totals. A window, soft cap or top-k of 0 takes it away.
+
+        Raises:
+            ModelError: the config does not describe attention layers.
+            ConfigError: an override or the number of ranks contradicts the model.
+            UnknownNameError: an override is no field.
+        """
+        return layer_kinds(self, tensor_parallel_size=tensor_parallel_size, device=device, overrides=overrides)
+
+
+def configs_from_model(
+    model: object,
+    *,
+    tensor_parallel: int = 1,
+    device: Device | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> LayerKinds:
+    """Return the distinct attention layers of a model, each with what it asks for per tensor-parallel rank.
+
+    Nothing is downloaded, nothing in a config is executed, and neither torch nor transformers is imported::
+
+        found = configs_from_model("meta-llama/Llama-3.1-8B", tensor_parallel=4)
+        selections = select_model(found.configs)
+
+    Args:
+        model: a preset's name (``attn-select models`` lists them), the path of a ``config.json`` or of the folder that
+            holds it, a repository ``org/name`` in the local cache of the Hugging Face Hub (``HF_HUB_CACHE``,
+            ``HF_HOME``) or that repository's ``models--org--name`` folder, the content of a ``config.json`` as a
+            mapping, or a transformers config (any object whose ``to_dict`` returns such a mapping).
+        tensor_parallel: ranks that share the query heads; KV heads below it are replicated, one per rank.
+        device: decides the dtype where neither ``overrides`` nor the config do; None is one that has them all.
+        overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
+            model's totals. A window, soft cap or top-k of 0 takes it away.
+
+    Raises:
+        UnknownNameError: neither a preset, a path nor a cached repository; or an override is no field.
+        ModelError: the config cannot be read or does not describe attention layers.
+        ConfigError: an override or the number of ranks contradicts the model.
+    """
+    return load(model).layer_kinds(tensor_parallel_size=tensor_parallel, device=device, overrides=overrides)
+
+
+def load(model: object) -> ModelSource:
+    """Return the model that ``model`` means, as ``configs_from_model`` accepts it.
+
+    A path is what contains a separator, ends in ``.json``, or is a folder with a ``config.json``: it beats a preset of
+    the same name, and a preset beats a cached repository. Presets are found in any case.
+
+    Raises:
+        UnknownNameError: a name that is none of them; lists the nearest presets.
+        ModelError: the file cannot be read or holds no JSON object, a folder holds no ``config.json``, or ``model`` is
+            something else.
+    """
+    from copy import deepcopy
+
+    from attn_select.layer.models import hub_cache, source
+
+    if not isinstance(model, str | os.PathLike):
+        return _given(model)
+    name = os.fsdecode(model)
+    if (path := source.find_path(name)) is not None:
+        return _source(name, source.read_json(path), path)
+    if (row := find_preset(name)) is not None:
+        return _source(row["name"], deepcopy(row["config"]), row["source"])
+    if (path := hub_cache.find_repository(name)) is not None:
+        return _source(name, source.read_json(path), path)
+    raise source.unknown(name)
+
+
+def _given(model: object) -> ModelSource:
+    """Return the model of a config that is an object in memory."""
+    if isinstance(model, Mapping):
+        return _source("the config", dict(model), "a mapping")
+    to_dict = getattr(model, "to_dict", None)
+    found = to_dict() if callable(to_dict) and not isinstance(model, type) else None
+    if not isinstance(found, Mapping):
+        raise ModelError(
+            f"model = {show(model)}: expected a preset's name, a path, a cached repository, the content of a "
+            "config.json as a mapping, or a transformers config"
+        )
+    return _source(type(model).__name__, dict(found), "an object in memory")
+
+
+def layer_kinds(
+    source: ModelSource | None,
+    *,
+    tensor_parallel_size: int = 1,
+    device: Device | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> LayerKinds:
+    """Return ``source``'s layer kinds; without a source the one layer that ``overrides`` alone describe.
+
+    As ``ModelSource.layer_kinds``.
+    """
+    from attn_select.layer.models import dtype
+    from attn_select.layer.models.build import build
+    from attn_select.layer.models.layer_kind import Layer, Reading
+
+    if type(tensor_parallel_size) is not int or not 1 <= tensor_parallel_size <= 4096:
+        text = f"tensor_parallel_size = {show(tensor_parallel_size)}: expected an integer from 1 to 4096"
+        raise ConfigError(text, fields=["tensor_parallel_size"])
+    given = {field: value for field, value in (overrides or {}).items() if value is not None}
+    where: str | None = None
+    notes: list[str] = []
+    type_known = True
+    if source is None:
+        reading = Reading([(Layer(), 1)], [])
+        compute = given.get("dtype", dtype.preferred(device))
+    else:
+        where = shorten(source.name, 200)
+        fields, reading = _read(source.raw, where)
+        type_known = fields.family.known
+        pooling = all(layer.attn_type == "encoder_only" for layer, _ in reading.layers)
+        compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
+    rows, more = build(
+        reading.layers, where=where, tensor_parallel_size=tensor_parallel_size, dtype=compute, overrides=given
+    )
+    if "mm_prefix" not in given and any(config.mm_prefix for _, _, config in rows):
+        notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
+    return LayerKinds(tuple(LayerKind(*row) for row in rows), (*reading.notes, *notes, *more), type_known)
+
+
+def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
+    from attn_select.layer.models.text import first_architecture, model_type_of
+
+    model_type = printable(model_type_of(raw, shorten(name, 200)))
+    return ModelSource(printable(name), printable(first_architecture(raw)), model_type, raw, printable(origin))
+
+
+def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
+    from attn_select.layer.models.readers import read
+    from attn_select.layer.models.text import is_mm_prefix, text_fields
+
+    fields, notes = text_fields(raw, where)
+    reading = read(fields, is_mm_prefix(raw, fields))
+    reading.notes[:0] = notes
+    if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL and value is not None}:
+        values = ", ".join(f"{name} = {value}" for name, value in taken.items())
+        reading.notes.append(f"not in the config, so the class defaults of {fields.family.model_type}: {values}")
+    return fields, reading

@@ -1,0 +1,168 @@
+"""From a model's layers to attention configs: flags, tensor parallelism, dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.features import FEATURES
+from attn_select.layer.models.layer_kind import MLA_DIMS, Layer
+
+_CACHE_FIELDS = (
+    "kv_cache_dtype",
+    "block_size",
+    *(feature.field for feature in FEATURES if feature.belongs_to == "cache"),
+)
+"""Flags that mean something only where there is a KV cache: encoders go without."""
+_SELF_FIELDS = (
+    *(feature.field for feature in FEATURES if feature.belongs_to == "past"),
+    "sparse_top_k",
+    *MLA_DIMS,
+)
+"""Flags about a token's own past: not for the encoder and the cross-attention of an encoder-decoder model."""
+_ZERO_IS_NONE = (*(feature.field for feature in FEATURES if feature.off is None), "sparse_top_k")
+_FLAGS = {
+    "num_heads": ("num_attention_heads", "--num-heads"),
+    "num_kv_heads": ("num_key_value_heads", "--num-kv-heads"),
+    "head_size": ("head_dim (or hidden_size)", "--head-size"),
+}
+
+
+def build(
+    layers: Sequence[tuple[Layer, int]],
+    *,
+    where: str | None,
+    tensor_parallel_size: int,
+    dtype: Any,
+    overrides: Mapping[str, Any],
+) -> tuple[list[tuple[str, int, AttentionConfig]], list[str]]:
+    """Return ``(kind, count, config)`` of every distinct layer, and what should be said about the flags.
+
+    ``where`` names the model in errors; None where flags alone describe the layer. Overrides are ``AttentionConfig``
+    fields; head counts in them are totals, which tensor parallelism then divides.
+
+    Raises:
+        ConfigError: flags contradict each other or the model, or the heads do not divide.
+        ModelError: the model lacks something that no flag gives.
+        UnknownNameError: no such field.
+    """
+    for field in overrides:
+        if field not in AttentionConfig.model_fields:
+            raise UnknownNameError("field", str(field), list(AttentionConfig.model_fields))
+    rows: Counter[tuple[str, AttentionConfig]] = Counter()
+    used: set[str] = set()
+    for layer, count in layers:
+        values = _values(layer)
+        values["dtype"] = dtype
+        used |= _override(values, overrides, of_a_model=where is not None)
+        if where is not None:
+            _check_complete(values, where, overrides)
+        _divide(values, tensor_parallel_size)
+        config = AttentionConfig(**values)
+        rows[kind_of(config), config] += count
+    unused = [field for field in overrides if field not in used and field != "dtype"]
+    notes = [f"{', '.join(unused)}: no effect, no layer of {where} has a KV cache"] if unused else []
+    return [(kind, count, config) for (kind, config), count in rows.items()], notes
+
+
+def kind_of(config: AttentionConfig) -> str:
+    """Return the name of a layer's kind."""
+    if config.attn_type == "encoder_decoder":
+        return "cross_attention"
+    name = "mla" if config.mla else "" if config.attn_type == "decoder" else config.attn_type
+    if config.sparse:
+        return "sparse_mla"
+    if config.sliding_window is not None:
+        return f"{name}_sliding" if name else "sliding_attention"
+    if config.attention_chunk_size is not None:
+        return "chunked_attention"
+    return name or "full_attention"
+
+
+def _values(layer: Layer) -> dict[str, Any]:
+    """Return the fields of ``AttentionConfig`` that a layer sets, head counts still the model's totals."""
+    values: dict[str, Any] = {
+        "num_heads": layer.num_heads,
+        "num_kv_heads": layer.num_kv_heads,
+        "head_size": layer.head_size,
+        "v_head_size": layer.v_head_size if layer.v_head_size != layer.head_size else None,
+        "attn_type": layer.attn_type,
+        "sliding_window": layer.sliding_window,
+        "attention_chunk_size": layer.attention_chunk_size,
+        "logits_soft_cap": layer.logits_soft_cap,
+        "alibi": layer.alibi,
+        "sinks": layer.sinks,
+        "mm_prefix": layer.mm_prefix,
+        "sparse_top_k": layer.sparse_top_k,
+        **dict(zip(MLA_DIMS, layer.mla or (), strict=False)),
+    }
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _override(values: dict[str, Any], overrides: Mapping[str, Any], of_a_model: bool) -> set[str]:
+    """Apply the flags that fit this layer; return their names."""
+    attn_type = overrides.get("attn_type", values["attn_type"])
+    skipped: tuple[str, ...] = ()
+    if of_a_model and attn_type in ("encoder", "encoder_only"):
+        skipped += _CACHE_FIELDS
+    if of_a_model and attn_type in ("encoder", "encoder_decoder") and "attn_type" not in overrides:
+        skipped += _SELF_FIELDS
+    given = {field: value for field, value in overrides.items() if field not in skipped and field != "dtype"}
+    heads = given.get("num_heads")
+    if heads is not None and "num_kv_heads" not in given and values.get("num_kv_heads") == values.get("num_heads"):
+        values.pop("num_kv_heads", None)  # one KV head per query head stays so
+    if any(dim in given for dim in MLA_DIMS):
+        for field in ("num_kv_heads", "head_size", "v_head_size"):  # they follow from MLA's dims
+            values.pop(field, None)
+    values |= given
+    for field in _ZERO_IS_NONE:
+        if type(values.get(field)) in (int, float) and values[field] == 0:
+            del values[field]
+    return set(given)
+
+
+def _check_complete(values: Mapping[str, Any], where: str, overrides: Mapping[str, Any]) -> None:
+    needed = ("num_heads",) if "kv_lora_rank" in values else ("num_heads", "head_size")
+    if missing := [field for field in needed if field not in values]:
+        names = " and ".join(_FLAGS[field][0] for field in missing)
+        flags = " and ".join(_FLAGS[field][1] for field in missing)
+        raise ModelError(f"{where}: {names} missing", hint=f"pass {flags}")
+    heads, kv_heads = values["num_heads"], values.get("num_kv_heads")
+    of_the_model = "num_heads" not in overrides and "num_kv_heads" not in overrides
+    if of_the_model and kv_heads is not None and heads % kv_heads:
+        text = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
+        raise ModelError(f"{where}: {text}", hint="pass --num-kv-heads")
+
+
+def _divide(values: dict[str, Any], ranks: int) -> None:
+    """Replace the totals by one rank's share: KV heads below the number of ranks are replicated, one each."""
+    for field in ("num_heads", "num_kv_heads"):
+        value = values.get(field, 1)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{field} = {show(value)}: expected an integer from 1", fields=[field])
+    heads, kv_heads = values.get("num_heads"), values.get("num_kv_heads")
+    if heads is None or ranks == 1:
+        return
+    if "kv_lora_rank" in values:
+        kv_heads = None  # the latent is the same on all ranks
+    if not _divides(ranks, heads, kv_heads):
+        valid = [n for n in range(1, min(heads, 4096) + 1) if _divides(n, heads, kv_heads)]
+        at_fault = "num_heads" if heads % ranks else "num_kv_heads"
+        problem = "does not divide" if heads % ranks else "neither divides nor is a multiple of"
+        raise ConfigError(
+            f"tensor_parallel_size = {ranks} {problem} {at_fault} = {values[at_fault]}",
+            fields=["tensor_parallel_size", at_fault],
+            hint=f"valid: {', '.join(map(str, valid))}",
+        )
+    values["num_heads"] = heads // ranks
+    if kv_heads is not None:
+        values["num_kv_heads"] = max(1, kv_heads // ranks)
+
+
+def _divides(ranks: int, heads: int, kv_heads: int | None) -> bool:
+    if heads % ranks:
+        return False
+    return kv_heads is None or kv_heads % ranks == 0 or ranks % kv_heads == 0

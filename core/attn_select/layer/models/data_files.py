@@ -1,0 +1,83 @@
+"""The data files beside this module: what a ``config.json`` leaves out, by model type."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+UNIFORM = ("uniform",)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Family(NamedTuple):  # a dataclass takes a millisecond to make
+    """What is known of one ``model_type`` beside its config.json.
+
+    Attributes:
+        model_type: the name in ``config.json``, of the text part where there are several.
+        known: whether it is in the data file; others are read by the field names most models share.
+        source: where ``defaults`` comes from.
+        defaults: values of the config class, by field name; a field that is not here is None.
+        layers: how layers differ where the file has no list of layer types: a rule's name and its arguments.
+        names: other names of fields, instead of the usual ones; a dot leads into an object.
+        reader: ``decoder``, ``encoder_only`` or ``encoder_decoder``.
+        variant: the function of ``attn_select.layer.models.variants`` that gives kinds of layers their own sizes.
+        alibi: ALiBi without a field that says so.
+        sinks: a learned sink logit in every layer.
+        note: what the layer configs cannot say, for the warnings.
+    """
+
+    model_type: str
+    known: bool = False
+    source: str = ""
+    defaults: Mapping[str, Any] = _NOTHING
+    layers: tuple[Any, ...] = UNIFORM
+    names: Mapping[str, list[str]] = _NOTHING
+    reader: str = "decoder"
+    variant: str | None = None
+    alibi: bool = False
+    sinks: bool = False
+    note: str | None = None
+
+
+def load(file: str) -> dict[str, Any]:
+    """Return one of this package's JSON files."""
+    with open(os.path.join(os.path.dirname(__file__), file), encoding="utf-8") as stream:
+        found: dict[str, Any] = json.load(stream)
+    return found
+
+
+@functools.cache
+def defaults() -> dict[str, Any]:
+    """Return ``defaults.json``.
+
+    ``types`` are transformers' config classes, ``source`` its release; ``remote`` are types that it has no class for,
+    each with its own source; ``wrappers`` and ``remote_wrappers`` are multimodal types with the type of their text
+    part; ``unsupported`` are types that no attention config describes, with the reason.
+    """
+    return load("defaults.json")
+
+
+@functools.lru_cache(256)  # bounded: the names come from users' files
+def family(model_type: str) -> Family:
+    """Return what is known of ``model_type``."""
+    table = defaults()
+    if (row := table["types"].get(model_type)) is not None:
+        row = {"source": table["source"], **row}
+    elif (row := table["remote"].get(model_type)) is not None:
+        row = {**table["types"].get(row.get("like"), {}), **row}
+        row.pop("like", None)
+    else:
+        return Family(model_type)
+    row["layers"] = tuple(row.get("layers", UNIFORM))
+    return Family(model_type, known=True, **row)
+
+
+def text_type(wrapper: str) -> str | None:
+    """Return the model type that the text part of a multimodal ``model_type`` has by default, or None."""
+    table = defaults()
+    found: str | None = table["wrappers"].get(wrapper) or table["remote_wrappers"].get(wrapper)
+    return found

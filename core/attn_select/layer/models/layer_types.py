@@ -1,0 +1,312 @@
+"""Which kind each layer of a decoder is: from the config's own list, or by the rule of its config class.
+
+Kinds are transformers' names (``ALLOWED_ATTN_LAYER_TYPES``, configuration_utils.py 5.23.0), with older spellings
+mapped to them. The rules are what each ``configuration_*.py`` does when ``layer_types`` is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attn_select.errors import ModelError
+from attn_select.layer.models.fields import MAX_LAYERS, Fields
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED, HYBRID, LINEAR, CROSS = "indexed_attention", "hybrid", "linear_attention", "cross_attention"
+
+_SPELLINGS = {
+    "attention": FULL,
+    "global": FULL,
+    "local": SLIDING,
+    "deepseek_sparse_attention": INDEXED,
+    "mamba": LINEAR,
+    "mamba2": LINEAR,
+    "recurrent": LINEAR,
+    "hybrid_sliding": SLIDING,
+}
+ATTENTION = (FULL, SLIDING, CHUNKED, INDEXED, HYBRID, CROSS)
+NOT_ATTENTION = (LINEAR, "conv", "moe", "mlp")
+UNSUPPORTED = (
+    "window_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+    "reference_sliding_attention",
+)
+"""Kinds of attention that are known and that an ``AttentionConfig`` cannot describe."""
+NO_MODEL = "add it, or describe one layer with --num-heads and --head-size and no --model"
+
+
+def layer_types(fields: Fields) -> list[str]:
+    """Return the kind of every layer, in order.
+
+    Raises:
+        ModelError: the number of layers is missing, a list has the wrong length, or an entry is not a known kind.
+    """
+    for name in ("layer_types", "layers_block_type"):
+        if (listed := fields.list_of(str, name, "layer types")) is not None:
+            return _checked(fields, name, listed)
+    rule, *arguments = fields.family.layers
+    return _RULES[rule](fields, *arguments)
+
+
+def _checked(fields: Fields, name: str, listed: list[str]) -> list[str]:
+    count = fields.heads("num_hidden_layers")
+    # Layers for multi-token prediction may be listed behind the model's own (Step 3.5).
+    extra = fields.integer("num_nextn_predict_layers", 0) or 0
+    if not listed or len(listed) > MAX_LAYERS:
+        raise fields.wrong(name, listed, f"from 1 to {MAX_LAYERS} layer types")
+    if count is not None and fields.family.layers[0] != "nemotron_h" and len(listed) not in (count, count + extra):
+        raise ModelError(f"{fields.where}: {name} has {len(listed)} entries for num_hidden_layers = {count}")
+    known = {entry: _SPELLINGS.get(entry, entry) for entry in set(listed)}
+    for entry, kind in known.items():
+        if kind not in (*ATTENTION, *NOT_ATTENTION, *UNSUPPORTED):
+            accepted = ", ".join((*ATTENTION, *NOT_ATTENTION))
+            raise fields.wrong(f"{name}[{listed.index(entry)}]", entry, f"one of {accepted}")
+    kinds = [known[entry] for entry in listed[: count if count and len(listed) == count + extra else None]]
+    if fields.family.variant == "gemma4":  # Gemma4TextConfig forces it
+        kinds[-1] = FULL
+    return kinds
+
+
+def _count(fields: Fields) -> int:
+    count = fields.heads("num_hidden_layers")
+    if count is None:
+        raise ModelError(f"{fields.where}: num_hidden_layers is missing", hint=NO_MODEL)
+    return count
+
+
+def window(fields: Fields) -> int | None:
+    """Return the config's sliding window in tokens, None where it is switched off."""
+    if fields.get("use_sliding_window") is not None and not fields.flag("use_sliding_window"):
+        return None
+    return fields.tokens("sliding_window")
+
+
+def _uniform(fields: Fields) -> list[str]:
+    return [SLIDING if window(fields) else FULL] * _count(fields)
+
+
+def _all(fields: Fields, kind: str) -> list[str]:
+    return [kind] * _count(fields)
+
+
+def _every(fields: Fields, period: int, field: str = "", rest: str = SLIDING) -> list[str]:
+    """Every ``period``-th layer is full; all are without a window. EXAONE 4 also writes the pattern as ``LLLG``."""
+    if field and (found := fields.get(field)) is not None:
+        if isinstance(found, str) and found and set(found) <= {"L", "G"}:
+            return [FULL if found[i % len(found)] == "G" else rest for i in range(_count(fields))]
+        period = fields.integer(field, 0) or 0
+    if rest == SLIDING and not window(fields):
+        period = 0
+    return [rest if period and (i + 1) % period else FULL for i in range(_count(fields))]
+
+
+def _every_kind(fields: Fields, period: int, kind: str, rest: str) -> list[str]:
+    return [rest if (i + 1) % period else kind for i in range(_count(fields))]
+
+
+def _every_from_end(fields: Fields, period: int) -> list[str]:
+    """The last layer is full, and every ``period``-th before it (MuseSparkTextConfig)."""
+    count = _count(fields)
+    return [SLIDING if (count - 1 - i) % period else FULL for i in range(count)]
+
+
+def _every_and_last(fields: Fields, period: int, rest: str) -> list[str]:
+    kinds = _every(fields, period, rest=rest)
+    if rest == SLIDING or FULL not in kinds:  # Gemma4TextConfig; OlmoHybridConfig
+        kinds[-1] = FULL
+    return kinds
+
+
+def _first(fields: Fields, period: int, field: str = "") -> list[str]:
+    period = (fields.integer(field) if field else None) or period
+    return [SLIDING if i % period else FULL for i in range(_count(fields))]
+
+
+def _window_from(fields: Fields) -> list[str]:
+    start = fields.integer("max_window_layers", 0) or 0
+    return [SLIDING if window(fields) and i >= start else FULL for i in range(_count(fields))]
+
+
+def _alternate_below(fields: Fields) -> list[str]:
+    end = fields.integer("max_window_layers", 0) or 0
+    return [SLIDING if window(fields) and i % 2 == 0 and i < end else FULL for i in range(_count(fields))]
+
+
+def _no_rope(fields: Fields, with_rope: str, without: str) -> list[str]:
+    count = _count(fields)
+    rope = fields.list_of(int, "no_rope_layers", "0 and 1, one per layer")
+    if not rope:  # Llama 4 publishes an empty list for the default
+        period = fields.integer("no_rope_layer_interval") or 4
+        rope = [int((i + 1) % period != 0) for i in range(count)]
+    if len(rope) < count:
+        raise ModelError(f"{fields.where}: no_rope_layers has {len(rope)} entries for num_hidden_layers = {count}")
+    if without == SLIDING and not window(fields):
+        without = FULL
+    return [with_rope if entry else without for entry in rope[:count]]
+
+
+def _period(fields: Fields) -> list[str]:
+    period, offset = fields.integer("attn_layer_period") or 1, fields.integer("attn_layer_offset", 0)
+    return [FULL if i % period == offset else LINEAR for i in range(_count(fields))]
+
+
+def _indices(fields: Fields, field: str) -> list[str]:
+    listed = fields.list_of(int, field, "layer numbers")
+    if listed is None:
+        return [FULL if field == "full_attn_idxs" else LINEAR] * _count(fields)
+    attention = set(listed)
+    return [FULL if i in attention else LINEAR for i in range(_count(fields))]
+
+
+def _flags(fields: Fields, one: str, zero: str) -> list[str] | None:
+    """Read a list with a 1 or a 0 per layer."""
+    listed = fields.list_of(int, "layer_flags", "0 and 1, one per layer")
+    if listed is None:
+        return None
+    if len(listed) != (count := _count(fields)):
+        name = fields.family.names["layer_flags"][0]
+        raise ModelError(f"{fields.where}: {name} has {len(listed)} entries for num_hidden_layers = {count}")
+    return [one if entry else zero for entry in listed]
+
+
+def _mimo(fields: Fields) -> list[str]:
+    regular = [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(_count(fields))]
+    return _flags(fields, SLIDING, FULL) or regular
+
+
+def _minimax(fields: Fields) -> list[str]:
+    return _flags(fields, FULL, LINEAR) or [LINEAR if i % 2 else FULL for i in range(_count(fields))]
+
+
+def _minimax_m3(fields: Fields) -> list[str]:
+    """Sparse layers where ``sparse_attention_config.sparse_attention_freq`` has a 1 (MiniMaxM3VLTextConfig)."""
+    sparse = fields.get("sparse_attention_config")
+    listed = sparse.get("sparse_attention_freq") if isinstance(sparse, dict) else None
+    if listed is None:
+        return [FULL] * _count(fields)
+    if not isinstance(listed, list) or len(listed) != _count(fields) or set(listed) - {0, 1}:
+        name = "sparse_attention_config.sparse_attention_freq"
+        raise fields.wrong(name, listed, f"0 or 1 for each of {_count(fields)} layers")
+    return ["minimax_m3_sparse" if entry else FULL for entry in listed]
+
+
+def _nemotron_h(fields: Fields) -> list[str]:
+    pattern = fields.get("hybrid_override_pattern")
+    if pattern is None:
+        return [LINEAR, "moe", FULL, "mlp"]
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*E-") or len(pattern) > MAX_LAYERS:
+        raise fields.wrong("hybrid_override_pattern", pattern, "a string of M (Mamba), * (attention), E and - (MLP)")
+    return [FULL if letter == "*" else LINEAR for letter in pattern]
+
+
+def _block_types(fields: Fields) -> list[str]:
+    blocks = fields.list_of(str, "block_types", "'recurrent' and 'attention'")
+    if not blocks or set(blocks) - {"recurrent", "attention"}:
+        raise fields.wrong("block_types", blocks, "a list of 'recurrent' and 'attention'")
+    return [LINEAR if blocks[i % len(blocks)] == "recurrent" else SLIDING for i in range(_count(fields))]
+
+
+def _zamba(fields: Fields) -> list[str]:
+    first = [LINEAR, LINEAR, HYBRID]
+    period, offset = fields.integer("attn_layer_period") or 1, fields.integer("attn_layer_offset", 0)
+    count = _count(fields)
+    return (first + [HYBRID if i % period == offset else LINEAR for i in range(count - 3)])[:count]
+
+
+def _zamba2(fields: Fields) -> list[str]:
+    shared = fields.list_of(int, "hybrid_layer_ids", "layer numbers")
+    if shared is None:
+        shared = [6, 12, 18, 24, 30, 36, 42, 47, 51]  # Zamba2Config's own list, for 54 layers
+    ids = set(shared)
+    return [HYBRID if i in ids else LINEAR for i in range(_count(fields))]
+
+
+def _kimi_linear(fields: Fields) -> list[str]:
+    linear = fields.get("linear_attn_config")
+    listed = linear.get("full_attn_layers") if isinstance(linear, dict) else None
+    if listed is None:
+        return [FULL if i and i % 4 == 0 else LINEAR for i in range(_count(fields))]
+    if not isinstance(listed, list) or any(type(entry) is not int for entry in listed):
+        raise fields.wrong("linear_attn_config.full_attn_layers", listed, "a list of layer numbers from 1")
+    attention = set(listed)
+    return [FULL if i + 1 in attention else LINEAR for i in range(_count(fields))]
+
+
+def _attention_types(fields: Fields) -> list[str]:
+    """GPT-Neo: ``[[["global", "local"], 12]]`` is twelve times the pair."""
+    count = _count(fields)
+    groups = fields.get("attention_types")
+    if groups is None:
+        groups = [[["global", "local"], (count + 1) // 2]]
+    kinds: list[str] = []
+    for group in groups if isinstance(groups, list) else [groups]:
+        match group:
+            case [[*names], int(times)] if 0 <= times <= MAX_LAYERS and all(n in ("global", "local") for n in names):
+                kinds += [_SPELLINGS[name] for name in names * min(times, count)]
+            case _:
+                raise fields.wrong("attention_types", groups, "a list like [[['global', 'local'], 12]]")
+    if len(kinds) < count:
+        raise ModelError(f"{fields.where}: attention_types names {len(kinds)} layers for num_hidden_layers = {count}")
+    return kinds[:count]
+
+
+def _cross(fields: Fields) -> list[str]:
+    cross = fields.list_of(int, "cross_attention_layers", "layer numbers")
+    ids = set([3, 8, 13, 18, 23, 28, 33, 38] if cross is None else cross)
+    return [CROSS if i in ids else FULL for i in range(_count(fields))]
+
+
+def _twice(fields: Fields) -> list[str]:
+    """LongCat-Flash: two attention blocks in each of ``num_layers`` layers."""
+    return [FULL] * (2 * _count(fields))
+
+
+def blocks(fields: Fields) -> list[Any]:
+    """Return ``block_configs`` of a Nemotron NAS model (vLLM's nemotron_nas.py), one per layer."""
+    found = fields.get("block_configs")
+    if not isinstance(found, list) or not 1 <= len(found) <= MAX_LAYERS:
+        raise fields.wrong("block_configs", found, "a list with one object per layer")
+    return found
+
+
+def attention_block(fields: Fields, block: Any) -> dict[str, Any]:
+    """Return the attention part of one entry of ``block_configs``."""
+    attention = block.get("attention") if isinstance(block, dict) else None
+    if not isinstance(attention, dict):
+        raise fields.wrong("block_configs[]", block, "an object with an object 'attention'")
+    return attention
+
+
+def _nemotron_nas(fields: Fields) -> list[str]:
+    return [LINEAR if attention_block(fields, block).get("no_op") else FULL for block in blocks(fields)]
+
+
+_RULES: dict[str, Callable[..., list[str]]] = {
+    "uniform": _uniform,
+    "all": _all,
+    "every": _every,
+    "every_kind": _every_kind,
+    "every_from_end": _every_from_end,
+    "every_and_last": _every_and_last,
+    "first": _first,
+    "window_from": _window_from,
+    "alternate_below": _alternate_below,
+    "no_rope": _no_rope,
+    "period": _period,
+    "indices": _indices,
+    "mimo": _mimo,
+    "minimax": _minimax,
+    "minimax_m3": _minimax_m3,
+    "nemotron_h": _nemotron_h,
+    "block_types": _block_types,
+    "zamba": _zamba,
+    "zamba2": _zamba2,
+    "kimi_linear": _kimi_linear,
+    "attention_types": _attention_types,
+    "cross": _cross,
+    "twice": _twice,
+    "nemotron_nas": _nemotron_nas,
+}

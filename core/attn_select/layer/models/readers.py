@@ -1,0 +1,167 @@
+"""From the fields of one config to its distinct layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import repeat
+from typing import cast
+
+from attn_select.errors import ModelError
+from attn_select.layer.models import layer_types as types
+from attn_select.layer.models import variants
+from attn_select.layer.models.fields import Fields
+from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading
+from attn_select.layer.models.text import first_architecture
+
+
+def read(fields: Fields, mm_prefix: bool) -> Reading:
+    """Return the layers that ``fields`` describe; ``mm_prefix`` as in ``AttentionConfig``.
+
+    Raises:
+        ModelError: a field has a wrong value, contradicts another, or there is no attention in it.
+    """
+    apart = fields.family.reader == "encoder_decoder"
+    reading = _encoder_decoder(fields) if apart else _stack(fields, mm_prefix)
+    if fields.family.note:
+        reading.notes.append(f"{fields.family.model_type} {fields.family.note}")
+    return reading
+
+
+def _is_bidirectional(fields: Fields) -> bool:
+    """BERT and its kin, and decoders turned into embedding models (vLLM reads ``is_causal`` in llama.py, gemma3.py)."""
+    if fields.family.reader == "encoder_only":
+        return not fields.flag("is_decoder")
+    return fields.raw.get("is_causal") is False or fields.raw.get("use_bidirectional_attention") in (True, "all")
+
+
+def _stack(fields: Fields, mm_prefix: bool) -> Reading:
+    """Read one stack of layers: a decoder, or an encoder without one."""
+    kinds = types.layer_types(fields)
+    bidirectional = _is_bidirectional(fields)
+    base = _base(fields, "encoder_only" if bidirectional else "decoder", mm_prefix and not bidirectional)
+    window = variants.sliding_window(fields, bidirectional)
+    chunk = fields.tokens("attention_chunk_size")
+    top_k = fields.tokens("index_topk") if base.mla else None
+    heads = variants.per_layer(fields, "num_attention_heads_per_layer", len(kinds))
+    kv_heads = variants.per_layer(fields, "num_key_value_heads_per_layer", len(kinds))
+    rows = Counter(zip(kinds, heads or repeat(None), kv_heads or repeat(None), strict=False))
+    left_out: Counter[str] = Counter()
+    reading = Reading([], [])
+    for (kind, own_heads, own_kv_heads), count in rows.items():
+        if kind not in types.ATTENTION or (kind == types.INDEXED and not base.mla):
+            left_out[kind] += count
+            continue
+        layer = base._replace(
+            num_heads=own_heads or base.num_heads,
+            num_kv_heads=own_kv_heads or base.num_kv_heads,
+            sliding_window=window if kind == types.SLIDING else None,
+            sparse_top_k=top_k if kind in (types.FULL, types.INDEXED) else None,
+            attention_chunk_size=chunk if kind == types.CHUNKED else None,
+        )
+        if kind == types.CROSS:
+            layer = layer._replace(attn_type="encoder_decoder", mm_prefix=False)
+        if variant := variants.VARIANTS.get(fields.family.variant or ""):
+            layer = variant(fields, kind, layer)
+        reading.layers.append((layer, count))
+        if kind == types.SLIDING and window is None:
+            reading.notes.append(f"{count} sliding_attention layers, but no sliding_window: counted as full attention")
+        if kind == types.CHUNKED and chunk is None:
+            reading.notes.append(
+                f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
+            )
+    _say_what_is_left_out(fields, reading, left_out, len(kinds))
+    return reading
+
+
+def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[str], total: int) -> None:
+    other = Counter({kind: count for kind, count in left_out.items() if kind in types.NOT_ATTENTION})
+    lacking = left_out - other
+    named = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+    if not reading.layers and lacking:
+        raise ModelError(f"{fields.where}: no backend has a kernel for its attention layers ({named})")
+    if not reading.layers:
+        raise ModelError(f"{fields.where}: no attention layer that an attention config can describe ({named})")
+    if other:
+        named = ", ".join(f"{count} {kind}" for kind, count in other.items())
+        reading.notes.append(f"{other.total()} of {total} layers are left out, not being plain attention: {named}")
+    if lacking:
+        named = ", ".join(f"{count} {kind}" for kind, count in lacking.items())
+        text = f"{lacking.total()} of {total} layers are left out, since no backend has a kernel for them: {named}"
+        reading.notes.append(text)
+
+
+def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
+    """Read what all layers of a stack have in common."""
+    heads = fields.heads("num_attention_heads")
+    mla = _mla(fields, heads)
+    size = None if mla else head_size(fields, heads)
+    return Layer(
+        num_heads=heads,
+        num_kv_heads=1 if mla else variants.kv_heads(fields, heads),
+        head_size=size,
+        v_head_size=None if mla else _v_head_size(fields),
+        attn_type=attn_type,
+        logits_soft_cap=fields.positive("attn_logit_softcapping"),
+        alibi=variants.alibi(fields),
+        sinks=fields.family.sinks,
+        mm_prefix=mm_prefix,
+        mla=mla,
+    )
+
+
+def head_size(fields: Fields, heads: int | None) -> int | None:
+    """Return the width of a head: the config's own, else hidden size by heads; None where neither is there."""
+    if fields.integer("head_dim", 0, 8192) == 0:
+        raise fields.wrong("head_dim", 0, "an integer from 1 to 8192, or null")
+    if (size := fields.size("head_dim")) is not None or heads is None:
+        return size
+    hidden = fields.integer("hidden_size")
+    if hidden is None or fields.family.variant == "zamba":
+        return None
+    if hidden % heads or hidden // heads > 8192:
+        raise ModelError(
+            f"{fields.where}: hidden_size = {hidden} by num_attention_heads = {heads} is no head size "
+            "(an integer from 1 to 8192), and there is no head_dim"
+        )
+    return hidden // heads
+
+
+def _mla(fields: Fields, heads: int | None) -> tuple[int, int, int, int] | None:
+    """Return MLA's dims. A DeepSeek config's ``head_dim``, the width of the rotary part, means nothing here."""
+    if fields.raw.get("use_mla") is False or not fields.integer("kv_lora_rank", 0):
+        return None
+    dims = [fields.size(name) for name in MLA_DIMS]
+    if dims[2] is None:  # GLM-5 Next: 0 says that keys have no rotary part
+        dims[2] = fields.integer("qk_rope_head_dim", 0, 8192)
+    if dims[3] is None and fields.family.model_type == "minicpm3":  # MiniCPM3Config
+        hidden = fields.integer("hidden_size")
+        dims[3] = hidden // heads if hidden and heads and 0 < hidden // heads <= 8192 else None
+    if missing := [name for name, value in zip(MLA_DIMS, dims, strict=True) if value is None]:
+        text = f"{', '.join(missing)} missing beside kv_lora_rank = {dims[0]}: MLA needs all four"
+        raise ModelError(f"{fields.where}: {text}")
+    return cast(tuple[int, int, int, int], tuple(dims))
+
+
+def _v_head_size(fields: Fields) -> int | None:
+    if "kv_lora_rank" in fields.family.defaults and "v_head_dim" not in fields.raw:
+        return None  # the default belongs to MLA, which this config switches off
+    return fields.size("v_head_dim")
+
+
+def _encoder_decoder(fields: Fields) -> Reading:
+    """Whisper, BART, T5 and their kin: no grouped heads, one width for all."""
+    name = first_architecture(fields.raw)
+    alone = "encoder" if name.endswith("EncoderModel") else "decoder" if name.endswith("ForCausalLM") else None
+    reading = Reading([], [])
+    for side, kinds in (("encoder", ("encoder",)), ("decoder", ("decoder", "encoder_decoder"))):
+        if alone not in (None, side):
+            continue
+        heads = fields.heads(f"{side}_attention_heads")
+        count = fields.heads(f"{side}_layers")
+        if count is None:
+            raise ModelError(f"{fields.where}: {side}_layers is missing", hint=types.NO_MODEL)
+        layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads))
+        if alone:
+            kinds = ("encoder_only",) if alone == "encoder" else ("decoder",)
+        reading.layers.extend((layer._replace(attn_type=kind), count) for kind in kinds)
+    return reading

@@ -1,0 +1,134 @@
+"""Where a model's config comes from: a ``config.json``, a folder that holds one, or a cached repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import Any
+
+from attn_select.errors import ModelError, UnknownNameError, nearest, shorten, show
+from attn_select.layer.models import hub_cache
+
+MAX_BYTES = 16 * 1024 * 1024
+"""The largest file that is read. Published config files have 500 bytes to 200 KB."""
+
+
+def find_path(name: str) -> str | None:
+    """Return the file that ``name`` means, or None where only a preset can be meant.
+
+    A path is what contains a separator, ends in ``.json`` or is a folder with a ``config.json``. Where nothing is
+    there, ``org/name`` is looked up in the local cache of the Hugging Face Hub.
+
+    Raises:
+        ModelError: it is a path, and nothing is there.
+    """
+    try:
+        mode = os.stat(name).st_mode
+    except (OSError, ValueError) as error:  # ValueError: a null byte or a lone surrogate in the name
+        if isinstance(error, FileNotFoundError):
+            if not _looks_like_a_path(name):
+                return None
+            if (cached := hub_cache.find_repository(name)) is not None:
+                return cached
+        raise ModelError(f"{shorten(name)}: {_reason(error)}", hint=_hint(name)) from None
+    inside = os.path.join(name, "config.json")
+    if stat.S_ISDIR(mode):
+        if os.path.exists(inside):
+            return inside
+        if os.path.basename(os.path.abspath(name)).startswith(hub_cache.PREFIX):
+            return hub_cache.config_in(name)
+        if _looks_like_a_path(name):
+            raise ModelError(f"{shorten(name)}: this folder holds no config.json", hint=_hint(name))
+        return None
+    return name if _looks_like_a_path(name) else None
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return "/" in name or os.sep in name or name.casefold().endswith(".json")
+
+
+def _hint(name: str) -> str:
+    from attn_select.layer.models.presets import preset_rows
+
+    base = name.rstrip("/").rpartition("/")[2].removesuffix("/config.json")
+    near = nearest(base, preset_rows())
+    known = f"; presets like it: {', '.join(near)}" if near else ""
+    cache = f"repositories in {shorten(hub_cache.cache_folder(), 200)} are found by name, nothing is downloaded"
+    return f"give the path of a config.json or of its folder ({cache}){known}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file or folder"
+    return getattr(error, "strerror", None) or shorten(error)
+
+
+def unknown(name: str) -> UnknownNameError | ModelError:
+    """Return the error for a name that is no preset, and no path or a folder without a config.json."""
+    from attn_select.layer.models.presets import preset_rows
+
+    if os.path.isdir(name):
+        return ModelError(
+            f"{shorten(name)}: this folder holds no config.json, and no preset has its name", hint=_hint(name)
+        )
+    names = [*preset_rows()]
+    near = nearest(name, names)
+    listing = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
+    return UnknownNameError("model", name, names, hint=f"{listing} (or the path of a config.json)")
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Return the JSON object in ``path``.
+
+    Nothing in it is executed. NaN and Infinity, which published files contain, pass; they are refused where a number
+    is wanted.
+
+    Raises:
+        ModelError: it cannot be read, is larger than ``MAX_BYTES``, or is no JSON object in UTF-8, or repeats a key.
+    """
+    where = shorten(path, 200)
+    data = _read(path, where)
+    if not data.strip():
+        raise ModelError(f"{where}: the file is empty")
+    if b"\0" in data[:4]:
+        raise ModelError(f"{where}: not UTF-8 (looks like UTF-16 or UTF-32)", hint="save it as UTF-8")
+    try:
+        # utf-8-sig: Windows editors put a byte order mark in front, which changes nothing.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{where}: not UTF-8 ({shorten(error, 120)})", hint="save it as UTF-8") from None
+    try:
+        found = json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise ModelError(f"{where}: nested too deeply to be a model's config") from None
+    except ModelError as error:
+        raise ModelError(f"{where}: {error.message}") from None
+    except ValueError as error:  # JSONDecodeError, and integers of more than 4,300 digits
+        raise ModelError(f"{where}: not JSON: {shorten(error, 120)}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{where}: expected a JSON object, got {show(found)}")
+    return found
+
+
+def _read(path: str, where: str) -> bytes:
+    try:
+        # Checked before it is opened: opening a named pipe would wait for a writer.
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"{where}: not a regular file")
+        if status.st_size > MAX_BYTES:
+            raise ModelError(f"{where}: {status.st_size} bytes; a config.json has at most {MAX_BYTES}")
+        with open(path, "rb") as file:
+            return file.read(MAX_BYTES)
+    except OSError as error:
+        raise ModelError(f"{where}: {_reason(error)}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ModelError(f"key {show(repeated)} appears twice in one object")
+    return found

@@ -1,0 +1,1 @@
+"""Where a layer runs: devices, detection, libraries and variables."""

@@ -1,0 +1,193 @@
+"""Devices: what a GPU (or the CPU) is, looked up by name from a data file.
+
+``attn_select.machine.detection`` finds the device of this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attn_select.errors import ConfigError, UnknownNameError, nearest, shorten
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU model, or the CPU.
+
+    Attributes:
+        name: canonical lower-case name (``h100``, ``sm90``, ``cpu``), what ``when = { gpu = … }`` matches.
+        compute_capability: ``(major, minor)``; None for a CPU.
+        full_name: as the driver or the vendor's data sheet spells it.
+        sm_count: streaming multiprocessors, None where unknown (``sm90``, CPU).
+        memory_gib: device memory in GiB, None where unknown.
+        bandwidth_gbps: peak memory bandwidth in GB/s (10^9 bytes), None where unknown.
+        bf16_tflops: dense 16-bit matmul rate in 10^12 FLOP/s, None where unknown.
+        fp8_tflops: dense FP8 matmul rate in 10^12 FLOP/s, None where unknown or absent.
+        local: this machine's own device; False for one that is only asked about.
+        source: where the figures come from.
+    """
+
+    name: str
+    compute_capability: tuple[int, int] | None
+    full_name: str = ""
+    sm_count: int | None = None
+    memory_gib: float | None = None
+    bandwidth_gbps: float | None = None
+    bf16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    local: bool = False
+    source: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is the CPU."""
+        return self.compute_capability is None
+
+    @property
+    def capability_text(self) -> str:
+        """``9.0``, or ``cpu``."""
+        return "cpu" if self.compute_capability is None else "{}.{}".format(*self.compute_capability)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ``device`` object of the JSON output."""
+        return {
+            "name": self.name,
+            "full_name": self.full_name,
+            "compute_capability": self.capability_text,
+            "sm_count": self.sm_count,
+            "memory_gib": self.memory_gib,
+            "bandwidth_gbps": self.bandwidth_gbps,
+            "local": self.local,
+            "source": self.source,
+        }
+
+
+CPU = Device("cpu", None, full_name="CPU of this machine", local=True, source="this machine")
+
+_ARCHITECTURES = {
+    "Maxwell": ("5.0", "5.2", "5.3"),
+    "Pascal": ("6.0", "6.1", "6.2"),
+    "Volta": ("7.0", "7.2"),
+    "Turing": ("7.5",),
+    "Ampere": ("8.0", "8.6", "8.7", "8.8"),
+    "Ada": ("8.9",),
+    "Hopper": ("9.0",),
+    "Blackwell": ("10.0", "10.1", "10.3", "11.0", "12.0", "12.1"),
+    "Rubin": ("10.7",),
+}
+"""Every compute capability of CUDA GPUs from 5.0 up: the targets of LLVM's NVPTX back end, and ``sm_107``."""
+
+_SEPARATORS = {ord(c): None for c in " \t\r\n\f\v-_\N{NO-BREAK SPACE}"}
+_CAPABILITY = re.compile(r"sm[ _-]?(\d{1,2})(\d)[af]?|(\d{1,2})\.(\d)[af]?", re.ASCII)
+
+
+@functools.cache
+def known_gpus() -> dict[str, Device]:
+    """Return every GPU of the data file by canonical name, in the file's order."""
+    return {device.name: device for device, _ in _table()}
+
+
+@functools.cache
+def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
+    # A path, not importlib.resources: importing that takes longer than reading the file.
+    with open(os.path.join(os.path.dirname(__file__), "gpus.json"), "rb") as file:
+        rows = json.load(file)["gpus"]
+    return tuple(
+        (
+            Device(
+                name=row["name"],
+                compute_capability=(row["compute_capability"][0], row["compute_capability"][1]),
+                full_name=row["full_name"],
+                sm_count=row["sm_count"],
+                memory_gib=row["memory_gib"],
+                bandwidth_gbps=row["bandwidth_gbps"],
+                bf16_tflops=row["bf16_tflops"],
+                fp8_tflops=row["fp8_tflops"],
+                source=row["source"],
+            ),
+            tuple(row["aliases"]),
+        )
+        for row in rows
+    )
+
+
+def _fold(name: str) -> str:
+    folded = name.casefold().translate(_SEPARATORS).removeprefix("nvidia")
+    for brand in ("geforce", "tesla", "grid"):
+        if folded.startswith(brand):
+            return folded[len(brand) :]
+    return folded
+
+
+@functools.cache
+def _by_folded_name() -> dict[str, Device]:
+    names: dict[str, Device] = {}
+    for device, aliases in _table():
+        for spelling in (device.name, device.full_name, *aliases):
+            names.setdefault(_fold(spelling), device)
+    return names
+
+
+def find_gpu(name: str) -> Device | None:
+    """Return the GPU that ``name`` (a data-file name, alias or driver name) means, or None."""
+    return _by_folded_name().get(_fold(name))
+
+
+def lookup(name: str) -> Device:
+    """Return the device that a user means by ``h100``, ``RTX 4090``, ``sm90``, ``sm_100f``, ``9.0`` or ``cpu``.
+
+    Raises:
+        UnknownNameError: no such GPU; lists the nearest names.
+        ConfigError: a compute capability that no CUDA GPU has (9.1, 44.0).
+    """
+    text = name.strip()
+    if text.casefold() == "cpu":
+        return CPU
+    if (found := find_gpu(text)) is not None:
+        return found
+    if match := _CAPABILITY.fullmatch(text.casefold()):
+        major, minor = (int(group) for group in match.groups() if group is not None)
+        return _any_gpu(name, major, minor)
+    near = _nearest_names(text)
+    listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
+    hint = f"did you mean {' or '.join(near)}? {listing}" if near else listing
+    if re.match(r"(amd|gfx|mi\d|instinct|intel|gaudi|tpu)", text.casefold()):
+        hint = f"only NVIDIA GPUs and the CPU are covered; {listing}"
+    error = UnknownNameError("gpu", name, [*known_gpus(), "cpu", "auto"], hint=hint)
+    error.nearest = near
+    raise error
+
+
+def _any_gpu(name: str, major: int, minor: int) -> Device:
+    """Return the device that stands for all GPUs of a compute capability, for one that exists."""
+    capability = f"{major}.{minor}"
+    for architecture, capabilities in _ARCHITECTURES.items():
+        if capability in capabilities:
+            full_name = f"any GPU of compute capability {capability} ({architecture})"
+            return Device(f"sm{major}{minor}", (major, minor), full_name=full_name, source="as asked for")
+    known = ", ".join(sorted((c for each in _ARCHITECTURES.values() for c in each), key=float))
+    raise ConfigError(
+        f"gpu = {shorten(name)!r}: no CUDA GPU has compute capability {capability} (known: {known})",
+        fields=["gpu"],
+        hint="write it as sm90 or 9.0; `attn-select gpus` lists the known GPUs",
+    )
+
+
+def _nearest_names(text: str) -> list[str]:
+    """Return up to three canonical names: those that go on where ``text`` ends, then those that look like it."""
+    spellings, folded = {**_by_folded_name(), "cpu": CPU}, _fold(text)
+    if len(folded) < 3:  # too short to look like anything
+        return []
+    longer = [spelling for spelling in spellings if spelling.startswith(folded)]
+    near = [*longer, *nearest(folded, spellings, limit=6)]
+    return list(dict.fromkeys(spellings[spelling].name for spelling in near))[:3]
+
+
+def local_device(device: Device) -> Device:
+    """Return ``device`` marked as this machine's own."""
+    return replace(device, local=True)

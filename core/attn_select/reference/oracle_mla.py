@@ -1,0 +1,123 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in float64: decompressed, absorbed, and sparse.
+
+The cache keeps per token one latent ``c`` of width R (``kv_lora_rank``) and one roped key part ``r`` of width Pr
+(``qk_rope_head_dim``), shared by all heads. Per head::
+
+    k = [c W_UK, r]      v = c W_UV      s = scale * (q_nope . c W_UK + q_pe . r)
+
+Moving W_UK to the query's side and W_UV to the output's gives the absorbed form, one KV head of width R + Pr whose
+values are the latents themselves::
+
+    s = scale * ([W_UK^T q_nope, q_pe] . [c, r])      out = (sum_j p_j c_j) W_UV
+
+Both have the scale of the decompressed form, ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`` or what the model's rope
+scaling makes of it. Weights are vLLM's ``W_UK (R, H, P)`` and ``W_UV (R, H, V)``.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from attn_select.layer.config import AttentionConfig
+from attn_select.reference.oracle import AttentionOptions, attention_reference
+from attn_select.reference.oracle_paged import Scale, gather_reference
+from attn_select.reference.oracle_quant import quantize_query
+
+
+def mla_reference(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    scale: float,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]:
+    """Attend with decompressed keys and values, the compute-friendly form (``forward_mha``), for one request.
+
+    Args:
+        q_nope: ``(T, H, P)``; q_pe ``(T, H, Pr)``, rope applied.
+        kv_c: ``(S, R)``, normalised; k_pe ``(S, Pr)``, rope applied.
+        w_uk: ``(R, H, P)``; w_uv ``(R, H, V)``.
+        options: as in ``attention_reference``.
+
+    Returns:
+        Output float64 ``(T, H, V)`` and natural-log LSE float64 ``(T, H)``.
+    """
+    heads = q_nope.shape[1]
+    k_nope = torch.einsum("sr,rhp->shp", kv_c.double(), w_uk.double())
+    values = torch.einsum("sr,rhv->shv", kv_c.double(), w_uv.double())
+    keys = torch.cat([k_nope, k_pe.double()[:, None].expand(-1, heads, -1)], dim=-1)
+    query = torch.cat([q_nope.double(), q_pe.double()], dim=-1)
+    return attention_reference(query, keys, values, scale=scale, **options)
+
+
+def absorb_query(q_nope: Tensor, q_pe: Tensor, w_uk: Tensor) -> Tensor:
+    """Return the absorbed query float64 ``(T, H, R + Pr)`` from ``(T, H, P)``, ``(T, H, Pr)`` and ``(R, H, P)``."""
+    latent = torch.einsum("thp,rhp->thr", q_nope.double(), w_uk.double())
+    return torch.cat([latent, q_pe.double()], dim=-1)
+
+
+def project_output(latent: Tensor, w_uv: Tensor) -> Tensor:
+    """Return the output float64 ``(T, H, V)`` from attention over latents ``(T, H, R)`` and ``W_UV (R, H, V)``."""
+    return torch.einsum("thr,rhv->thv", latent.double(), w_uv.double())
+
+
+def mla_absorbed_reference(
+    query: Tensor, kv_c: Tensor, k_pe: Tensor, *, scale: float, **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]:
+    """Attend over the latents, the data-movement-friendly form (``forward_mqa``), for one request.
+
+    Args:
+        query: absorbed, ``(T, H, R + Pr)``; see ``absorb_query``.
+        kv_c: ``(S, R)``; k_pe ``(S, Pr)``.
+
+    Returns:
+        Latent output float64 ``(T, H, R)``, which ``project_output`` finishes, and natural-log LSE float64 ``(T, H)``.
+    """
+    keys = torch.cat([kv_c, k_pe], dim=-1)[:, None]
+    return attention_reference(query, keys, kv_c[:, None], scale=scale, **options)
+
+
+def sparse_mla_reference(
+    query: Tensor,
+    kv_cache: Tensor,
+    layout: str,
+    indices: Tensor,
+    config: AttentionConfig,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    k_scale: Scale = None,
+    query_dtype: str | None = None,
+    q_scale: Scale = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form.
+
+    The indexer chooses the tokens and leaves out those of the future: there is no mask here.
+
+    Args:
+        query: absorbed, ``(T, H, R + Pr)``.
+        kv_cache: in layout ``MLA`` or ``FP8_DS_MLA``.
+        indices: integers ``(T, top_k)``: physical slots ``block * block_size + offset``. Negative ones are padding, at
+            any place; a slot that is listed twice counts twice.
+
+    Returns:
+        Latent output float64 ``(T, H, R)`` and natural-log LSE float64 ``(T, H)``.
+    """
+    if query_dtype is not None:
+        query = quantize_query(query, query_dtype, q_scale)
+    output = query.new_zeros((*query.shape[:2], config.kv_lora_rank or 0), dtype=torch.float64)
+    lse = torch.full_like(output[..., 0], -torch.inf)
+    for token, chosen in enumerate(indices):
+        keys, values = gather_reference(kv_cache, layout, chosen[chosen >= 0], config, k_scale=k_scale)
+        row = slice(token, token + 1)
+        output[row], lse[row] = attention_reference(
+            query[row], keys, values, scale=scale, causal=False, sinks=sinks, logits_soft_cap=config.logits_soft_cap
+        )
+    return output, lse

@@ -1,0 +1,259 @@
+"""The oracle on a paged KV cache: reading and writing every layout of ``attn_select.layer.layouts``, and attention.
+
+Only the slots that some query row sees are read, so memory around them may hold anything, NaN included. All of it is
+plain indexing with ``slot = block_table[request, pos // block_size] * block_size + pos % block_size`` (PagedAttention,
+arXiv 2309.06180).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import (
+    FLASH_ATTN_NHD,
+    FLASHINFER_HND,
+    FP8_DS_MLA,
+    FP8_DS_MLA_BYTES,
+    LAYOUTS,
+    MLA,
+    PAGED_ATTENTION,
+)
+from attn_select.reference.oracle import attention_options, attention_reference, last_positions, visible_keys
+from attn_select.reference.oracle_quant import (
+    FP8_DTYPES,
+    decode,
+    encode,
+    pack_fp8_ds_mla,
+    quantize_query,
+    unpack_fp8_ds_mla,
+)
+
+KVCache = Tensor | tuple[Tensor, Tensor]
+"""One tensor, or for ``PAGED_ATTENTION`` also the pair of K and V."""
+Scale = Tensor | float | None
+
+
+def paged_reference(
+    query: Tensor,
+    kv_cache: KVCache,
+    layout: str,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    config: AttentionConfig,
+    scale: float,
+    *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mm_prefix_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    query_dtype: str | None = None,
+    q_scale: Scale = None,
+    tree_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend per request over a paged cache that already holds this step's tokens.
+
+    Args:
+        query: ``(T, H, D)``; with MLA the absorbed query ``(T, H, kv_lora_rank + qk_rope_head_dim)``.
+        kv_cache: as ``layout`` has it; FP8 as torch's FP8 dtypes or as uint8.
+        layout: a name from ``attn_select.layer.layouts``.
+        block_table: integers ``(B, W)``. Not read are the entries behind a request's last block, and those of blocks
+            that lie outside every row's window.
+        query_start_loc: integers ``(B + 1,)``, prefix sums of the query lengths.
+        seq_lens: integers ``(B,)``, keys per request, the step's own included.
+        config: mask, soft cap and cache dtype come from here.
+        scale: factor on ``q . k``.
+        alibi_slopes: ``(H,)``; sinks likewise.
+        mm_prefix_ranges: per request ``(first, last)`` positions, inclusive.
+        k_scale: FP8 scale, one number or ``(Hkv,)``; v_scale likewise. With MLA ``k_scale`` is the scale of the latent,
+            which holds the values too.
+        query_dtype: an FP8 dtype where the path wants the query quantised; ``q_scale`` is its scale, as in
+            ``quantize_query``.
+        tree_mask: bool ``(T, M)``, which of its request's tokens in this step a token sees; those with more than M
+            tokens are causal.
+
+    Returns:
+        Output float64 ``(T, H, Dv)``, with MLA the latent ``(T, H, kv_lora_rank)``, and natural-log LSE float64
+        ``(T, H)``; rows of no request have 0 and -inf.
+    """
+    options = attention_options(config, alibi_slopes, sinks)
+    if query_dtype is not None:
+        query = quantize_query(query, query_dtype, q_scale)
+    value_size = config.kv_lora_rank or config.value_head_size
+    size = block_size_of(kv_cache, layout, config)
+    output = query.new_zeros((*query.shape[:2], value_size), dtype=torch.float64)
+    lse = torch.full_like(output[..., 0], -torch.inf)
+    bounds = query_start_loc.tolist()
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(bounds[request], bounds[request + 1])
+        options["mm_prefix_ranges"] = ranges = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
+        count = rows.stop - rows.start
+        short = tree_mask is not None and count <= tree_mask.shape[1]
+        options["tree_mask"] = tree = tree_mask[rows, :count] if tree_mask is not None and short else None
+        visible = visible_keys(
+            last_positions(count, seq_len, query.device),
+            seq_len,
+            causal=options["causal"],
+            sliding_window=options["sliding_window"],
+            attention_chunk_size=options["attention_chunk_size"],
+            mm_prefix_ranges=ranges,
+            tree_mask=tree,
+        )
+        seen = visible.any(dim=0).nonzero().flatten()
+        slots = slot_mapping_reference(block_table[request], seen, size)
+        keys = query.new_zeros((seq_len, config.num_kv_heads, query.shape[2]), dtype=torch.float64)
+        values = keys.new_zeros((seq_len, config.num_kv_heads, value_size))
+        keys[seen], values[seen] = gather_reference(kv_cache, layout, slots, config, k_scale=k_scale, v_scale=v_scale)
+        output[rows], lse[rows] = attention_reference(query[rows], keys, values, scale=scale, **options)
+    return output, lse
+
+
+def slot_mapping_reference(
+    block_table: Tensor, positions: Tensor, block_size: int, query_start_loc: Tensor | None = None
+) -> Tensor:
+    """Return the slot of each token, int64 ``(T,)``: ``block * block_size + offset``; -1 where there is none.
+
+    Args:
+        block_table: integers ``(B, W)``, or ``(W,)`` for one request.
+        positions: integers ``(T,)``, positions within the request; a negative one has no slot.
+        block_size: tokens per block; 1 for token-level pools.
+        query_start_loc: integers ``(B + 1,)``, which tokens belong to which request. Tokens of none (padding)
+            have no slot. Left out with a ``(W,)`` table.
+    """
+    bounds = [0, len(positions)] if query_start_loc is None else query_start_loc.tolist()
+    slots = torch.full_like(positions, -1, dtype=torch.int64)
+    for request, row in enumerate(block_table.reshape(-1, block_table.shape[-1])):
+        tokens = torch.arange(bounds[request], bounds[request + 1], device=positions.device)
+        tokens = tokens[positions[tokens] >= 0]
+        position = positions[tokens].long()
+        slots[tokens] = row[position // block_size].long() * block_size + position % block_size
+    return slots
+
+
+def gather_reference(
+    kv_cache: KVCache,
+    layout: str,
+    slots: Tensor,
+    config: AttentionConfig,
+    *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> tuple[Tensor, Tensor]:
+    """Read the tokens at ``slots`` (integers ``(N,)``) and decode them.
+
+    Returns:
+        Keys float64 ``(N, Hkv, D)`` and values float64 ``(N, Hkv, Dv)``; with MLA ``(N, 1, kv_lora_rank +
+        qk_rope_head_dim)`` and its first ``kv_lora_rank`` columns.
+
+    Raises:
+        ValueError: a slot lies outside the cache, or the cache's shape is not the layout's.
+    """
+    views = token_views(kv_cache, layout, config)
+    blocks, offsets = _blocks_and_offsets(slots, views[0])
+    if layout in (MLA, FP8_DS_MLA):
+        if v_scale is not None:
+            raise ValueError(f"v_scale is given: layout {layout} keeps values in the latent, which k_scale scales")
+        stored = views[0][blocks, offsets]
+        packed = layout == FP8_DS_MLA
+        keys = unpack_fp8_ds_mla(stored) if packed else decode(stored, config.cache_dtype, k_scale)
+        return keys[:, None], keys[:, None, : config.kv_lora_rank]
+    stored_keys, stored_values = (view[blocks, offsets].flatten(2) for view in views)
+    keys = decode(stored_keys, config.cache_dtype, k_scale)
+    return keys, decode(stored_values, config.cache_dtype, v_scale)
+
+
+def write_reference(
+    kv_cache: KVCache,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    layout: str,
+    config: AttentionConfig,
+    *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    power_of_two_scales: bool = True,
+) -> None:
+    """Write tokens into the cache, in place. Nothing but their slots changes.
+
+    Args:
+        key: ``(N, Hkv, D)``; with MLA the normalised latent ``kv_c`` ``(N, kv_lora_rank)``.
+        value: ``(N, Hkv, Dv)``; with MLA ``k_pe`` ``(N, qk_rope_head_dim)``, with or without a head axis of 1.
+        slot_mapping: integers ``(N,)``; a token with slot -1 is skipped.
+        power_of_two_scales: see ``pack_fp8_ds_mla``.
+    """
+    keep = slot_mapping >= 0
+    key, value = key[keep], value[keep]
+    views = token_views(kv_cache, layout, config)
+    blocks, offsets = _blocks_and_offsets(slot_mapping[keep], views[0])
+    if layout == FP8_DS_MLA:
+        packed = pack_fp8_ds_mla(key, value.flatten(1), power_of_two_scales=power_of_two_scales)
+        views[0][blocks, offsets] = packed
+    elif layout == MLA:
+        latent = torch.cat([key, value.flatten(1)], dim=-1)
+        views[0][blocks, offsets] = encode(latent, config.cache_dtype, k_scale)
+    else:
+        for view, numbers, scale in zip(views, (key, value), (k_scale, v_scale), strict=True):
+            stored = encode(numbers, config.cache_dtype, scale)
+            view[blocks, offsets] = stored.reshape(len(stored), *view.shape[2:])
+
+
+def block_size_of(kv_cache: KVCache, layout: str, config: AttentionConfig) -> int:
+    """Return the tokens per block of a cache."""
+    return token_views(kv_cache, layout, config)[0].shape[1]
+
+
+def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:
+    """Return strided views of K and V, ``(num_blocks, block_size, ...)``; MLA layouts have one view for both.
+
+    The last axes are ``(Hkv, D)`` and ``(Hkv, Dv)``; the K of PAGED_ATTENTION has ``(Hkv, D / x, x)``. FP8 is uint8.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    pair: tuple[Tensor, ...] = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
+    if config.cache_dtype in FP8_DTYPES:
+        pair = tuple(tensor.view(torch.uint8) for tensor in pair)
+    heads, size, value_size = config.num_kv_heads, config.head_size, config.value_head_size
+    first = pair[0]
+    views: tuple[Tensor, ...]
+    expected: list[tuple[int, ...]]
+    if layout in (MLA, FP8_DS_MLA):
+        views = (first,)
+        expected = [(FP8_DS_MLA_BYTES if layout == FP8_DS_MLA else size,)]
+    elif layout == PAGED_ATTENTION:
+        x = 16 // first.element_size()
+        # As one tensor it is (2, num_blocks, heads, block_size * size), with both halves as wide as K.
+        k, v = (first[0], first[1]) if len(pair) == 1 else pair
+        k = k.view(len(k), heads, size // x, -1, x)
+        v = v.view(len(v), heads, -1, k.shape[3])[:, :, :value_size]
+        views = (k.permute(0, 3, 1, 2, 4), v.permute(0, 3, 1, 2))
+        expected = [(heads, size // x, x), (heads, value_size)]
+    else:
+        k, v = (first[0], first[1]) if layout == FLASH_ATTN_NHD else (first[:, 0], first[:, 1])
+        if layout == FLASHINFER_HND:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        views = (k[..., :size], v[..., :value_size])
+        expected = [(heads, size), (heads, value_size)]
+    if [tuple(view.shape[2:]) for view in views] != expected:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in pair)
+        raise ValueError(
+            f"kv_cache of shape {shapes} is not of layout {layout} with {heads} KV heads of size {size} and values of "
+            f"size {value_size}"
+        )
+    return views
+
+
+def _blocks_and_offsets(slots: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
+    """Split slots into block and offset, and refuse those outside the cache (a negative index would wrap)."""
+    num_blocks, block_size = view.shape[:2]
+    outside = slots[(slots < 0) | (slots >= num_blocks * block_size)]
+    if len(outside):
+        raise ValueError(
+            f"slot {int(outside[0])} is outside the cache: accepted are 0 to {num_blocks * block_size - 1}"
+        )
+    return slots.long() // block_size, slots.long() % block_size

@@ -1,0 +1,310 @@
+"""Runs a drawn step through the layers that engines call, on poisoned memory, and compares it with the oracle.
+
+group = attention_group(selection_of(ACME_ATTN, gqa_layer(), "h100"), "cpu", Capacity(16, 1024, 1024))
+problem = problem_for(group, [(1, 40), (17, 33)])
+check_result(group, problem, run_problem(group, problem))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.backends.spec import BackendPlan
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.dtypes import is_quantized
+from attn_select.reference.comparison import ErrorBound, check_cache, check_lse, check_output, error_bound, same_bits
+from attn_select.reference.oracle_paged import token_views
+from attn_select.reference.problems import MLAProblem, Problem, Request, random_mla_problem, random_problem
+from attn_select.runtime import (
+    Attention,
+    AttentionGroup,
+    BlockTable,
+    CommonAttentionMetadata,
+    MLAAttention,
+    MLAAttentionGroup,
+    Scales,
+    prepare_batch,
+)
+from attn_select.runtime.kv_cache import kv_cache_shape
+
+__tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
+PADDING = 3
+"""Rows of every tensor behind the batch's tokens."""
+
+Drawn = Problem | MLAProblem
+Group = AttentionGroup | MLAAttentionGroup
+Layer = Attention | MLAAttention
+Bound = Callable[[AttentionConfig, Mapping[Phase, BackendPlan]], ErrorBound]
+
+
+@dataclass(slots=True)
+class Result:
+    """What a step left.
+
+    Attributes:
+        output: ``(T, H, Dv)``; FP8 outputs with their scale multiplied in.
+        lse: float32 ``(T, H)``, None where it was not asked for.
+        kv_cache: the cache in the allocator's blocks, None without one.
+    """
+
+    output: Tensor
+    lse: Tensor | None
+    kv_cache: Tensor | None
+
+
+def step_of(drawn: Drawn) -> Problem:
+    """Return what MLA problems and others have in common."""
+    return drawn.step if isinstance(drawn, MLAProblem) else drawn
+
+
+def poison(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory that is NaN in every float format, on the device of ``like``."""
+    dtype = dtype or like.dtype
+    count = math.prod(shape) * dtype.itemsize
+    return torch.full((count,), 0xFF, dtype=torch.uint8, device=like.device).view(dtype).view(*shape)
+
+
+def reblocked(kv_cache: Tensor, layout: str, config: AttentionConfig, block_size: int) -> Tensor:
+    """Return a copy of a cache in blocks of another size, its tokens in the same slots; poison between them."""
+    views = token_views(kv_cache, layout, config)
+    num_blocks = views[0].shape[0] * views[0].shape[1] // block_size
+    shape = kv_cache_shape(layout, config, num_blocks, block_size)
+    if shape == tuple(kv_cache.shape):
+        return kv_cache.clone()
+    copy = poison(shape, kv_cache)
+    for target, source in zip(token_views(copy, layout, config), views, strict=True):
+        target.copy_(source.reshape(target.shape))
+    return copy
+
+
+def problem_for(group: Group, requests: Sequence[Request] | None = None, seed: int = 0, **options: Any) -> Any:
+    """Draw a step of a group's layers: a ``Problem``, or an ``MLAProblem`` where the layers are MLA.
+
+    Args:
+        requests: ``(query_len, seq_len)`` each; None: drawn. MLA problems move decodes to the front.
+        options: as in ``random_problem``.
+    """
+    options = {"block_size": group.block_size or 16, "device": group.device, "requests": requests, **options}
+    if group.config.mla and group.kv_layout is not None:
+        return random_mla_problem(seed, group.config, group.kv_layout, **options)
+    return random_problem(seed, group.config, group.kv_layout, **options)
+
+
+def shared_prefix(problem: Problem, blocks: int) -> Problem:
+    """Return the problem with the first ``blocks`` blocks of its first request at the start of every request."""
+    assert problem.block_table is not None, "a layer without a cache shares no blocks"
+    table = problem.block_table.clone()
+    table[:, :blocks] = table[:1, :blocks]
+    return dataclasses.replace(problem, block_table=table)
+
+
+def random_batch(
+    group: AttentionGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
+) -> tuple[CommonAttentionMetadata, Tensor]:
+    """Return a batch whose requests lie in random blocks, and a cache of random numbers.
+
+    ``random_problem`` also draws queries and sinks, and says what is expected.
+
+    Args:
+        query_lens, seq_lens: of each request.
+        shared_blocks: blocks at the start of every request that are the first request's.
+    """
+    assert group.block_size is not None
+    width = -(-max(*seq_lens, 1) // group.block_size)
+    draw = torch.Generator().manual_seed(len(query_lens) + sum(seq_lens))
+    blocks = torch.randperm(len(seq_lens) * width + 1, generator=draw).tolist()
+    table = BlockTable(len(seq_lens), width, group.block_size, group.device)
+    for row in range(len(seq_lens)):
+        own = blocks[row * width : (row + 1) * width]
+        table.set_row(row, [*blocks[:shared_blocks], *own[shared_blocks:]])
+    cache = group.allocate_kv_cache(len(blocks))
+    cache.copy_(torch.randn(cache.shape, generator=draw).to(cache.dtype))
+    return prepare_batch(query_lens, seq_lens, table), cache
+
+
+def common_of(drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:
+    """Return a step's batch as engines hand it over, with fields changed."""
+    step = step_of(drawn)
+    bounds, lens = step.query_start_loc.cpu(), step.seq_lens.cpu()
+    common = CommonAttentionMetadata(
+        query_start_loc=step.query_start_loc,
+        query_start_loc_cpu=bounds,
+        seq_lens=step.seq_lens,
+        seq_lens_cpu=lens,
+        num_reqs=len(lens),
+        num_actual_tokens=int(bounds[-1]),
+        max_query_len=int(bounds.diff().max()),
+        max_seq_len=int(lens.max()),
+        block_table_tensor=step.block_table,
+        slot_mapping=step.slot_mapping,
+        mm_prefix_ranges=step.mm_prefix_ranges,
+        tree_mask=step.tree_mask,
+    )
+    return dataclasses.replace(common, **changes)
+
+
+def layer_of(group: Group, drawn: Drawn, **changes: Any) -> Any:
+    """Return the layer that a step was drawn for (an ``MLAAttention`` for MLA), with constructor arguments changed."""
+    step, config = step_of(drawn), group.config
+    given = {"q": step.q_scale, "k": step.k_scale, "v": step.v_scale}
+    scales = Scales.make(
+        group.device,
+        num_kv_heads=config.num_kv_heads if config.per_head_quant_scales else 0,
+        **{name: scale for name, scale in given.items() if scale is not None},
+    )
+    extras = {"scale": step.scale, "alibi_slopes": step.alibi_slopes, "sinks": step.sinks, "scales": scales, **changes}
+    made: Any = group
+    return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)
+
+
+def inputs_of(drawn: Drawn, padding: int = PADDING) -> dict[str, Tensor]:
+    """Return what has one row per token, by the layer's argument, with ``padding`` poisoned rows behind the batch's."""
+    step = step_of(drawn)
+    named = {"query": drawn.query, "key": step.key, "value": step.value, "topk_indices": step.topk_indices}
+    if step.config.attn_type == "encoder_decoder":  # the cache holds all keys already
+        named = {"query": drawn.query}
+    given = {name: tensor for name, tensor in named.items() if tensor is not None}
+    return {name: torch.cat([rows, poison((padding, *rows.shape[1:]), rows)]) for name, rows in given.items()}
+
+
+def kernel_cache(group: Group, drawn: Drawn) -> Tensor | None:
+    """Return a copy of the drawn cache in the kernel's blocks, None without a cache."""
+    step = step_of(drawn)
+    if step.kv_cache is None or step.layout is None:
+        return None
+    size = group.kernel_block_size or group.block_size or 16
+    return reblocked(step.kv_cache, step.layout, group.config, size)
+
+
+def returns_lse(group: Group) -> bool:
+    """Whether every phase of the group returns an LSE."""
+    return all(plan.returns_lse for plan in plans_of_group(group).values())
+
+
+def call_layer(
+    layer: Layer,
+    inputs: Mapping[str, Tensor],
+    kv_cache: Tensor | None,
+    metadata: Any,
+    lse: Tensor | None,
+    output_scale: Tensor | None = None,
+) -> Tensor:
+    """Run the layer on a poisoned output; return it as it is, padding included."""
+    query, key, value, config = inputs["query"], inputs.get("key"), inputs.get("value"), layer.group.config
+    dtype = query.dtype if output_scale is None else torch.float8_e4m3fn
+    output = poison((len(query), config.num_heads, config.v_head_dim or config.value_head_size), query, dtype)
+    if isinstance(layer, MLAAttention):
+        layer.forward(query, key, value, kv_cache, metadata, output, inputs.get("topk_indices"), lse)
+    else:
+        layer.forward(query, key, value, kv_cache, metadata, output, lse, output_scale)
+    return output
+
+
+def plans_of_group(group: Group) -> dict[Phase, BackendPlan]:
+    """Return the plans that the group's backends were made for, by phase."""
+    return {phase: served.context.plans[phase] for phase, served in group.served.items()}
+
+
+def result_of(
+    group: Group,
+    drawn: Drawn,
+    output: Tensor,
+    lse: Tensor | None,
+    kv_cache: Tensor | None,
+    output_scale: Tensor | None = None,
+) -> Result:
+    """Return what a step left, without its padding, the cache in the allocator's blocks."""
+    step = step_of(drawn)
+    tokens = len(drawn.query)
+    if kv_cache is not None and step.layout is not None:
+        kv_cache = reblocked(kv_cache, step.layout, group.config, step.block_size or 16)
+    output = output[:tokens] if output_scale is None else output[:tokens].float() * output_scale
+    return Result(output, None if lse is None else lse[:tokens], kv_cache)
+
+
+def run_problem(
+    group: Group,
+    drawn: Drawn,
+    *,
+    layer: Any = None,
+    metadata: Any = None,
+    wants_lse: bool | None = None,
+    output_scale: Tensor | None = None,
+    **build: Any,
+) -> Result:
+    """Run a step on a copy of its cache, with poisoned outputs and poisoned rows behind the batch's.
+
+    Args:
+        layer: left out: ``layer_of``.
+        metadata: left out: what ``group.build(common_of(drawn), **build)`` returns.
+        wants_lse: left out: where every phase returns one.
+        output_scale: of an FP8 output, float32 ``()``.
+
+    Raises:
+        AssertionError: rows behind the batch's were written.
+    """
+    metadata = group.build(common_of(drawn), **build) if metadata is None else metadata
+    inputs, kv_cache = inputs_of(drawn), kernel_cache(group, drawn)
+    wants_lse = returns_lse(group) if wants_lse is None else wants_lse
+    lse = poison((len(inputs["query"]), group.config.num_heads), drawn.query, torch.float32) if wants_lse else None
+    output = call_layer(layer or layer_of(group, drawn), inputs, kv_cache, metadata, lse, output_scale)
+    tokens = len(drawn.query)
+    for name, tensor in (("output", output), ("LSE", lse)):
+        if tensor is not None and not same_bits(tensor[tokens:], poison(tensor[tokens:].shape, tensor)):
+            raise AssertionError(f"{name} rows behind num_actual_tokens = {tokens} were written")
+    return result_of(group, drawn, output, lse, kv_cache, output_scale)
+
+
+def check_result(
+    group: Group,
+    drawn: Drawn,
+    result: Result,
+    *,
+    bound: Bound = error_bound,
+    exact_alibi_lse: bool = True,
+    fp8_cache_steps: int = 0,
+) -> None:
+    """Compare cache, output and LSE with the oracle's, phase by phase: each phase has a path of its own.
+
+    Args:
+        bound: the accepted errors of a layer by its plans.
+        exact_alibi_lse, fp8_cache_steps: as in ``BackendConformance``.
+
+    Raises:
+        AssertionError: names the phase, the path and the worst row of which request.
+    """
+    step, plans = step_of(drawn), plans_of_group(group)
+    if result.kv_cache is not None:
+        check_cache(step, result.kv_cache, fp8_cache_steps)
+    longest_decode = group.reorder_batch_threshold or 1
+    decodes = [query <= longest_decode for query, _ in step.requests]
+    bounds = step.query_start_loc.tolist()
+    by_phase: dict[Phase, list[Tensor]] = {}
+    for index, is_decode in enumerate(decodes):
+        phase: Phase = "decode" if is_decode else "prefill"
+        found = by_phase.setdefault(phase if phase in plans else next(iter(plans)), [])
+        found.append(torch.arange(bounds[index], bounds[index + 1]))
+    references: dict[str | None, tuple[Tensor, Tensor]] = {}
+    for phase, parts in by_phase.items():
+        plan, chosen = plans[phase], torch.cat(parts)
+        query_dtype = plan.query_dtype if is_quantized(plan.query_dtype) else None
+        if query_dtype not in references:
+            given: dict[str, Any] = {"kv_cache": result.kv_cache, "query_dtype": query_dtype}
+            if isinstance(drawn, MLAProblem):
+                given["num_decode_requests"] = sum(decodes)
+            references[query_dtype] = drawn.reference(**given)
+        output, lse = references[query_dtype]
+        accepted = bound(group.config, {phase: plan})
+        try:
+            check_output(step, chosen, result.output, output, accepted)
+            if result.lse is not None and (exact_alibi_lse or not group.config.alibi):
+                check_lse(step, chosen, result.lse, lse, accepted)
+        except AssertionError as wrong:
+            raise AssertionError(f"{phase} by {plan.path}: {wrong}") from None

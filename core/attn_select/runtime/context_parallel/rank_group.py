@@ -1,0 +1,317 @@
+"""The layers of one kind whose cache lies on several ranks: ``ContextParallelGroup``.
+
+A step is computed in two parts, each by the selected backends as they are:
+
+- *Shared*: the queries of all ranks' heads against this rank's share of the cache. The ranks merge their results by
+  LSE. A step of single tokens needs no other part, since its tokens are in the cache by then.
+- *Own*: in steps with longer queries (prefill, speculative decode) the step's own tokens, which every rank has. They
+  lie in a scratch cache and are attended to causally, by this rank's own heads; the shared part then sees only what was
+  cached before, so that every query sees all of it and no kernel needs to know positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.decide.selection import Selection
+from attn_select.layer.config import CudaGraphLevel, Phase
+from attn_select.runtime import ops
+from attn_select.runtime.context_parallel.agreement import check_step, do_alike
+from attn_select.runtime.context_parallel.context_parallel import ContextParallel
+from attn_select.runtime.context_parallel.merging import Merger
+from attn_select.runtime.context_parallel.parts import (
+    LocalBatches,
+    OwnBatches,
+    check_selection,
+    facts_of,
+    local_capacity,
+    part_of,
+    share_memory,
+)
+from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.layer_in_parts import LayerInParts
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.scales import Scales
+
+
+@dataclass(slots=True)
+class ContextParallelMetadata(AttentionMetadata):
+    """One step's batch as layers across ranks want it.
+
+    Attributes:
+        shared: the batch against this rank's share of the cache; None where no request had anything cached.
+        own: the step's own tokens; None where the shared part has them.
+        local_slots: int64, where this rank's tokens go in its cache, -1 for the others.
+    """
+
+    shared: AttentionMetadata | None = None
+    own: AttentionMetadata | None = None
+    local_slots: Tensor | None = None
+
+
+class ContextParallelGroup(AttentionGroup):
+    """``AttentionGroup`` for layers whose cache lies on several ranks. Every rank of the group makes one.
+
+    Args:
+        context_parallel: the ranks.
+        selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``. The
+            capacity is that of whole requests.
+
+    Attributes:
+        block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
+        shared, own: the two parts; ``own`` is None where no step has queries of more than one token.
+
+    Raises:
+        ConfigError: besides those of ``AttentionGroup``: the selection was made for another number of ranks, or
+            ``interleave`` does not divide the block size.
+        RankError: another rank cannot make its group, or made another one.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        device: torch.device | str | None = None,
+        capacity: Capacity | None = None,
+        *,
+        context_parallel: ContextParallel,
+        cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
+        dispatch: str | None = None,
+    ) -> None:
+        self.context_parallel, self.selection, self.config = context_parallel, selection, selection.config
+        self.capacity, self.cuda_graphs = capacity or Capacity(), cuda_graphs
+
+        def make() -> None:
+            check_selection(selection, context_parallel, dispatch)
+            self._make_parts(device, phases)
+
+        do_alike(
+            context_parallel.collectives,
+            "attention_group",
+            make,
+            lambda: facts_of(selection, context_parallel, self.capacity),
+        )
+        tokens, width = self.capacity.max_num_batched_tokens, self.config.value_head_size
+        share_memory(self.merger, self.config, context_parallel, tokens, width, self.device)
+
+    def _make_parts(self, device: torch.device | str | None, phases: Sequence[Phase] | None) -> None:
+        ranks, config, selection = self.context_parallel, self.config, self.selection
+        size = selection.block_size
+        assert size is not None  # configs without a cache have no context parallelism
+        self.block_size, per_rank = size * ranks.size, size
+        made: dict[str, Any] = {"cuda_graphs": self.cuda_graphs, "phases": phases}
+        # Queries see all of the context: what drafts see of each other is the own part's.
+        shared = part_of(selection, ranks.gathered_heads(config.num_heads), draft_tree=False)
+        self.shared = AttentionGroup(shared, device, local_capacity(self.capacity, self.block_size, per_rank), **made)
+        self.device, self.checked = self.shared.device, self.shared.checked
+        self.kv_layout, self.kernel_block_size = self.shared.kv_layout, self.shared.kernel_block_size
+        self.served, self.unified, self.backends = self.shared.served, self.shared.unified, self.shared.backends
+        self.dispatch = None
+        # The outer group checks what layers are given; a share may be shorter than the queries that see it.
+        self.shared.checked = False
+        shares = Shares(ranks.rank, ranks.size, ranks.interleave, per_rank, self.device)
+        self.shares = shares
+        self._local = LocalBatches(shares, self.capacity, self.device, keeps=self.cuda_graphs)
+        self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
+        self._always_own = config.batch_invariant
+        # A captured step always has both parts, and a backend that writes the cache while it attends must do so.
+        writes = any(served.backend.forward_includes_kv_cache_update for served in self.backends)
+        self._shared_always = self.cuda_graphs or writes
+        self.own: AttentionGroup | None = None
+        decodes_alone = "prefill" not in self.served and not config.num_speculative_tokens
+        if config.attn_type == "encoder_decoder" or (decodes_alone and not self._always_own):
+            return
+        self._own_batches = OwnBatches(per_rank, self.capacity, self.device, keeps=self.cuda_graphs)
+        bounds = Capacity(self.capacity.max_num_seqs, self.capacity.max_num_batched_tokens, self._own_batches.longest)
+        self.own = AttentionGroup(part_of(selection, config.num_heads), self.device, bounds, **made)
+        self.own.checked = False
+        self.scratch = self.own.allocate_kv_cache(self._own_batches.num_blocks)
+
+    def build(
+        self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
+    ) -> ContextParallelMetadata:
+        """As ``AttentionGroup.build``, from the scheduler's lengths, tables and slots, which are the same on all ranks.
+
+        A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
+        """
+        common = common_attn_metadata
+        check_step(self, common)
+        own = self._needs_own(common)
+        local = self._local.shared(common, self._local.slots(common), own=own)
+        shared = None
+        if not own or self._shared_always or int(common.num_computed_tokens_cpu.max()) > 0:
+            shared = self.shared.build(local, 0, fast_build)
+        beside = None
+        if own:
+            assert self.own is not None
+            beside = self.own.build(self._own_batches.batch(common), 0, fast_build)
+        return self._both(common, local, shared, beside)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ContextParallelMetadata:
+        """As ``AttentionGroup.build_for_cudagraph_capture``; the collectives are captured as well."""
+        common = common_attn_metadata
+        self.check_batch(common)
+        own = self._needs_own(common)
+        local = self._local.shared(common, self._local.slots(common), own=own)
+        shared = self.shared.build_for_cudagraph_capture(local)
+        beside = None
+        if own:
+            assert self.own is not None
+            beside = self.own.build_for_cudagraph_capture(self._own_batches.batch(common))
+        return self._both(common, local, shared, beside)
+
+    def _needs_own(self, common: CommonAttentionMetadata) -> bool:
+        """Whether queries of a batch see different parts of this rank's share, so that their own tokens come apart."""
+        if self.config.attn_type == "encoder_decoder":
+            return False
+        if common.max_query_len <= 1 and not self._always_own:
+            return False
+        if self.own is None:
+            raise BatchError(
+                f"queries of up to {common.max_query_len} tokens: this group was made for decodes of one token",
+                hint="make it with the phase prefill, or select with num_speculative_tokens",
+            )
+        return True
+
+    def _both(
+        self,
+        common: CommonAttentionMetadata,
+        local: CommonAttentionMetadata,
+        shared: AttentionMetadata | None,
+        own: AttentionMetadata | None,
+    ) -> ContextParallelMetadata:
+        parts = (shared or own or AttentionMetadata(self, common, 0, None, ())).parts
+        return ContextParallelMetadata(
+            self,
+            common,
+            common.num_actual_tokens,
+            common.slot_mapping,
+            parts,
+            shared=shared,
+            own=own,
+            local_slots=local.slot_mapping,
+        )
+
+    @property
+    def cudagraph_support(self) -> CudaGraphLevel:
+        """As ``AttentionGroup.cudagraph_support``."""
+        return self.shared.cudagraph_support
+
+    @property
+    def reorder_batch_threshold(self) -> int | None:
+        """As ``AttentionGroup.reorder_batch_threshold``."""
+        return self.shared.reorder_batch_threshold
+
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """As ``AttentionGroup.workspace_bytes``, of both parts.
+
+        ``scratch`` holds a step's own tokens, ``ranks`` is shared by the ranks.
+        """
+        found = {**self.shared.workspace_bytes, **self.merger.workspace_bytes}
+        if self.own is not None:
+            for name, size in self.own.workspace_bytes.items():
+                found[name] = found.get(name, 0) + size
+            found["scratch"] = self.scratch.nbytes
+        return found
+
+    def allocate_kv_cache(self, num_blocks: int) -> Tensor:
+        """Return this rank's cache for ``num_blocks`` of the scheduler's blocks: ``1 / size`` of their positions."""
+        return self.shared.allocate_kv_cache(num_blocks)
+
+    def _cache_blocks(self) -> tuple[str, int, int]:
+        return self.shared._cache_blocks()
+
+    def layer_in_parts(self, layer: type[Any], **options: Any) -> AttentionAcrossRanks:
+        """Return what computes one layer of this group; every rank calls it for the same layer."""
+        return AttentionAcrossRanks(self, layer, **options)
+
+
+class AttentionAcrossRanks(LayerInParts):
+    """Computes one layer of a ``ContextParallelGroup``.
+
+    Args:
+        group: the layer's.
+        layer: the class of plain layers.
+        sinks: ``(num_heads,)`` of this rank's heads, or None.
+        scale, scales: the layer's.
+    """
+
+    def __init__(
+        self, group: ContextParallelGroup, layer: type[Any], *, scale: float, sinks: Tensor | None, scales: Scales
+    ) -> None:
+        self.group = group
+        self.shared = layer(group.shared, scale=scale, scales=scales)
+        self.own = None if group.own is None else layer(group.own, scale=scale, scales=scales)
+        self.sinks = self.gathered_sinks = None
+        if sinks is not None:
+            self.sinks = sinks.float()
+            self.gathered_sinks = group.merger.gather_heads(self.sinks.view(1, -1, 1)).flatten()
+        config = group.config
+        self._heads = group.shared.config.num_heads
+        self._width = config.value_head_size
+
+    def merged(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        metadata: ContextParallelMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        """As ``LayerInParts.merged``."""
+        tokens = metadata.num_actual_tokens
+        query, output = query[:tokens], output[:tokens]
+        lse = None if output_lse is None else output_lse[:tokens]
+        if metadata.own is None:
+            assert metadata.shared is not None
+            self._shared(query, key, value, kv_cache, metadata.shared, output, lse)
+            return
+        assert self.own is not None
+        if key is None:
+            raise BatchError(
+                "key is None in a step with queries of several tokens: across ranks a layer attends to the step's own "
+                "keys and values apart, and this one has none",
+                hint="give layers that read another's cache context_parallel only for decodes of one token",
+            )
+        if not self.group.nan_tail_safe:
+            self.group.scratch.zero_()
+        if metadata.shared is None:
+            self.shared.write(key, value, kv_cache, metadata.local_slots)
+            if self.sinks is None:
+                self.own.forward(query, key, value, self.group.scratch, metadata.own, output, lse)
+                return
+        own, own_lse = torch.empty_like(output), output.new_empty(output.shape[:2], dtype=torch.float32)
+        self.own.forward(query, key, value, self.group.scratch, metadata.own, own, own_lse)
+        if metadata.shared is None:
+            ops.merge_rank_states(own.unsqueeze(0), own_lse.unsqueeze(0), -1, self.sinks, output, lse)
+            return
+        merged_lse = torch.empty_like(own_lse)
+        self._shared(query, key, value, kv_cache, metadata.shared, output, merged_lse)
+        ops.merge_attn_states(output, output, merged_lse, own, own_lse, lse)
+
+    def _shared(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        """Attend to the cache on all ranks."""
+        group = self.group
+        gathered = group.merger.gather_queries(query)
+        partial, partial_lse = group.merger.partials(query, self._heads, self._width)
+        self.shared.forward(gathered, key, value, kv_cache, metadata, partial, partial_lse)
+        way = group.context_parallel.merge_way
+        group.merger.merge(way, partial, partial_lse, output, output_lse, self.gathered_sinks)
