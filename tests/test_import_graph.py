@@ -1,7 +1,6 @@
 """No package's modules import each other in a circle, so that its files can be read one after the other.
 
-An import inside a function counts like any other. One is excepted: a backend's ``load()`` imports its runtime, which
-keeps the facts free of torch. An import under ``TYPE_CHECKING`` counts too, unless docs/architecture.md names it.
+An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
 
 from __future__ import annotations
@@ -32,29 +31,21 @@ def modules_of(package: Path) -> dict[str, Path]:
     return found
 
 
-def imported(node: ast.AST, package: str, for_types: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield what ``node`` imports, as dotted names, each with whether it does so under ``TYPE_CHECKING`` alone.
+def imported(node: ast.AST, package: str) -> Iterator[str]:
+    """Yield what ``node`` imports, as dotted names.
 
     ``package`` is the package that relative imports start from. A name that is made at run time has ``*`` in the places
     that are not known.
     """
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef) and child.name == "load" and not child.args.args:
-            continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            negated = isinstance(child.test, ast.UnaryOp)
-            yield from imported(ast.Module(child.body, []), package, for_types or not negated)
-            yield from imported(ast.Module(child.orelse, []), package, for_types or negated)
-            continue
+    for child in ast.walk(node):
         if isinstance(child, ast.Import):
-            yield from ((alias.name, for_types) for alias in child.names)
+            yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             base = package.rsplit(".", child.level - 1)[0] if child.level > 1 else package
             prefix = ".".join(filter(None, [base if child.level else "", child.module]))
-            yield from ((f"{prefix}.{alias.name}", for_types) for alias in child.names)
+            yield from (f"{prefix}.{alias.name}" for alias in child.names)
         elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith(("import_module", "__import__")):
-            yield from ((made_name(argument), for_types) for argument in child.args[:1])
-        yield from imported(child, package, for_types)
+            yield from (made_name(argument) for argument in child.args[:1])
 
 
 def made_name(argument: ast.expr) -> str:
@@ -64,14 +55,13 @@ def made_name(argument: ast.expr) -> str:
     return str(argument.value) if isinstance(argument, ast.Constant) else "*"
 
 
-def graph_of(package: Path) -> tuple[Graph, Graph]:
-    """Return the graph of what runs, and that of what is imported under ``TYPE_CHECKING`` alone."""
+def graph_of(package: Path) -> Graph:
+    """Return what each module of a package imports of the others."""
     modules = modules_of(package)
-    runs: Graph = {name: set() for name in modules}
-    types: Graph = {name: set() for name in modules}
+    graph: Graph = {name: set() for name in modules}
     for name, file in modules.items():
         here = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for found, for_types in imported(ast.parse(file.read_text(encoding="utf-8")), here):
+        for found in imported(ast.parse(file.read_text(encoding="utf-8")), here):
             if found.partition(".")[0] != package.name:
                 continue
             pattern = re.escape(found).replace(r"\*", r"\w+")
@@ -79,8 +69,8 @@ def graph_of(package: Path) -> tuple[Graph, Graph]:
             targets = [m for m in modules if re.fullmatch(pattern, m)] or [found.rpartition(".")[0]]
             if "*" in found and name in targets:
                 targets.remove(name)
-            (types if for_types else runs)[name].update(t for t in targets if t in modules)
-    return runs, {name: targets - runs[name] for name, targets in types.items()}
+            graph[name].update(t for t in targets if t in modules)
+    return graph
 
 
 def circle_in(graph: Graph) -> list[str]:
@@ -100,29 +90,10 @@ def circle_in(graph: Graph) -> list[str]:
     return next((circle for name in sorted(graph) if (circle := follow(name, []))), [])
 
 
-def named_in(page: str) -> set[tuple[str, str]]:
-    """Return the imports under ``TYPE_CHECKING`` that a page names, each as its two modules."""
-    return set(re.findall(r"(?m)^- `(attn_select[\w.]*)` → `(attn_select[\w.]*)`", page))
-
-
-NAMED = named_in((ROOT / "docs" / "architecture.md").read_text("utf-8"))
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_make_no_circle(package: str) -> None:
-    runs, types = graph_of(PACKAGES[package])
-    graph = {name: runs[name] | {t for t in types[name] if (name, t) not in NAMED} for name in runs}
-    circle = circle_in(graph)
+    circle = circle_in(graph_of(PACKAGES[package]))
     assert not circle, " imports ".join([*circle, circle[0]])
-
-
-def test_the_document_names_no_circle_that_is_gone() -> None:
-    graphs = {package: graph_of(folder) for package, folder in PACKAGES.items()}
-    for name, target in NAMED:
-        runs, types = graphs[name.partition(".")[0]]
-        assert target in types.get(name, ()), f"{name} does not import {target} under TYPE_CHECKING"
-        closed = {module: targets | ({target} if module == name else set()) for module, targets in runs.items()}
-        assert circle_in(closed), f"the import of {target} in {name} closes no circle"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +105,6 @@ def test_the_document_names_no_circle_that_is_gone() -> None:
         ({"a": "import importlib\nimportlib.import_module('package.b')", "b": "import package.a"}, ["a", "b"]),
         ({"a": "import importlib\nimportlib.import_module(f'package.{name}')", "b": "import package.a"}, ["a", "b"]),
         ({"a": "if TYPE_CHECKING:\n    import package.b", "b": "import package.a"}, ["a", "b"]),
-        ({"a": "def load():\n    from package.b import name", "b": "from package.a import name"}, []),
-        ({"a": "def load(this):\n    from package.b import name", "b": "from package.a import name"}, ["a", "b"]),
     ],
 )  # fmt: skip
 def test_a_circle_is_found(files: dict[str, str], circle: list[str], tmp_path: Path) -> None:
@@ -143,11 +112,5 @@ def test_a_circle_is_found(files: dict[str, str], circle: list[str], tmp_path: P
     package.mkdir()
     for name, text in files.items():
         (package / f"{name}.py").write_text(text)
-    runs, types = graph_of(package)
-    found = circle_in({name: runs[name] | types[name] for name in runs})
+    found = circle_in(graph_of(package))
     assert found == [f"package.{name}" for name in circle]
-
-
-def test_a_page_names_circles_in_lists() -> None:
-    page = "`attn_select.a` → `attn_select.b` is no list\n- `attn_select.c` → `attn_select.d.e`: why\n"
-    assert named_in(page) == {("attn_select.c", "attn_select.d.e")}

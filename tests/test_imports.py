@@ -191,3 +191,12 @@ def test_what_a_plugin_loads_at_once_is_light(plugin: str) -> None:
         assert not [n for n in found if n.startswith(tuple(f"attn_select.{room}" for room in TENSORS))], name
         parents = {name.rsplit(".", depth)[0] for name in found for depth in range(name.count(".") + 1)}
         pending |= (parents & files.keys()) - seen
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_facts_kernels_and_runtime_import_one_way(plugin: str) -> None:
+    """Kernels import neither facts nor the runtime, and facts import neither kernels nor the runtime."""
+    for folder, others in (("kernels", ("facts", "runtime")), ("facts", ("kernels", "runtime"))):
+        for file in sorted((PLUGINS[plugin] / folder).glob("*.py")):
+            found = read_imports(PLUGINS[plugin], file, top_level=False)
+            assert not [n for n in found if n.startswith(tuple(f"{plugin}.{other}" for other in others))], file

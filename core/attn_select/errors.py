@@ -121,7 +121,7 @@ class PluginError(AttnSelectError):
 
 
 class RuntimeMissingError(AttnSelectError, RuntimeError):
-    """``load()`` of a backend whose facts are registered but whose runtime this release does not bring."""
+    """A backend whose facts are registered, and whose ``load`` names a runtime that is not there."""
 
     code = "runtime-missing"
 

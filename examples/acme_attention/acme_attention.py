@@ -40,13 +40,9 @@ def plan(config, device, environment, options, phase):
     )
 
 
-def load():
-    from acme_runtime import AcmeBackend
-
-    return AcmeBackend
-
-
-ACME_ATTN = BackendSpec(name="ACME_ATTN", summary="Acme's kernels", capabilities=SERVED, plan=plan, load=load)
+ACME_ATTN = BackendSpec(
+    name="ACME_ATTN", summary="Acme's kernels", capabilities=SERVED, plan=plan, load="acme_runtime:AcmeBackend"
+)
 
 
 @hookimpl

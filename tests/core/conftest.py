@@ -72,7 +72,7 @@ def make_spec(name: str = "PLAIN", **changes: Any) -> BackendSpec:
         "summary": "a backend of the tests",
         "capabilities": {"prefill": both, "decode": both},
         "plan": lambda config, device, environment, options, phase: make_plan(),
-        "load": lambda: None,
+        "load": "nowhere:Nothing",
         **changes,
     }
     return BackendSpec(name=name, **fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from attn_select.backends.spec import (
     Library,
 )
 from attn_select.backends.spec_check import problems_of
+from attn_select.errors import RuntimeMissingError
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
@@ -44,7 +46,9 @@ def make(name):
         head_sizes=Fact(HeadSizes(), "a test"),
         block_sizes=Fact((16,), "a test"),
     )
-    return BackendSpec(name=name, summary="", capabilities={"prefill": facts}, plan=lambda *_: [], load=lambda: None)
+    return BackendSpec(
+        name=name, summary="", capabilities={"prefill": facts}, plan=lambda *_: [], load="nowhere:Nothing"
+    )
 
 NAMES = ["PLAIN"]
 
@@ -523,3 +527,39 @@ def test_a_rules_hook_that_returns_no_file(site: Site, returned: str) -> None:
     site.plugin("two", GOOD, "BETA")
     found = site.build()
     assert (list(found.specs), len(found.failed)) == (["BETA"], 1)
+
+
+@pytest.mark.parametrize("name", load_plugins().specs)
+def test_every_backend_names_a_runtime_that_is_there(name: str) -> None:
+    pytest.importorskip("torch")
+    from attn_select.runtime.backend import AttentionBackend
+
+    module, _, attribute = load_plugins().specs[name].load.partition(":")
+    assert issubclass(getattr(importlib.import_module(module), attribute), AttentionBackend)
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        ("nowhere:Backend", "backend PLAIN: load = 'nowhere:Backend': no module nowhere"),
+        ("json.nowhere:Backend", "backend PLAIN: load = 'json.nowhere:Backend': no module json.nowhere"),
+        ("json.decoder:Backend", "backend PLAIN: load = 'json.decoder:Backend': module json.decoder has no Backend"),
+    ],
+)
+def test_a_runtime_that_is_not_there_is_named(load: str, said: str) -> None:
+    with pytest.raises(RuntimeMissingError) as caught:
+        replace(spec("PLAIN"), load=load).get_class()
+    assert caught.value.message == said
+
+
+def test_a_library_that_the_runtime_lacks_is_an_import_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_a_library.py").write_text("import a_library_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
+        replace(spec("PLAIN"), load="needs_a_library:Backend").get_class()
+
+
+@pytest.mark.parametrize("load", ["", "module", "module:", ":Class", "module.Class", "a:b:c", None])
+def test_a_load_path_of_another_form_is_refused(load: Any) -> None:
+    (problem,) = problems_of(replace(spec("PLAIN"), load=load))
+    assert "accepted: the import path of the runtime, MODULE:CLASS" in problem

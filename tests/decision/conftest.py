@@ -84,7 +84,7 @@ def make_spec() -> MakeSpec:
             summary=name.lower(),
             capabilities={phase: served for phase in phases},  # type: ignore[misc]
             plan=plan or default_plan,
-            load=lambda: name,
+            load=f"nowhere:{name}",
             libraries=libraries,
             **extra,
         )

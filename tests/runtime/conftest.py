@@ -41,6 +41,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.cascade import CascadeSplit, split_for_cascade
 from attn_select.runtime.kv_cache import paged_attention_views
+from attn_select.testing import load_path_of
 
 EVERY_TYPE = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 
@@ -304,7 +305,7 @@ def make_toy() -> MakeToy:
             summary="made for tests",
             capabilities=dict.fromkeys(phases, served),
             plan=plan,
-            load=lambda: Backend,
+            load=load_path_of(Backend),
             options=options,
         )
         toy = Toy(spec)

@@ -30,6 +30,7 @@ from attn_select.runtime import (
     attention_group,
 )
 from attn_select.runtime.mla_context import context_chunks, context_parts
+from attn_select.testing import load_path_of
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 
 MLA = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
@@ -64,7 +65,7 @@ def toy(name: str = "TOY", *, phases: Sequence[str] = ("prefill", "decode"), **c
             return len(built)
 
     class Backend(AttentionBackend):
-        impl_cls = TORCH_MLA.load().impl_cls
+        impl_cls = TORCH_MLA.get_class().impl_cls
         builder_cls = Builder
 
     facts = TORCH_MLA.capabilities["decode" if sparse else "prefill"]
@@ -81,7 +82,7 @@ def toy(name: str = "TOY", *, phases: Sequence[str] = ("prefill", "decode"), **c
         name=name,
         capabilities=served,
         plan=plan,
-        load=lambda: Backend,
+        load=load_path_of(Backend),
         libraries=(),
     )
     return SimpleNamespace(spec=spec, built=built)

@@ -26,6 +26,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.backend import AttentionLayer
 from attn_select.testing import (
+    load_path_of,
     random_mla_problem,
     sparse_mla_reference,
 )
@@ -106,7 +107,7 @@ def sparse_spec(name: str, layout: str, block_size: int, calls: list[tuple[int, 
         name=name,
         capabilities={"prefill": served, "decode": served},
         plan=lambda *_: plan,
-        load=lambda: Backend,
+        load=load_path_of(Backend),
         libraries=(),
     )
 

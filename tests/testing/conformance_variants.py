@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attn_select.backends.spec import BackendPlan, BackendSpec, Fact
-from attn_select.testing import BackendConformance
+from attn_select.testing import BackendConformance, load_path_of
 
 HEADS = ((1, 1), (4, 2), (8, 1))
 YES: Fact[bool] = Fact(True, "this test")
@@ -39,8 +39,8 @@ class Variant:
     def running(self, impl: Any = None, builder: Any = None) -> Variant:
         members = {"impl_cls": impl, "builder_cls": builder}
         given = {name: part for name, part in members.items() if part is not None}
-        backend = type("Backend", (self.spec.load(),), given)
-        return replace(self, spec=replace(self.spec, load=lambda: backend))
+        backend = type("Backend", (self.spec.get_class(),), given)
+        return replace(self, spec=replace(self.spec, load=load_path_of(backend)))
 
     def suite(self, **attributes: Any) -> type[BackendConformance]:
         settings = {"spec": self.spec, "num_configs": 40, "heads": HEADS, **attributes}

@@ -11,7 +11,6 @@ from conformance_variants import ACCEPTED, REJECTED, YES, Variant, failures, ids
 from torch import Tensor
 
 from attn_select.backends.spec import BackendPlan, ComputeCapabilities, Fact, Reason
-from attn_select.errors import RuntimeMissingError
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.testing import conformance
 from attn_select.testing.conformance_summary import SuiteCounts, summary_lines
@@ -32,7 +31,7 @@ def test_a_right_backend_passes(right: Variant) -> None:
 def test_a_backend_of_one_phase_gets_only_such_requests(right: Variant, phase: Phase) -> None:
     lengths: set[int] = set()
 
-    class Seen(right.spec.load().impl_cls):  # type: ignore[misc]
+    class Seen(right.spec.get_class().impl_cls):  # type: ignore[misc]
         def forward(self, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
             if self.context.config.attention_chunk_size is None:  # a request may have one token in a chunk
                 lengths.update(b - a for a, b in pairwise(batch.query_start_loc))
@@ -120,12 +119,10 @@ def test_configurations_of_one_compile_key_go_to_one_process(right: Variant) -> 
 
 
 def test_a_plugin_without_runtime_is_skipped(right: Variant) -> None:
-    def load() -> Any:
-        raise RuntimeMissingError("ACME_ATTN: facts alone")
-
-    suite = replace(right, spec=replace(right.spec, load=load)).suite()
+    suite = replace(right, spec=replace(right.spec, load="acme_facts_alone:AcmeBackend")).suite()
     assert failures(suite) == []
-    assert suite.summary()[1:] == [f"  {ACCEPTED} not run: ACME_ATTN: facts alone"]
+    why = "backend ACME_ATTN: load = 'acme_facts_alone:AcmeBackend': no module acme_facts_alone"
+    assert suite.summary()[1:] == [f"  {ACCEPTED} not run: {why}"]
 
 
 def test_a_backend_that_masks_other_ranks_contexts_is_found(right: Variant) -> None:
@@ -163,7 +160,7 @@ def test_compilations_are_capped(right: Variant) -> None:
     def compile_key(config: AttentionConfig) -> object:
         return config.num_heads, config.head_size, config.dtype, config.sliding_window is None
 
-    class Seen(right.spec.load().impl_cls):  # type: ignore[misc]
+    class Seen(right.spec.get_class().impl_cls):  # type: ignore[misc]
         def forward(self, *arguments: Any) -> Any:
             ran.add(compile_key(self.context.config))
             return super().forward(*arguments)

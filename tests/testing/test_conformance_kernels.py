@@ -24,7 +24,7 @@ def overriding(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any
     """Return what replaces one method of the right impl by ``make(its method)``."""
 
     def broken(variant: Variant) -> Any:
-        impl = variant.spec.load().impl_cls
+        impl = variant.spec.get_class().impl_cls
         return type("Broken", (impl,), {name: make(getattr(impl, name))})
 
     return broken
@@ -327,7 +327,7 @@ def first_lengths(built: Any, common: Any) -> Any:
 
 @pytest.mark.parametrize("kept", [first_metadata, first_lengths], ids=lambda kept: kept.__name__)
 def test_a_builder_that_keeps_an_earlier_step_is_found(right: Variant, kept: Any) -> None:
-    class Keeps(right.spec.load().builder_cls):  # type: ignore[misc]
+    class Keeps(right.spec.get_class().builder_cls):  # type: ignore[misc]
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             self.built = [*getattr(self, "built", []), super().build(common_prefix_len, common_attn_metadata)]
             return kept(self.built, common_attn_metadata)
@@ -433,7 +433,7 @@ def reads_whole_blocks(impl_cls: Any) -> Any:
 
 def test_a_backend_may_clear_the_tail_of_a_requests_own_last_block(right: Variant) -> None:
     def clearing(number: float, first: int) -> Variant:
-        class Clears(right.spec.load().impl_cls):  # type: ignore[misc]
+        class Clears(right.spec.get_class().impl_cls):  # type: ignore[misc]
             def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
                 for half in key_value_views(cache, self.context.kv_layout, self.context.config):
                     size = half.shape[1]
@@ -450,7 +450,7 @@ def test_a_backend_may_clear_the_tail_of_a_requests_own_last_block(right: Varian
 
 
 def test_no_request_is_exposed_to_nan_behind_another_ones_end(right: Variant) -> None:
-    exposed = right.running(reads_whole_blocks(right.spec.load().impl_cls))
+    exposed = right.running(reads_whole_blocks(right.spec.get_class().impl_cls))
     found = failures(exposed.suite())
     assert len(found) == ACCEPTED
     assert all("holds NaN or infinity" in text for text in found)

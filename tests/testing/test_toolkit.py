@@ -72,7 +72,7 @@ def spec_of(outcome: Any = PLAN, **changes: Any) -> BackendSpec:
         "summary": "made for this test",
         "capabilities": {"prefill": served, "decode": served},
         "plan": lambda *_: outcome,
-        "load": lambda: None,
+        "load": "nowhere:Nothing",
         **changes,
     }
     return BackendSpec(name="PLAIN", **fields)

@@ -10,12 +10,14 @@ class takes twice as long to define and every start of the command line pays for
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict
 
+from attn_select.errors import RuntimeMissingError
 from attn_select.layer.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.machine.device import Device
@@ -271,19 +273,40 @@ class BackendSpec:
         variables: names of the environment variables that ``plan`` reads; ``environment.variables`` has those that are
             set.
         compile_key: groups configs that share one compilation at first call (conformance tests cap their number).
-        load: imports the kernel library and returns the runtime backend class.
+        load: where its runtime stands, ``MODULE:CLASS``: a subclass of
+            ``attn_select.runtime.backend.AttentionBackend``.
     """
 
     name: str
     summary: str
     capabilities: Mapping[Phase, Capabilities]
     plan: PlanFunction
-    load: Callable[[], Any]
+    load: str
     phases_share_plan: bool = False
     libraries: Sequence[Sequence[Library]] = ()
     options: type[BackendOptions] = BackendOptions
     variables: tuple[str, ...] = ()
     compile_key: Callable[[AttentionConfig], object] = field(default=_no_compile_key)
+
+    def get_class(self) -> Any:
+        """Import the runtime that ``load`` names and make it ready; return its class.
+
+        Raises:
+            RuntimeMissingError: ``load`` names no module or class that is there.
+            ImportError: the runtime needs a library that is not installed, such as torch.
+            KernelMismatchError: the kernel library is not one that the plugin was written for.
+        """
+        module, _, name = self.load.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the runtime is there, and a library that it imports is not
+            raise RuntimeMissingError(f"backend {self.name}: load = {self.load!r}: no module {error.name}") from None
+        if found is None:
+            raise RuntimeMissingError(f"backend {self.name}: load = {self.load!r}: module {module} has no {name}")
+        found.prepare()
+        return found
 
     def __copy__(self) -> BackendSpec:
         return self

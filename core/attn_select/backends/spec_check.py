@@ -46,7 +46,9 @@ def _spec_problems(spec: BackendSpec) -> Iterator[str]:
                 yield f"capabilities[{phase!r}] = {show(capabilities)} (accepted: Capabilities)"
             else:
                 yield from (f"capabilities[{phase!r}].{problem}" for problem in _fact_problems(capabilities))
-    for attribute in ("plan", "load", "compile_key"):
+    if not isinstance(spec.load, str) or not re.fullmatch(r"\w+(\.\w+)*:\w+", spec.load):
+        yield f"load = {show(spec.load)} (accepted: the import path of the runtime, MODULE:CLASS)"
+    for attribute in ("plan", "compile_key"):
         if not callable(getattr(spec, attribute)):
             yield f"{attribute} = {show(getattr(spec, attribute))} (accepted: a callable)"
     if not _is_bool(spec.phases_share_plan):

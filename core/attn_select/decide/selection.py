@@ -49,7 +49,7 @@ class Selection(Outcome):
             RuntimeMissingError: the backend's plugin brings facts but no runtime.
         """
         self.require()
-        return {phase: spec.load() for phase, spec in self.backends.items() if spec is not None}
+        return {phase: spec.get_class() for phase, spec in self.backends.items() if spec is not None}
 
     def require(self) -> None:
         """Make sure that every phase has a backend.

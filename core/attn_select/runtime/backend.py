@@ -1,6 +1,6 @@
 """What a backend brings to run: ``AttentionBackend``, ``AttentionMetadataBuilder``, ``AttentionImpl``, the MLA pair.
 
-``BackendSpec.load()`` returns a subclass of ``AttentionBackend``. Per layer kind the runtime makes one builder, per
+``BackendSpec.load`` names a subclass of ``AttentionBackend``. Per layer kind the runtime makes one builder, per
 layer one impl; per step it calls ``builder.build`` once, and per layer ``impl.do_kv_cache_update`` and
 ``impl.forward``. Terms are vLLM's (v1/attention/backend.py, 0.33). Conventions that all backends keep:
 
@@ -351,3 +351,11 @@ class AttentionBackend:
     """What ``AttentionGroup.warm_up`` runs steps in before they run in earnest: a context in which the kernels that a
     launch lacks are compiled side by side, and not run. It ends when all are compiled, and tells its progress. None:
     the first run of a step compiles what it lacks."""
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Check the kernel library, and begin what its first call would wait for. Called when the backend is loaded.
+
+        Raises:
+            ImportError, KernelMismatchError: the library is not there, or not one that the plugin was written for.
+        """

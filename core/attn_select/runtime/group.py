@@ -176,7 +176,7 @@ class AttentionGroup:
         return plans
 
     def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
-        backend: type[AttentionBackend] = spec.load()
+        backend: type[AttentionBackend] = spec.get_class()
         capacity, chunk = self.capacity, self.config.attention_chunk_size
         requests, longest = capacity.max_num_seqs, capacity.max_model_len
         if all(plan.masks_chunks for plan in plans.values()):

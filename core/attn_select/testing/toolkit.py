@@ -428,6 +428,17 @@ def with_other_texts(spec: BackendSpec) -> BackendSpec:
     return dataclasses.replace(spec, plan=plan)
 
 
+_MADE_BACKENDS = "attn_select_made_backends"
+
+
+def load_path_of(backend: type) -> str:
+    """Return what ``BackendSpec.load`` says of a runtime class that a test has made."""
+    module = sys.modules.setdefault(_MADE_BACKENDS, ModuleType(_MADE_BACKENDS))
+    name = f"{backend.__name__}_{id(backend)}"
+    setattr(module, name, backend)  # kept, so that the id stays its own
+    return f"{_MADE_BACKENDS}:{name}"
+
+
 @contextmanager
 def emulated_modules(modules: Mapping[str, Mapping[str, Any] | ModuleType]) -> Iterator[dict[str, ModuleType]]:
     """Let ``import`` find these modules instead of what is installed, until the block ends.

@@ -134,7 +134,7 @@ def judge(selection: Selection, platform: Any, asked: Any, vllm_config: Any) -> 
             made = AttentionBackendEnum[engine.name].get_class()
             if not engine.own:
                 return list(made.validate_configuration(device_capability=capability, **asked._asdict()))
-            load_plugins().specs[backend].load()
+            load_plugins().specs[backend].get_class()
         except (ImportError, OSError, RuntimeMissingError) as error:
             return [f"{type(error).__name__}: {error}"]
         return []

@@ -407,5 +407,5 @@ def test_load_needs_flashinfer(spec: BackendSpec, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("attn_select.machine.environment.installed_version", {"flashinfer-python": "0.6.13"}.get)
     monkeypatch.setattr("attn_select.machine.environment.has_module", {"flashinfer"}.__contains__)
     with pytest.raises(KernelMismatchError, match=r"flashinfer-python 0\.6\.13 is installed, >=0\.6\.14 is needed"):
-        spec.load()
+        spec.get_class()
     library.flashinfer.cache_clear()

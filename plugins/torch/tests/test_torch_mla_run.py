@@ -83,7 +83,7 @@ def gathers(group: MLAAttentionGroup, requests: Sequence[tuple[int, int]]) -> li
 
 
 def test_load_returns_the_backend() -> None:
-    backend = TORCH_MLA.load()
+    backend = TORCH_MLA.get_class()
     assert backend is TorchMLABackend
     assert backend.impl_cls is TorchMLAImpl
 

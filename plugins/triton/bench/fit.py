@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from attn_select.machine.device import lookup
-from attn_select_triton.facts import tuning
-from attn_select_triton.facts.tuning import Cost, DecodeSplits, Gpu, LatentSplits, Tile, prefill_cost, way_cost
+from attn_select_triton import tuning
 from attn_select_triton.kernels.launch import decode_launch, num_splits_for
 from attn_select_triton.runtime.schedule import decode_times, prefill_way, prefill_work, warp_splits
+from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, LatentSplits, Tile, prefill_cost, way_cost
 
 TIMES = Path(__file__).with_name("measured") / "times.jsonl"
 TUNING = Path(tuning.__file__).with_suffix(".toml")

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="needs triton")
 from attn_select.backends.spec import Fact
 from attn_select.testing import BackendConformance
 from attn_select_triton.facts.triton_attn import CAPABILITIES, TRITON_ATTN
-from attn_select_triton.facts.tuning import Gpu
 from attn_select_triton.runtime import schedule
+from attn_select_triton.tuning import Gpu
 
 _CAPABILITIES = replace(CAPABILITIES, dtypes=Fact(("float16", "float32"), "what the interpreter multiplies right"))
 

@@ -16,8 +16,8 @@ import triton_attn_layers as layers
 from attn_select.reference.running import common_of
 from attn_select.runtime import Capacity
 from attn_select.runtime.cuda_graph import StaticBatch
-from attn_select_triton.facts.tuning import Gpu, Tile
 from attn_select_triton.runtime import schedule
+from attn_select_triton.tuning import Gpu, Tile
 
 pytestmark = pytest.mark.long
 

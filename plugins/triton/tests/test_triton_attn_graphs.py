@@ -17,8 +17,8 @@ from attn_select.reference.running import common_of, layer_of
 from attn_select.runtime import Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner, StaticBatch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
-from attn_select_triton.facts.tuning import Gpu
 from attn_select_triton.runtime import schedule
+from attn_select_triton.tuning import Gpu
 
 pytestmark = pytest.mark.long
 

@@ -16,8 +16,8 @@ import triton_attn_layers as layers
 from attn_select.errors import KernelMismatchError
 from attn_select.reference.running import common_of
 from attn_select.testing import lse_error
-from attn_select_triton.facts.tuning import Gpu, way_cost
 from attn_select_triton.runtime import schedule, triton_attn_metadata
+from attn_select_triton.tuning import Gpu, way_cost
 
 pytestmark = pytest.mark.long
 

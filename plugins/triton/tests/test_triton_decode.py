@@ -16,9 +16,9 @@ from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER
 from attn_select.runtime.kv_cache import key_value_views, paged_attention_views
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
 from attn_select_triton.facts.triton_attn import PROGRAMS_PER_SM
-from attn_select_triton.facts.tuning import Gpu
 from attn_select_triton.kernels import decode, launch
 from attn_select_triton.kernels.launch import Launch, Terms
+from attn_select_triton.tuning import Gpu
 
 pytestmark = pytest.mark.long
 

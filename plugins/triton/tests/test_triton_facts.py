@@ -389,7 +389,7 @@ def test_every_fact_has_a_source(spec: BackendSpec) -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_load_brings_the_backend(spec: BackendSpec) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    assert spec.load().impl_cls.__name__.endswith("Impl")
+    assert spec.get_class().impl_cls.__name__.endswith("Impl")
 
 
 @pytest.mark.parametrize("device", [H100, CPU], ids=str)
@@ -410,7 +410,7 @@ def test_load_begins_to_hash_triton_for_a_gpu(
 
     monkeypatch.setattr(hashing.triton_cache, "triton_key", hash_it, raising=False)
     for _ in range(2):
-        spec.load()
+        spec.get_class()
     if (thread := begin()) is not None:
         thread.join()
     assert hashed == ([] if device is CPU else ["triton_key"])

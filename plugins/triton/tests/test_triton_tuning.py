@@ -19,10 +19,10 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 
 from attn_select.machine.device import known_gpus
-from attn_select_triton.facts import tuning
-from attn_select_triton.facts.tuning import Gpu, Tile, Way, way_cost
+from attn_select_triton import tuning
 from attn_select_triton.kernels import launch, mla_decode, paged_attention
 from attn_select_triton.runtime import schedule
+from attn_select_triton.tuning import Gpu, Tile, Way, way_cost
 
 CHOICES = Path(__file__).with_name("choices.json")
 """What was chosen on 22 November 2026, as measured on H100 and H200. Renew it with ``python test_triton_tuning.py``

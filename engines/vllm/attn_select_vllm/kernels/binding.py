@@ -126,7 +126,7 @@ class Builders:
                 self.builders.append(_builder(layer, block_size, vllm_config, device))
             layer.part = configs.index(layer.config)
             if layer.impl is None:  # vLLM may make several builders, one for each batch of a step that it halves
-                backend = _spec(layer, block_size).load()
+                backend = _spec(layer, block_size).get_class()
                 layer.impl = backend.impl_cls(self.builders[layer.part].context, **layer.options)
 
     @property
@@ -167,7 +167,7 @@ def _builder(
         max_model_len=vllm_config.model_config.max_model_len,
         cuda_graphs=device.type == "cuda" and mode is not None and mode.has_full_cudagraphs(),
     )
-    made: AttentionMetadataBuilder[Any] = _spec(layer, block_size).load().builder_cls(context)
+    made: AttentionMetadataBuilder[Any] = _spec(layer, block_size).get_class().builder_cls(context)
     return made
 
 

@@ -24,7 +24,7 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 TORCH = Library("torch", "torch", "pip install torch numpy")
 FRONTEND = Library("nvidia-cudnn-frontend", "cudnn", "pip install nvidia-cudnn-frontend", ">=1.32,<2")
@@ -109,19 +109,12 @@ def compile_key(config: AttentionConfig) -> object:
     return bucket, config.dtype, next(size for size in BLOCK_SIZES if page % size == 0), config.sliding_window is None
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch. The frontend is imported when a group is made."""
-    from attn_select_cudnn.runtime.cudnn_attn import CudnnBackend  # facts are read without torch
-
-    return CudnnBackend
-
-
 CUDNN_ATTN = BackendSpec(
     name="CUDNN_ATTN",
     summary="cuDNN's attention over a paged cache, compute capability 8.0 and up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_cudnn.runtime.cudnn_attn:CudnnBackend",
     libraries=((TORCH,), (FRONTEND,)),
     compile_key=compile_key,
 )

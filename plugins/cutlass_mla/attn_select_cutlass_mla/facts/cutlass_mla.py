@@ -33,7 +33,7 @@ from attn_select_cutlass_mla.facts.builds import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 MIB = 1 << 20
 HEADS = 128
@@ -217,23 +217,12 @@ def _plan(
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch. The kernel is imported when a group is made.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    from attn_select_cutlass_mla.runtime.cutlass_mla import CutlassMLABackend  # facts are read without torch
-
-    return CutlassMLABackend
-
-
 CUTLASS_MLA = BackendSpec(
     name="CUTLASS_MLA",
     summary="CUTLASS MLA decode on Blackwell, from vLLM, sgl-kernel or FlashInfer",
     capabilities={"decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_cutlass_mla.runtime.cutlass_mla:CutlassMLABackend",
     libraries=LIBRARIES,
     options=CutlassMLAOptions,
     variables=(SPLITS_VARIABLE,),

@@ -62,7 +62,7 @@ def test_builds_are_the_alternatives_in_order() -> None:
 
 def test_load_returns_the_runtime_without_a_kernel_library() -> None:
     pytest.importorskip("torch")
-    assert CUTLASS_MLA.load().impl_cls.__name__.endswith("Impl")
+    assert CUTLASS_MLA.get_class().impl_cls.__name__.endswith("Impl")
 
 
 # --- Plans ----------------------------------------------------------------------------------------

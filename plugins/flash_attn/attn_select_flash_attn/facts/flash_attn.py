@@ -50,7 +50,7 @@ from attn_select_flash_attn.facts.builds import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/flash_attn.py 0.33.0"
 _BOTH = f"{UPSTREAM_FA2}; {UPSTREAM_FA3}"
@@ -331,24 +331,13 @@ def compile_key(config: AttentionConfig) -> object:
     return ("FA2", bucket, config.dtype, causal, config.has_cache)
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    from attn_select_flash_attn.runtime.flash_attn import FlashAttnBackend  # facts are read without torch
-
-    return FlashAttnBackend
-
-
 FLASH_ATTN = BackendSpec(
     name="FLASH_ATTN",
     summary="FlashAttention 3 on Hopper, 4 on compute capability 10.x, 2 on 8.0 and up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     phases_share_plan=True,
-    load=load,
+    load="attn_select_flash_attn.runtime.flash_attn:FlashAttnBackend",
     libraries=LIBRARIES,
     options=FlashAttnOptions,
     compile_key=compile_key,

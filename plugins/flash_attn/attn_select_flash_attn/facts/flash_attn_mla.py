@@ -42,7 +42,7 @@ from attn_select_flash_attn.facts.builds import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla.py 0.33.0"
 _VLLM_PREFILL = "vllm-project/vllm v1/attention/backends/mla/prefill/flash_attn.py 0.33.0"
@@ -245,23 +245,12 @@ def _fa4_takes(qk: int, v: int) -> bool:
     return (qk, v) in ((192, 128), (128, 64))
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    from attn_select_flash_attn.runtime.flash_attn_mla import FlashAttnMLABackend  # facts are read without torch
-
-    return FlashAttnMLABackend
-
-
 FLASH_ATTN_MLA = BackendSpec(
     name="FLASH_ATTN_MLA",
     summary="MLA: FlashAttention 3 in decode on Hopper; FlashAttention 2, 3 or 4 in prefill",
     capabilities={"prefill": PREFILL, "decode": DECODE},
     plan=plan,
-    load=load,
+    load="attn_select_flash_attn.runtime.flash_attn_mla:FlashAttnMLABackend",
     libraries=LIBRARIES,
     options=FlashAttnMLAOptions,
 )

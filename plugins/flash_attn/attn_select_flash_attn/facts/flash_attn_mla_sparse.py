@@ -35,7 +35,7 @@ from attn_select_flash_attn.facts.builds import (
 from attn_select_flash_attn.facts.flash_attn_mla import decode_objections
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla_sparse.py 0.33.0"
 _RAN = "ran on H200, FA3 of vLLM 0.26.0, 2026-11-22"
@@ -94,24 +94,13 @@ def plan(
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    from attn_select_flash_attn.runtime.flash_attn_mla_sparse import FlashAttnMLASparseBackend  # facts need no torch
-
-    return FlashAttnMLASparseBackend
-
-
 FLASH_ATTN_MLA_SPARSE = BackendSpec(
     name="FLASH_ATTN_MLA_SPARSE",
     summary="sparse MLA on Hopper with a 16-bit cache: FlashAttention 3 over the chosen tokens",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     phases_share_plan=True,
-    load=load,
+    load="attn_select_flash_attn.runtime.flash_attn_mla_sparse:FlashAttnMLASparseBackend",
     libraries=LIBRARIES,
     options=FlashAttnMLASparseOptions,
 )

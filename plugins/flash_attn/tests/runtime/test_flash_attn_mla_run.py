@@ -59,7 +59,7 @@ def prefiller(provider: str, gpu: str, **fields: Any) -> tuple[Any, Any]:
         max_num_batched_tokens=512,
         max_model_len=1024,
     )
-    backend = spec.load()
+    backend = spec.get_class()
     return backend.builder_cls(context), backend.impl_cls(context, scale=QK**-0.5)  # type: ignore[call-arg]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -252,19 +252,6 @@ def _native_plan(
     )
 
 
-def load() -> Any:
-    """Import FlashInfer and return what runs the layers.
-
-    Raises:
-        ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
-    """
-    from attn_select_flashinfer.runtime.library import flashinfer
-    from attn_select_flashinfer.runtime.mha import FlashInferBackend
-
-    flashinfer()
-    return FlashInferBackend
-
-
 def compile_key(config: AttentionConfig) -> object:
     """Return what FlashInfer compiles one module for: dtypes, head size and variants; for XQA group and page too."""
     return (
@@ -286,7 +273,7 @@ FLASHINFER = BackendSpec(
     summary="FlashInfer: native fa2 and fa3, and TRT-LLM kernels (trtllm-gen on 10.x, XQA on 9.x and 12.x)",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_flashinfer.runtime.mha:FlashInferBackend",
     libraries=LIBRARIES,
     options=FlashInferOptions,
     compile_key=compile_key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -225,25 +225,12 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> Any:
-    """Import FlashInfer and return what runs the layers.
-
-    Raises:
-        ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
-    """
-    from attn_select_flashinfer.runtime.library import flashinfer
-    from attn_select_flashinfer.runtime.mla import FlashInferMLABackend
-
-    flashinfer()
-    return FlashInferMLABackend
-
-
 FLASHINFER_MLA = BackendSpec(
     name="FLASHINFER_MLA",
     summary="FlashInfer MLA: trtllm-gen on 10.x, fa3 on 9.x, XQA on 12.x, fa2 elsewhere",
     capabilities={"prefill": PREFILL_CAPABILITIES, "decode": DECODE},
     plan=plan,
-    load=load,
+    load="attn_select_flashinfer.runtime.mla:FlashInferMLABackend",
     libraries=LIBRARIES,
     options=FlashInferMLAOptions,
     compile_key=compile_key,

@@ -216,25 +216,12 @@ def compile_key(config: AttentionConfig) -> object:
     return config.kv_cache_dtype
 
 
-def load() -> Any:
-    """Import FlashInfer and return what runs the layers.
-
-    Raises:
-        ImportError, KernelMismatchError: FlashInfer is not there, or not one that this plugin was written for.
-    """
-    from attn_select_flashinfer.runtime.library import flashinfer
-    from attn_select_flashinfer.runtime.mla_sparse import FlashInferMLASparseBackend
-
-    flashinfer()
-    return FlashInferMLASparseBackend
-
-
 FLASHINFER_MLA_SPARSE = BackendSpec(
     name="FLASHINFER_MLA_SPARSE",
     summary="FlashInfer sparse MLA: trtllm-gen on 10.x, its own kernel for fp8_ds_mla on 12.x",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_flashinfer.runtime.mla_sparse:FlashInferMLASparseBackend",
     libraries=LIBRARIES,
     options=FlashInferMLASparseOptions,
     compile_key=compile_key,

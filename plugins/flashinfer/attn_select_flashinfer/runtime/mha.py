@@ -380,3 +380,8 @@ class FlashInferBackend(AttentionBackend):
 
     impl_cls = FlashInferImpl
     builder_cls = FlashInferMetadataBuilder
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
+        library.flashinfer()

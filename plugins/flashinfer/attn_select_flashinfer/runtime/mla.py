@@ -16,6 +16,7 @@ from attn_select.runtime.backend import (
 )
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select_flashinfer.facts.mla_kernels import MLAKernel, RaggedKernel
+from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mla_native import NativeDecode, NativeLayer
 from attn_select_flashinfer.runtime.mla_ragged import DirectRagged, PlannedRagged, RaggedCall
 from attn_select_flashinfer.runtime.mla_trtllm import TrtllmCall, TrtllmDecode, TrtllmLayer
@@ -145,3 +146,8 @@ class FlashInferMLABackend(AttentionBackend):
 
     impl_cls = FlashInferMLAImpl
     builder_cls = FlashInferMLAMetadataBuilder
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
+        library.flashinfer()

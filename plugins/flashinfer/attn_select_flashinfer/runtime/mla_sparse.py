@@ -164,3 +164,8 @@ class FlashInferMLASparseBackend(AttentionBackend):
 
     impl_cls = FlashInferMLASparseImpl
     builder_cls = FlashInferMLASparseMetadataBuilder
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
+        library.flashinfer()

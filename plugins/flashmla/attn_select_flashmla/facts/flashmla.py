@@ -25,7 +25,7 @@ from attn_select_flashmla.facts.builds import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 _DENSE = f"{UPSTREAM}/dense_decode.h"
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashmla.py 0.33.0"
@@ -116,23 +116,12 @@ def _plan(build: FlashMLABuild, config: AttentionConfig, because: str) -> Backen
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    from attn_select_flashmla.runtime.flashmla import FlashMLABackend  # facts are read without torch
-
-    return FlashMLABackend
-
-
 FLASHMLA = BackendSpec(
     name="FLASHMLA",
     summary="FlashMLA's dense MLA decode on Hopper, 16-bit or FP8 cache",
     capabilities={"decode": DECODE},
     plan=plan,
-    load=load,
+    load="attn_select_flashmla.runtime.flashmla:FlashMLABackend",
     libraries=LIBRARIES,
     options=FlashMLAOptions,
 )

@@ -25,7 +25,7 @@ from attn_select_flashmla.facts.builds import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 _DECODE = f"{UPSTREAM}/sparse_decode.h"
 _PREFILL = f"{UPSTREAM}/sparse_fwd.h"
@@ -168,23 +168,12 @@ def _function(fp8: bool, phase: Phase, heads: int) -> tuple[KernelFunction, bool
     return "sparse_prefill", True, f"from {FEW_HEADS} query heads on the bfloat16 kernel is worth a copy"
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch. The kernels are imported when a layer's plan says which.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    from attn_select_flashmla.runtime.flashmla_sparse import FlashMLASparseBackend  # facts are read without torch
-
-    return FlashMLASparseBackend
-
-
 FLASHMLA_SPARSE = BackendSpec(
     name="FLASHMLA_SPARSE",
     summary="FlashMLA's token-sparse MLA on Hopper and SM100, bfloat16 or 656-byte FP8 cache",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_flashmla.runtime.flashmla_sparse:FlashMLASparseBackend",
     libraries=LIBRARIES,
     options=FlashMLASparseOptions,
 )

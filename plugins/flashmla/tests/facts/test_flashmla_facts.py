@@ -62,7 +62,7 @@ def test_builds_come_from_declared_libraries() -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 def test_load_returns_the_runtime_without_a_kernel_library(spec: BackendSpec) -> None:
     pytest.importorskip("torch")
-    assert spec.load().impl_cls.__name__.endswith("Impl")
+    assert spec.get_class().impl_cls.__name__.endswith("Impl")
 
 
 # --- Dense -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from attn_select.machine.environment import Environment
 from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.9")
 """2.9 has ``AuxRequest``, by which the log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has none)."""
@@ -243,20 +243,13 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch."""
-    from attn_select_torch.runtime.flex import FlexBackend  # facts are read without torch
-
-    return FlexBackend
-
-
 FLEX_ATTENTION = BackendSpec(
     name="FLEX_ATTENTION",
     summary="torch's compiled FlexAttention with a block mask over the paged cache",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     phases_share_plan=True,
-    load=load,
+    load="attn_select_torch.runtime.flex:FlexBackend",
     libraries=((TORCH,),),
     variables=("CC", "CXX", "PATH"),
     compile_key=compile_key,

@@ -23,7 +23,7 @@ from attn_select_torch.facts.torch_library import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 
 def _capabilities(reads_cache: bool) -> Capabilities:
@@ -103,18 +103,11 @@ def plan(
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Import torch and return the runtime backend."""
-    from attn_select_torch.runtime.mla import TorchMLABackend
-
-    return TorchMLABackend
-
-
 TORCH_MLA = BackendSpec(
     name="TORCH_MLA",
     summary="dense MLA in torch operators on the gathered latents, CPU and every GPU",
     capabilities={"prefill": PREFILL, "decode": DECODE},
     plan=plan,
-    load=load,
+    load="attn_select_torch.runtime.mla:TorchMLABackend",
     libraries=((TORCH,),),
 )

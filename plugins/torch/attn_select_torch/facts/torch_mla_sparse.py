@@ -22,7 +22,7 @@ from attn_select_torch.facts.torch_library import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 _BY_TOKEN = f"{OWN}: one call per token, whose shapes depend on top-k alone"
 _CHOSEN = f"{OWN}: the chosen tokens are all that a query sees"
@@ -80,19 +80,12 @@ def plan(
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Import torch and return the runtime backend."""
-    from attn_select_torch.runtime.mla_sparse import TorchMLASparseBackend
-
-    return TorchMLASparseBackend
-
-
 TORCH_MLA_SPARSE = BackendSpec(
     name="TORCH_MLA_SPARSE",
     summary="sparse MLA in torch operators on the chosen latents, CPU and every GPU",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     phases_share_plan=True,
-    load=load,
+    load="attn_select_torch.runtime.mla_sparse:TorchMLASparseBackend",
     libraries=((TORCH,),),
 )

@@ -27,7 +27,7 @@ from attn_select_torch.facts.torch_library import (
 )
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 CAPABILITIES = Capabilities(
     compute_capabilities=EVERY_DEVICE,
@@ -166,18 +166,11 @@ def _plan(function: SdpaFunction, because: str, dtype: str, cached: bool, notes:
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch."""
-    from attn_select_torch.runtime.sdpa import SDPABackend  # facts are read without torch
-
-    return SDPABackend
-
-
 TORCH_SDPA = BackendSpec(
     name="TORCH_SDPA",
     summary="scaled_dot_product_attention on the gathered cache: every layer but MLA, CPU and every GPU",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_torch.runtime.sdpa:SDPABackend",
     libraries=((TORCH,),),
 )

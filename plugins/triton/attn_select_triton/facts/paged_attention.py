@@ -22,16 +22,15 @@ from attn_select_triton.facts.triton_support import (
     LIBRARIES,
     NAN_TAIL_SAFE,
     OWN,
-    TMA_FROM,
     TURING_AND_UP,
     device_reasons,
     marked,
     notes,
-    power_of_two,
 )
+from attn_select_triton.limits import TMA_FROM, power_of_two
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 
 class PagedAttentionOptions(TritonAttnOptions):
@@ -177,21 +176,12 @@ def compile_key(config: AttentionConfig) -> object:
     return (config.head_size, heads, config.dtype, config.cache_dtype, config.block_size, config.alibi)
 
 
-def load() -> type[AttentionBackend]:
-    """Import torch and Triton, begin what its first launch would wait for, and return the backend's runtime."""
-    from attn_select_triton.runtime.hashing import begin_hashing
-    from attn_select_triton.runtime.paged_attention import PagedAttentionBackend
-
-    begin_hashing()
-    return PagedAttentionBackend
-
-
 PAGED_ATTENTION = BackendSpec(
     name="PAGED_ATTENTION",
     summary="classic paged attention, versions 1 and 2, in Triton, any NVIDIA GPU from Turing up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_triton.runtime.paged_attention:PagedAttentionBackend",
     libraries=LIBRARIES,
     variables=COMPILER_VARIABLES,
     options=PagedAttentionOptions,

@@ -19,26 +19,22 @@ from attn_select_triton.facts.triton_support import (
     COMPILER_VARIABLES,
     DTYPES,
     E4M3_FROM,
-    GLUON_CAPABILITY,
-    GLUON_TRITON,
     KV_CACHE_DTYPES,
     LIBRARIES,
     MASK,
     NAN_TAIL_SAFE,
     OWN,
     PREFILL_HEAD_SIZES,
-    TMA_FROM,
     TURING_AND_UP,
     device_reasons,
     marked,
     notes,
-    power_of_two,
     split_workspace,
-    two_powers,
 )
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, TILE_ROWS, TMA_FROM, power_of_two, two_powers
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 
 class TritonAttnOptions(BackendOptions):
@@ -80,8 +76,6 @@ PAGES = (16, 32, 64, 128, 256)
 """Kernel block sizes that a plan offers where the config names none; every multiple of 16 runs."""
 TMA_PAGE = 64
 """Pages of a multiple of so many tokens hold whole tiles."""
-TILE_ROWS = 128
-"""The most query rows (queries x heads of a group) that one decode program holds."""
 PROGRAMS_PER_SM = 8
 """Half the programs per SM that the workspace of split-KV decode has room for. Two fill an SM. The rest is for batches
 of unequal lengths, where every request has room for as many splits as the longest."""
@@ -284,25 +278,12 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Return the backend's class; imports torch and triton, and begins what the first launch would wait for.
-
-    Raises:
-        ImportError: one of them is not installed.
-    """
-    from attn_select_triton.runtime.hashing import begin_hashing
-    from attn_select_triton.runtime.triton_attn import TritonAttnBackend  # facts are read without torch
-
-    begin_hashing()
-    return TritonAttnBackend
-
-
 TRITON_ATTN = BackendSpec(
     name="TRITON_ATTN",
     summary="own Triton kernels, every kind of layer but MLA, any NVIDIA GPU from Turing up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    load=load,
+    load="attn_select_triton.runtime.triton_attn:TritonAttnBackend",
     libraries=LIBRARIES,
     variables=COMPILER_VARIABLES,
     options=TritonAttnOptions,

@@ -14,8 +14,6 @@ from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILED,
     COMPILER_VARIABLES,
-    GLUON_CAPABILITY,
-    GLUON_TRITON,
     KV_CACHE_DTYPES,
     LIBRARIES,
     NAN_TAIL_SAFE,
@@ -27,9 +25,10 @@ from attn_select_triton.facts.triton_support import (
     notes,
     split_workspace,
 )
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, gluon_lacks
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 LORA_RANKS = HeadSizes(multiple_of=16, minimum=16, maximum=512)
 """Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512."""
@@ -69,10 +68,6 @@ DECODE = _capabilities(reads_cache=True)
 BLOCK_SIZES = (64, 32, 16)
 """Of decode, preferred first: a tile of up to 64 keys then lies in one block. Other multiples of 16 run as they are."""
 
-GLUON_BLOCK = 64
-GLUON_RANKS, GLUON_ROPE = (256, 512), 64
-"""Sizes that were run."""
-
 PREFILL_SIZES = (192, 128)
 """Head sizes of QK and of V for which the warp-specialised prefill was run."""
 
@@ -81,32 +76,6 @@ _WARPS = "TRITON_ATTN's warp-specialised prefill (Gluon) on decompressed keys an
 _SPLIT = "keys split until every SM has work"
 _FIXED = "splits of a fixed number of tokens: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits are reserved for the longest request and the largest batch of decodes"
-
-
-def gluon_lacks(
-    capability: tuple[int, int], rank: int, rope: int, block_size: int, dtype: str, cache_dtype: str, triton: str | None
-) -> str | None:
-    """Return what keeps decode's warp-specialised kernel from these layers, as a predicate; None: it takes them.
-
-    Args:
-        capability: the device's compute capability.
-        rank, rope: sizes of the latent and of the rope part.
-        block_size: tokens per block of the cache.
-        dtype, cache_dtype: names of the query's and the cache's dtype.
-        triton: Triton's version; None: unknown, and assumed to be one that was run.
-    """
-    if capability != GLUON_CAPABILITY:
-        return "is for compute capability 9.0"
-    if cache_dtype not in (dtype, "fp8_e4m3"):
-        return f"reads no {cache_dtype} cache for a {dtype} query"
-    if rank not in GLUON_RANKS or rope != GLUON_ROPE:
-        accepted = " or ".join(f"{some} + {GLUON_ROPE}" for some in GLUON_RANKS)
-        return f"takes latents of {accepted}, not {rank} + {rope}"
-    if block_size % GLUON_BLOCK:
-        return f"takes blocks of multiples of {GLUON_BLOCK} tokens, not {block_size}"
-    if triton is not None and not triton.startswith(GLUON_TRITON):
-        return f"was run with Triton {GLUON_TRITON}x, not {triton}"
-    return None
 
 
 def warp_specialised_prefill(config: AttentionConfig, device: Device, environment: Environment) -> bool:
@@ -224,25 +193,12 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Import Triton, begin what its first launch would wait for, and return the backend.
-
-    Raises:
-        ImportError: Triton or torch cannot be imported.
-    """
-    from attn_select_triton.runtime.hashing import begin_hashing
-    from attn_select_triton.runtime.triton_mla import TritonMLABackend
-
-    begin_hashing()
-    return TritonMLABackend
-
-
 TRITON_MLA = BackendSpec(
     name="TRITON_MLA",
     summary="own Triton kernels for dense MLA, any NVIDIA GPU from Turing up",
     capabilities={"prefill": PREFILL, "decode": DECODE},
     plan=plan,
-    load=load,
+    load="attn_select_triton.runtime.triton_mla:TritonMLABackend",
     libraries=LIBRARIES,
     variables=COMPILER_VARIABLES,
     compile_key=compile_key,

@@ -10,12 +10,10 @@ from attn_select.layer.layouts import MLA
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_triton.facts.planned_kernels import planned_mla_sparse
-from attn_select_triton.facts.triton_mla import GLUON_RANKS, GLUON_ROPE, LORA_RANKS, PROGRAMS_PER_SM
+from attn_select_triton.facts.triton_mla import LORA_RANKS, PROGRAMS_PER_SM
 from attn_select_triton.facts.triton_support import (
     COMPILED,
     COMPILER_VARIABLES,
-    GLUON_CAPABILITY,
-    GLUON_TRITON,
     KV_CACHE_DTYPES,
     LIBRARIES,
     NAN_TAIL_SAFE,
@@ -26,9 +24,10 @@ from attn_select_triton.facts.triton_support import (
     notes,
     split_workspace,
 )
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_RANKS, GLUON_ROPE, GLUON_TRITON
 
 if TYPE_CHECKING:
-    from attn_select.runtime.backend import AttentionBackend
+    pass
 
 ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 """Accepted ``qk_rope_head_dim`` besides 0."""
@@ -132,26 +131,13 @@ def compile_key(config: AttentionConfig) -> object:
     )
 
 
-def load() -> type[AttentionBackend]:
-    """Import Triton, begin what its first launch would wait for, and return the backend.
-
-    Raises:
-        ImportError: Triton or torch cannot be imported.
-    """
-    from attn_select_triton.runtime.hashing import begin_hashing
-    from attn_select_triton.runtime.triton_mla_sparse import TritonMLASparseBackend
-
-    begin_hashing()
-    return TritonMLASparseBackend
-
-
 TRITON_MLA_SPARSE = BackendSpec(
     name="TRITON_MLA_SPARSE",
     summary="own Triton kernels for sparse MLA on the chosen latents, any NVIDIA GPU from Turing up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     phases_share_plan=True,
-    load=load,
+    load="attn_select_triton.runtime.triton_mla_sparse:TritonMLASparseBackend",
     libraries=LIBRARIES,
     variables=COMPILER_VARIABLES,
     compile_key=compile_key,

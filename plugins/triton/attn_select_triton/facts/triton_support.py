@@ -10,6 +10,7 @@ from attn_select.backends.spec import BackendPlan, ComputeCapabilities, Fact, He
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
+from attn_select_triton.limits import MEASURED_CAPABILITY
 
 COMPILED = "compiled ahead of time, triton 3.6.0"
 """``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""
@@ -47,14 +48,8 @@ NAN_TAIL_SAFE = Fact(True, f"{OWN}: what lies behind a sequence's end is loaded 
 MASK = f"{OWN}: a term of the mask or the score, chosen at compilation"
 
 E4M3_FROM = (8, 9)
-TMA_FROM = (9, 0)
-GLUON_CAPABILITY = (9, 0)
-GLUON_TRITON = "3.6."
-"""Gluon, Triton's language of explicit layouts, is experimental: its kernels were compiled and run with these."""
 THOR = (11, 0)
 THOR_TRITON = (3, 7)
-MEASURED_CAPABILITY = (9, 0)
-"""Of the GPUs on which tiles and splits were measured, which ``tuning.toml`` names."""
 _NEVER_MEASURED = "tiles and splits for this compute capability follow from a model and were never measured on it"
 _EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"
 _NO_MMA = "below compute capability 8.0 Triton compiles tl.dot to scalar FMAs: no tensor cores"
@@ -125,18 +120,6 @@ def marked(
     if plan.kv_layouts and config.cache_dtype == "fp8_e5m2":
         marks.append(_E5M2_BELOW_8_9)
     return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
-
-
-def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least ``size`` and 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def two_powers(size: int) -> tuple[int, int]:
-    """Return ``size`` as a power of two and a rest, 0 or a smaller power of two from 16 on; (0, 0) where it is not."""
-    high = 1 << (size.bit_length() - 1)
-    rest = size - high
-    return (high, rest) if rest == 0 or (rest >= 16 and rest & (rest - 1) == 0) else (0, 0)
 
 
 MOST_SMS = 192

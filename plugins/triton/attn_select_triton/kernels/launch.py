@@ -14,12 +14,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select.machine.device import find_gpu
-from attn_select_triton.facts.triton_attn import TILE_ROWS
-from attn_select_triton.facts.triton_support import TMA_FROM
-from attn_select_triton.facts.triton_support import power_of_two as power_of_two
-from attn_select_triton.facts.triton_support import two_powers as two_powers
-from attn_select_triton.facts.tuning import Gpu, Tile, decode_splits, tile_of
 from attn_select_triton.kernels.descriptors import Descriptors
+from attn_select_triton.limits import TILE_ROWS, TMA_FROM
+from attn_select_triton.limits import power_of_two as power_of_two
+from attn_select_triton.limits import two_powers as two_powers
+from attn_select_triton.tuning import Gpu, Tile, decode_splits, tile_of
 
 Launch = Tile
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -18,9 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attn_select_triton.facts.triton_mla import gluon_lacks
-from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
-from attn_select_triton.facts.tuning import latent_splits, tile_of
 from attn_select_triton.kernels.descriptors import Descriptors
 from attn_select_triton.kernels.launch import SLICED, capability_of, power_of_two
 from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
@@ -28,6 +25,8 @@ from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
 from attn_select_triton.kernels.relaunch import launch as launched
+from attn_select_triton.limits import GLUON_CAPABILITY, gluon_lacks
+from attn_select_triton.tuning import latent_splits, tile_of
 
 
 class Latents(NamedTuple):

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_select_triton.facts.tuning import find_tile, tile_of
 from attn_select_triton.kernels.cache import GATHER_ALIGN, plain
 from attn_select_triton.kernels.launch import (
     PRECISION,
@@ -31,6 +30,7 @@ from attn_select_triton.kernels.launch import (
 )
 from attn_select_triton.kernels.primitives import LOG2E, load_tile, normalised, online_softmax, pages_of
 from attn_select_triton.kernels.relaunch import Relaunch, Relaunches, dtypes, specialised
+from attn_select_triton.tuning import find_tile, tile_of
 
 PROGRAMS_PER_SM = 64
 """Programs of version 2 per SM, at most: where a captured graph has room for more partitions, each takes several."""

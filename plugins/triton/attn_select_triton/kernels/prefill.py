@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_select_triton.facts.tuning import keys_class
 from attn_select_triton.kernels.launch import (
     PLAIN,
     PRECISION,
@@ -44,6 +43,7 @@ from attn_select_triton.kernels.primitives import (
     normalised,
 )
 from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
+from attn_select_triton.tuning import keys_class
 
 
 @triton.jit(do_not_specialize=["num_requests", "window", "stride_table"], do_not_specialize_on_alignment=SLICED)

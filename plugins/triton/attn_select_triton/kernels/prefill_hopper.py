@@ -26,8 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia import hopper
 
-from attn_select_triton.facts.triton_support import GLUON_CAPABILITY
-from attn_select_triton.facts.tuning import find_tile, section_of, tile_of
 from attn_select_triton.kernels.descriptors import Descriptors
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe, sm_count
 from attn_select_triton.kernels.merge import merge_rows
@@ -35,6 +33,8 @@ from attn_select_triton.kernels.prefill_hopper_items import PART, load_items, ta
 from attn_select_triton.kernels.primitives import E4M3_MAX as E4M3_LIMIT
 from attn_select_triton.kernels.primitives import LOG2E
 from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
+from attn_select_triton.limits import GLUON_CAPABILITY
+from attn_select_triton.tuning import find_tile, section_of, tile_of
 
 LN2 = gl.constexpr(0.6931471805599453)
 E4M3_MAX = gl.constexpr(E4M3_LIMIT.value)

@@ -32,6 +32,7 @@ from attn_select_triton.kernels.paged_attention import (
     paged_attention_v2,
 )
 from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.schedule import Chunk, gathered_chunks
 from attn_select_triton.runtime.side_by_side import COMPILING
@@ -285,3 +286,8 @@ class PagedAttentionBackend(AttentionBackend):
     impl_cls = PagedAttentionImpl
     builder_cls = PagedAttentionMetadataBuilder
     compiling = COMPILING
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Begin what Triton's first launch would wait for."""
+        hashing.begin_hashing()

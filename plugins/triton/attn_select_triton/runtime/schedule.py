@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
-from attn_select_triton.facts import tuning
-from attn_select_triton.facts.tuning import Cost, DecodeSplits, Gpu, Way, prefill_cost
+from attn_select_triton import tuning
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, num_splits_for
 from attn_select_triton.kernels.mla_decode import mla_num_splits
+from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, Way, prefill_cost
 
 Lens = NDArray[np.int64]
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512

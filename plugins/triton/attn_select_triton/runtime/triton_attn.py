@@ -20,6 +20,7 @@ from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_triton.kernels.cache import gather_pages
 from attn_select_triton.kernels.launch import Terms
 from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.side_by_side import COMPILING
 from attn_select_triton.runtime.side_stream import side_stream
@@ -177,3 +178,8 @@ class TritonAttnBackend(AttentionBackend):
     impl_cls = TritonAttnImpl
     builder_cls = TritonAttnBuilder
     compiling = COMPILING
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Begin what Triton's first launch would wait for."""
+        hashing.begin_hashing()

@@ -24,13 +24,13 @@ from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import PrefillKernel
 from attn_select_triton.facts.triton_attn import TMA_PAGE
-from attn_select_triton.facts.triton_support import GLUON_CAPABILITY, GLUON_TRITON, power_of_two
-from attn_select_triton.facts.tuning import Cost, Way, way_cost
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
 from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, power_of_two
 from attn_select_triton.runtime import schedule
+from attn_select_triton.tuning import Cost, Way, way_cost
 
 LEAST_SAVED = 256 << 20
 """Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of

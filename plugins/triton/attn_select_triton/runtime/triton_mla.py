@@ -33,6 +33,7 @@ from attn_select_triton.kernels.merge import MERGE_CHUNK
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
 from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.schedule import fixed_split, latent_pieces, latent_splits
 from attn_select_triton.runtime.side_by_side import COMPILING
@@ -291,3 +292,8 @@ class TritonMLABackend(AttentionBackend):
     impl_cls = TritonMLAImpl
     builder_cls = TritonMLAMetadataBuilder
     compiling = COMPILING
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Begin what Triton's first launch would wait for."""
+        hashing.begin_hashing()

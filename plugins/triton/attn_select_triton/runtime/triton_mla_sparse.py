@@ -27,7 +27,6 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLASparseKernel
-from attn_select_triton.facts.triton_support import GLUON_CAPABILITY, GLUON_TRITON
 from attn_select_triton.kernels.launch import capability_of, sm_count
 from attn_select_triton.kernels.mla_decode import (
     MLALaunch,
@@ -37,6 +36,8 @@ from attn_select_triton.kernels.mla_decode import (
     mla_launch,
     mla_num_splits,
 )
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON
+from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.side_by_side import COMPILING
 
@@ -185,3 +186,8 @@ class TritonMLASparseBackend(AttentionBackend):
     impl_cls = TritonMLASparseImpl
     builder_cls = TritonMLASparseMetadataBuilder
     compiling = COMPILING
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Begin what Triton's first launch would wait for."""
+        hashing.begin_hashing()

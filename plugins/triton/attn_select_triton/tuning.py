@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from attn_select_triton.facts.triton_support import MEASURED_CAPABILITY
+from attn_select_triton.limits import MEASURED_CAPABILITY
 
 Way = Literal["pages", "gathered", "split", "warps", "warps_split", "gathered_warps"]
 Kernel = Literal[
