@@ -546,20 +546,22 @@ def test_every_backend_names_a_runtime_that_is_there(name: str) -> None:
         ("json.decoder:Backend", "backend PLAIN: load = 'json.decoder:Backend': module json.decoder has no Backend"),
     ],
 )
-def test_a_runtime_that_is_not_there_is_named(load: str, said: str) -> None:
+def test_a_runtime_that_is_not_there_is_named(spec: MakeSpec, load: str, said: str) -> None:
     with pytest.raises(RuntimeMissingError) as caught:
-        replace(spec("PLAIN"), load=load).get_class()
+        replace(spec(), load=load).get_class()
     assert caught.value.message == said
 
 
-def test_a_library_that_the_runtime_lacks_is_an_import_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_the_runtime_lacks_is_an_import_error(
+    spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "needs_a_library.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
-        replace(spec("PLAIN"), load="needs_a_library:Backend").get_class()
+        replace(spec(), load="needs_a_library:Backend").get_class()
 
 
 @pytest.mark.parametrize("load", ["", "module", "module:", ":Class", "module.Class", "a:b:c", None])
-def test_a_load_path_of_another_form_is_refused(load: Any) -> None:
-    (problem,) = problems_of(replace(spec("PLAIN"), load=load))
+def test_a_load_path_of_another_form_is_refused(spec: MakeSpec, load: Any) -> None:
+    (problem,) = problems_of(replace(spec(), load=load))
     assert "accepted: the import path of the runtime, MODULE:CLASS" in problem
