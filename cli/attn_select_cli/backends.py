@@ -55,7 +55,7 @@ def command(name: str | None, as_json: bool) -> int:
 def backend_dict(name: str, registry: Registry, environment: Environment, *, facts: bool) -> dict[str, Any]:
     """Return what ``--json`` says of one backend; with ``facts`` every capability and its source."""
     from attn_select.backends.distributions import known_backends
-    from attn_select.decide.decide import absent_backends
+    from attn_select.decide.situation import absent_backends
 
     spec = registry.specs.get(name)
     if spec is None:

@@ -108,12 +108,12 @@ def command(
     wanted, asked = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     for name in asked:
-        if name not in explanation.decider.names:
-            raise UnknownNameError("backend", name, explanation.decider.names)
+        if name not in explanation.situation.names:
+            raise UnknownNameError("backend", name, explanation.situation.names)
     benching = benching_module()
     rules = tuple(options["rules"]) or None
     with benching.joined_ranks() as ranks, progress(ranks is None or ranks.rank == 0) as (say, expect):
-        bench: Bench = benching.Bench(explanation.decider.environment, rules, rounds, say, ranks)
+        bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
         first = ranks is None or ranks.rank == 0
         file = output or times_file(bench) if first and not no_save else None
         layers = [

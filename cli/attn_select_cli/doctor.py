@@ -153,7 +153,7 @@ def supports(spec: BackendSpec, device: Device) -> bool:
 def _way_out(registry: Registry, device: Device, environment: Environment) -> str:
     """Say what to install where no backend can run."""
     from attn_select.backends import distributions
-    from attn_select.decide.decide import absent_backends
+    from attn_select.decide.situation import absent_backends
 
     wanted: dict[str, list[str]] = {}
     for name, spec in registry.specs.items():

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from attn_select.backends.registry import Registry
-from attn_select.decide.decide import Decider
 from attn_select.decide.selection import Selection
-from attn_select.decide.selector import decider_for, environment_for, select_model
+from attn_select.decide.selector import environment_for, select_model, situation_for
+from attn_select.decide.situation import Situation
 from attn_select.decide.text import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, plain, warning_lines
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds, load
@@ -45,13 +45,13 @@ class Explanation:
         model: ``{"name", "architecture", "source"}`` or None where the layer was given by flags.
         layers: one entry per layer kind.
         warnings: about the model and the device; those of the selections are added by ``all_warnings``.
-        decider: what decided, for the environment's facts.
+        situation: what the decisions rest on.
     """
 
     model: dict[str, Any] | None
     layers: Sequence[LayerExplanation]
     warnings: Sequence[str]
-    decider: Decider
+    situation: Situation
 
     @property
     def ok(self) -> bool:
@@ -61,7 +61,7 @@ class Explanation:
     @property
     def device(self) -> Device:
         """The device that was asked about."""
-        return self.decider.device
+        return self.situation.device
 
     @property
     def all_warnings(self) -> list[str]:
@@ -100,7 +100,7 @@ class Explanation:
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
             "device": self.device.to_dict(),
-            "environment": environment_dict(self.decider),
+            "environment": environment_dict(self.situation),
             "warnings": self.all_warnings,
             "layers": [
                 {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
@@ -108,15 +108,15 @@ class Explanation:
         }
 
 
-def environment_dict(decider: Decider) -> dict[str, Any]:
+def environment_dict(situation: Situation) -> dict[str, Any]:
     """Return what a decision rests on: libraries, plugins and rules files."""
-    environment = decider.environment
+    environment = situation.environment
     return {
         "assumed": environment.assume_installed,
         "cuda": environment.cuda,
-        "libraries": library_states(decider.registry, environment),
-        "plugins": [plugin.to_dict() for plugin in decider.registry.plugins],
-        "rules_files": [layer.to_dict() for layer in decider.rules.layers],
+        "libraries": library_states(situation.registry, environment),
+        "plugins": [plugin.to_dict() for plugin in situation.registry.plugins],
+        "rules_files": [layer.to_dict() for layer in situation.rules.layers],
     }
 
 
@@ -180,8 +180,8 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     source = load(options["model"]) if options["model"] is not None else None
     kinds = known_layers(source, options, device, overrides)
     used_rules = rules or tuple(options["rules"]) or None
-    decider = decider_for(device, used_rules, environment)
-    warnings += unknown_pins(environment.pins, decider)
+    situation = situation_for(device, used_rules, environment)
+    warnings += unknown_pins(environment.pins, situation)
     backend = tuple(options["backend"]) or None
     configs = [kind.config for kind in kinds.kinds]
     workload, measurements = options.get("workload"), tuple(options.get("measurements") or ())
@@ -195,7 +195,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
-    return Explanation(described, layers, [*warnings, *kinds.warnings], decider)
+    return Explanation(described, layers, [*warnings, *kinds.warnings], situation)
 
 
 def known_layers(
@@ -218,11 +218,11 @@ def known_layers(
     return kinds
 
 
-def unknown_pins(pins: Mapping[str, str], decider: Decider) -> list[str]:
+def unknown_pins(pins: Mapping[str, str], situation: Situation) -> list[str]:
     """Return a warning for every ``--with`` library that neither a backend nor a rule asks about."""
-    specs = decider.registry.specs.values()
+    specs = situation.registry.specs.values()
     known = {"cuda", *(x.distribution for spec in specs for group in spec.libraries for x in group)}
-    conditions = [condition.field for rule in decider.rules.rules for condition in rule.when]
+    conditions = [condition.field for rule in situation.rules.rules for condition in rule.when]
     known |= {canonical_distribution(f.removeprefix("library.")) for f in conditions if f.startswith("library.")}
     return [
         f"--with {name}: no backend and no rule asks about it; {UnknownNameError('library', name, sorted(known)).hint}"

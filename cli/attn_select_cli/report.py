@@ -103,7 +103,7 @@ def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus:
 
 def _page_of_measurements(options: dict[str, Any]) -> Page:
     """Return the page of the layers and GPUs that the files of ``--measurements`` hold."""
-    from attn_select.decide.selector import decider_for, environment_for, select
+    from attn_select.decide.selector import environment_for, select, situation_for
     from attn_select.decide.text import config_text
     from attn_select.errors import MeasurementError
     from attn_select.machine.environment import parse_pins
@@ -125,9 +125,9 @@ def _page_of_measurements(options: dict[str, Any]) -> Page:
         environment = environment_for(one.device, parse_pins(options["pins"]))
         known = {"workload": workload, "measurements": files} if workload is not None else {}
         selection = select(one.config, one.device, rules, environment=environment, **known)
-        decider = decider_for(one.device, rules, environment)
+        situation = situation_for(one.device, rules, environment)
         described = {"name": config_text(one.config), "architecture": None, "source": ", ".join(files)}
-        explanation = Explanation(described, [LayerExplanation("layer", 1, selection)], (), decider)
+        explanation = Explanation(described, [LayerExplanation("layer", 1, selection)], (), situation)
         found.append(((config_text(one.config), one.device.name), explanation))
     return _page(found, options, f"Of the measurements in {', '.join(files)}.", timed=timed)
 
@@ -163,7 +163,7 @@ def _page(
             notes.append("No times are known for these layers on these GPUs: `attn-select bench` measures them.")
     names = sorted({backend for one in timed for backend in one.backends})
     colours = {name: index for index, name in enumerate(names)}
-    rules = explained[0][1].decider.rules if explained else None
+    rules = explained[0][1].situation.rules if explained else None
     regret = regret_groups(timed, rules, parse_pins(options["pins"]), options["measurements"]) if rules else []
     return Page(origin, cells, documents, chart_groups(timed, colours), regret, notes)
 

@@ -107,8 +107,8 @@ def command(
     asked = tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     for name in asked:
-        if name not in explanation.decider.names:
-            raise UnknownNameError("backend", name, explanation.decider.names)
+        if name not in explanation.situation.names:
+            raise UnknownNameError("backend", name, explanation.situation.names)
     path = rules_path(file)
     require_writable(path, "--file")  # this, and that the file is broken, is said before anything is measured
     seen = rules_file.read_text(path)
@@ -119,7 +119,7 @@ def command(
     from attn_select_cli import tuner
 
     with progress() as (say, _):
-        bench = benching.Bench(explanation.decider.environment, tuple(options["rules"]) or None, rounds, say)
+        bench = benching.Bench(explanation.situation.environment, tuple(options["rules"]) or None, rounds, say)
         found = tuner.Tuner(bench, output or times_file(bench), asked)
         for each in chosen_layers(explanation.layers, layer):
             config = each.selection.config

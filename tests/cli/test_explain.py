@@ -215,7 +215,7 @@ def test_what_never_serves_such_a_layer_is_one_line(run: Any) -> None:
     assert out.count(f"     -  7 others serve no MLA layers: {names}\n") == 1
     assert "serves no MLA layers" not in out
     cpu = run("explain", "--model", "llama-3-8b", "--gpu", "cpu", "--full").out
-    assert "others need a GPU: CUDNN_ATTN, FLASH_ATTN, FLASHINFER, TRITON_ATTN, PAGED_ATTENTION" in cpu
+    assert "others need a GPU: FLASH_ATTN, FLASHINFER, TRITON_ATTN, PAGED_ATTENTION, CUDNN_ATTN" in cpu
     # Asked for by name, a backend is never folded: all that speaks against it is shown.
     asked = run("explain", "--model", "deepseek-v3", "--gpu", "h100", "--backend", "FLASH_ATTN", "--full").out
     assert re.search(r"FLASH_ATTN +rejected +serves no MLA layers", asked)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from decider import Decider
 
 from attn_select import select
 from attn_select.backends import distributions
 from attn_select.backends.registry import Registry
 from attn_select.backends.spec import BackendSpec, Capabilities, HeadSizes, Library
-from attn_select.decide.decide import Choice, Decider
+from attn_select.decide.explicit import Choice
 from attn_select.decide.selection import Selection
 from attn_select.decide.text import (
     STYLES,

@@ -17,7 +17,7 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules import load_rules
 from attn_select.rules.ranking import Ranker
-from attn_select.rules.rule import Rule, parse_rule
+from attn_select.rules.rule import Rule, RuleError, parse_rule
 
 REGISTERED = ["A", "B", "C", "D", "E"]
 PLAIN = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -25,13 +25,20 @@ H100 = Device("h100", (9, 0))
 NOTHING_KNOWN = Environment(assume_installed=True)
 
 
+def alone(table: dict[str, Any]) -> dict[str, Any]:
+    return {"only": True} if "priority" in table else {}
+
+
 def rank(
     *tables: dict[str, Any], layers: list[int] | None = None, phase: Phase = "decode"
 ) -> tuple[list[str], set[str]]:
-    """Return the order and the denied names that these rules give to a plain layer on an H100."""
+    """Return the order and the denied names that these rules give to a plain layer on an H100.
+
+    A priority shuts out what it does not list, unless its table says otherwise.
+    """
     numbers = layers or [0] * len(tables)
     rules = [
-        parse_rule({"name": f"r{index}", **table}, file="f", line=index + 1, layer=layer)
+        parse_rule({"name": f"r{index}", **alone(table), **table}, file="f", line=index + 1, layer=layer)
         for index, (table, layer) in enumerate(zip(tables, numbers, strict=True))
     ]
     ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)[phase]
@@ -54,6 +61,31 @@ def test_the_last_layer_is_asked_first_for_a_priority() -> None:
     assert rank({"priority": ["A"]}, later, layers=[0, 1]) == (["A"], set())
 
 
+def test_what_a_priority_does_not_list_follows_in_the_registered_order() -> None:
+    assert rank({"priority": ["C", "A"], "only": False})[0] == ["C", "A", "B", "D", "E"]
+    assert rank({"priority": ["X"], "only": False}, {"avoid": ["B"]})[0] == ["X", "A", "C", "D", "E", "B"]
+    packaged, mine = {"priority": ["B"], "only": True}, {"priority": ["D"], "only": False}
+    assert rank(packaged, mine, layers=[0, 1])[0] == ["D", "A", "B", "C", "E"]  # the user's alone counts
+
+
+def test_only_backends_of_the_layers_kind_follow() -> None:
+    rule = parse_rule({"name": "r", "priority": ["C"]}, file="f", line=1, layer=0)
+    ranker = Ranker([rule], H100, NOTHING_KNOWN, REGISTERED)
+    assert ranker.rank(PLAIN, ["decode"], ["A", "C", "E"])["decode"].order == ["C", "A", "E"]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"priority": ["A"], "only": "yes"}, "only = 'yes': expected true or false"),
+        ({"prefer": ["A"], "only": True}, "only = True: expected it beside priority alone"),
+    ],
+)
+def test_only_stands_beside_a_priority_and_is_a_boolean(table: dict[str, Any], said: str) -> None:
+    with pytest.raises(RuleError, match=said):
+        parse_rule({"name": "r", **table}, file="f", line=1, layer=0)
+
+
 def test_phases_are_ranked_apart() -> None:
     tables = [{"priority": ["A"], "phase": "prefill"}, {"priority": ["B"]}, {"avoid": ["B"], "phase": "prefill"}]
     assert rank(*tables, phase="prefill") == (["A", "B"], set())
@@ -69,7 +101,7 @@ def test_prefer_puts_its_list_in_front_and_inserts_what_is_missing() -> None:
 def test_the_last_applied_prefer_leads() -> None:
     tables = [{"priority": ["A", "B", "C"]}, {"prefer": ["B"]}, {"prefer": ["C"]}]
     assert rank(*tables)[0] == ["C", "B", "A"]
-    assert rank(*tables, layers=[0, 1, 0])[0] == ["C", "B", "A"]  # rules are given first layer to last
+    assert rank(*tables, layers=[0, 0, 1])[0] == ["C", "B", "A"]
 
 
 def test_avoid_puts_its_list_at_the_end_and_inserts_what_is_missing() -> None:
@@ -109,7 +141,7 @@ def test_a_rule_for_auto_holds_for_a_cache_that_names_the_compute_dtype(dtype: s
 def behind(tables: list[dict[str, Any]], layers: list[int], *unverified: str) -> list[str]:
     """Return the order of decode after ``unverified`` backends were put behind."""
     rules = [
-        parse_rule({"name": f"r{index}", **table}, file="f", line=index + 1, layer=layer)
+        parse_rule({"name": f"r{index}", **alone(table), **table}, file="f", line=index + 1, layer=layer)
         for index, (table, layer) in enumerate(zip(tables, layers, strict=True))
     ]
     ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)["decode"]
@@ -246,7 +278,8 @@ def model(
     for number in reversed(range(len(layers))):  # last layer to first, top-down within one; the first match wins
         first = next((rule for at, rule in matching if at == number and "priority" in rule), None)
         if first is not None:
-            order, taken = list(first["priority"]), [first["name"]]
+            rest = [] if first.get("only") else [name for name in REGISTERED if name not in first["priority"]]
+            order, taken = [*first["priority"], *rest], [first["name"]]
             break
     denied: dict[str, str] = {}
     for _, rule in matching:  # the other effects, first layer to last

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from attn_select.layer.config import PHASES, AttentionConfig
+from attn_select.layer.config import PHASES, AttentionConfig, Phase
 from attn_select.machine.device import lookup
 from attn_select.machine.environment import Environment
-from attn_select.rules.ranking import Ranker, Rankings
+from attn_select.rules.ranking import Ranker, Ranking
 from attn_select.rules.rule import RuleError, parse_rule
 from attn_select.times.workload import parse_workload
 
@@ -23,8 +23,10 @@ def ranker(*tables: dict[str, Any]) -> Ranker:
     return Ranker(rules, H100, Environment(assume_installed=True), ["A", "B"])
 
 
-def rank(workload: str, *tables: dict[str, Any], config: AttentionConfig = PLAIN) -> Rankings:
-    return ranker(*tables).rank_for(config, PHASES, parse_workload(workload))
+def rank(workload: str, *tables: dict[str, Any], config: AttentionConfig = PLAIN) -> dict[Phase, Ranking]:
+    asked = parse_workload(workload)
+    batches = {phase: [shape.batch for shape in asked.of_phase(phase, config)] for phase in PHASES}
+    return ranker(*tables).rank(config, PHASES, batches=batches)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,9 @@ def test_a_rule_without_a_phase_is_asked_for_each_phase() -> None:
     rule = {"name": "mine", "when": {"batch": ">=32"}, "prefer": ["B"]}
     both = rank("64q1s1k,32q1k", ORDER, rule)
     assert both["prefill"].order == both["decode"].order == ["B", "A"]
-    assert not both.by_phase
     decode = rank("64q1s1k,q1k", ORDER, rule)
     assert decode["decode"].order == ["B", "A"]
     assert decode["prefill"].order == ["A", "B"]
-    assert decode.by_phase  # the rule ranks one phase alone, so the phases are chosen as a pair
 
 
 def test_speculative_decodes_are_decode() -> None:
@@ -83,28 +83,24 @@ def test_without_a_workload_no_such_rule_matches(effect: str) -> None:
 
 def test_priorities_about_batches_beat_later_ones() -> None:
     rule = {"name": "mine", "when": {"seq_len": ">=32768"}, "priority": ["B"]}
-    assert rank("8q1s32k", rule, ORDER)["decode"].order == ["B"]
+    assert rank("8q1s32k", rule, ORDER)["decode"].order == ["B", "A"]
     assert rank("8q1s1k", rule, ORDER)["decode"].order == ["A", "B"]
 
 
 def test_evidence_is_switched_off_where_the_rule_matches() -> None:
     off = {"name": "off", "phase": "decode", "when": {"seq_len": "<=1024"}, "evidence": False, "because": "we doubt it"}
+
+    def said(ranking: Ranking) -> str | None:
+        return None if ranking.evidence is None else ranking.evidence.name
+
     found = rank("8q1s1k,q1k", ORDER, off)
-    assert found["decode"].without_evidence is not None
-    assert found["decode"].without_evidence.name == "off"
-    assert [rule.name for rule in found.rules] == ["order", "off"]
-    assert not found.by_phase  # it ranks nothing
-    assert found["prefill"].without_evidence is None
-    assert rank("8q1s2k,q1k", ORDER, off)["decode"].without_evidence is None
-    assert not found["decode"].ties_by_time
+    assert (said(found["decode"]), said(found["prefill"])) == ("off", None)
+    assert [rule.name for rule in found["decode"].rules] == ["order"]  # it ranks nothing
+    assert said(rank("8q1s2k,q1k", ORDER, off)["decode"]) is None
     fastest = {"name": "ties", "evidence": "fastest"}
     found = rank("8q1s1k,q1k", ORDER, fastest, off)
-    assert not found["decode"].ties_by_time  # the last rule counts
-    assert found["prefill"].ties_by_time
-    assert found["prefill"].without_evidence is None
-    assert {rule.name for rule in found.rules} == {"order", "ties", "off"}
-    without = ranker(ORDER, off).rank(PLAIN, PHASES)  # no workload: no time is known, and the rule is not named
-    assert [rule.name for rule in without.rules] == ["order"]
+    assert (said(found["decode"]), said(found["prefill"])) == ("off", "ties")  # the last rule counts
+    assert said(ranker(ORDER, off).rank(PLAIN, PHASES)["decode"]) is None  # without a workload no time is known
 
 
 @pytest.mark.parametrize("value", [True, "false", 0, [], ["A"], None])

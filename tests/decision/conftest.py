@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import timed_kernels
+from decider import Decider
 
 from attn_select.backends.registry import Plugin, Registry
 from attn_select.backends.spec import (
@@ -19,7 +20,6 @@ from attn_select.backends.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select.decide.decide import Decider
 from attn_select.layer.config import PHASES, AttentionConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from attn_select.backends import distributions
 from attn_select.backends.registry import Plugin
 from attn_select.backends.spec import BackendPlan, Library, Reason
-from attn_select.decide.decide import Choice, parse_choice
+from attn_select.decide.explicit import Choice, parse_choice
 from attn_select.decide.outcome import Candidate
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, UnknownNameError
@@ -44,9 +43,9 @@ def test_the_first_valid_backend_in_order_serves_both_phases(
 
 
 def test_a_backend_that_no_rule_ranks_is_never_chosen(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
-    selection = make_decider([make_spec("A", head_sizes=_sizes(64)), make_spec("B")], [priority("A")]).decide(
-        gqa, Choice()
-    )
+    selection = make_decider(
+        [make_spec("A", head_sizes=_sizes(64)), make_spec("B")], [{**priority("A"), "only": True}]
+    ).decide(gqa, Choice())
     assert selection.selected == {"prefill": None, "decode": None}
     assert not selection.ok
     assert candidate(selection, "B").phases["decode"].verdict == "valid"
@@ -58,10 +57,10 @@ def test_the_remedy_for_an_unranked_backend_names_the_flag_and_a_rule_that_works
     make_spec: Any, make_decider: Any, gqa: AttentionConfig, phase: str | None
 ) -> None:
     if phase is None:
-        specs, rules = [make_spec("A", head_sizes=_sizes(64)), make_spec("MY_B")], [priority("A")]
+        specs, rules = [make_spec("A", head_sizes=_sizes(64)), make_spec("MY_B")], [{**priority("A"), "only": True}]
     else:
         specs = [make_spec("A", phases=["prefill"]), make_spec("MY_B", phases=["decode"])]
-        rules = [priority("A")]
+        rules = [{**priority("A"), "only": True}]
     text = make_decider(specs, rules).decide(gqa, Choice()).explain()
     assert "no rule ranks it; --backend MY_B chooses it" in text
     lines = [line.strip() for line in text.split("Not ranked")[1].splitlines()]
@@ -313,27 +312,6 @@ def test_a_plan_that_raises_or_returns_rubbish_is_shown_and_does_not_spread(
         reason = candidate(selection, name).phases["decode"].reasons[0]
         assert reason.code == "plugin-error"
         assert text in reason.message
-
-
-def test_a_plan_that_phases_share_is_asked_for_once_and_judged_per_phase(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    asked: list[str] = []
-
-    def plan(*arguments: Any) -> BackendPlan:
-        asked.append(arguments[-1])
-        found = make_spec("A", level="UNIFORM_SINGLE_TOKEN_DECODE").plan(gqa)
-        assert isinstance(found, BackendPlan)
-        return found
-
-    for shared, times in ((True, 1), (False, 2)):
-        asked.clear()
-        spec = replace(make_spec("A", plan=plan), phases_share_plan=shared)
-        layer = gqa.model_copy(update={"cuda_graph": "UNIFORM_BATCH"})
-        phases = candidate(make_decider([spec], [priority("A")]).decide(layer, Choice()), "A").phases
-        assert len(asked) == times
-        assert phases["prefill"].verdict == "selected"
-        assert [reason.code for reason in phases["decode"].reasons] == ["cuda-graph-level"]
 
 
 def test_every_reason_is_given_not_only_the_first(make_spec: Any, make_decider: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attn_select.backends.spec import BackendPlan, HeadSizes
-from attn_select.decide.decide import Choice
+from attn_select.decide.explicit import Choice
 from attn_select.decide.shared_pool import agree_on_pool
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
@@ -141,7 +141,7 @@ def test_a_backend_that_no_rule_ranks_costs_more_than_any_that_one_does(make_spe
     specs = [make_spec("A"), make_spec("X", blocks=[16, 64], sliding_window=True, plan=plan)]
     rules = [
         {"name": "with-64", "priority": ["A", "X"], "when": {"block_size": 64}},
-        {"name": "else", "priority": ["A"]},
+        {"name": "else", "priority": ["A"], "only": True},
     ]
     decider, choice = make_decider(specs, rules), Choice(default="X")
     assert [decider.decide(config, choice).block_size for config in (FULL, WINDOW)] == [16, 64]

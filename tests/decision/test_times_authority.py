@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from timed_kernels import LAYER, decide, decode, known, ranks, why
 
-from attn_select.decide.decide import Choice
+from attn_select.decide.explicit import Choice
 from attn_select.times.workload import parse_workload
 
 
@@ -60,7 +60,8 @@ def test_without_evidence_a_workload_meets_rules_alone(decider: Any) -> None:
         ({"prefer": ["C", "A"]}, ["C", "A", "B"]),
         ({"avoid": ["B"]}, ["A", "C", "B"]),
         ({"priority": ["A", "B", "C"]}, ["A", "B", "C"]),
-        ({"priority": ["C", "A"]}, ["C", "A"]),
+        ({"priority": ["C", "A"]}, ["C", "A", "B"]),
+        ({"priority": ["C", "A"], "only": True}, ["C", "A"]),
         ({"deny": ["B"]}, ["A", "B", "C"]),
         ({"evidence": False}, ["A", "B", "C"]),
         ({"evidence": False, "when": {"seq_len": "<=1024"}}, ["B", "A", "C"]),  # does not match this workload

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from timed_kernels import LAYER, decide, decode, known, measured, prefill, ranks, why
 
-from attn_select.decide.decide import Choice
+from attn_select.decide.explicit import Choice
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import PHASES
 from attn_select.machine.device import Device

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from timed_kernels import LAYER, known, measured
 
-from attn_select.decide.decide import Choice
+from attn_select.decide.explicit import Choice
 from attn_select.times.store import StoredMeasurement
 from attn_select.times.workload import parse_workload
 

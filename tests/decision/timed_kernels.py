@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn_select.decide.decide import Choice, Decider
+from decider import Decider
+
+from attn_select.decide.explicit import Choice
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.device import Device

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from decider import Decider
 from torch import Tensor
 
 from attn_select.backends.registry import Registry
@@ -20,7 +21,7 @@ from attn_select.backends.spec import (
     Fact,
     HeadSizes,
 )
-from attn_select.decide.decide import Decider, parse_choice
+from attn_select.decide.explicit import parse_choice
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import PHASES, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.layer.layouts import FLASH_ATTN_NHD, PAGED_ATTENTION

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from decider import Decider
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_select import select
 from attn_select.backends.registry import Registry
-from attn_select.decide.decide import Choice, Decider
+from attn_select.decide.explicit import Choice
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase

@@ -143,17 +143,6 @@ def test_what_no_machine_can_run_is_no_test_and_is_marked(right: Variant, monkey
     assert [text.split(":")[1] for text in marked.summary()[1:]] == [" of sinks"]
 
 
-def test_phases_that_do_not_share_a_plan_as_declared_are_found(right: Variant) -> None:
-    def by_phase(*arguments: Any) -> Any:
-        outcome = right.spec.plan(*arguments)
-        return replace(outcome, path=arguments[-1]) if isinstance(outcome, BackendPlan) else outcome
-
-    differing = replace(right, spec=replace(right.spec, plan=by_phase, phases_share_plan=True))
-    found = failures(differing.suite())
-    assert found
-    assert all("phases_share_plan" in text for text in found)
-
-
 def test_compilations_are_capped(right: Variant) -> None:
     ran: set[object] = set()
 

@@ -171,15 +171,6 @@ def test_answers_of_the_wrong_form_are_found(outcome: Any, said: str) -> None:
         check_answers(spec_of(outcome), gqa_layer(), "h100")
 
 
-def test_phases_that_do_not_share_a_plan_as_declared_are_found() -> None:
-    def by_phase(*arguments: Any) -> BackendPlan:
-        return replace(PLAN, path=arguments[-1])
-
-    check_answers(replace(spec_of(), plan=by_phase), gqa_layer(), "h100")
-    with pytest.raises(AssertionError, match="phases_share_plan"):
-        check_answers(replace(spec_of(), plan=by_phase, phases_share_plan=True), gqa_layer(), "h100")
-
-
 @dataclass
 class Kernel:
     """Facts of a plugin's own."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attn_select import AttentionConfig, select
-from attn_select.times.ranks import collectives_us, rank_costs
+from attn_select.times.ranks import collectives_us
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
@@ -19,7 +19,7 @@ def config(ranks: int = 2, **fields: Any) -> AttentionConfig:
 
 def test_layers_of_one_rank_cost_nothing() -> None:
     selection = select(config(1), "h200")
-    assert rank_costs(selection) is None
+    assert selection.rank_costs is None
     assert selection.to_dict()["plan"]["ranks"] is None
     assert "Ranks" not in selection.explain()
 
@@ -49,7 +49,7 @@ def test_more_ranks_than_a_host_has_use_collectives() -> None:
 
 def test_a_decode_that_reads_memory_is_shared_and_pays_from_some_context_on() -> None:
     selection = select(config(2), "h200", workload="1q1s128k,8q1s128k")
-    costs = rank_costs(selection)
+    costs = selection.rank_costs
     assert costs is not None
     assert (costs.ranks, costs.bytes_per_token, selection.bytes_per_token) == (2, 2048, 4096)
     one, eight = costs.steps
@@ -67,14 +67,14 @@ def test_a_decode_that_reads_memory_is_shared_and_pays_from_some_context_on() ->
 def test_heads_that_keep_each_rank_busy_save_no_time() -> None:
     """128 heads of a latent are bound by products: every rank has as many of them as before."""
     selection = select(config(4, num_heads=128, **MLA), "h200")
-    costs = rank_costs(selection)
+    costs = selection.rank_costs
     assert costs is not None
     assert [step.pays_from for step in costs.steps] == [None]
     assert "saves memory, no time" in selection.explain()
 
 
 def test_a_cpu_has_no_known_times() -> None:
-    costs = rank_costs(select(config(2), "cpu"))
+    costs = select(config(2), "cpu").rank_costs
     assert costs is not None
     assert costs.steps == ()
     assert "times of collectives on cpu are not known" in select(config(2), "cpu").explain()

@@ -52,13 +52,13 @@ def test_selections_are_cached_by_workload() -> None:
     workload = parse_workload("64q1s1k")
     first = select(GQA, "h100", workload=workload)
     assert first.workload is workload
-    assert select(GQA, "h100", workload=workload) is first
-    assert select(GQA, "h100", workload="64q1s1024") is first
+    assert select(GQA, "h100", workload=workload) == first
+    assert select(GQA, "h100", workload="64q1s1024") == first
     assert select(GQA, "h100", workload="64q1s2k") is not first
     without = select(GQA, "h100")
-    assert without is not first
+    assert without != first
     assert without.workload is None
-    assert select(GQA, "h100", workload=workload) is first
+    assert select(GQA, "h100", workload=workload) == first
     assert pickle.loads(pickle.dumps(first)).workload == workload
 
 
@@ -144,7 +144,7 @@ def times(tmp_path: Path) -> Path:
 def test_measured_times_choose_and_are_shown(times: Path) -> None:
     selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
     assert selection.selected == {"prefill": "FLASH_ATTN", "decode": "FLASHINFER"}
-    assert select(GQA, "h100", workload="64q1s1k", measurements=[times]) is selection
+    assert select(GQA, "h100", workload="64q1s1k", measurements=[times]) == selection
     assert select(GQA, "h200", workload="64q1s1k", measurements=times).selected["decode"] == "TRITON_ATTN"
     text = selection.explain()
     assert "  Time             decode 113 us (100 % of the steps), one layer\n" in text
@@ -164,7 +164,7 @@ def test_measured_times_choose_and_are_shown(times: Path) -> None:
 def test_measurements_are_one_snapshot_per_process(times: Path) -> None:
     first = select(GQA, "h100", workload="64q1s1k", measurements=times)
     times.write_text("")
-    assert select(GQA, "h100", workload="64q1s1k", measurements=times) is first
+    assert select(GQA, "h100", workload="64q1s1k", measurements=times) == first
     clear_cache()
     again = select(GQA, "h100", workload="64q1s1k", measurements=times)
     assert again.selected["decode"] == "FLASH_ATTN"

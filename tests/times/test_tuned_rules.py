@@ -56,7 +56,8 @@ def first_of(
     if workload is None:
         found = ranker.rank(config, ["decode"])
     else:
-        found = ranker.rank_for(config, ["decode"], parse_workload(workload))
+        shapes = parse_workload(workload).of_phase("decode", config)
+        found = ranker.rank(config, ["decode"], batches={"decode": [shape.batch for shape in shapes]})
     return next(iter(found["decode"].order), None)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Literal, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict
 
@@ -172,6 +172,10 @@ class Capabilities:
     draft_tree: Fact[bool] = Fact(False, "default")
     """Whether queries of up to that length are masked by the batch's ``tree_mask``."""
 
+    def serves_kind_of(self, config: AttentionConfig) -> bool:
+        """Whether these speak of the layer's kind of attention: MLA or not, sparse or not."""
+        return self.mla is config.mla and self.sparse is config.sparse
+
 
 @final
 @dataclass(slots=True, kw_only=True)
@@ -267,7 +271,6 @@ class BackendSpec:
         plan: called as ``plan(config, device, environment, options, phase)``, also when a capability already speaks
             against the config, so that every reason is seen at once; not called when the kind of attention (MLA,
             sparse) or the phase is wrong. It must not raise for any valid config.
-        phases_share_plan: whether ``plan`` says the same for every phase: it is then called once per layer.
         libraries: groups of alternatives: every group needs one library present, the first preferred.
         options: the pydantic model of its TOML table.
         variables: names of the environment variables that ``plan`` reads; ``environment.variables`` has those that are
@@ -275,6 +278,8 @@ class BackendSpec:
         compile_key: groups configs that share one compilation at first call (conformance tests cap their number).
         load: where its runtime stands, ``MODULE:CLASS``: a subclass of
             ``attn_select.runtime.backend.AttentionBackend``.
+        rank: where it stands unless a rule says otherwise: ``("after", "FLASHINFER")`` or ``("before", "TORCH_SDPA")``,
+            next to a backend for the same kind of layers; None: behind all others.
     """
 
     name: str
@@ -282,11 +287,15 @@ class BackendSpec:
     capabilities: Mapping[Phase, Capabilities]
     plan: PlanFunction
     load: str
-    phases_share_plan: bool = False
+    rank: tuple[Literal["before", "after"], str] | None = None
     libraries: Sequence[Sequence[Library]] = ()
     options: type[BackendOptions] = BackendOptions
     variables: tuple[str, ...] = ()
     compile_key: Callable[[AttentionConfig], object] = field(default=_no_compile_key)
+
+    def serves_kind_of(self, config: AttentionConfig) -> bool:
+        """Whether it serves the layer's kind of attention, MLA or not and sparse or not, in any phase."""
+        return any(capabilities.serves_kind_of(config) for capabilities in self.capabilities.values())
 
     def get_class(self) -> Any:
         """Import the runtime that ``load`` names and make it ready; return its class.

@@ -51,8 +51,9 @@ def _spec_problems(spec: BackendSpec) -> Iterator[str]:
     for attribute in ("plan", "compile_key"):
         if not callable(getattr(spec, attribute)):
             yield f"{attribute} = {show(getattr(spec, attribute))} (accepted: a callable)"
-    if not _is_bool(spec.phases_share_plan):
-        yield f"phases_share_plan = {show(spec.phases_share_plan)} (accepted: True or False)"
+    if spec.rank is not None and not _is_rank(spec.rank):
+        accepted = '("before", NAME), ("after", NAME) or None'
+        yield f"rank = {show(spec.rank)} (accepted: {accepted})"
     if not isinstance(spec.variables, tuple) or not all(isinstance(name, str) and name for name in spec.variables):
         yield f"variables = {show(spec.variables)} (accepted: a tuple of names of environment variables)"
     yield from _library_problems(spec.libraries)
@@ -64,6 +65,16 @@ def _spec_problems(spec: BackendSpec) -> Iterator[str]:
 
 def _names(valid: tuple[str, ...], least: int = 0) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, tuple) and len(value) >= least and all(name in valid for name in value)
+
+
+def _is_rank(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and value[0] in ("before", "after")
+        and isinstance(value[1], str)
+        and value[1] != ""
+    )
 
 
 def _is_bool(value: object) -> bool:

@@ -15,6 +15,7 @@ from attn_select.rules.rule import Rule
 
 if TYPE_CHECKING:
     from attn_select.times.choice import EvidenceUsed
+    from attn_select.times.ranks import RankCosts
     from attn_select.times.timing import Timing
     from attn_select.times.workload import Workload
 
@@ -142,6 +143,15 @@ class Outcome:
     def bytes_per_token(self) -> int | None:
         """Bytes that one token of one layer takes in the cache; None without a cache."""
         return None if self.kv_layout is None else layouts.bytes_per_token(self.kv_layout, self.config)
+
+    @property
+    def rank_costs(self) -> RankCosts | None:
+        """What context parallelism costs and saves; None for layers of one rank, or without a cache."""
+        if self.config.decode_context_parallel_size == 1:
+            return None
+        from attn_select.times.ranks import rank_costs  # few layers have ranks
+
+        return rank_costs(self.config, self.device, self.bytes_per_token, self.workload)
 
     @property
     def indexer_bytes_per_token(self) -> int:

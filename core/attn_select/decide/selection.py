@@ -110,11 +110,7 @@ class Selection(Outcome):
 
     def _rank_dict(self) -> dict[str, Any] | None:
         """Return what context parallelism costs and saves; None for layers of one rank."""
-        if self.config.decode_context_parallel_size == 1:
-            return None
-        from attn_select.times.ranks import rank_costs  # few layers have ranks
-
-        costs = rank_costs(self)
+        costs = self.rank_costs
         if costs is None:
             return None
         steps = [

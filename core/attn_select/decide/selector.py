@@ -1,16 +1,18 @@
-"""``select()``: config + device + rules → gate on every candidate → ``Selection``."""
+"""``select()``: gathers what a decision rests on, and decides."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from attn_select.decide.decide import Choice, Decider, parse_choice
+from attn_select.decide.decide import decide
+from attn_select.decide.explicit import parse_choice
 from attn_select.decide.selection import Selection
 from attn_select.decide.shared_pool import agree_on_pool
+from attn_select.decide.situation import Situation, situation_of
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine import detection
@@ -27,12 +29,9 @@ RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[st
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
 MeasurementsArgument = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_MOST_SELECTIONS = 4096
-_MOST_DECIDERS = 128
+_MOST_RECENT = 4096
 _recent: dict[int, tuple[Any, ...]] = {}
-_selections: dict[tuple[AttentionConfig, Decider, Choice, Workload | None, Evidence | None], Selection] = {}
-_evidence: dict[tuple[Device, Environment, tuple[str, ...]], Evidence] = {}
-_deciders: dict[Hashable, Decider] = {}
+"""Of a config's ``id``: the arguments of ``select``, then the selection. An engine asks again with the same objects."""
 
 
 def select(
@@ -47,8 +46,8 @@ def select(
 ) -> Selection:
     """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
 
-    Cached: the same config object again costs well under a microsecond. Rules files, plugins and the environment are
-    read once per process; ``clear_cache()`` reads them again.
+    Cached: the same arguments again, the same objects, cost under a microsecond. Rules files, plugins and the
+    environment are read once per process; ``clear_cache()`` reads them again.
 
     Args:
         config: what the layer asks for.
@@ -87,16 +86,11 @@ def select(
         return found
     if not isinstance(config, AttentionConfig):
         raise ConfigError(f"config = {show(config)}: expected an AttentionConfig", fields=["config"])
-    decider = decider_for(device, rules, environment)
-    choice = parse_choice(backend, decider.names, decider.registry.failed)
-    batches, evidence = _asked(workload, measurements, decider)
-    key = (config, decider, choice, batches, evidence)
-    selection = _selections.get(key)
-    if selection is None:
-        if len(_selections) >= _MOST_SELECTIONS:
-            _selections.clear()
-        selection = _selections[key] = decider.decide(config, choice, workload=batches, evidence=evidence)
-    if len(_recent) >= _MOST_SELECTIONS:
+    situation = situation_for(device, rules, environment)
+    choice = parse_choice(backend, situation.names, situation.registry.failed)
+    batches, evidence = _asked(workload, measurements, situation)
+    selection = decide(situation, config, choice, workload=batches, evidence=evidence)
+    if len(_recent) >= _MOST_RECENT:
         _recent.clear()
     # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
     if _is_immutable(rules) and _is_immutable(backend) and _is_immutable(measurements):
@@ -125,41 +119,37 @@ def select_model(
     Raises:
         ConfigError: two configs of one pool name different block sizes.
     """
-    decider = decider_for(device, rules, environment)
-    choice = parse_choice(backend, decider.names, decider.registry.failed)
-    batches, evidence = _asked(workload, measurements, decider)
+    situation = situation_for(device, rules, environment)
+    choice = parse_choice(backend, situation.names, situation.registry.failed)
+    batches, evidence = _asked(workload, measurements, situation)
 
-    def decide(config: AttentionConfig, kv_layout: str | None = None) -> Selection:
-        return decider.decide(config, choice, kv_layout, batches, evidence)
+    def decide_one(config: AttentionConfig, kv_layout: str | None = None) -> Selection:
+        return decide(situation, config, choice, kv_layout, batches, evidence)
 
-    return agree_on_pool(configs, decide)
+    return agree_on_pool(configs, decide_one)
 
 
-def decider_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Decider:
-    """Return the compiled decision procedure for a device, rules and environment. Cached."""
+def situation_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Situation:
+    """Return what decisions rest on for a device, rules and environment, as ``select`` takes them.
+
+    Cached, unless the rules are a ``RuleSet``.
+    """
     if device is not None and not isinstance(device, (str, Device)):
         text = f"device = {show(device)}: expected a Device, a name such as 'h100', or None for this machine's"
         raise ConfigError(text, fields=["device"])
-    rules_key: Hashable
-    paths: tuple[str, ...] = ()
-    if isinstance(rules, RuleSet):
-        rules_key = (tuple(rules.rules), tuple(rules.idle), repr(rules.options))  # a Rule is immutable, its set is not
-    else:
-        given = () if rules is None else (rules,) if isinstance(rules, (str, os.PathLike)) else rules
-        rules_key = paths = tuple(os.fspath(path) for path in given)
     if device is None or device == "auto":  # what is found may change: torch knows GPUs once it has started CUDA
         device = detection.detect_device().device
-    key = (device, rules_key, environment)
-    decider = _deciders.get(key)
-    if decider is None:
-        found: Device = lookup(device) if isinstance(device, str) else device
-        used_environment = environment if environment is not None else environment_for(found)
-        used_rules = rules if isinstance(rules, RuleSet) else _rules(paths)
-        if len(_deciders) >= _MOST_DECIDERS:
-            _deciders.clear()
-            _selections.clear()  # they hold deciders too
-        decider = _deciders[key] = Decider(load_plugins(), used_rules, found, used_environment)
-    return decider
+    found = lookup(device) if isinstance(device, str) else device
+    libraries = environment if environment is not None else environment_for(found)
+    if isinstance(rules, RuleSet):  # which may change
+        return situation_of(load_plugins(), rules, found, libraries)
+    given = () if rules is None else (rules,) if isinstance(rules, (str, os.PathLike)) else rules
+    return _situation(found, tuple(os.fspath(path) for path in given), libraries)
+
+
+@functools.lru_cache(maxsize=128)
+def _situation(device: Device, rules: tuple[str, ...], environment: Environment) -> Situation:
+    return situation_of(load_plugins(), _rules(rules), device, environment)
 
 
 def environment_for(device: Device, pins: Mapping[str, str] | None = None) -> Environment:
@@ -170,7 +160,7 @@ def environment_for(device: Device, pins: Mapping[str, str] | None = None) -> En
     return _environment(device, tuple(sorted((pins or {}).items())))
 
 
-@functools.lru_cache(maxsize=_MOST_DECIDERS)
+@functools.lru_cache(maxsize=128)
 def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environment:
     given = dict(pins)
     cuda = given.get("cuda")
@@ -197,7 +187,7 @@ def rules_in_an_engine() -> RuleSet:
 
 
 def _asked(
-    workload: WorkloadArgument | None, measurements: MeasurementsArgument, decider: Decider
+    workload: WorkloadArgument | None, measurements: MeasurementsArgument, situation: Situation
 ) -> tuple[Workload, Evidence] | tuple[None, None]:
     """Return the workload, and what is known about times on the device. Files are read once."""
     given = (measurements,) if isinstance(measurements, (str, os.PathLike)) else measurements
@@ -206,18 +196,10 @@ def _asked(
             hint = "name the batches too, such as '64q1s4k': times count for a workload alone"
             raise ConfigError(f"measurements = {show(measurements)} without a workload", fields=["workload"], hint=hint)
         return None, None
-    from attn_select.times.evidence import load_evidence  # most ask for no workload
-    from attn_select.times.workload import parse_workload
+    from attn_select.times.workload import parse_workload  # most ask for no workload
 
     batches = _read_workload(workload) if isinstance(workload, (str, PurePath)) else parse_workload(workload)
-    key = decider.device, decider.environment, tuple([os.fspath(path) for path in given])
-    evidence = _evidence.get(key)
-    if evidence is None:
-        if len(_evidence) >= _MOST_DECIDERS:
-            _evidence.clear()
-            _selections.clear()  # they hold evidence too
-        evidence = _evidence[key] = load_evidence(*key)
-    return batches, evidence
+    return batches, _evidence(situation.device, situation.environment, tuple([os.fspath(path) for path in given]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -225,6 +207,13 @@ def _read_workload(given: str | PurePath) -> Workload:
     from attn_select.times.workload import parse_workload
 
     return parse_workload(given)
+
+
+@functools.lru_cache(maxsize=128)
+def _evidence(device: Device, environment: Environment, files: tuple[str, ...]) -> Evidence:
+    from attn_select.times.evidence import load_evidence
+
+    return load_evidence(device, environment, files)
 
 
 def _is_immutable(argument: RulesArgument | BackendArgument | MeasurementsArgument) -> bool:
@@ -237,11 +226,7 @@ def _is_immutable(argument: RulesArgument | BackendArgument | MeasurementsArgume
 def clear_cache() -> None:
     """Forget every selection, and read plugins, rules files, the device and the environment again at the next call."""
     _recent.clear()
-    _selections.clear()
-    _deciders.clear()
     load_plugins.cache_clear()
     detection.by_nvml.cache_clear()
-    _environment.cache_clear()
-    _rules.cache_clear()
-    _read_workload.cache_clear()
-    _evidence.clear()
+    for read in (_situation, _environment, _rules, _read_workload, _evidence):
+        read.cache_clear()

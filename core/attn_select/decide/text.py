@@ -233,13 +233,11 @@ def plan_lines(
 
 def _rank_lines(selection: Outcome) -> list[tuple[str, str]]:
     """Say what context parallelism saves and adds, in lines of a label and a text; none for layers of one rank."""
-    if selection.config.decode_context_parallel_size == 1:
-        return []
-    from attn_select.times.ranks import MEASURED_ON, rank_costs  # few layers have ranks
-
-    costs = rank_costs(selection)
+    costs = selection.rank_costs
     if costs is None:
         return []
+    from attn_select.times.ranks import MEASURED_ON  # few layers have ranks
+
     text = f"{costs.ranks} share the cache: {costs.bytes_per_token:g} of {selection.bytes_per_token} bytes per token "
     lines = [("  Ranks", text + "and layer on each")]
     for step in costs.steps:

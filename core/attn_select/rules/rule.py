@@ -16,7 +16,7 @@ Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
 EvidenceEffect = Literal[False, "fastest"]
 EVIDENCE_EFFECTS: tuple[EvidenceEffect, ...] = (False, "fastest")
-_KEYS = ("name", "phase", "when", *EFFECTS, "because", "measured", "enabled")
+_KEYS = ("name", "phase", "when", *EFFECTS, "only", "because", "measured", "enabled")
 PACKAGED = 0
 """The layer of the packaged rules; plugins' fragments are below it, users' files above."""
 _LONGEST_NAME = 100
@@ -57,6 +57,7 @@ class Rule:
         plugin: the distribution of the plugin that ships the rule, or None.
         evidence: False keeps times out of the choice, ``fastest`` breaks ties of predicted times by time; None for
             another effect.
+        only: whether a priority shuts out the backends that it does not list; None where the rule does not say.
         measured: when the times behind the rule were measured, ISO 8601; None where it rests on none.
     """
 
@@ -73,6 +74,7 @@ class Rule:
     warnings: tuple[str, ...] = ()
     plugin: str | None = None
     measured: str | None = None
+    only: bool | None = None
     evidence: EvidenceEffect | None = None
 
     @property
@@ -137,6 +139,10 @@ def _parse(
     if len(effects) > 1 or (enabled and not effects):
         seen = " and ".join(effects) if effects else "none"
         problems.append((tuple(effects[1:2]), f"expected exactly one of {', '.join(EFFECTS)}; found {seen}"))
+    only = table.get("only")
+    if only is not None and (not isinstance(only, bool) or "priority" not in effects):
+        accepted = "true or false" if "priority" in effects else "it beside priority alone"
+        problems.append((("only",), f"only = {show(only)}: expected {accepted}"))
     backends: tuple[str, ...] = ()
     for effect in effects:
         try:
@@ -162,6 +168,7 @@ def _parse(
         enabled=bool(enabled),
         warnings=tuple(warnings),
         measured=measured,
+        only=only,
         evidence=table["evidence"] if effects == ["evidence"] else None,
     )
 

@@ -12,7 +12,7 @@ from attn_select.rules.lint import known_names
 from attn_select.rules.rule import EFFECTS, EVIDENCE_EFFECTS, Effect
 
 _LISTS: dict[Effect, str] = {
-    "priority": "the order; the first matching priority rule wins, last file first",
+    "priority": "leads the order; the first matching priority rule wins, last file first",
     "prefer": "put in front of the order, inserting missing names",
     "avoid": "moved to the end of the order",
     "deny": "rejected, whatever prefers them",
@@ -32,6 +32,7 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
             "enum": list(EVIDENCE_EFFECTS),
             "description": "false keeps measured times out of the choice; fastest breaks ties within margins by time",
         },
+        "only": {"type": "boolean", "description": "true: what the priority does not list is never chosen by itself"},
         "because": _text("shown by `attn-select explain`"),
         "measured": _text("the date of the times behind the rule, ISO 8601; `rules check` compares newer ones"),
         "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},

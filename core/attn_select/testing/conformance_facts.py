@@ -27,8 +27,8 @@ Ask = Callable[[AttentionConfig, Device], str]
 
 def undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:
     """Return the codes of the reasons that the declared capabilities give against a configuration, on any device."""
-    compared = gate.CapabilityGate(spec.capabilities[phase], Device("any", (0, 0)), ())
-    return codes(compared.reasons(gate.Demands(config))) - {"compute-capability"}
+    reasons = gate.capability_reasons(spec.capabilities[phase], config, Device("any", (0, 0)), ())
+    return codes(reasons) - {"compute-capability"}
 
 
 def refused_values(spec: BackendSpec, phase: Phase, seed: int, heads: Heads, ask: Ask) -> dict[str, str]:

@@ -10,13 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
 from attn_select.layer.config import AttentionConfig, Phase
-from attn_select.rules.ranking import Ranking, Rankings
 from attn_select.times.evidence import Evidence, Points, digest_of
 from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first, yields
 from attn_select.times.workload import Workload
@@ -101,104 +99,135 @@ class EvidenceUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseOrder:
+    """The candidates of one phase that can run, in the order of the rules.
+
+    Attributes:
+        names: the candidates, best first.
+        plans: how each of them, and each that no rule ranks, would run.
+        chosen: what the rules alone choose, or None.
+        placed: the candidates that keep their place whatever times say, each with the reason in words.
+        held: why times change nothing in this phase, in words; empty where they may.
+        ties_by_time: whether the shorter time wins where two times differ by less than their margins.
+    """
+
+    names: Sequence[str]
+    plans: Mapping[str, BackendPlan]
+    chosen: str | None
+    placed: Mapping[str, str]
+    held: str
+    ties_by_time: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ByTimes:
     """A decision after times were asked.
 
     Attributes:
-        rankings: the order of every phase.
+        order: the candidates of every phase that can run, best first.
         chosen: the backend per phase.
         used: what was taken from evidence.
         shown: per phase the time of each candidate that has one, and how many times the chosen one's it is.
     """
 
-    rankings: Rankings
+    order: dict[Phase, list[str]]
     chosen: dict[Phase, str | None]
     used: EvidenceUsed
     shown: dict[Phase, dict[str, tuple[Timing, float | None]]]
 
 
-def choose_by_times(
+def order_by_times(
     config: AttentionConfig,
     workload: Workload,
     evidence: Evidence,
-    rankings: Rankings,
     specs: Mapping[str, BackendSpec],
-    plans: Mapping[Phase, Mapping[str, BackendPlan]],
-    explicit: Collection[Phase],
-    chosen: Mapping[Phase, str | None],
+    phases: Mapping[Phase, PhaseOrder],
     fits: Callable[[Pair], bool],
 ) -> ByTimes:
-    """Order candidates by time where times compare, and choose the fastest where no user's rule stands against it.
+    """Order candidates by time where times compare, and choose the fastest that no rule of the user's stands against.
 
     Args:
+        config: the layer.
+        workload: the batches to be fast at.
+        evidence: what is known about times on the device.
         specs: every registered backend.
-        plans: per phase the plans of the candidates that can run it.
-        explicit: the phases whose backend was asked for by name.
-        chosen: what the rules chose.
+        phases: the candidates of every phase, as the rules order them.
         fits: whether backends share a KV layout and block size.
     """
+    kernels: dict[str, dict[Phase, str | None]] = {}
+    for phase, by_rules in phases.items():
+        for name, plan in by_rules.plans.items():
+            kernels.setdefault(name, {})[phase] = plan.kernel_name
+    order: dict[Phase, list[str]] = {}
     times: dict[Phase, PhaseTimes] = {}
     rivals: dict[Phase, dict[str, Timing]] = {}
-    phases: dict[Phase, PhaseEvidence] = {}
-    kernels = {
-        name: {phase: runs[name].kernel_name for phase, runs in plans.items() if name in runs}
-        for name in dict.fromkeys(name for runs in plans.values() for name in runs)
-    }
-    for phase, ranking in rankings.items():
-        found: dict[str, list[Timing]] = {}
-        for name, plan in plans[phase].items():
-            found[name] = evidence.timings(config, name, kernels[name], phase, workload)
-            if phase == "prefill" and plan.host_us_per_shape:
-                found[name] = [_with_host_time(timing, plan.host_us_per_shape) for timing in found[name]]
-        times[phase] = known = PhaseTimes(found)
+    used: dict[Phase, PhaseEvidence] = {}
+    for phase, by_rules in phases.items():
+        times[phase] = known = _times_of(config, workload, evidence, by_rules, kernels, phase)
+        order[phase] = [*by_rules.names]
+        if not by_rules.held:
+            order[phase] = known.arranged(by_rules.names, by_rules.placed, margins=not by_rules.ties_by_time)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
-        if phase not in explicit:
-            rankings = rankings.arranged(phase, partial(known.arranged, margins=not ranking.ties_by_time))
-        order = [name for name in rankings[phase].ranks if name in plans[phase]]
-        winner = chosen[phase]
-        why = _why_rules(phase, share, rankings[phase], phase in explicit, winner, known)
-        if not why and winner is not None:
-            fixed = {each for each in order if rankings[phase].placed_by(each)}
-            rivals[phase] = known.rivals(winner, order, fixed)
+        why = _why_rules(phase, share, by_rules, known)
+        if not why and by_rules.chosen is not None:
+            rivals[phase] = known.rivals(by_rules.chosen, order[phase], by_rules.placed)
             if not rivals[phase]:
-                why = f"no neighbour of {winner} in the order has a time that compares with its own"
-        phases[phase] = PhaseEvidence(share, not why, why, known.behind)
+                why = f"no neighbour of {by_rules.chosen} in the order has a time that compares with its own"
+        used[phase] = PhaseEvidence(share, not why, why, known.behind)
+    chosen = {phase: by_rules.chosen for phase, by_rules in phases.items()}
     pair = {phase: name for phase, name in chosen.items() if name is not None}
-    by_time = {phase for phase, ranking in rankings.items() if ranking.ties_by_time}
-    final: dict[Phase, str | None] = {**chosen, **fastest(pair, rivals, fits, by_time)}
+    ties_by_time = {phase for phase, by_rules in phases.items() if by_rules.ties_by_time}
+    final: dict[Phase, str | None] = {**chosen, **fastest(pair, rivals, fits, ties_by_time)}
     shown = {phase: known.shown(final[phase]) for phase, known in times.items()}
     every = [t for each in times.values() for timings in each.timings.values() for t in timings]
-    files = tuple(dict.fromkeys(file for t in every for file in t.files))
     winners = [shown[p][name][0] for p, name in final.items() if name in shown[p]]
+    total = _total(winners)
     compared = {
         phase: tuple(
-            Rival(specs[name], plans[phase][name], t.series, evidence.points(config, name, kernels[name], t))
+            Rival(specs[name], phases[phase].plans[name], t.series, evidence.points(config, name, kernels[name], t))
             for name, t in rivals[phase].items()
-            if name == final[phase] or not t.host_us  # whose steps alone are compared, as they are dispatched
+            if name == final[phase] or not t.host_us  # the others' steps are compared alone, as they are dispatched
         )
-        for phase, used in phases.items()
-        if used.by_times
+        for phase in phases
+        if used[phase].by_times
     }
-    total = _total(winners)
-    series = None if total is None else winners[0].series
-    used = EvidenceUsed(digest_of(every), files, phases, total, compared, series)
-    return ByTimes(rankings, final, used, shown)
+    evidence_used = EvidenceUsed(
+        digest=digest_of(every),
+        files=tuple(dict.fromkeys(file for t in every for file in t.files)),
+        phases=used,
+        time_us=total,
+        rivals=compared,
+        series=None if total is None else winners[0].series,
+    )
+    return ByTimes(order, final, evidence_used, shown)
 
 
-def _why_rules(
-    phase: Phase, share: float, ranking: Ranking, explicit: bool, chosen: str | None, times: PhaseTimes
-) -> str:
+def _times_of(
+    config: AttentionConfig,
+    workload: Workload,
+    evidence: Evidence,
+    by_rules: PhaseOrder,
+    kernels: Mapping[str, Mapping[Phase, str | None]],
+    phase: Phase,
+) -> PhaseTimes:
+    found: dict[str, list[Timing]] = {}
+    for name, plan in by_rules.plans.items():
+        found[name] = evidence.timings(config, name, kernels[name], phase, workload)
+        if phase == "prefill" and plan.host_us_per_shape:
+            found[name] = [_with_host_time(timing, plan.host_us_per_shape) for timing in found[name]]
+    return PhaseTimes(found)
+
+
+def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, times: PhaseTimes) -> str:
     """Say why the rules alone decide a phase; empty where times may."""
     if not share:
         return f"the workload has no {phase}"
-    if chosen is None:
+    if by_rules.chosen is None:
         return f"no backend was found for {phase}"
-    if explicit:
-        return f"{chosen} is asked for by name"
-    if ranking.without_evidence is not None:
-        return f"rule {ranking.without_evidence.name!r} ({ranking.without_evidence.origin}) keeps times out"
-    if (rule := ranking.placed_by(chosen)) is not None:
-        return f"rule {rule.name!r} ({rule.origin}) places {chosen}"
+    if by_rules.held:
+        return by_rules.held
+    if by_rules.chosen in by_rules.placed:
+        return by_rules.placed[by_rules.chosen]
     return "" if times.known else "no times are known for this layer on this device"
 
 
@@ -246,18 +275,20 @@ class PhaseTimes:
         """Whether any candidate has a time; what a roofline says is none."""
         return bool(self._series)
 
-    def arranged(self, order: Sequence[str], margins: bool = True) -> list[str]:
+    def arranged(self, order: Sequence[str], placed: Collection[str] = (), margins: bool = True) -> list[str]:
         """Return the candidates by time, where they compare; what the most trusted times say is done last.
 
-        Candidates that cannot run keep their positions and stand in nobody's way. ``margins`` says whether times within
-        their margins are a tie.
+        Args:
+            order: the candidates that can run, best first.
+            placed: those that keep their place, and that nothing passes.
+            margins: whether times within their margins are a tie.
         """
         rules = {name: position for position, name in enumerate(order)}
-        able = [name for name in order if name in self.timings]
+        found = [*order]
         for series in reversed(self._series):
-            able = by_time(able, self._of_series[series], rules, margins)
-        moved = iter(able)
-        return [next(moved) if name in self.timings else name for name in order]
+            times = {name: timing for name, timing in self._of_series[series].items() if name not in placed}
+            found = by_time(found, times, rules, margins)
+        return found
 
     def rivals(self, name: str, order: Sequence[str], fixed: Collection[str]) -> dict[str, Timing]:
         """Return the neighbours of a candidate that its time compares with, itself included, in their order.

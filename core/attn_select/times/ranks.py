@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attn_select.decide.outcome import Outcome
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.dtypes import BITS
 from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
+from attn_select.times.workload import Workload
 
 SHARED = (8.5, 3.1)
 """us of gathering query heads and merging results through memory that the ranks share, and us per MB (10^6 bytes) that
@@ -81,17 +81,25 @@ def collectives_us(config: AttentionConfig, tokens: int) -> float:
     return GATHER[0] + gathered * GATHER[1] + MERGE[0] + merged * MERGE[1]
 
 
-def rank_costs(selection: Outcome) -> RankCosts | None:
-    """Return what the ranks of a selection cost and save; None for layers of one rank, or without a cache."""
-    config, stored = selection.config, selection.bytes_per_token
+def rank_costs(
+    config: AttentionConfig, device: Device, bytes_per_token: int | None, workload: Workload | None
+) -> RankCosts | None:
+    """Return what the ranks of a layer cost and save; None for layers of one rank, or without a cache.
+
+    Args:
+        config: the layer.
+        device: each rank's.
+        bytes_per_token: of one layer's cache, without ranks; None without a cache.
+        workload: whose decodes are costed; None: one request of 131,072 tokens.
+    """
     ranks = config.decode_context_parallel_size
-    if ranks == 1 or stored is None:
+    if ranks == 1 or bytes_per_token is None:
         return None
     batches = [BatchShape((RequestGroup(1, 1, 131072),))]
-    if selection.workload is not None:
-        batches = [each.batch for each in selection.workload.of_phase("decode", config)]
-    steps = [_step(config, batch, selection.device) for batch in batches]
-    return RankCosts(ranks, stored / ranks, tuple(step for step in steps if step is not None))
+    if workload is not None:
+        batches = [each.batch for each in workload.of_phase("decode", config)]
+    steps = [_step(config, batch, device) for batch in batches]
+    return RankCosts(ranks, bytes_per_token / ranks, tuple(step for step in steps if step is not None))
 
 
 def _step(config: AttentionConfig, batch: BatchShape, device: Device) -> RankStep | None:

@@ -228,7 +228,6 @@ def _applies(rule: Rule, measured: Mapping[str, Measurement]) -> bool:
         config, batch = AttentionConfig(**first.config), parse_batch_shape(first.batch)
     except ConfigError:
         return False
-    workload = Workload("", (WeightedShape(batch, 1.0),))
-    phase: Phase = "decode" if workload.of_phase("decode", config) else "prefill"
+    phase: Phase = "decode" if Workload("", (WeightedShape(batch, 1.0),)).of_phase("decode", config) else "prefill"
     ranker = Ranker([rule], device, Environment(assume_installed=True, pins=versions), [])
-    return rule in ranker.rank_for(config, [phase], workload)[phase].rules
+    return rule in ranker.rank(config, [phase], batches={phase: [batch]})[phase].rules

@@ -9,9 +9,10 @@ from flashinfer_gate import RELEASE, with_plans
 
 from attn_select.backends.spec import BackendPlan
 from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.reference import running
 from attn_select.reference.running import Result, check_result, common_of, layer_of, run_problem
 from attn_select.runtime import Capacity, MLAAttention, MLAAttentionGroup
-from attn_select.testing import MLAProblem, mla_layer, running, selection_of
+from attn_select.testing import MLAProblem, mla_layer, selection_of
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 

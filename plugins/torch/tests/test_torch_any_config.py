@@ -73,7 +73,6 @@ def configs(draw: st.DrawFn, mla: bool | None = None) -> AttentionConfig:
 def test_plan_answers_every_config(config: AttentionConfig, capability: tuple[int, int] | None) -> None:
     for spec in SPECS:
         answers = [spec.plan(config, device_of(capability), ASSUMED, spec.options(), phase) for phase in config.phases]
-        assert not spec.phases_share_plan or all(answer == answers[0] for answer in answers)
         for outcome in answers:
             if isinstance(outcome, BackendPlan):
                 assert set(outcome.kv_layouts) <= set(LAYOUTS)

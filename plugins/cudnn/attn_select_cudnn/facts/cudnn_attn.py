@@ -114,6 +114,7 @@ CUDNN_ATTN = BackendSpec(
     summary="cuDNN's attention over a paged cache, compute capability 8.0 and up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
+    rank=("after", "FLEX_ATTENTION"),
     load="attn_select_cudnn.runtime.cudnn_attn:CudnnBackend",
     libraries=((TORCH,), (FRONTEND,)),
     compile_key=compile_key,

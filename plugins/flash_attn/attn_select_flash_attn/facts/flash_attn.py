@@ -336,7 +336,6 @@ FLASH_ATTN = BackendSpec(
     summary="FlashAttention 3 on Hopper, 4 on compute capability 10.x, 2 on 8.0 and up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    phases_share_plan=True,
     load="attn_select_flash_attn.runtime.flash_attn:FlashAttnBackend",
     libraries=LIBRARIES,
     options=FlashAttnOptions,

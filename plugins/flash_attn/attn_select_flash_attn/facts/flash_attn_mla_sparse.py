@@ -99,7 +99,6 @@ FLASH_ATTN_MLA_SPARSE = BackendSpec(
     summary="sparse MLA on Hopper with a 16-bit cache: FlashAttention 3 over the chosen tokens",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    phases_share_plan=True,
     load="attn_select_flash_attn.runtime.flash_attn_mla_sparse:FlashAttnMLASparseBackend",
     libraries=LIBRARIES,
     options=FlashAttnMLASparseOptions,

@@ -248,7 +248,6 @@ FLEX_ATTENTION = BackendSpec(
     summary="torch's compiled FlexAttention with a block mask over the paged cache",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    phases_share_plan=True,
     load="attn_select_torch.runtime.flex:FlexBackend",
     libraries=((TORCH,),),
     variables=("CC", "CXX", "PATH"),

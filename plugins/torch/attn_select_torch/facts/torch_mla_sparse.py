@@ -85,7 +85,6 @@ TORCH_MLA_SPARSE = BackendSpec(
     summary="sparse MLA in torch operators on the chosen latents, CPU and every GPU",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    phases_share_plan=True,
     load="attn_select_torch.runtime.mla_sparse:TorchMLASparseBackend",
     libraries=((TORCH,),),
 )

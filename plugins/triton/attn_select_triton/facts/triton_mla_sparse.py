@@ -136,7 +136,6 @@ TRITON_MLA_SPARSE = BackendSpec(
     summary="own Triton kernels for sparse MLA on the chosen latents, any NVIDIA GPU from Turing up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
-    phases_share_plan=True,
     load="attn_select_triton.runtime.triton_mla_sparse:TritonMLASparseBackend",
     libraries=LIBRARIES,
     variables=COMPILER_VARIABLES,

@@ -1,0 +1,86 @@
+"""The explicit choice: backends that are asked for by name, for all phases or for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attn_select.backends.registry import Plugin
+from attn_select.backends.spec import BackendSpec
+from attn_select.errors import ConfigError, UnknownNameError, shorten, show
+from attn_select.layer.config import PHASES, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An explicit choice of backends.
+
+    ``default`` applies to the phases that the backend serves, the others to one phase.
+    """
+
+    default: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+
+    def for_phase(self, phase: Phase) -> str | None:
+        """Return the backend named for exactly this phase, or None."""
+        return self.prefill if phase == "prefill" else self.decode
+
+    def for_layer(self, phases: Sequence[Phase], specs: Mapping[str, BackendSpec]) -> dict[Phase, str]:
+        """Return the backend that is asked for in each phase of a layer; phases without one are left out.
+
+        A backend that serves none of the layer's phases is asked for in all of them, to be rejected with its reason.
+        """
+        spec = specs.get(self.default or "")
+        served = [phase for phase in phases if spec is not None and phase in spec.capabilities] or phases
+        found = {phase: self.for_phase(phase) or (self.default if phase in served else None) for phase in phases}
+        return {phase: name for phase, name in found.items() if name is not None}
+
+
+NOTHING_ASKED = Choice()
+
+
+def parse_choice(
+    backend: str | Sequence[str] | Mapping[str, str] | None, known: Sequence[str], failed: Sequence[Plugin] = ()
+) -> Choice:
+    """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping.
+
+    ``failed`` are the plugins that did not load: nobody knows the names of their backends.
+
+    Raises:
+        UnknownNameError: a backend or phase name that is not known.
+        ConfigError: two choices for one phase.
+    """
+    if backend is None:
+        return NOTHING_ASKED
+    if isinstance(backend, Mapping):
+        items: list[tuple[str, str]] = list(backend.items())
+    else:
+        texts = [backend] if isinstance(backend, str) or not isinstance(backend, Sequence) else backend
+        items = [_split(text) for text in texts]
+    chosen: dict[str, str] = {}
+    for phase, name in items:
+        if phase and phase not in PHASES:
+            raise UnknownNameError(
+                "phase", phase, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}"
+            )
+        spelled = name.strip().upper().replace("-", "_")
+        if spelled not in known:
+            broken = "; ".join(f"{plugin} is broken: {plugin.error}" for plugin in failed)
+            note = f"it may be a backend of a plugin that did not load: {broken}" if failed else None
+            raise UnknownNameError("backend", name, known, note=note)
+        if chosen.get(phase, spelled) != spelled:
+            where = phase or "all phases"
+            raise ConfigError(
+                f"backend for {where} is given twice: {chosen[phase]} and {shorten(spelled)}", fields=["backend"]
+            )
+        chosen[phase] = spelled
+    return Choice(chosen.get(""), chosen.get("prefill"), chosen.get("decode"))
+
+
+def _split(text: object) -> tuple[str, str]:
+    """Split ``NAME`` or ``PHASE=NAME``; no phase is the empty string."""
+    if not isinstance(text, str) or text.startswith("=") or text.endswith("="):
+        raise ConfigError(f"backend = {show(text)}: expected NAME or PHASE=NAME", fields=["backend"])
+    phase, equals, name = text.partition("=")
+    return (phase, name) if equals else ("", text)

@@ -1,0 +1,99 @@
+"""``Situation``: all that a decision rests on beside the layer, gathered once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attn_select.backends import distributions
+from attn_select.backends.rank import by_rank
+from attn_select.backends.registry import Registry
+from attn_select.backends.spec import BackendOptions, BackendSpec, Reason
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
+from attn_select.rules.layers import RuleSet
+from attn_select.rules.libraries import import_names
+from attn_select.rules.lint import known_names, rule_warnings
+from attn_select.rules.options import read_options
+from attn_select.rules.ranking import Ranker, unknown_versions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Situation:
+    """A device, its libraries, the plugins and the rules.
+
+    Attributes:
+        registry: what plugins registered.
+        rules: the effective rules.
+        device: the device that is decided for.
+        environment: its libraries and variables.
+        ranker: the rules that hold on the device.
+        order: the registered backends in the order that counts where no rule says otherwise.
+        absent: why each backend that is known by name and not registered cannot be asked.
+        names: every known backend: registered, doubly registered, and known but not installed.
+        options: the ``[backends.NAME]`` table of every registered backend.
+        warnings: what a user should know whatever the layer, one sentence each.
+    """
+
+    registry: Registry
+    rules: RuleSet
+    device: Device
+    environment: Environment
+    ranker: Ranker
+    order: list[str]
+    absent: Mapping[str, Reason]
+    names: list[str]
+    options: Mapping[str, BackendOptions]
+    warnings: list[str]
+
+    @property
+    def specs(self) -> Mapping[str, BackendSpec]:
+        """The registered backends by name."""
+        return self.registry.specs
+
+    def of_kind(self, config: AttentionConfig) -> list[str]:
+        """Return the registered backends for the layer's kind of attention (MLA or not, sparse or not), in order."""
+        return [name for name in self.order if self.specs[name].serves_kind_of(config)]
+
+
+def situation_of(registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> Situation:
+    """Gather what decisions on a device rest on.
+
+    Raises:
+        RulesError: a ``[backends.NAME]`` table has an unknown key, or a value that is not accepted.
+    """
+    specs, names, modules = registry.specs, known_names(registry), import_names(registry.specs)
+    unknown = unknown_versions(rules.rules, device, environment, modules)
+    order = by_rank(specs, list(distributions.known_backends()))
+    return Situation(
+        registry=registry,
+        rules=rules,
+        device=device,
+        environment=environment,
+        ranker=Ranker(rules.rules, device, environment, order, modules),
+        order=order,
+        absent=absent_backends(registry),
+        names=names,
+        options=read_options(rules, specs),
+        warnings=[*registry.warnings, *rule_warnings(rules, names), *unknown],
+    )
+
+
+def absent_backends(registry: Registry) -> dict[str, Reason]:
+    """Return why each backend that is known by name and cannot be asked is absent, with the remedy if there is one."""
+    absent: dict[str, Reason] = {}
+    for name, owners in registry.conflicts.items():
+        text = f"registered by {' and by '.join(owners)}"
+        absent[name] = Reason("duplicate-backend", text, list(owners), "one owner", f"pip uninstall {owners[-1]}")
+    failed = {plugin.distribution: plugin for plugin in registry.failed}
+    for name, distribution in distributions.known_backends().items():
+        if name in registry.specs or name in absent:
+            continue
+        if plugin := failed.get(distribution):
+            absent[name] = Reason("plugin-broken", f"{plugin} is broken: {plugin.error}", plugin.error)
+        else:
+            command = distributions.install_command(distribution)
+            text = f"plugin {distribution} is not installed"
+            absent[name] = Reason("plugin-not-installed", text, None, distribution, command)
+    return absent
