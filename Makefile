@@ -13,7 +13,7 @@ FIRST := pip==26.3 numpy==2.4.6
 
 TEST_ENV := .venv
 DEMO_ENV := .venv-demo
-PYPROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml engines/*/pyproject.toml))
+PYPROJECTS := pyproject.toml $(sort $(wildcard measure/pyproject.toml plugins/*/pyproject.toml engines/*/pyproject.toml))
 PROJECTS := $(patsubst %/pyproject.toml,./%,$(filter-out pyproject.toml,$(PYPROJECTS)))
 EDITABLE := -e . $(addprefix -e ,$(PROJECTS))
 
@@ -94,7 +94,7 @@ dist: venv ## Build the wheels and sdists of all projects into dist/
 
 clean: ## Remove both environments, dist/ and all caches
 	rm -rf $(TEST_ENV) $(DEMO_ENV) .venv-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find core cli plugins engines tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find core cli measure plugins engines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch alone has a stamp of its own: a change to a pyproject file installs the rest anew, not torch.
 %/.torch:

@@ -15,7 +15,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     package.name: package
-    for pattern in ("core/attn_select", "cli/attn_select_cli", "plugins/*/attn_select_*", "engines/*/attn_select_*")
+    for pattern in (
+        "core/attn_select",
+        "cli/attn_select_cli",
+        "measure/attn_select_measure",
+        "plugins/*/attn_select_*",
+        "engines/*/attn_select_*",
+    )
     for package in sorted(ROOT.glob(pattern))
 }
 Graph = dict[str, set[str]]

@@ -36,8 +36,8 @@ LIGHT = {
     "typing_inspection",
 }
 
-# What one file of core imports in a function, for those who installed an extra; a CPU's AMX is tried by torch.
-OF_EXTRAS = {CORE / "times" / "tables.py": {"pyarrow"}, CORE / "machine" / "amx.py": {"torch"}}
+# What one file of core imports in a function: a CPU's AMX is tried by torch.
+OF_EXTRAS = {CORE / "machine" / "amx.py": {"torch"}}
 
 PROBE = """
 import json, sys
@@ -119,9 +119,7 @@ def test_plugin_registers_without_its_library(plugin: str) -> None:
 
 def test_the_command_line_is_light() -> None:
     names = {module_name(CLI, file) for file in CLI.rglob("*.py")}
-    tensors = {"serving", "benching", "tuner"}  # what `run`, `bench` and `tune` import in their bodies
-    drawing = {"charts", "report_page.measured", "report_page.page"}  # what `report` and `bench --plot` do
-    apart = {f"{CLI.name}.{name}" for name in (*tensors, *drawing, "rules_file")}
+    apart = {f"{CLI.name}.{name}" for name in ("serving", "rules_file")}  # what `run` and `rules prefer` import
     assert names > apart
     light = "\n".join(f"import {name}" for name in sorted(names - apart))
     assert loaded(light) <= LIGHT | {CLI.name, "click"}
@@ -154,7 +152,9 @@ def test_the_oracle_needs_no_pytest() -> None:
 def test_core_imports_nobody_above_it() -> None:
     for file in core_files(tensors=True):
         found = top_names(read_imports(CORE, file, top_level=False))
-        assert not found & {"attn_select_cli", "click", "rich", "tomlkit", *PLUGINS, *ENGINES}, file
+        assert not found & {"attn_select_cli", "attn_select_measure", "click", "rich", "tomlkit", *PLUGINS, *ENGINES}, (
+            file
+        )
 
 
 def test_core_knows_no_kernel_library() -> None:
@@ -166,6 +166,20 @@ def test_core_knows_no_kernel_library() -> None:
         assert not [n for n in loaded_at_once if n.startswith(tuple(f"attn_select.{room}" for room in TENSORS))], file
 
 
+def test_the_command_line_imports_nobody_beside_core() -> None:
+    for file in CLI.rglob("*.py"):
+        assert not top_names(read_imports(CLI, file, top_level=False)) & {"attn_select_measure", *PLUGINS, *ENGINES}, (
+            file
+        )
+
+
+def test_times_and_rules_know_nothing_of_each_other() -> None:
+    for room, other in (("times", "rules"), ("rules", "times")):
+        for file in (CORE / room).rglob("*.py"):
+            found = read_imports(CORE, file, top_level=False)
+            assert not [name for name in found if name.startswith(f"attn_select.{other}")], file
+
+
 @pytest.mark.parametrize("name", [*PLUGINS, *ENGINES])
 def test_plugins_and_engines_import_core_alone(name: str) -> None:
     package = (PLUGINS | ENGINES)[name]
@@ -173,7 +187,7 @@ def test_plugins_and_engines_import_core_alone(name: str) -> None:
     assert files
     for file in files:
         found = top_names(read_imports(package, file, top_level=False))
-        assert not found & ({"attn_select_cli", *PLUGINS, *ENGINES} - {name}), file
+        assert not found & ({"attn_select_cli", "attn_select_measure", *PLUGINS, *ENGINES} - {name}), file
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

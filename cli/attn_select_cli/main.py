@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import importlib.metadata
 import os
 import sys
 from typing import Any, NoReturn
@@ -19,35 +20,44 @@ from attn_select_cli.command_group import CommandGroup
 
 BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
-COMMANDS = (
-    "explain",
-    "flags",
-    "run",
-    "bench",
-    "tune",
-    "matrix",
-    "diff",
-    "report",
-    "measurements",
-    "backends",
-    "rules",
-    "models",
-    "gpus",
-    "doctor",
-)
+COMMANDS = ("explain", "flags", "run", "matrix", "diff", "backends", "rules", "models", "gpus", "doctor")
+OTHERS = "attn_select.commands"
+"""The group of entry points by which other distributions bring commands: its name, and ``MODULE:COMMAND``."""
+MEASURE = "attn-select-measure"
+OF_MEASURE = ("bench", "tune", "measurements", "report")
+"""The commands of ``attn-select-measure``: where it is not installed, they say what to install."""
 
 
 class LazyGroup(CommandGroup):
     """A group that imports a command's module only when that command (or the list of all) is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        brought = sorted(entry_point.name for entry_point in importlib.metadata.entry_points(group=OTHERS))
+        return [*dict.fromkeys([*COMMANDS[:3], *OF_MEASURE, *COMMANDS[3:], *brought])]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(f"attn_select_cli.{cmd_name}").command
-        return command
+        if cmd_name in COMMANDS:
+            command: click.Command = importlib.import_module(f"attn_select_cli.{cmd_name}").command
+            return command
+        for entry_point in importlib.metadata.entry_points(group=OTHERS, name=cmd_name):
+            brought: click.Command = entry_point.load()
+            return brought
+        return missing_command(cmd_name) if cmd_name in OF_MEASURE else None
+
+
+def missing_command(name: str) -> click.Command:
+    """Return the command in place of one of ``attn-select-measure``, which is not installed."""
+
+    def say_what_to_install() -> NoReturn:
+        from attn_select.backends.distributions import install_command
+        from attn_select.errors import RuntimeMissingError
+
+        text = f"attn-select {name} is a command of {MEASURE}, which is not installed"
+        raise RuntimeMissingError(text, hint=install_command(MEASURE))
+
+    any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
+    text = f"Not here: {MEASURE} brings it."
+    return click.Command(name, any_arguments, say_what_to_install, help=text, add_help_option=False)
 
 
 EPILOG = """\b

@@ -175,8 +175,8 @@ def _contradicted(rule_set: RuleSet) -> list[Problem]:
     """Return what newer measurements say against rules that rest on times."""
     if not any(rule.measured for rule in rule_set.rules):
         return []
+    from attn_select.decide.contradicted import contradicted
     from attn_select.times.store import measurement_files, read_measurements
-    from attn_select.times.tuned_rules import contradicted
 
     rows = read_measurements(measurement_files()).measurements
     return [*contradicted(rule_set.rules, (row.measurement for row in rows))]

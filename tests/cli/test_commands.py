@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -19,8 +21,9 @@ from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
 from attn_select.rules.plugins import load_plugins
-from attn_select_cli import measurements, rules
-from attn_select_cli.main import COMMANDS
+from attn_select_cli import rules
+from attn_select_cli.main import COMMANDS, OF_MEASURE, OTHERS
+from attn_select_measure import measurements
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -441,3 +444,29 @@ def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
     wrong = run("matrix", *layer, "--workload", "8q1s32m")
     assert wrong.code == 2
     assert "batch = '8q1s32m': expected groups such as 64q1s4k" in wrong.err
+
+
+@pytest.mark.parametrize("name", OF_MEASURE)
+def test_a_command_of_a_distribution_that_is_not_installed_says_what_to_install(
+    run: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda **given: [] if given["group"] == OTHERS else found(**given)
+    )
+    result = run(name, "--model", "llama-3-8b", "--help")
+    assert result.code == 2
+    assert f"attn-select {name} is a command of attn-select-measure, which is not installed" in result.err
+    assert "hint: pip install " in result.err
+    assert re.search(rf"{name} +Not here: attn-select-measure brings it\.", run("--help").out)
+
+
+def test_other_distributions_bring_commands(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = importlib.metadata.EntryPoint("mine", "attn_select_cli.gpus:command", OTHERS)
+
+    def entry_points(*, group: str, name: str | None = None) -> list[importlib.metadata.EntryPoint]:
+        return [brought] if group == OTHERS and name in (None, "mine") else []
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    assert "h100" in run("mine").out
+    assert re.search(r"(?m)^  mine ", run("--help").out)

@@ -46,6 +46,7 @@ class Project:
 
 
 CORE = Project(".", "attn-select", ("core/attn_select", "cli/attn_select_cli"))
+MEASURE = Project("measure", "attn-select-measure", ("attn_select_measure",))
 PLUGINS = tuple(
     Project(
         f"plugins/{file.parent.name}",
@@ -63,7 +64,7 @@ ENGINES = tuple(
     )
     for file in sorted(ROOT.glob("engines/*/pyproject.toml"))
 )
-PROJECTS = (CORE, *PLUGINS, *ENGINES)
+PROJECTS = (CORE, MEASURE, *PLUGINS, *ENGINES)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -99,7 +100,7 @@ def tree(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in (".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "selector_rules.toml"):
         shutil.copy2(root / name, copy / name)
-    for name in ("cli", "core", "docs", "engines", "examples", "plugins"):
+    for name in ("cli", "core", "docs", "engines", "examples", "measure", "plugins"):
         ignored = shutil.ignore_patterns("__pycache__", "build", "dist", ".*_cache", ".hypothesis")
         shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
     return copy

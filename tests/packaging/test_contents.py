@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 import attn_select
 from attn_select.runtime import ops
+from attn_select_cli.main import OF_MEASURE
 
 VERSION = attn_select.__version__
 
@@ -44,7 +45,7 @@ def test_wheel_holds_the_packages_and_nothing_else(dist, tree, project):
     found = {name: content for name, content in dist.built[project].wheel.items() if not name.startswith(f"{info}/")}
     assert found == expected
     kinds = {PurePosixPath(name).suffix or PurePosixPath(name).name for name in found}
-    page = {".css", ".j2", ".js"} if project.folder == "." else set()
+    page = {".css", ".j2", ".js"} if project.folder == "measure" else set()
     assert kinds <= {".py", ".json", ".jsonl", ".toml", ".typed"} | page
     assert not [name for name in found if PurePosixPath(name).name.startswith(("test_", "conftest"))]
     described = {name.removeprefix(f"{info}/") for name in dist.built[project].wheel if name.startswith(f"{info}/")}
@@ -135,7 +136,8 @@ def test_core_needs_no_plugin_and_no_torch(dist):
     plain = sorted(requirement.name for requirement in requirements if requirement.marker is None)
     assert plain == ["click", "packaging", "platformdirs", "pluggy", "pydantic", "rich", "tomlkit"]
     every = {r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": "all"})}
-    assert {r.name for r in every} == {p.distribution for p in dist.built if p.folder.startswith("plugins/")}
+    brought = {p.distribution for p in dist.built if p.folder.startswith(("plugins/", "measure"))}
+    assert {r.name for r in every} == brought
     assert all(r.specifier.contains(VERSION) for r in every)
 
 
@@ -149,6 +151,9 @@ def test_entry_points(dist, project, root):
     found = {section: dict(parser[section]) for section in parser.sections()}
     if project.folder == ".":
         assert found == {"console_scripts": {"attn-select": "attn_select_cli.main:main"}}
+    elif project.folder == "measure":
+        commands = {name: f"attn_select_measure.{name}:command" for name in OF_MEASURE}
+        assert found == {"attn_select.commands": commands}
     else:
         operations = found.pop("attn_select.ops", {})
         assert found == {"attn_select": {Path(project.folder).name: f"{project.packages[0]}.plugin"}}
@@ -163,7 +168,11 @@ def test_pinned_tools_agree_with_the_build_requirement(root):
     (version,) = pinned.specifier
     assert required.name == pinned.name == "hatchling"
     assert required.specifier.contains(version.version)
-    for file in (*root.glob("plugins/*/pyproject.toml"), *root.glob("engines/*/pyproject.toml")):
+    for file in (
+        root / "measure" / "pyproject.toml",
+        *root.glob("plugins/*/pyproject.toml"),
+        *root.glob("engines/*/pyproject.toml"),
+    ):
         assert tomllib.loads(file.read_text())["build-system"] == pyproject["build-system"]
 
 

@@ -38,12 +38,12 @@ def install_command(distribution: str) -> str:
 
 
 def folder_in_clone(distribution: str) -> str | None:
-    """Return the folder of a plugin in the clone that this package runs from, None where it was installed otherwise.
+    """Return the folder of a distribution in the clone that this package runs from, None where there is no clone.
 
     The path is relative (``./plugins/NAME``) where the clone is the working directory.
     """
-    clone = Path(__file__).resolve().parents[3]
-    folder = clone / "plugins" / distribution.removeprefix("attn-select-").replace("-", "_")
-    if not (folder / "pyproject.toml").is_file():
+    clone, name = Path(__file__).resolve().parents[3], distribution.removeprefix("attn-select-").replace("-", "_")
+    folder = next((f for f in (clone / "plugins" / name, clone / name) if (f / "pyproject.toml").is_file()), None)
+    if folder is None:
         return None
     return f"./{folder.relative_to(clone)}" if os.path.realpath(os.curdir) == str(clone) else str(folder)

@@ -11,8 +11,6 @@ from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 
-TIE = 0.02
-"""Times that differ by less than this share are alike."""
 _UNRANKED = 1000
 """More than there are backends."""
 
@@ -93,8 +91,10 @@ def _agree(selections: list[Selection], members: list[int], decide: Decide) -> N
 
 
 def _fastest(trials: list[list[Selection]]) -> list[list[Selection]]:
-    """Return the trials with the least time of one layer of each kind, ties within ``TIE`` included; all of them where
+    """Return the trials with the least time of one layer of each kind, ties included; all of them where
     times do not compare: of one kind they have to come from one source in every trial."""
+    from attn_select.times.timing import TIE  # most ask for no workload
+
     times: list[float] = []
     series: set[tuple[object, ...]] = set()
     for trial in trials:

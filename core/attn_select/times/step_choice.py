@@ -28,7 +28,7 @@ _UNEVEN = 1.2
 WORTH = 1.02
 """Another backend than the chosen one has to be predicted this many times as fast: more than a tie. The chosen one is
 the best of the whole workload, which says little of a step that is unlike it. On 262 held-out workloads of an H200
-(tests/bench/bench_dispatch.py) steps cost 1.014 times the best backend's time with this, 1.017 with 1.08."""
+(research/bench_dispatch.py) steps cost 1.014 times the best backend's time with this, 1.017 with 1.08."""
 
 Names = tuple[str | None, str | None]
 """The backend of a step's prefills and that of its decodes; None where the group has none."""

@@ -87,6 +87,11 @@ class Timing:
         }
 
 
+def us_figure(time_us: float) -> str:
+    """Return microseconds in three digits."""
+    return f"{time_us:.3g}" if time_us < 1000 else f"{time_us:.0f}"
+
+
 def strongest_first(series: Mapping[Series, int]) -> list[Series]:
     """Order series by trust: by kind, graphs before eager launches, then by how many candidates each times."""
 

@@ -1,0 +1,414 @@
+"""``attn-select bench``: the time of every valid backend of a model's layers on this device, side by side."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attn_select_cli.layer_options import bench_options
+
+if TYPE_CHECKING:
+    from attn_select.times.workload import WeightedShape, Workload
+    from attn_select_cli.explanation import Explanation, LayerExplanation
+    from attn_select_cli.table import Block
+    from attn_select_measure.benching import Bench, Rates, Timed, TimedBatch
+
+EPILOG = """\b
+Examples:
+  attn-select bench --model llama-3-8b
+  attn-select bench --model deepseek-v3 --tensor-parallel 8 --workload 64q1s4k
+  attn-select bench --model gpt-oss-120b --workload long-context --backend TRITON_ATTN --backend FLASH_ATTN
+  attn-select bench --num-heads 32 --num-kv-heads 8 --head-size 128 --workload '64q1s4k*0.8,1q2k*0.2' --json
+  attn-select bench --model llama-3-8b --output h100.jsonl --plot h100.svg
+  torchrun --nproc-per-node 2 --no-python attn-select bench --model llama-3-8b --dcp 2 --workload 1q1s128k
+
+A batch is written as requests, q and new tokens, s and all tokens: 64q1s4k is 64 requests that decode one token each
+over 4096. A time is that of one layer, its write of the cache included: the median of rounds in which the backends take
+turns, on a cold L2 cache. `behind` compares with the fastest. `roofline` is the share of the speed that the device's
+measured copy and matmul rates allow. `error` is relative to float64. Times are kept in the user's cache folder, where
+decisions with a workload find them, or in the file of --output. With --dcp N torchrun starts N processes, one for each
+GPU, that share each request's cache: a time is the slowest one's.
+
+Exit code: 0 every batch has a time, 1 one has none or an error is above its bound, 2 wrong input, 130 interrupted.
+"""
+
+
+class Seconds(click.FloatRange):
+    """A range that ``nan``, which is less than nothing and no more than anything, does not pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return seconds
+
+
+@click.command("bench", epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
+@bench_options
+@click.option("--layer", metavar="KIND", help="Time only this kind of the model's layers [default: each].")
+@click.option(
+    "--workload",
+    "-w",
+    default="chat",
+    show_default=True,
+    metavar="SHAPES|PROFILE|FILE",
+    help="Batches: 64q1s4k*0.8,1q2k*0.2, or chat, long-context, offline, speculative, agent, or a TOML file.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Rounds per batch.")
+@click.option(
+    "--seconds",
+    type=Seconds(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds of timing in all; preparing and compiling come on top.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Append the times to this file instead.",
+)
+@click.option("--no-save", is_flag=True, help="Keep no times.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw the times as a chart too."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
+def command(
+    layer: str | None,
+    workload: str,
+    rounds: int,
+    seconds: float,
+    output: Path | None,
+    no_save: bool,
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Time every valid backend of a model's layers on this device over a workload, side by side."""
+    from attn_select.errors import UnknownNameError
+    from attn_select.times.store import append_measurements
+    from attn_select.times.workload import parse_workload
+    from attn_select_cli.explanation import build_explanation
+    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.run import chosen_layers
+
+    if output is not None and no_save:
+        raise click.UsageError("--output and --no-save contradict each other")
+    check_output(output)
+    if plot is not None:
+        _check_plot(plot)
+    wanted, asked = parse_workload(workload), tuple(options["backend"])
+    explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
+    for name in asked:
+        if name not in explanation.situation.names:
+            raise UnknownNameError("backend", name, explanation.situation.names)
+    benching = benching_module()
+    rules = tuple(options["rules"]) or None
+    with benching.joined_ranks() as ranks, progress(ranks is None or ranks.rank == 0) as (say, expect):
+        bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
+        first = ranks is None or ranks.rank == 0
+        file = output or times_file(bench) if first and not no_save else None
+        layers = [
+            LayerBench(one, None if layer is not None else benching.untimed(one.selection.config, ranks))
+            for one in chosen_layers(explanation.layers, layer)
+        ]
+        todo = []
+        for each in layers:
+            config = each.layer.selection.config
+            for shape in wanted.shapes if each.not_run is None else ():
+                benching.check_runnable(config, shape.batch, ranks)
+                todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
+        expect(sum(3 * len(candidates) + 1 for _, _, candidates in todo))
+        complete, kept = True, False
+        for done, (each, shape, candidates) in enumerate(todo):
+            found = bench.measure(each.layer.selection.config, shape.batch, candidates, seconds / (len(todo) - done))
+            seconds = max(0.0, seconds - found.seconds)
+            each.batches.append((shape, found))
+            if file is not None and (new := bench.measurements(each.layer.selection.config, found)):
+                append_measurements(file, new)
+                kept = True
+            if not found.complete:
+                complete = False
+                break
+    outcome = Outcome(explanation, bench.rates, wanted, layers, file if kept else None, complete)
+    if first and plot is not None:
+        _draw(outcome, plot)
+    if first:
+        print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
+    return 130 if not complete else 0 if outcome.ok else 1
+
+
+def benching_module() -> Any:
+    """Import what measures, which needs torch and numpy."""
+    from attn_select.errors import RuntimeMissingError
+    from attn_select.machine.amx import avoid_trapping_amx
+
+    avoid_trapping_amx()
+    try:
+        from attn_select_measure import benching
+    except ImportError as error:
+        if error.name not in ("numpy", "torch"):
+            raise
+        raise RuntimeMissingError(
+            f"timing a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
+        ) from None
+    return benching
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse to append times to a file of something else, or to one that cannot be written.
+
+    Raises:
+        BadParameter: its folder takes no files.
+        MeasurementError: the file has lines, and none is a measurement.
+    """
+    from attn_select.errors import MeasurementError
+    from attn_select.times.store import MeasurementFile, read_measurements
+    from attn_select_cli.output import require_writable
+
+    if path is not None:
+        require_writable(path, "--output")
+    if path is not None and path.is_file():
+        found = read_measurements([MeasurementFile("named", path)])
+        if found.problems and not found.measurements:
+            raise MeasurementError(f"--output = {str(path)!r}: no line of it is a measurement", hint="name a new file")
+
+
+def times_file(bench: Bench) -> Path:
+    from attn_select.errors import MeasurementError
+    from attn_select.times.store import default_file
+
+    found = default_file(bench.gpu)
+    if found is None:
+        raise MeasurementError("there is no home directory to keep times in", hint="use --output FILE or --no-save")
+    return found
+
+
+@contextmanager
+def progress(shown: bool = True) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+    """Show a bar with the time left on a terminal's stderr; give what says the next step, and what says how many."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda text: None, lambda steps: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+
+        def say(text: str) -> None:
+            progress.update(task, description=text, advance=1)
+
+        yield say, lambda steps: progress.update(task, total=steps, completed=0)
+
+
+@dataclass(slots=True)
+class LayerBench:
+    """One layer kind with its batches, or why it is not run."""
+
+    layer: LayerExplanation
+    not_run: str | None
+    batches: list[tuple[WeightedShape, TimedBatch]] = field(default_factory=list)
+
+    def totals(self, phase: str) -> list[tuple[str, float]]:
+        """Return the workload's time by backend over the shapes of a phase, microseconds, the fastest first.
+
+        A backend that has no time on one of them is left out.
+        """
+        config = self.layer.selection.config
+        longest = 1 + config.num_speculative_tokens
+        mine = [pair for pair in self.batches if pair[0].batch.is_decode(longest) is (phase == "decode")]
+        sums: dict[str, list[float]] = {}
+        for shape, found in mine:
+            for timed in found.timed:
+                if timed.failure is None:
+                    sums.setdefault(timed.backend, []).append(shape.weight * timed.time_us)
+        whole = [(name, sum(times)) for name, times in sums.items() if len(times) == len(mine)]
+        return sorted(whole, key=lambda pair: pair[1])
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that was measured, as text and as JSON."""
+
+    explanation: Explanation
+    rates: Rates
+    workload: Workload
+    layers: list[LayerBench]
+    file: Path | None
+    complete: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether every batch has a time, and no error is above its bound."""
+        batches = [found for each in self.layers for _, found in each.batches]
+        times = [[timed for timed in found.timed if timed.failure is None] for found in batches]
+        return bool(batches) and all(times) and all(timed.exact for found in times for timed in found)
+
+    def lines(self) -> list[Block]:
+        """Return the tables."""
+        from attn_select.decide.text import HANG, warning_lines
+
+        rates = f"copy {self.rates.copy / 1e9:.4g} GB/s, matmul {self.rates.matmul / 1e12:.3g} TFLOP/s"
+        lines: list[Block] = [*self.explanation.head_lines()]
+        lines += [[("Measured   ", "dim"), HANG, (rates, "")], [("Workload   ", "dim"), HANG, (str(self.workload), "")]]
+        for each in self.layers:
+            lines += [[], *self._layer_lines(each)]
+        if self.file is not None:
+            lines += [[], [("Saved      ", "dim"), HANG, (str(self.file), "")]]
+        if not self.complete:
+            lines.append([("interrupted: what was measured until then is shown", "warning")])
+        return [*lines, *warning_lines(self.explanation.all_warnings)]
+
+    def _layer_lines(self, each: LayerBench) -> list[Block]:
+        from attn_select.decide.text import HANG, config_text
+        from attn_select_cli.table import Table
+
+        layer = each.layer
+        title = f"{layer.kind} × {layer.count}  "
+        lines: list[Block] = [[(title, "title"), HANG, (config_text(layer.selection.config), "")]]
+        if each.not_run is not None:
+            return [*lines, [("  not timed: ", "warning"), (each.not_run, "")]]
+        for shape, found in each.batches:
+            told = f"{shape.weight:.0%} of the steps"
+            if found.roofline_us is not None:
+                told += f", roofline {_us(found.roofline_us)} us"
+            lines += [[], [(f"  {found.batch}  ", "title"), (told, "dim")]]
+            timed = [one for one in found.timed if one.failure is None]
+            if timed:
+                header = ["  backend", "kernel", "us", "quartiles", "behind", "roofline", "error", "rounds"]
+                lines.append(Table(header, [_row(one, found, timed[0]) for one in timed]))
+            failed = [one for one in found.timed if one.failure is not None]
+            lines += [[(f"  {one.backend}: ", ""), HANG, (one.failure or "", "rejected")] for one in failed]
+            if not found.timed:
+                lines.append([("  no backend is valid here", "rejected"), ("; `attn-select explain` says why", "")])
+            lines += [
+                [(f"  {one.backend} was not compared: ", "dim"), HANG, (one.unchecked, "dim")]
+                for one in timed
+                if one.unchecked
+            ]
+            eager = [one for one in timed if one.why_eager]
+            lines += [[(f"  {one.backend} is eager: ", "dim"), HANG, (one.why_eager or "", "dim")] for one in eager]
+        if len(each.batches) > 1:
+            lines.append([])
+            for phase in layer.selection.config.phases:
+                if totals := each.totals(phase):
+                    text = ", ".join(f"{name} {_us(total)} us" for name, total in totals)
+                    lines.append([(f"  weighted, {phase:<7}  ", "title"), HANG, (text, "")])
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document; ``docs/json.md`` documents it."""
+        return {
+            "schema_version": 1,
+            "model": self.explanation.model,
+            "device": self.explanation.device.to_dict(),
+            "rates": {"copy_bytes_per_s": self.rates.copy, "matmul_flops": self.rates.matmul},
+            "workload": {
+                "name": self.workload.name,
+                "shapes": [{"batch": str(shape.batch), "weight": shape.weight} for shape in self.workload.shapes],
+            },
+            "layers": [
+                {
+                    "kind": each.layer.kind,
+                    "count": each.layer.count,
+                    "config": each.layer.selection.config.model_dump(),
+                    "not_run": each.not_run,
+                    "batches": [_batch_dict(found) for _, found in each.batches],
+                }
+                for each in self.layers
+            ],
+            "file": None if self.file is None else str(self.file),
+            "complete": self.complete,
+            "ok": self.ok,
+            "warnings": self.explanation.all_warnings,
+        }
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse, before anything is measured, a chart that could not be written."""
+    from attn_select_cli.output import require_folder
+    from attn_select_measure.libraries import require_libraries
+
+    require_libraries("--plot", "matplotlib")
+    if path.suffix != ".svg":
+        raise click.BadParameter(f"{path}: a chart is an SVG file, such as times.svg", param_hint="--plot")
+    require_folder(path, "--plot")
+
+
+def _draw(outcome: Outcome, path: Path) -> None:
+    """Write the chart of all times, one bar for each backend; nothing where nothing was timed."""
+    from attn_select_measure.charts import Bar, bars
+
+    drawn: list[Bar] = []
+    colours: dict[str, int] = {}
+    for each in outcome.layers:
+        for _, found in each.batches:
+            group = f"{each.layer.kind} {found.batch}"
+            if found.roofline_us is not None:
+                group += f", roofline {_us(found.roofline_us)} us"
+            drawn += [
+                Bar(one.backend, one.time_us, one.spread_us, colours.setdefault(one.backend, len(colours)), group)
+                for one in found.timed
+                if one.failure is None
+            ]
+    if drawn:
+        device = outcome.explanation.device
+        path.write_text(bars(drawn, "time of one layer's step (us)", title=device.full_name or device.name), "utf-8")
+
+
+def _us(time_us: float) -> str:
+    return f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
+
+
+def _row(timed: Timed, found: TimedBatch, best: Timed) -> list[str]:
+    kernels = dict.fromkeys(timed.kernel.values())
+    share = timed.share_of(found.roofline_us)
+    error = "not compared" if timed.error is None else f"{timed.error:.1e}{'' if timed.exact else ' ABOVE'}"
+    low, high = timed.spread_us
+    return [
+        f"  {timed.backend}",
+        " + ".join(kernels),
+        _us(timed.time_us),
+        f"{_us(low)} to {_us(high)}",
+        "" if timed is best else f"{timed.time_us / best.time_us - 1:.1%}",
+        "" if share is None else f"{share:.0%}",
+        error,
+        f"{len(timed.samples_us)}{', eager' if timed.method == 'eager' else ''}",
+    ]
+
+
+def _batch_dict(found: TimedBatch) -> dict[str, Any]:
+    return {
+        "batch": str(found.batch),
+        "roofline_us": found.roofline_us,
+        "complete": found.complete,
+        "backends": [
+            {
+                "backend": timed.backend,
+                "kernel": dict(timed.kernel),
+                "block_size": timed.block_size,
+                "time_us": None if timed.failure else timed.time_us,
+                "spread_us": None if timed.failure else list(timed.spread_us),
+                "rounds": len(timed.samples_us),
+                "method": timed.method,
+                "why_eager": timed.why_eager,
+                "first_call_s": timed.first_call_s,
+                "roofline_share": timed.share_of(found.roofline_us),
+                "error": timed.error,
+                "unchecked": timed.unchecked,
+                "error_bound": timed.bound,
+                "failure": timed.failure,
+            }
+            for timed in found.timed
+        ],
+    }

@@ -1,0 +1,417 @@
+"""``attn-select bench`` on a CPU: what it times, prints and keeps, and what happens when something stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="timing a layer needs torch")
+
+from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
+from attn_select.times import store
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.store import MeasurementFile, read_measurements
+from attn_select.times.timed_layer import timed_layer
+from attn_select_measure import benching, host_memory
+from attn_select_torch.runtime import sdpa
+
+pytestmark = [
+    pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
+    pytest.mark.usefixtures("known_machine"),
+]
+
+LAYER = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32")
+MLA = ("--mla", "--num-heads", "2", "--kv-lora-rank", "32", "--qk-rope-head-dim", "16", "--qk-nope-head-dim", "16")
+CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32)
+QUICK = ("--rounds", "2", "--backend", "TORCH_SDPA")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's folder of measurements."""
+    monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_every_valid_backend_is_timed_and_compared(run: Any, folder: Path) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40*0.75,1q16_2q1s30*0.25", "--rounds", "3", "--json")
+    assert result.code == 0
+    data = result.json
+    assert data["ok"]
+    assert data["complete"]
+    assert data["workload"]["shapes"] == [
+        {"batch": "2q1s40", "weight": 0.75},
+        {"batch": "q16_2q1s30", "weight": 0.25},
+    ]
+    (layer,) = data["layers"]
+    decode, mixed = layer["batches"]
+    assert {each["backend"] for each in decode["backends"]} == {"TORCH_SDPA", "FLEX_ATTENTION"}
+    assert {phase for each in mixed["backends"] for phase in each["kernel"]} == {"prefill", "decode"}
+    for batch in layer["batches"]:
+        assert batch["roofline_us"] > 0
+        assert [each["time_us"] for each in batch["backends"]] == sorted(each["time_us"] for each in batch["backends"])
+        for each in batch["backends"]:
+            assert each["failure"] is None
+            assert each["method"] == "eager"
+            assert each["rounds"] == 3
+            assert each["spread_us"][0] <= each["time_us"] <= each["spread_us"][1]
+            assert 0 < each["error"] <= each["error_bound"]
+            assert each["roofline_share"] == pytest.approx(batch["roofline_us"] / each["time_us"])
+
+
+def test_times_are_kept_where_decisions_find_them(run: Any, folder: Path) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
+    (path,) = folder.iterdir()
+    assert f"Saved      {path}" in result.out
+    (found,) = read_measurements([MeasurementFile("user", path)]).measurements
+    measurement = found.measurement
+    assert measurement.backend == "TORCH_SDPA"
+    assert measurement.kernel == {"decode": "torch-sdpa"}
+    assert measurement.config == timed_layer(CONFIG).to_dict()
+    assert (measurement.batch, measurement.rounds, measurement.method) == ("2q1s40", 2, "eager")
+    assert measurement.libraries["torch"] == benching.torch.__version__
+    assert "attn-select-torch" in measurement.libraries
+    assert measurement.error is not None
+
+
+def test_times_go_into_a_named_file_or_nowhere(run: Any, folder: Path, tmp_path: Path) -> None:
+    run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", str(tmp_path / "here.jsonl"))
+    run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", str(tmp_path / "here.jsonl"))
+    assert len((tmp_path / "here.jsonl").read_text().splitlines()) == 2
+    assert "Saved" not in run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save").out
+    assert not folder.exists()
+    wrong = run("bench", *LAYER, "--no-save", "--output", "x.jsonl")
+    assert wrong.code == 2
+    assert "contradict" in wrong.err
+    (tmp_path / "notes.txt").write_text("to do\n")
+    other = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", "notes.txt")
+    assert other.code == 2
+    assert "--output = 'notes.txt': no line of it is a measurement" in other.err
+    assert (tmp_path / "notes.txt").read_text() == "to do\n"
+    below = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", "notes.txt/x.jsonl")
+    assert below.code == 2
+    assert "notes.txt takes no files" in below.err
+
+
+@pytest.mark.parametrize(
+    ("layer", "workload", "kernels"),
+    [
+        (("--kv-cache-dtype", "fp8"), "2q1s20,q9s20", ["decode", "prefill"]),
+        (("--sliding-window", "9", "--sinks"), "2q1s20", ["decode"]),
+        (("--alibi", "--soft-cap", "30", "--dtype", "float32"), "q20", ["prefill"]),
+        (("--speculative-tokens", "3"), "2q4s20", ["decode"]),
+        (("--attn-type", "encoder_only"), "2q20", ["prefill"]),
+        (("--block-size", "32", "--v-head-size", "16"), "q5s70", ["prefill"]),
+    ],
+)
+def test_every_kind_of_layer_is_right(
+    run: Any, layer: tuple[str, ...], workload: str, kernels: list[str], folder: Path
+) -> None:
+    data = run("bench", *LAYER, *layer, "--workload", workload, *QUICK, "--json").json
+    assert data["ok"], data
+    batches = data["layers"][0]["batches"]
+    assert [each["kernel"].keys() for batch in batches for each in batch["backends"]] == [{name} for name in kernels]
+    assert all(each["error"] > 0 for batch in batches for each in batch["backends"])
+
+
+def test_what_does_not_fit_in_memory_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = "1q1s64k"  # 65536 tokens of 2 heads, 32 wide, twice in bfloat16: 16 MiB
+    monkeypatch.setattr(benching, "SPARE_HOST_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 30 << 20)
+    result = run("bench", *LAYER, "--workload", batch, *QUICK)
+    assert result.code == 1
+    assert "the batch's cache, a copy of it, and weights take 32 MiB for one layer" in result.out
+    assert "30 MiB of this machine's memory are free, and 1 MiB of it stay spare" in result.out
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 40 << 20)
+    result = run("bench", *LAYER, "--workload", batch, *QUICK)
+    assert "TORCH_SDPA was not compared: the oracle takes 128 MiB, and 40 MiB of this machine's memory" in result.out
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
+    assert host_memory.free_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    2000 kB\n")
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "current").write_text("5000\n")
+    assert host_memory.free_bytes() == 2000 * 1024
+    (tmp_path / "max").write_text("9000\n")
+    assert host_memory.free_bytes() == 4000
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_mla_is_timed_by_both_of_its_paths(run: Any, dtype: str) -> None:
+    workload = "2q1s40,2q9s40_q1s30,q20"
+    data = run("bench", *MLA, "--kv-cache-dtype", dtype, "--workload", workload, "--rounds", "2", "--json").json
+    assert data["ok"], data
+    kernels = [batch["backends"][0]["kernel"] for batch in data["layers"][0]["batches"]]
+    assert [set(kernel) for kernel in kernels] == [{"decode"}, {"prefill", "decode"}, {"prefill"}]
+
+
+def test_a_model_names_its_layers_and_leaves_out_what_cannot_be_run_alone(run: Any, tmp_path: Path) -> None:
+    sparse = (*MLA, "--sparse-top-k", "16", "--workload", "2q1s40", "--no-save")
+    result = run("bench", *sparse)
+    assert result.code == 1
+    assert "not timed: sparse MLA needs an indexer's choice of tokens" in result.out
+    kind = run("bench", *sparse, "--json").json["layers"][0]["kind"]
+    result = run("bench", *sparse, "--layer", kind)
+    assert result.code == 2
+    assert "cannot be timed alone" in result.err
+
+
+def test_an_encoder_has_no_context(run: Any) -> None:
+    result = run("bench", *LAYER, "--attn-type", "encoder_only", "--workload", "2q1s40")
+    assert result.code == 2
+    assert "attends to the new tokens alone" in result.err
+
+
+def test_a_backend_that_is_not_valid_says_why(run: Any) -> None:
+    options = ("--workload", "2q1s40", "--rounds", "1", "--no-save")
+    result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTN", "--backend", "TORCH_SDPA")
+    assert result.code == 0
+    assert "FLASH_ATTN: not valid for decode: device cpu" in result.out
+    result = run("bench", *LAYER, "--workload", "2q1s40", "--rounds", "1", "--backend", "FLASH_ATTN")
+    assert result.code == 1
+    assert "Saved" not in result.out
+    result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTEN")
+    assert result.code == 2
+    assert "did you mean FLASH_ATTN" in result.err
+
+
+def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the kernel is broken\nand says more")
+
+    monkeypatch.setattr(sdpa.SDPAImpl, "forward", broken)
+    result = run("bench", *LAYER, "--workload", "2q1s40", "--rounds", "2")
+    assert result.code == 0
+    assert "TORCH_SDPA: RuntimeError: the kernel is broken\n" in result.out
+    assert "FLEX_ATTENTION  flex-cpp" in result.out
+    (path,) = folder.iterdir()
+    assert [json.loads(line)["backend"] for line in path.read_text().splitlines()] == ["FLEX_ATTENTION"]
+
+
+def test_an_error_above_its_bound_is_marked(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benching.LayerStep, "error", lambda self: 0.5)
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 1
+    assert "5.0e-01 ABOVE" in result.out
+
+
+def test_a_result_that_cannot_be_compared_says_why(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(self: Any) -> float:
+        raise benching.torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(benching.LayerStep, "error", too_large)
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 0
+    assert "TORCH_SDPA was not compared: OutOfMemoryError: no memory" in result.out
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and the tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_keeps_what_was_measured(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = benching.timed_rounds
+
+    def interrupted(*arguments: Any) -> Iterator[Any]:
+        for number, found in enumerate(rounds(*arguments)):
+            if number == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield found
+
+    monkeypatch.setattr(benching, "timed_rounds", interrupted)
+    options = ("--workload", "2q1s40,q16", "--rounds", "50", "--backend", "TORCH_SDPA")
+    result = run("bench", *LAYER, *options)
+    assert result.code == 130
+    assert "interrupted" in result.out
+    assert "2q1s40" in result.out
+    assert "torch-sdpa" in result.out
+    (path,) = folder.iterdir()
+    (line,) = path.read_text().splitlines()
+    assert 3 <= json.loads(line)["rounds"] < 50
+    data = run("bench", *LAYER, *options, "--json").json
+    assert not data["complete"]
+    assert len(data["layers"][0]["batches"]) == 1
+
+
+def test_time_is_bounded_behind_the_third_round(run: Any) -> None:
+    options = ("--workload", "2q1s40", "--rounds", "1000", "--seconds", "1e-9", "--backend", "TORCH_SDPA")
+    data = run("bench", *LAYER, *options, "--no-save", "--json").json
+    assert data["layers"][0]["batches"][0]["backends"][0]["rounds"] == benching.LEAST_ROUNDS
+
+
+def test_layers_of_more_ranks_than_processes_are_not_timed(run: Any) -> None:
+    result = run("bench", *LAYER, "--dcp", "2", "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 1
+    text = "not timed: its cache lies on 2 ranks (--dcp 2), but 1 process was started: see torchrun"
+    assert text in " ".join(result.out.split())
+    config = CONFIG.model_copy(update={"decode_context_parallel_size": 2})
+    with pytest.raises(ConfigError, match="this layer cannot be timed alone: its cache lies on 2 ranks"):
+        benching.check_runnable(config, parse_batch_shape("2q1s40"))
+
+
+def test_a_workload_is_summed_by_phase(run: Any) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40*3,2q1s20", *QUICK, "--no-save")
+    assert "weighted, decode" in result.out
+    assert "weighted, prefill" not in result.out
+
+
+def test_a_terminal_shows_progress(run_on_terminal: Any) -> None:
+    result = run_on_terminal(100, "bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    assert result.code == 0
+    assert "measuring the device's copy and matmul rates" in result.out
+    assert "measuring" not in run_on_terminal(100, "bench", "--help").out
+    assert "torch-sdpa" in result.out
+
+
+def test_candidates_of_a_decode_are_made_for_decode_alone_where_prefill_is_not_theirs() -> None:
+    """On an assumed GPU: FLASHMLA decodes and does not prefill, so mixed batches are not its."""
+    bench = object.__new__(benching.Bench)
+    bench.device, bench.rules, bench.environment = lookup("h100"), None, None
+    config = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    decode = {each.name: each for each in bench.candidates(config, parse_batch_shape("4q1s1k"))}
+    assert decode["FLASHMLA"].phases == ("decode",)
+    assert decode["FLASH_ATTN_MLA"].phases is None
+    assert "CUTLASS_MLA" not in decode
+    mixed = {each.name: each for each in bench.candidates(config, parse_batch_shape("q512_4q1s1k"))}
+    assert str(mixed["FLASHMLA"].failure).startswith("not valid for prefill: ")
+    assert mixed["FLASH_ATTN_MLA"].failure is None
+    prefill = {each.name: each for each in bench.candidates(config, parse_batch_shape("q512"))}
+    assert "FLASHMLA" not in prefill
+
+
+class FakeGraph:
+    """Replays what was captured by calling it again."""
+
+    def __init__(self, calls: Sequence[Any]) -> None:
+        self.calls = weakref.WeakSet(calls)
+        self.count = len(calls)
+        self.caches = {call.args[3].data_ptr() for call in calls}
+        self.last = weakref.ref(calls[-1])
+
+    def replay(self) -> None:
+        last = self.last()
+        assert last is not None, "the graph reads metadata that nobody owns any more"
+        last()
+
+
+@pytest.fixture
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A bench that takes the CPU for a GPU of 16 GiB with an L2 of 1 MiB, whose copies reach 1 TB/s."""
+    bench: Any = benching.Bench(rounds=2)
+    bench.on_gpu, bench.rates = True, benching.Rates(1e12, 1e14)
+    cuda = benching.torch.cuda
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: (16 << 30, 16 << 30))
+    monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 20))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(cuda, name, lambda *_: None)
+    bench.graphs = []
+
+    def captured(calls: Sequence[Any]) -> FakeGraph:
+        bench.graphs.append(FakeGraph(calls))
+        return bench.graphs[-1]
+
+    monkeypatch.setattr(benching, "captured", captured)
+    return bench
+
+
+def timed_by(bench: Any, config: AttentionConfig, text: str, backend: str) -> benching.Timed:
+    batch = parse_batch_shape(text)
+    (timed,) = bench.measure(config, batch, bench.candidates(config, batch, [backend])).timed
+    return timed
+
+
+@pytest.mark.parametrize("text", ["q512", "2q128s256"])
+def test_a_graph_runs_as_many_layers_as_keep_l2_cold(gpu_bench: Any, text: str) -> None:
+    config = AttentionConfig(num_heads=2, num_kv_heads=1, head_size=32)
+    batch = parse_batch_shape(text)
+    found = gpu_bench.measure(config, batch, gpu_bench.candidates(config, batch, ["TORCH_SDPA"]))
+    (timed,), (graph,) = found.timed, gpu_bench.graphs
+    assert (timed.failure, timed.method) == (None, "graph")
+    assert timed.error is not None
+    assert timed.exact
+    cache = 512 * 2 * 32 * 2
+    assert (len(graph.caches) - 1) * cache >= 3 << 20
+    assert (len(graph.caches) - 2) * cache < 3 << 20
+    assert graph.count % len(graph.caches) == 0
+    wanted = min(benching.MOST_LAYERS, round(benching.LEAST_US / found.roofline_us))
+    assert wanted <= graph.count < wanted + len(graph.caches)
+
+
+def test_long_steps_are_few(gpu_bench: Any) -> None:
+    gpu_bench.rates = benching.Rates(1e9, 1e14)
+    timed = timed_by(gpu_bench, CONFIG, "q4096", "TORCH_SDPA")
+    assert timed.failure is None
+    (graph,) = gpu_bench.graphs
+    assert 1 <= graph.count < 10
+
+
+def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
+    assert (timed.method, timed.why_eager) == ("eager", "its plan supports no CUDA graphs")
+    assert timed.samples_us
+
+    def refuse(calls: Sequence[Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(benching, "captured", refuse)
+    timed = timed_by(gpu_bench, CONFIG, "q40", "TORCH_SDPA")
+    assert timed.method == "eager"
+    assert timed.why_eager == "RuntimeError: operation not permitted when stream is capturing"
+    assert timed.samples_us
+
+
+def test_an_error_of_memory_without_words_has_some() -> None:
+    assert benching.failure_text(MemoryError()) == "not enough memory"
+
+
+def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benching.torch.cuda, "mem_get_info", lambda device: (4 << 30, 16 << 30))
+    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
+    assert timed.failure == (
+        "the batch's cache and weights take 24 KiB for one layer; 4 GiB of device memory are free, and 4 GiB of it "
+        "stay spare: take fewer or shorter requests"
+    )
+
+
+def test_the_times_are_drawn(run: Any, tmp_path: Path) -> None:
+    result = run("bench", *LAYER, "--workload", "2q1s40*0.5,q16*0.5", *QUICK, "--no-save", "--plot", "times.svg")
+    assert result.code == 0
+    drawn = (tmp_path / "times.svg").read_text()
+    assert drawn.count(">TORCH_SDPA<") == 2
+    assert "2q1s40" in drawn
+    assert "q16" in drawn
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("times.png", "times.png: a chart is an SVG file, such as times.svg"), ("no/t.svg", "there is no folder no")],
+)
+def test_a_chart_that_cannot_be_written_is_refused_before_anything_is_measured(run: Any, file: str, said: str) -> None:
+    result = run("bench", *LAYER, *QUICK, "--plot", file)
+    assert result.code == 2
+    assert said in result.err
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_seconds_are_a_number(run: Any, command: str) -> None:
+    result = run(command, *LAYER, "--seconds", "nan")
+    assert result.code == 2
+    assert "Invalid value for '--seconds': 'nan' is not a number" in result.err

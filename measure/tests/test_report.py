@@ -1,0 +1,216 @@
+"""``attn-select report``: what its page holds. ``tests/browser`` opens it in a browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from attn_select.times import store
+from attn_select.times.measurement import Measurement
+from attn_select_measure import charts
+
+PACKAGED = store.PACKAGED_FOLDER / "nvidia-h200.jsonl"
+PAIR = ("--model", "llama-3-8b", "--model", "gpt-oss-20b", "--gpu", "h100", "--gpu", "h200")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "cache")
+    monkeypatch.delenv("ATTN_SELECT_MEASUREMENTS", raising=False)
+
+
+def opened(page: str) -> dict[str, str]:
+    """Return what each key of a cell opens."""
+    match = re.search(r'id="pieces">([^<]*)<', page)
+    assert match is not None
+    packed = json.loads(gzip.decompress(base64.b64decode(match[1])))
+    return {key: "".join(packed["parts"][piece] for piece in pieces) for key, pieces in packed["cells"].items()}
+
+
+def written(run: Any, *arguments: str) -> str:
+    result = run("report", *arguments)
+    assert result.code == 0, result.err
+    return Path("attn-select-report.html").read_text()
+
+
+def test_every_cell_opens_its_explanation(run: Any) -> None:
+    page = written(run, *PAIR, "--workload", "chat")
+    found = opened(page)
+    keys = re.findall(r'data-cell="([^"]+)"', page)
+    assert set(keys) == set(found)
+    assert len(keys) == 6  # gpt-oss has two kinds of layers
+    text = found["gpt-oss-20b h200"]
+    explained = run("explain", "--model", "gpt-oss-20b", "--gpu", "h200", "--workload", "chat", "--json").json
+    for layer in explained["layers"]:
+        assert f"{layer['kind']} × {layer['count']}" in text
+        assert layer["plan"]["kv_layout"] in text
+        for candidate in layer["candidates"]:
+            assert candidate["backend"] in text
+        for rule in layer["rules"]:
+            assert f"{rule['name']}</strong>" in text
+            assert f":{rule['line']}</code>" in text
+    assert "128 query heads" not in text
+    assert "± " in text
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(run: Any) -> None:
+    page = written(run, *PAIR)
+    assert len(page.encode()) < 3e6
+    addresses = set(re.findall(r"https?://[^\"'<> ]+", page))
+    assert all("www.w3.org" in address for address in addresses)  # names of XML, which nothing fetches
+    assert not re.search(r"<(link|img|iframe)\b|\bsrc=|@import|url\((?!#)", page)
+    assert "default-src 'none'" in page
+
+
+def test_times_of_the_layers_asked_for_are_drawn(run: Any) -> None:
+    page = written(run, *PAIR)
+    assert "llama-3-8b full_attention, NVIDIA H200" in page
+    assert "gpt-oss-20b sliding_attention, NVIDIA H200" in page
+    assert "deepseek" not in page
+    assert "Regret per workload" in page
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(chart.replace("xlink:href", "href"))
+    names = re.findall(r'\bid="([^"]+)"', page)
+    assert len(names) == len(set(names))
+
+
+def test_without_known_times_the_page_says_what_measures_them(run: Any) -> None:
+    page = written(run, "--model", "llama-3-8b", "--gpu", "a100")
+    assert "<svg" not in page
+    assert "No times are known for these layers on these GPUs: `attn-select bench` measures them." in page
+
+
+def test_a_file_of_measurements_alone(run: Any, tmp_path: Path) -> None:
+    lines = [line for line in PACKAGED.read_text().splitlines() if '"num_kv_heads":8,"head_size":128}' in line]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    page = written(run, "--measurements", "mine.jsonl")
+    (text,) = opened(page).values()
+    assert "32 query heads, 8 KV heads, head size 128" in text
+    assert "Of the measurements in mine.jsonl." in page
+    assert "Decode, " in page
+    assert "Share of the roofline" in page
+
+
+def test_scaling_over_ranks(run: Any, tmp_path: Path) -> None:
+    """Two ranks hold half the query heads each, all KV heads, and half of each request's keys."""
+    whole = {"num_heads": 64, "num_kv_heads": 8, "head_size": 128}
+    half = {**whole, "num_heads": 32, "decode_context_parallel_size": 2}
+    times = [(whole, "1q1s1024k", 800), (half, "1q1s1024k", 500), (whole, "4q1s1024k", 3200), (half, "4q1s1024k", 1600)]
+    times.append((half, "32q1s128k", 1700))  # nothing to compare it with
+    found = [
+        Measurement(
+            gpu="NVIDIA H200", compute_capability="9.0", backend="FLASH_ATTN", kernel={"decode": "fa3"}, config=config,
+            batch=batch, time_us=time_us, method="graph", date="2026-11-22T21:00:00+00:00",
+        )
+        for config, batch, time_us in times
+    ]  # fmt: skip
+    (tmp_path / "ranks.jsonl").write_text("\n".join(line.to_line() for line in found))
+    page = written(run, "--measurements", "ranks.jsonl")
+    assert page.count("<h3") == 1  # one layer
+    assert "64 query heads, 8 KV heads, head size 128" in page
+    table = page.partition("Scaling over ranks")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tr>")[1:]]
+    assert rows == [
+        ["batch", "backend", "1 rank (us)", "2 ranks (us)", "efficiency of 2"],
+        ["q1s1024k", "FLASH_ATTN", "800", "500", "80%"],
+        ["4q1s1024k", "FLASH_ATTN", "3200", "1600", "100%"],
+    ]
+
+
+def test_a_matrix(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "matrix.json").write_text(run("matrix", *PAIR, "--json").out)
+    page = written(run, "--matrix", "matrix.json")
+    assert page.count("data-cell=") == 6
+    (text,) = {text for key, text in opened(page).items() if key == "llama-3-8b h100"}
+    assert "FLASH_ATTN" in text
+    assert "attn-select explain --model llama-3-8b --gpu h100" in text
+
+
+def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    result = run("report", "--output", "page.html")
+    assert result.code == 2
+    assert "Invalid value for --output: page.html cannot be written" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--matrix", "none.json"), "matrix = 'none.json': No such file or directory"),
+        (("--matrix", "bad.json"), "matrix = 'bad.json': cells: Field required"),
+        (("--matrix", "bad.json", "--gpu", "h100"), "--matrix shows what its file holds"),
+        (("--measurements", "bad.json"), "no measured time in it"),
+        (("--output", "bad.json"), "bad.json exists and is no report: --force replaces it"),
+        (("--output", "bad.json/where.html"), "bad.json takes no files"),
+        (("--model", "lama"), "lama"),
+    ],
+)
+def test_wrong_input(run: Any, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    (tmp_path / "bad.json").write_text('{"schema_version": 1}')
+    result = run("report", *arguments)
+    assert result.code == 2
+    assert said in result.err
+    assert (tmp_path / "bad.json").read_text() == '{"schema_version": 1}'
+    assert not (tmp_path / "attn-select-report.html").exists()
+
+
+def test_a_report_is_replaced_and_another_file_by_force_alone(run: Any, tmp_path: Path) -> None:
+    arguments = ("report", "--model", "bert-base", "--gpu", "a100", "--output", "page.html")
+    assert run(*arguments).code == 0
+    assert run(*arguments).code == 0
+    (tmp_path / "page.html").write_text("a diary")
+    assert run(*arguments).code == 2
+    assert run(*arguments, "--force").code == 0
+    assert "bert-base" in (tmp_path / "page.html").read_text()
+
+
+def test_what_is_missing_is_named_before_anything_is_decided(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_select_measure.libraries.find_spec", lambda name: None)
+    result = run("report")
+    assert result.code == 2
+    assert "a report needs jinja2, which is not installed" in result.err
+    assert "pip install 'attn-select-measure[report]'" in result.err
+
+
+def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> None:
+    cell = {"model": "<script>x</script>", "gpu": "h100", "kind": "a&b", "count": 1, "selected": {"decode": None}}
+    (tmp_path / "m.json").write_text(json.dumps({"schema_version": 1, "cells": [cell]}))
+    page = written(run, "--matrix", "m.json")
+    assert "<script>x" not in page
+    assert "&lt;script&gt;x" in page
+    assert all("<script>" not in text for text in opened(page).values())
+
+
+def test_a_chart_as_a_file_has_colours_of_its_own() -> None:
+    bar = charts.Bar("FLASH_ATTN", 12.5, (12.0, 13.0), 0, "64q1s4k")
+    drawn = charts.bars([bar], "time (us)", title="a title")
+    ElementTree.fromstring(drawn)
+    assert "FLASH_ATTN" in drawn
+    assert "12.5" in drawn
+    assert "a title" in drawn
+    assert charts.FILE.series[0] in drawn
+    assert drawn == charts.bars([bar], "time (us)", title="a title")
+
+
+def test_a_chart_in_a_page_has_the_pages_colours() -> None:
+    series = [charts.Line("TRITON_ATTN", [(1024, 10.0), (4096, 40.0)], 1), charts.Line("roofline", [(1024, 5.0)], None)]
+    drawn = charts.in_page(charts.lines(series, "tokens", "time (us)", theme=charts.PAGE), "c1", 'of <a> "test"')
+    assert drawn.startswith("<svg")
+    assert "var(--series-1)" in drawn
+    assert "#fa0" not in drawn
+    assert 'aria-label="of &lt;a> &quot;test&quot;"' in drawn
+    assert all(name.startswith("c1-") for name in re.findall(r'\bid="([^"]+)"', drawn))
+
+
+def test_missing_folders_are_made(run: Any, tmp_path: Path) -> None:
+    result = run("report", "--model", "bert-base", "--gpu", "t4", "--output", "some/where/page.html")
+    assert result.code == 0, result.err
+    assert (tmp_path / "some" / "where" / "page.html").stat().st_size > 10_000

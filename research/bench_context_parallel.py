@@ -1,0 +1,375 @@
+"""Context parallelism on the GPUs of one host: correctness, then times, each line written as it is known.
+
+torchrun --nproc-per-node 2 research/bench_context_parallel.py --out cp.jsonl conformance \\
+    plugins/flash_attn/tests/test_flash_attn_conformance.py:TestFlashAttn --layers 10
+torchrun --nproc-per-node 2 research/bench_context_parallel.py --out cp.jsonl decode
+torchrun --nproc-per-node 2 research/bench_context_parallel.py --out cp.jsonl merge
+
+``decode`` times one layer as a CUDA graph, on one GPU with all heads and the whole cache, and on all of them. ``merge``
+times the ways to merge beside the collectives that they are made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attn_select import AttentionConfig, Environment, select
+from attn_select.decide.selection import Selection
+from attn_select.machine.detection import detect_device
+from attn_select.machine.environment import parse_pins
+from attn_select.runtime import (
+    Attention,
+    Capacity,
+    CommonAttentionMetadata,
+    ContextParallel,
+    MLAAttention,
+    attention_group,
+)
+from attn_select.runtime.context_parallel.merging import Merger
+from attn_select.testing.rank_conformance import check_on_group
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.measurement import Measurement
+from attn_select.times.ranks import collectives_us
+from attn_select.times.store import append_measurements
+from attn_select.times.timed_layer import timed_layer
+
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LAYERS: dict[str, dict[str, Any]] = {
+    "gqa": {"num_heads": 64, "num_kv_heads": 8, "head_size": 128, "block_size": 64},
+    "mla": {"num_heads": 128, "block_size": 64, **MLA},
+    "mla16": {"num_heads": 16, "block_size": 64, **MLA},
+}
+"""All ranks' heads together."""
+TINY: dict[str, dict[str, Any]] = {
+    "gqa": {"num_heads": 16, "num_kv_heads": 2, "head_size": 32},
+    "mla": {"num_heads": 8, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+}
+BATCHES = ((1, 1 << 20), (4, 1 << 20), (32, 1 << 17))
+"""Requests, and tokens of each."""
+BACKENDS = {"gqa": ("FLASH_ATTN", "TRITON_ATTN"), "mla": ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA")}
+
+
+class Lines:
+    """Writes results, by rank 0; times of decodes also as measurements, for ``attn-select report --measurements``."""
+
+    def __init__(self, path: str | None, rank: int) -> None:
+        self.file = open(path, "a", encoding="utf-8") if path and rank == 0 else None  # noqa: SIM115  # kept open
+        self.measurements = Path(path).with_suffix(".measurements.jsonl") if path and rank == 0 else None
+        self.rank = rank
+
+    def write(self, **values: Any) -> None:
+        line = json.dumps(values)
+        if self.rank == 0:
+            print(line, flush=True)
+        if self.file is not None:
+            self.file.write(line + "\n")
+            self.file.flush()
+
+    def measured(self, selection: Selection, batch: tuple[int, int], time_us: float) -> None:
+        """Append one layer's step to the file of measurements; the config says how many ranks it was."""
+        if self.measurements is None:
+            return
+        detected, environment, plan = detect_device(), selection.environment, selection.plans["decode"]
+        spec = next(spec for spec in selection.backends.values() if spec and spec.name == selection.selected["decode"])
+        names = [each.distribution for group in spec.libraries for each in group if environment.has(each)]
+        shape = parse_batch_shape(f"{batch[0]}q1s{batch[1]}")
+        assert plan.kernel_name is not None
+        line = Measurement(
+            gpu=detected.device.full_name, compute_capability=detected.device.capability_text,
+            driver=detected.driver_version, libraries={name: str(environment.version(name)) for name in names},
+            backend=spec.name, kernel={"decode": plan.kernel_name}, config=timed_layer(selection.config).to_dict(),
+            block_size=selection.block_size, batch=str(shape), time_us=round(time_us, 3), rounds=5,
+            method="graph" if torch.cuda.is_available() else "eager",
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        append_measurements(self.measurements, [line])
+
+
+def suite_of(text: str) -> Any:
+    """Return a conformance suite, ``FILE:CLASS``."""
+    path, _, name = text.partition(":")
+    sys.path.insert(0, str(Path(path).parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)()
+
+
+def conformance(arguments: argparse.Namespace, lines: Lines) -> None:
+    for text in arguments.suites:
+        start = time.time()
+        suite = suite_of(text)
+        options = {
+            "cuda_graphs": torch.cuda.is_available(),
+            "fields": json.loads(arguments.fields),
+            "merge": arguments.merge,
+        }
+        wrong = check_on_group(suite, None, arguments.layers, **options)
+        lines.write(
+            kind="conformance", suite=text.rpartition(":")[2], backend=suite.spec.name, layers=arguments.layers,
+            failed=len(wrong), wrong=[each[:700] for each in wrong[:4]], seconds=round(time.time() - start, 1),
+        )  # fmt: skip
+
+
+def timed(step: Callable[[], Any], repeats: int = 20, rounds: int = 5, inside: int = 1) -> float:
+    """Return the time of a step in us: the median round of replays of its graph, the slowest rank's.
+
+    Args:
+        inside: steps that the graph holds.
+    """
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        step()
+        return 1e6 * (time.perf_counter() - begin)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inside):
+            step()
+    found = []
+    for _ in range(rounds):
+        graph.replay()
+        torch.cuda.synchronize()
+        dist.barrier()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        graph.replay()  # the ranks meet in its collectives
+        events[0].record()
+        for _ in range(repeats):
+            graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        found.append(1e3 * events[0].elapsed_time(events[1]) / repeats / inside)
+    median = torch.tensor(sorted(found)[rounds // 2], device="cuda")
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median)
+
+
+def batch_of(group: Any, requests: int, tokens: int) -> CommonAttentionMetadata:
+    """Return a decode whose requests have blocks of their own, in random order."""
+    device, per_request = group.device, -(-tokens // group.block_size)
+    draw = torch.Generator().manual_seed(0)
+    table = torch.randperm(requests * per_request, generator=draw).view(requests, per_request).int().to(device)
+    lens = torch.full((requests,), tokens, dtype=torch.int32)
+    slots = table[:, -1].long() * group.block_size + (tokens - 1) % group.block_size
+    bounds = torch.arange(requests + 1, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=bounds.to(device), query_start_loc_cpu=bounds, seq_lens=lens.to(device), seq_lens_cpu=lens,
+        num_reqs=requests, num_actual_tokens=requests, max_query_len=1, max_seq_len=tokens, block_table_tensor=table,
+        slot_mapping=slots, block_size=group.block_size, num_keys=requests * tokens,
+    )  # fmt: skip
+
+
+def layer_step(
+    config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any, pins: dict[str, str]
+) -> tuple[Any, Selection]:
+    """Return a step of one layer, and the selection that it runs."""
+    requests, tokens = batch
+    where = None if torch.cuda.is_available() else "cpu"
+    environment = Environment(pins=pins) if pins else None
+    choice = None if backend is None else {"decode": backend}
+    selection = select(config, where, backend=choice, environment=environment)
+    given: dict[str, Any] = {"cuda_graphs": torch.cuda.is_available(), "phases": ["decode"], "context_parallel": ranks}
+    group = attention_group(selection, None, Capacity(requests, requests, tokens), **given)
+    common = batch_of(group, requests, tokens)
+    cache = group.allocate_kv_cache(common.block_table_tensor.numel())  # type: ignore[union-attr]
+    cache.view(torch.uint8).fill_(60)  # 0.0115 in bfloat16
+    metadata = group.build_for_cudagraph_capture(common)
+    dtype, device, heads = torch.bfloat16, group.device, config.num_heads
+    if config.mla:
+        nope, rope, rank, width = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.kv_lora_rank,
+            config.v_head_dim,
+        )
+        weight = torch.randn(heads * (nope + width), rank, device=device, dtype=dtype) * 0.02  # type: ignore[operator]
+        layer: Any = MLAAttention(group, weight)
+        inputs = [
+            torch.randn(requests, *shape, device=device, dtype=dtype)
+            for shape in ((heads, nope + rope), (rank,), (rope,))
+        ]  # type: ignore[operator]
+    else:
+        layer = Attention(group)
+        size = config.head_size
+        shapes = (heads, size), (config.num_kv_heads, size), (config.num_kv_heads, size)
+        inputs = [torch.randn(requests, *shape, device=device, dtype=dtype) for shape in shapes]
+    output = layer(*inputs, cache, metadata)
+    return lambda: layer(*inputs, cache, metadata, output), selection
+
+
+def decode(arguments: argparse.Namespace, lines: Lines) -> None:
+    batches = BATCHES if torch.cuda.is_available() else ((1, 200), (4, 100))
+    layers = LAYERS if torch.cuda.is_available() else TINY
+    names, pins = arguments.layer or list(layers), parse_pins(arguments.pins)
+    for number, batch in enumerate(batches):
+        for name in names:
+            known = BACKENDS[name[:3]] if torch.cuda.is_available() else (None,)
+            for backend in arguments.backend or known[: len(known) if number == 0 else arguments.most]:
+                try:
+                    decode_times(AttentionConfig(**layers[name]), name, backend, batch, pins, arguments, lines)
+                except Exception as error:  # the next one may run
+                    text = f"{type(error).__name__}: {error}"
+                    lines.write(kind="decode", layer=name, backend=str(backend), batch=batch, error=text[:500])
+                finally:
+                    torch.cuda.empty_cache() if torch.cuda.is_available() else None
+
+
+def decode_times(
+    whole: AttentionConfig, name: str, backend: str | None, batch: tuple[int, int], pins: dict[str, str],
+    arguments: argparse.Namespace, lines: Lines,
+) -> None:  # fmt: skip
+    """Time one layer with its whole cache, with shares of it, and on all ranks; compare with what is predicted."""
+    size, (requests, tokens) = dist.get_world_size(), batch
+
+    def time_of(config: AttentionConfig, tokens: int, ranks: Any) -> tuple[float, Selection]:
+        step, selection = layer_step(config, backend, (requests, tokens), ranks, pins)
+        return timed(step), selection
+
+    alone, alone_by = time_of(whole, tokens, None)
+    shares = {count: time_of(whole, tokens // count, None)[0] for count in sorted({size, *arguments.shares})}
+    parts = {
+        count: whole.model_copy(update={"num_heads": whole.num_heads // count, "decode_context_parallel_size": count})
+        for count in shares
+    }
+    predicted = {count: share + collectives_us(parts[count], requests) for count, share in shares.items()}
+    result = {}
+    for way in arguments.ways:
+        options = ContextParallel(None, merge=way, interleave=arguments.interleave)
+        result[way], ranks_by = time_of(parts[size], tokens, options)
+    first = result[arguments.ways[0]]
+    lines.write(
+        kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=requests, tokens=tokens,
+        ranks=size, alone_us=round(alone, 2), shares_us={count: round(share, 2) for count, share in shares.items()},
+        predicted_us={count: round(time_us, 2) for count, time_us in predicted.items()},
+        ranks_us={way: round(time_us, 2) for way, time_us in result.items()},
+        exchange_us=round(exchange_time(parts[size], requests), 2),
+        efficiency=round(alone / size / first, 4), prediction=round(predicted[size] / first, 4),
+    )  # fmt: skip
+    lines.measured(alone_by, batch, alone)
+    lines.measured(ranks_by, batch, first)
+
+
+MERGES = {"gqa": (32, 8, 128, 128), "mla": (64, 1, 576, 512)}
+"""Heads of one rank, KV heads, and the widths of queries and results."""
+MERGE_TOKENS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
+
+
+def exchange(merger: Merger, query: torch.Tensor, width: int) -> Callable[[], None]:
+    """Return what a decode of one rank's queries does between the ranks: it gathers them, and merges results."""
+    (tokens, heads, _), size = query.shape, merger.collectives.size
+    output = query.new_empty(tokens, heads, width)
+
+    def step() -> None:
+        gathered = merger.gather_queries(query)
+        merger.merge("a2a", *merger.partials(gathered, heads * size, width), output)
+
+    return step
+
+
+def exchange_time(config: AttentionConfig, tokens: int) -> float:
+    """Return the time in us of all that ranks do together in a decode of one layer: what no kernel can save."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    merger = Merger(ContextParallel(None).collectives, config.num_kv_heads, True)
+    heads, width = config.num_heads, config.kv_lora_rank or config.value_head_size
+    sizes = heads * merger.collectives.size, config.head_size, width, torch.bfloat16, device
+    merger.share_memory(tokens, *sizes)
+    query = torch.randn(tokens, heads, config.head_size, dtype=torch.bfloat16, device=device)
+    return timed(exchange(merger, query, width), repeats=5, rounds=3, inside=10 if torch.cuda.is_available() else 1)
+
+
+def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) -> dict[str, float]:
+    """Return the times in us of the ways to merge one case's results, and of the collectives by themselves."""
+    (heads, kv_heads, query_width, width), collectives, size = MERGES[name], ranks.collectives, ranks.size
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    merger = Merger(collectives, kv_heads, True)
+    partial = torch.randn(tokens, heads * size, width, **made)
+    lse = torch.randn(tokens, heads * size, device=device)
+    output, output_lse = torch.empty(tokens, heads, width, **made), torch.empty(tokens, heads, device=device)
+    query = torch.randn(tokens, heads, query_width, **made)
+    rows = partial.view(size, -1)
+    gathered, moved = query.new_empty(size, *query.shape), torch.empty_like(rows)
+    lses = lse.new_empty(size, *lse.shape)
+
+    steps: dict[str, Callable[[], Any]] = {
+        "ag_rs": lambda: merger.merge("ag_rs", partial, lse, output, output_lse),
+        "a2a": lambda: merger.merge("a2a", partial, lse, output, output_lse),
+        "gather_heads": lambda: merger.gather_heads(query),
+        "both by a2a": lambda: (merger.gather_heads(query), merger.merge("a2a", partial, lse, output, output_lse)),
+        **({"both by symm": exchange(shared, query, width)} if shared.holds(tokens) else {}),
+        "nccl all_gather of queries": lambda: collectives.all_gather(gathered, query),
+        "nccl all_to_all of outputs": lambda: collectives.all_to_all(moved, rows),
+        "nccl reduce_scatter of outputs": lambda: collectives.reduce_scatter(moved[0], rows),
+        "nccl all_gather of LSEs": lambda: collectives.all_gather(lses, lse),
+    }
+    inside = 10 if torch.cuda.is_available() else 1
+    return {label: round(timed(step, repeats=5, rounds=3, inside=inside), 2) for label, step in steps.items()}
+
+
+def merge(arguments: argparse.Namespace, lines: Lines) -> None:
+    ranks = ContextParallel(None)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    for name, (heads, kv_heads, query_width, width) in MERGES.items():
+        shared = Merger(ranks.collectives, kv_heads, True)
+        sizes = heads * ranks.size, query_width, width, torch.bfloat16, device
+        shared.share_memory(max(MERGE_TOKENS), *sizes, most_bytes=1 << 30)
+        for tokens in MERGE_TOKENS:
+            times = merge_times(ranks, name, tokens, shared)
+            lines.write(kind="merge", layer=name, tokens=tokens, heads=heads, width=width, ranks=ranks.size, us=times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="append the lines to this file")
+    commands = parser.add_subparsers(dest="command", required=True)
+    part = commands.add_parser("conformance")
+    part.add_argument("suites", nargs="+", metavar="FILE:CLASS")
+    part.add_argument("--layers", type=int, default=10)
+    part.add_argument("--merge", help="of all layers; else drawn")
+    part.add_argument("--fields", default="{}", metavar="JSON", help="of all layers")
+    part = commands.add_parser("decode")
+    part.add_argument("--layer", action="append", choices=LAYERS)
+    part.add_argument("--backend", action="append")
+    part.add_argument("--ways", nargs="+", default=["auto", "a2a", "ag_rs"], help="the first is compared")
+    part.add_argument("--shares", nargs="*", type=int, default=[4, 8], help="other numbers of ranks to predict")
+    part.add_argument("--with", dest="pins", action="append", default=[], metavar="NAME==VERSION", help="a library")
+    part.add_argument("--interleave", type=int, default=1)
+    part.add_argument("--most", type=int, default=2, help="backends for all batches but the first")
+    commands.add_parser("merge")
+    arguments = parser.parse_args()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    else:
+        dist.init_process_group("gloo")
+    with torch.inference_mode():
+        run = {"conformance": conformance, "decode": decode, "merge": merge}[arguments.command]
+        run(arguments, Lines(arguments.out, rank))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
