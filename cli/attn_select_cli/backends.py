@@ -46,7 +46,7 @@ def command(name: str | None, as_json: bool) -> int:
             {"schema_version": 1, "backends": listed, "plugins": [plugin.to_dict() for plugin in registry.plugins]}
         )
     elif name is not None and names[0] in registry.specs:
-        print_lines(_facts_lines(registry.specs[names[0]], registry.owners[names[0]], environment))
+        print_lines(_facts_lines(registry.specs[names[0]], registry, environment))
     else:
         print_lines(_overview_lines(names, registry, environment))
     return 0
@@ -159,8 +159,25 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
     return lines
 
 
-def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> list[Any]:
+def _place(spec: BackendSpec, registry: Registry) -> str:
+    """Return where a backend stands among those for the same kind of layers, in words."""
+    from attn_select.backends.distributions import known_backends
+    from attn_select.backends.rank import by_rank
+
+    kinds = {(c.mla, c.sparse) for c in spec.capabilities.values()}
+    order = [
+        name
+        for name in by_rank(registry.specs, list(known_backends()))
+        if kinds & {(c.mla, c.sparse) for c in registry.specs[name].capabilities.values()}
+    ]
+    place = order.index(spec.name)
+    return f"behind {order[place - 1]}" if place else "first"
+
+
+def _facts_lines(spec: BackendSpec, registry: Registry, environment: Environment) -> list[Any]:
     from attn_select_cli.table import Table
+
+    owner = registry.owners[spec.name]
 
     lines: list[Any] = [[(spec.name, "title"), (f"  {spec.summary}", "")], [(f"registered by {owner}", "dim")]]
     for group in spec.libraries:
@@ -169,6 +186,7 @@ def _facts_lines(spec: BackendSpec, owner: str, environment: Environment) -> lis
             for x in group
         ]
         lines.append([("needs ", "dim"), (" or ".join(states), "")])
+    lines.append([("stands ", "dim"), (_place(spec, registry), ""), (" unless a rule says otherwise", "dim")])
     served = list(spec.capabilities)
     same = len(served) == 2 and spec.capabilities["prefill"] is spec.capabilities["decode"]
     for title, phase in [(", ".join(served), served[0])] if same else [(p, p) for p in served]:

@@ -1,7 +1,5 @@
 """One attention backend for attn-select: the facts. Importing this imports no torch."""
 
-from pathlib import Path
-
 from attn_select import hookimpl
 from attn_select.backends.spec import (
     BackendPlan,
@@ -41,15 +39,15 @@ def plan(config, device, environment, options, phase):
 
 
 ACME_ATTN = BackendSpec(
-    name="ACME_ATTN", summary="Acme's kernels", capabilities=SERVED, plan=plan, load="acme_runtime:AcmeBackend"
+    name="ACME_ATTN",
+    summary="Acme's kernels",
+    capabilities=SERVED,
+    plan=plan,
+    load="acme_runtime:AcmeBackend",
+    rank=("before", "TORCH_SDPA"),
 )
 
 
 @hookimpl
 def attn_select_register_backends():
     return [ACME_ATTN]
-
-
-@hookimpl
-def attn_select_register_rules():
-    return Path(__file__).with_name("acme_rules.toml")

@@ -75,7 +75,7 @@ class AcmeImpl(AttentionImpl):
 
 
 class AcmeBackend(AttentionBackend):
-    """What ``load()`` returns."""
+    """What ``load`` names."""
 
     impl_cls = AcmeImpl
     builder_cls = AcmeMetadataBuilder

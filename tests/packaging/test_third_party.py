@@ -109,8 +109,9 @@ def test_a_third_party_plugin_comes_and_goes(run: Run, tmp_path: Path) -> None:
     text = _attn_select(run, *explain[:-1], "--full").stdout
     assert "ACME_ATTN" in text
     assert "we trust Acme" in text
-    because = "Acme's kernels are for layers that no other backend runs"
-    assert f"acme-last (avoid): {because}  plugin acme-attention acme_rules.toml:3" in text
+    alone = json.loads(_attn_select(run, *explain[:5], "--json").stdout)["layers"][0]["candidates"]
+    ranks = {candidate["backend"]: candidate["phases"]["decode"]["rank"] for candidate in alone}
+    assert ranks["ACME_ATTN"] == ranks["TORCH_SDPA"] - 1  # where its own spec says, with no rule
     rejected = _attn_select(
         run,
         "explain",

@@ -15,7 +15,7 @@ from attn_select.rules.conditions import UNSET, Condition, compile_when, is_numb
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import unknown_libraries, versions_not_here
-from attn_select.rules.rule import Rule
+from attn_select.rules.rule import PACKAGED, Rule
 
 if TYPE_CHECKING:
     from attn_select.backends.registry import Registry
@@ -195,6 +195,19 @@ def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
     return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
 
 
+def once_exclusive(rules: RuleSet) -> list[Problem]:
+    """Return a problem for every priority of a user that does not say what becomes of the backends it leaves out.
+
+    Such a rule shut them out before there was ``only``. Now they follow what it lists.
+    """
+    text = "backends that it does not list follow by their rank now; with `only = true` they are shut out as before"
+    return [
+        (rule.file, rule.line, f"rule {rule.name!r}: {text} (`only = false` ends this warning)")
+        for rule in rules.rules
+        if rule.effect == "priority" and rule.only is None and rule.layer > PACKAGED
+    ]
+
+
 def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     """Return what ``rules check`` warns of: doubtful conditions, unknown libraries, rules without any effect."""
     problems: list[Problem] = [
@@ -203,5 +216,5 @@ def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     unknown = unknown_libraries(rules.rules, registry.specs)
     named = {(file, line) for file, line, _ in unknown}
     absent = [each for each in versions_not_here(rules.rules, registry.specs) if each[:2] not in named]
-    problems += [*unknown, *absent, *unreachable(rules)]
+    problems += [*unknown, *absent, *unreachable(rules), *once_exclusive(rules)]
     return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))
