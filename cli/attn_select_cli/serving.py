@@ -38,7 +38,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.metadata import decodes_first
-from attn_select.runtime.mla_group import MLAAttentionGroup
+from attn_select.runtime.mla_group import MLALayerGroup
 
 Batch = list[tuple[int, int, int]]
 """``(request, first position, tokens)`` of one step."""
@@ -236,7 +236,7 @@ class _Layer:
         self.scales = Scales.make(self.group.device, q=fp8, k=fp8, v=fp8, num_kv_heads=heads)
         options: dict[str, Any] = {"alibi_slopes": self.slopes, "sinks": self.sinks, "scales": self.scales}
         self.layer: Any
-        if isinstance(self.group, MLAAttentionGroup):
+        if isinstance(self.group, MLALayerGroup):
             nope, rank = config.qk_nope_head_dim or 0, config.kv_lora_rank or 0
             self.rank, self.nope = rank, nope
             width = nope + (config.v_head_dim or 0)
@@ -249,7 +249,7 @@ class _Layer:
             kv = config.num_kv_heads
             shapes = [(config.num_heads, config.head_size), (kv, config.head_size), (kv, config.value_head_size)]
         self.indexer: SparseIndexer | None = None
-        if config.sparse and isinstance(self.group, MLAAttentionGroup):
+        if config.sparse and isinstance(self.group, MLALayerGroup):
             self.indexer = SparseIndexer(self.group)
             heads, size = self.indexer.num_heads, self.indexer.head_dim
             shapes += [(heads, size), (size,), (heads,)]

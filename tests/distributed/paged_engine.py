@@ -17,7 +17,7 @@ from attn_select.runtime import (
     Capacity,
     ContextParallel,
     MLAAttention,
-    MLAAttentionGroup,
+    MLALayerGroup,
     SparseIndexer,
     attention_group,
     prepare_batch,
@@ -66,7 +66,7 @@ class Engine:
                 options["context_parallel"] = ranks
                 self.groups[config] = attention_group(select(config, "cpu"), capacity=capacity, **options)
             group, source = self.groups[config], self.source_of(module)
-            if isinstance(group, MLAAttentionGroup):
+            if isinstance(group, MLALayerGroup):
                 weight = self.own_heads(module.kv_b_proj.weight.unflatten(0, (module.num_heads, -1)), 1).flatten(0, 1)
                 self.layers.append(MLAAttention(group, weight, scale=module.scaling))
                 module.expand_kv = lambda kv_nope, k_rot: (kv_nope, k_rot)  # our layer expands, or absorbs
@@ -89,7 +89,7 @@ class Engine:
 
     def indexer_of(self, module: Any, group: AttentionGroup) -> Any:
         """Return what stands in for the forward of a layer's indexer: its own projections, then our choice."""
-        assert isinstance(group, MLAAttentionGroup)
+        assert isinstance(group, MLALayerGroup)
         own, rope = module.indexer, module.indexer.qk_rope_head_dim
         indexer = SparseIndexer(group, num_heads=own.n_heads, head_dim=own.head_dim, cache_dtype="auto")
         index_cache = indexer.allocate_cache(self.pool.num_blocks).fill_(float("nan"))

@@ -91,8 +91,8 @@ def run(
 ) -> Ran:
     """Run one step with every check on; ``options`` are the group's."""
     step = problem.step
-    group = MLAAttentionGroup(selection or select(step.config, device="cpu", backend="TORCH_MLA"), **options)
-    group.checked = True
+    chosen = selection or select(step.config, device="cpu", backend="TORCH_MLA")
+    group = MLAAttentionGroup(chosen, checked=True, **options)
     layer, metadata = layer_of(group, problem), group.build(common)
     assert step.kv_cache is not None
     assert step.layout is not None

@@ -24,11 +24,10 @@ from attn_select.reference.oracle_paged import token_views
 from attn_select.reference.problems import MLAProblem, Problem, Request, random_mla_problem, random_problem
 from attn_select.runtime import (
     Attention,
-    AttentionGroup,
     BlockTable,
     CommonAttentionMetadata,
+    LayerGroup,
     MLAAttention,
-    MLAAttentionGroup,
     Scales,
     prepare_batch,
 )
@@ -39,7 +38,6 @@ PADDING = 3
 """Rows of every tensor behind the batch's tokens."""
 
 Drawn = Problem | MLAProblem
-Group = AttentionGroup | MLAAttentionGroup
 Layer = Attention | MLAAttention
 Bound = Callable[[AttentionConfig, Mapping[Phase, BackendPlan]], ErrorBound]
 
@@ -84,7 +82,7 @@ def reblocked(kv_cache: Tensor, layout: str, config: AttentionConfig, block_size
     return copy
 
 
-def problem_for(group: Group, requests: Sequence[Request] | None = None, seed: int = 0, **options: Any) -> Any:
+def problem_for(group: LayerGroup, requests: Sequence[Request] | None = None, seed: int = 0, **options: Any) -> Any:
     """Draw a step of a group's layers: a ``Problem``, or an ``MLAProblem`` where the layers are MLA.
 
     Args:
@@ -106,7 +104,7 @@ def shared_prefix(problem: Problem, blocks: int) -> Problem:
 
 
 def random_batch(
-    group: AttentionGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
+    group: LayerGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
 ) -> tuple[CommonAttentionMetadata, Tensor]:
     """Return a batch whose requests lie in random blocks, and a cache of random numbers.
 
@@ -150,7 +148,7 @@ def common_of(drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:
     return dataclasses.replace(common, **changes)
 
 
-def layer_of(group: Group, drawn: Drawn, **changes: Any) -> Any:
+def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
     """Return the layer that a step was drawn for (an ``MLAAttention`` for MLA), with constructor arguments changed."""
     step, config = step_of(drawn), group.config
     given = {"q": step.q_scale, "k": step.k_scale, "v": step.v_scale}
@@ -174,7 +172,7 @@ def inputs_of(drawn: Drawn, padding: int = PADDING) -> dict[str, Tensor]:
     return {name: torch.cat([rows, poison((padding, *rows.shape[1:]), rows)]) for name, rows in given.items()}
 
 
-def kernel_cache(group: Group, drawn: Drawn) -> Tensor | None:
+def kernel_cache(group: LayerGroup, drawn: Drawn) -> Tensor | None:
     """Return a copy of the drawn cache in the kernel's blocks, None without a cache."""
     step = step_of(drawn)
     if step.kv_cache is None or step.layout is None:
@@ -183,7 +181,7 @@ def kernel_cache(group: Group, drawn: Drawn) -> Tensor | None:
     return reblocked(step.kv_cache, step.layout, group.config, size)
 
 
-def returns_lse(group: Group) -> bool:
+def returns_lse(group: LayerGroup) -> bool:
     """Whether every phase of the group returns an LSE."""
     return all(plan.returns_lse for plan in plans_of_group(group).values())
 
@@ -207,13 +205,13 @@ def call_layer(
     return output
 
 
-def plans_of_group(group: Group) -> dict[Phase, BackendPlan]:
+def plans_of_group(group: LayerGroup) -> dict[Phase, BackendPlan]:
     """Return the plans that the group's backends were made for, by phase."""
     return {phase: served.context.plans[phase] for phase, served in group.served.items()}
 
 
 def result_of(
-    group: Group,
+    group: LayerGroup,
     drawn: Drawn,
     output: Tensor,
     lse: Tensor | None,
@@ -230,7 +228,7 @@ def result_of(
 
 
 def run_problem(
-    group: Group,
+    group: LayerGroup,
     drawn: Drawn,
     *,
     layer: Any = None,
@@ -263,7 +261,7 @@ def run_problem(
 
 
 def check_result(
-    group: Group,
+    group: LayerGroup,
     drawn: Drawn,
     result: Result,
     *,

@@ -33,15 +33,17 @@ from attn_select.runtime.backend import (
 )
 from attn_select.runtime.batch import BlockTable, prepare_batch
 from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolError
+from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.context_parallel.collectives import RankError
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.rank_group import ContextParallelGroup
 from attn_select.runtime.context_parallel.rank_mla_group import ContextParallelMLAGroup
 from attn_select.runtime.custom_op import forward_context
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata
 from attn_select.runtime.indexer import SparseIndexer
 from attn_select.runtime.kv_cache import CacheView, key_value_views, num_blocks_for
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import (
     BatchError,
     CommonAttentionMetadata,
@@ -50,7 +52,7 @@ from attn_select.runtime.metadata import (
     split_decodes_and_prefills,
 )
 from attn_select.runtime.mla_attention import MLAAttention
-from attn_select.runtime.mla_group import MLAAttentionGroup, MLAMetadata
+from attn_select.runtime.mla_group import MLAAttentionGroup, MLALayerGroup, MLAMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
 from attn_select.runtime.tree_group import DraftTreeGroup
@@ -58,10 +60,11 @@ from attn_select.runtime.tree_group import DraftTreeGroup
 
 def attention_group(
     selection: Selection, *arguments: Any, context_parallel: ContextParallel | None = None, **options: Any
-) -> AttentionGroup:
+) -> LayerGroup:
     """Return an ``MLAAttentionGroup`` for MLA layers, else an ``AttentionGroup``; arguments are theirs.
 
-    It is a ``DraftTreeGroup`` where a plan says ``trees_in_two_parts``.
+    Where a plan says ``trees_in_two_parts`` it is a ``DraftTreeGroup``, across ranks a ``ContextParallelGroup`` or a
+    ``ContextParallelMLAGroup``. All are ``LayerGroup``.
 
     Args:
         context_parallel: the ranks that share the cache; every one of them makes the group.
@@ -75,7 +78,7 @@ def attention_group(
     if context_parallel is not None:
         across = ContextParallelMLAGroup if selection.config.mla else ContextParallelGroup
         return across(selection, *arguments, context_parallel=context_parallel, **options)
-    made = MLAAttentionGroup if selection.config.mla else AttentionGroup
+    made: type[LayerGroup] = MLAAttentionGroup if selection.config.mla else AttentionGroup
     if selection.config.draft_tree and any(plan.trees_in_two_parts for plan in selection.plans.values()):
         made = DraftTreeGroup
     return made(selection, *arguments, **options)
@@ -99,9 +102,11 @@ __all__ = [
     "ContextParallel",
     "ContextParallelGroup",
     "ContextParallelMLAGroup",
+    "LayerGroup",
     "MLAAttention",
     "MLAAttentionGroup",
     "MLAAttentionImpl",
+    "MLALayerGroup",
     "MLAMetadata",
     "OutOfBlocksError",
     "PoolError",

@@ -14,8 +14,9 @@ from attn_select.layer.config import Phase
 from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.group import AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
@@ -47,7 +48,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        group: AttentionGroup,
+        group: LayerGroup,
         *,
         scale: float | None = None,
         alibi_slopes: Tensor | None = None,
@@ -208,7 +209,7 @@ class Attention(nn.Module):
         self.layer_name = register_layer(self, "")
 
     def dummy_inputs(self, tokens: int) -> dict[str, Tensor | None]:
-        """Return what ``forward`` is called with in a step of so many tokens, zeros, for ``AttentionGroup.warm_up``."""
+        """Return what ``forward`` is called with in a step of so many tokens, zeros, for ``LayerGroup.warm_up``."""
         shapes = {"query": self._query_shape, "key": self._key_shape, "value": self._value_shape}
         device, cross = self.group.device, self.group.config.attn_type == "encoder_decoder"
         given: dict[str, Tensor | None] = {
@@ -355,7 +356,7 @@ def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
     )
 
 
-def layer_scales(group: AttentionGroup, scales: Scales | None) -> Scales:
+def layer_scales(group: LayerGroup, scales: Scales | None) -> Scales:
     """Return the layer's scales, 1 where none are given, and compare them with the config."""
     heads = group.config.num_kv_heads if group.config.per_head_quant_scales else 0
     if scales is None:
@@ -375,7 +376,7 @@ def layer_scales(group: AttentionGroup, scales: Scales | None) -> Scales:
 
 
 def per_head(
-    name: str, tensor: Tensor | None, wanted: bool, group: AttentionGroup, dtype: torch.dtype | None
+    name: str, tensor: Tensor | None, wanted: bool, group: LayerGroup, dtype: torch.dtype | None
 ) -> Tensor | None:
     """Return a ``(num_heads,)`` tensor on the group's device, and compare its presence with the config."""
     if wanted != (tensor is not None):

@@ -18,10 +18,10 @@ from torch import Tensor
 from attn_select.errors import ConfigError
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.group import AttentionGroup
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees
 
-G = TypeVar("G", bound=AttentionGroup)
+G = TypeVar("G", bound=LayerGroup)
 Commons = Mapping[Any, CommonAttentionMetadata]
 """The step's batch per group: groups with caches of their own have tables and slots of their own."""
 Function = Callable[[Mapping[str, Tensor], Mapping[Any, Any]], Tensor]
@@ -37,7 +37,7 @@ class StaticBatch:
         query_len: tokens per request of uniform batches; None: mixed batches.
     """
 
-    def __init__(self, group: AttentionGroup, query_len: int | None) -> None:
+    def __init__(self, group: LayerGroup, query_len: int | None) -> None:
         capacity, device = group.capacity, group.device
         self.group, self.query_len = group, query_len
         requests, size = capacity.max_num_seqs, group.block_size or 1
@@ -280,7 +280,7 @@ class CudaGraphRunner(Generic[G]):
                 )
 
 
-def check_level(group: AttentionGroup, query_len: int = 1, mixed: bool = False) -> None:
+def check_level(group: LayerGroup, query_len: int = 1, mixed: bool = False) -> None:
     """Compare what a group's builders can capture with what is wanted.
 
     Raises:

@@ -27,7 +27,7 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import checks, ops
 from attn_select.runtime.attention import foreign_metadata
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.mla_group import MLAAttentionGroup, MLAMetadata
+from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
 
@@ -51,7 +51,7 @@ class SparseIndexer:
 
     def __init__(
         self,
-        group: MLAAttentionGroup,
+        group: MLALayerGroup,
         *,
         num_heads: int = NUM_HEADS,
         head_dim: int = HEAD_DIM,

@@ -21,7 +21,7 @@ from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.mla_context import Spans
-from attn_select.runtime.mla_group import MLAAttentionGroup, MLAMetadata, MLAPart
+from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata, MLAPart
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -46,7 +46,7 @@ class MLAAttention(nn.Module):
 
     def __init__(
         self,
-        group: MLAAttentionGroup,
+        group: MLALayerGroup,
         kv_b_proj: Tensor,
         *,
         scale: float | None = None,
@@ -56,7 +56,7 @@ class MLAAttention(nn.Module):
         layer_name: str = "",
     ) -> None:
         super().__init__()
-        if not isinstance(group, MLAAttentionGroup):
+        if not isinstance(group, MLALayerGroup):
             raise ConfigError("the group's layers are not MLA: make them with Attention", fields=["kv_lora_rank"])
         config = group.config
         self.group = group

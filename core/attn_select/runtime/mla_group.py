@@ -8,8 +8,9 @@ and per head ``2 * qk_nope_head_dim + qk_rope_head_dim + v_head_dim`` of keys an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
-from attn_select.layer.config import Phase
+from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
-from attn_select.runtime.group import AttentionGroup, Capacity
+from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.kv_cache import kernel_block_table
+from attn_select.runtime.layer_group import LayerGroup
+from attn_select.runtime.loaded import LoadedBackends
 from attn_select.runtime.metadata import (
     BatchError,
     CommonAttentionMetadata,
@@ -75,7 +78,7 @@ class MLAMetadata:
         indexed_rows: which keys each token may choose from; made by the first ``SparseIndexer`` that is called.
     """
 
-    group: MLAAttentionGroup
+    group: MLALayerGroup
     common: CommonAttentionMetadata
     num_actual_tokens: int
     num_decode_tokens: int
@@ -84,15 +87,69 @@ class MLAMetadata:
     indexed_rows: IndexedRows | None = None
 
 
-class MLAAttentionGroup(AttentionGroup):
-    """``AttentionGroup`` for MLA layers.
+class MLALayerGroup(LayerGroup):
+    """What MLA layers ask of a group beside what all layers do."""
+
+    @abstractmethod
+    def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
+        """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
+
+    @abstractmethod
+    def own_slots(self, topk_indices: Tensor) -> Tensor:
+        """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache."""
+
+    @abstractmethod
+    def num_slots(self, kv_cache: Tensor) -> int:
+        """Return how many slots may be chosen from."""
+
+    def check_capture(self, common: CommonAttentionMetadata, latents_alone: bool) -> None:
+        """Make sure that a batch can be captured.
+
+        Args:
+            common: the batch.
+            latents_alone: whether one backend computes everything on latents, so that all tokens are decodes to it.
+
+        Raises:
+            BatchError: queries are longer than a decode's, so that replayed steps would be prefills.
+        """
+        self.check_batch(common)
+        longest, threshold = common.max_query_len, self.reorder_batch_threshold
+        if threshold is not None and longest > threshold and not latents_alone:
+            raise BatchError(
+                f"queries of {longest} tokens: MLA layers are captured in decode alone, here up to {threshold} tokens",
+                hint="a decode has 1 + num_speculative_tokens tokens at most",
+            )
+
+    def decode_threshold(self, latents_alone: bool) -> int | None:
+        """Return up to how many tokens a query counts as a decode; ``latents_alone`` as in ``check_capture``."""
+        if "decode" not in self.served:  # prefill alone computes queries of any length
+            return None
+        decoders = [served.builder for served in self.backends if "decode" in served.context.plans]
+        thresholds = [builder.reorder_batch_threshold for builder in decoders]
+        wanted = min((threshold for threshold in thresholds if threshold is not None), default=None)
+        return 1 + self.config.num_speculative_tokens if wanted is None and not latents_alone else wanted
+
+    def metadata_of(self, common: CommonAttentionMetadata, slots: Tensor, parts: Sequence[MLAPart]) -> MLAMetadata:
+        """Return a step's metadata, given where its latents go."""
+        decodes = sum(part.rows.stop for part in parts if part.phase == "decode")
+        return MLAMetadata(self, common, common.num_actual_tokens, decodes, slots, tuple(parts))
+
+
+Cut = Callable[[Served, CommonAttentionMetadata, Tensor], tuple[ContextChunk, ...]]
+"""Cuts the cached contexts of prefills, given how long they are, into what the workspace holds."""
+
+
+class MLAAttentionGroup(MLALayerGroup):
+    """The group of MLA layers.
 
     Args:
+        selection, device, capacity, cuda_graphs, phases, dispatch, checked: as for ``AttentionGroup``.
         workspace_tokens: cached tokens decompressed at a time in prefill.
 
     Attributes:
         workspace: ``(workspace_tokens, head_size)`` in the compute dtype: a chunk's latents. Reserved here, shared by
             all layers.
+        latents_alone: whether one backend computes everything on latents: its builder then sees whole batches.
     """
 
     def __init__(
@@ -105,6 +162,7 @@ class MLAAttentionGroup(AttentionGroup):
         phases: Sequence[Phase] | None = None,
         dispatch: str | None = None,
         workspace_tokens: int = WORKSPACE_TOKENS,
+        checked: bool | None = None,
     ) -> None:
         if not selection.config.mla:
             raise ConfigError(
@@ -114,94 +172,92 @@ class MLAAttentionGroup(AttentionGroup):
         if workspace_tokens < 1:
             text = f"workspace_tokens = {workspace_tokens}: accepted are integers from 1"
             raise ConfigError(text, fields=["workspace_tokens"])
-        super().__init__(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases, dispatch=dispatch)
+        loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases, dispatch=dispatch)
         # Dense prefill reads no cache through a backend, so alone it leaves the block size open.
-        self.kernel_block_size = self.kernel_block_size or self.block_size
-        self.workspace_tokens = workspace_tokens
+        size = loaded.cache.kernel_block_size or loaded.cache.block_size
+        super().__init__(selection, loaded, cache=replace(loaded.cache, kernel_block_size=size), checked=checked)
+        self.latents_alone = self.config.sparse and self.unified
+        loaded.prepare_dispatch(self.reorder_batch_threshold)
         self.workspace = torch.empty(
             workspace_tokens if "prefill" in self.served and not self.config.sparse else 0,
             self.config.head_size,
             dtype=PLAIN_DTYPES[self.config.dtype],
             device=self.device,
         )
+        self.workspace_tokens = workspace_tokens
 
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
     ) -> MLAMetadata:
-        """As ``AttentionGroup.build``; MLA layers use no cascade, so ``common_prefix_len`` changes nothing."""
+        """As ``LayerGroup.build``; MLA layers use no cascade, so ``common_prefix_len`` changes nothing."""
         self.check_batch(common_attn_metadata)
         common, parts = common_attn_metadata, []
-        way = self._ways.of_step(common)
-        if self._latent_alone():
-            return self._mla_metadata(common, self._latent_part(way, "decode", common, 0, fast_build))
+        assert common.slot_mapping is not None
+        way = self.loaded.ways.of_step(common)
+        if self.latents_alone:
+            return self.metadata_of(
+                common, common.slot_mapping, [self.latent_part(way, "decode", common, 0, fast_build)]
+            )
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
         if split.num_decodes:
             decodes = common.requests(0, split.num_decodes)
-            parts.append(self._latent_part(way, "decode", decodes, 0, fast_build))
+            parts.append(self.latent_part(way, "decode", decodes, 0, fast_build))
         if split.num_prefills:
             prefills = common.requests(split.num_decodes, common.num_reqs)
-            made = self._latent_part if self.config.sparse else self._dense_prefill
-            parts.append(made(way, "prefill", prefills, split.num_decode_tokens, fast_build))
-        return self._mla_metadata(common, *parts)
+            if self.config.sparse:
+                parts.append(self.latent_part(way, "prefill", prefills, split.num_decode_tokens, fast_build))
+            else:
+                parts.append(self.dense_prefill(way, prefills, split.num_decode_tokens, self._chunks))
+        return self.metadata_of(common, common.slot_mapping, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
-        """As ``AttentionGroup.build_for_cudagraph_capture``; only decodes are captured.
+        """As ``LayerGroup.build_for_cudagraph_capture``; only decodes are captured.
 
         Raises:
             BatchError: queries are longer than a decode's, so that replayed steps would be prefills.
         """
-        self._check_capture(common_attn_metadata)
-        way = self._ways.to_capture(common_attn_metadata, self.cudagraph_support)
-        served = self._server(way, "decode")
-        common = self._tables.in_kernel_blocks(served.context, common_attn_metadata)
+        self.check_capture(common_attn_metadata, self.latents_alone)
+        assert common_attn_metadata.slot_mapping is not None
+        way = self.loaded.ways.to_capture(common_attn_metadata, self.cudagraph_support)
+        served = self.loaded.server(way, "decode")
+        common = self.loaded.tables.in_kernel_blocks(served.context, common_attn_metadata)
         decode = served.builder.build_for_cudagraph_capture(common)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
-        return self._mla_metadata(common_attn_metadata, part)
+        return self.metadata_of(common_attn_metadata, common_attn_metadata.slot_mapping, [part])
 
-    def _check_capture(self, common: CommonAttentionMetadata) -> None:
-        self.check_batch(common)
-        longest, threshold = common.max_query_len, self.reorder_batch_threshold
-        if threshold is not None and longest > threshold and not self._latent_alone():
-            raise BatchError(
-                f"queries of {longest} tokens: MLA layers are captured in decode alone, here up to {threshold} tokens",
-                hint="a decode has 1 + num_speculative_tokens tokens at most",
-            )
-
-    def _mla_metadata(self, common: CommonAttentionMetadata, *parts: MLAPart) -> MLAMetadata:
-        assert common.slot_mapping is not None
-        decodes = sum(part.rows.stop for part in parts if part.phase == "decode")
-        return MLAMetadata(self, common, common.num_actual_tokens, decodes, common.slot_mapping, parts)
-
-    def _latent_part(
+    def latent_part(
         self, way: Way, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
     ) -> MLAPart:
-        served = self._server(way, phase)
-        metadata = served.builder.build(0, self._tables.in_kernel_blocks(served.context, common), fast_build)
+        """Return requests that are computed on latents."""
+        served = self.loaded.server(way, phase)
+        metadata = served.builder.build(0, self.loaded.tables.in_kernel_blocks(served.context, common), fast_build)
         rows = slice(first_token, first_token + common.num_actual_tokens)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         return MLAPart(phase, served.spec.name, rows, spans, metadata)
 
     @property
+    def cudagraph_support(self) -> CudaGraphLevel:
+        """Which batches can be captured; mixed batches only where one backend serves both phases."""
+        return self.loaded.cudagraph_support
+
+    @property
     def reorder_batch_threshold(self) -> int | None:
-        """Queries up to this many tokens count as decodes and must come first; None: any order is accepted."""
-        if "decode" not in self.served:  # prefill alone computes queries of any length
-            return None
-        decoders = [served.builder for served in self.backends if "decode" in served.context.plans]
-        thresholds = [builder.reorder_batch_threshold for builder in decoders]
-        wanted = min((threshold for threshold in thresholds if threshold is not None), default=None)
-        return 1 + self.config.num_speculative_tokens if wanted is None and not self._latent_alone() else wanted
+        """As ``LayerGroup.reorder_batch_threshold``."""
+        return self.decode_threshold(self.latents_alone)
 
-    def _latent_alone(self) -> bool:
-        """Whether one backend computes everything on latents: its builder then sees whole batches."""
-        return self.config.sparse and self.unified
+    def dense_prefill(self, way: Way, common: CommonAttentionMetadata, first_token: int, cut: Cut) -> MLAPart:
+        """Return prefills, which are computed on decompressed keys and values.
 
-    def _dense_prefill(
-        self, way: Way, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
-    ) -> MLAPart:
-        served = self._server(way, phase)
+        Args:
+            way: which backend computes them.
+            common: the prefills.
+            first_token: of the step.
+            cut: cuts their cached contexts.
+        """
+        served = self.loaded.server(way, "prefill")
         bounds, bounds_cpu = common.query_start_loc, common.query_start_loc_cpu
         context = common.num_computed_tokens_cpu
         new = VarlenMetadata(
@@ -217,12 +273,12 @@ class MLAAttentionGroup(AttentionGroup):
             mm_prefix_ranges=shifted(common.mm_prefix_ranges, context),
         )
         return MLAPart(
-            phase,
+            "prefill",
             served.spec.name,
             rows=slice(first_token, first_token + common.num_actual_tokens),
             spans=spans_of(self.config, bounds_cpu),
             metadata=served.builder.build_prefill(new),
-            chunks=self._chunks(served, common, context),
+            chunks=cut(served, common, context),
         )
 
     def _chunks(self, served: Served, common: CommonAttentionMetadata, context: Tensor) -> tuple[ContextChunk, ...]:
@@ -230,7 +286,7 @@ class MLAAttentionGroup(AttentionGroup):
         parts = context_parts(common, self.config, self.workspace_tokens)
         if not parts:
             return ()
-        self._check_mergeable(served, context)
+        check_mergeable(served, context)
         table = common.block_table_tensor
         assert table is not None
         assert self.block_size is not None
@@ -238,15 +294,6 @@ class MLAAttentionGroup(AttentionGroup):
         if self.block_size != self.kernel_block_size:
             table = kernel_block_table(table, self.block_size // self.kernel_block_size)
         return context_chunks(parts, common, self.config, table, served.builder.build_prefill)
-
-    @staticmethod
-    def _check_mergeable(served: Served, context: Tensor) -> None:
-        if not served.context.plans["prefill"].returns_lse:
-            raise BatchError(
-                f"a prefill with {int(context.max())} cached tokens: {served.spec.name} returns no LSE to merge its "
-                "parts by",
-                hint="prefill whole prompts, or choose another backend for prefill",
-            )
 
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
@@ -261,3 +308,13 @@ class MLAAttentionGroup(AttentionGroup):
     def num_slots(self, kv_cache: Tensor) -> int:
         """Return how many slots may be chosen from."""
         return kv_cache.shape[0] * kv_cache.shape[1]
+
+
+def check_mergeable(served: Served, context: Tensor) -> None:
+    """Make sure that a backend returns what the parts of prefills with cached tokens are merged by."""
+    if not served.context.plans["prefill"].returns_lse:
+        raise BatchError(
+            f"a prefill with {int(context.max())} cached tokens: {served.spec.name} returns no LSE to merge its "
+            "parts by",
+            hint="prefill whole prompts, or choose another backend for prefill",
+        )

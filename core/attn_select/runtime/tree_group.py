@@ -19,8 +19,10 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.dtypes import is_quantized
 from attn_select.runtime import ops
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata
 from attn_select.runtime.kv_cache import key_value_views
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.scales import Scales
@@ -46,8 +48,8 @@ class DraftTreeMetadata(AttentionMetadata):
     visible: Tensor | None = None
 
 
-class DraftTreeGroup(AttentionGroup):
-    """``AttentionGroup`` for layers with ``draft_tree`` whose kernels take no mask.
+class DraftTreeGroup(LayerGroup):
+    """The group of layers with ``draft_tree`` whose kernels take no mask.
 
     Args:
         selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``.
@@ -77,19 +79,10 @@ class DraftTreeGroup(AttentionGroup):
             )
         fields = {"draft_tree": False, "output_quantization": "none"}
         part = replace(selection, config=selection.config.model_copy(update=fields))
-        self.selection, self.config, self.cuda_graphs = selection, selection.config, cuda_graphs
-        self.plain = AttentionGroup(part, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
-        self.context = AttentionGroup(part, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
-        plain = self.plain
-        self.capacity, self.device, self.checked = plain.capacity, plain.device, plain.checked
-        self.block_size, self.kv_layout, self.kernel_block_size = (
-            plain.block_size,
-            plain.kv_layout,
-            plain.kernel_block_size,
-        )
-        self.served, self.unified, self.backends, self.dispatch = plain.served, plain.unified, plain.backends, None
-        # This group checks what layers are given; contexts are shorter than the queries that see them.
-        self.plain.checked = self.context.checked = False
+        made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
+        self.plain = AttentionGroup(part, device, capacity, **made)
+        self.context = AttentionGroup(part, device, capacity, **made)
+        super().__init__(selection, self.plain.loaded)
         self._captured = _Captured(self) if cuda_graphs else None
 
     def build(
@@ -157,13 +150,6 @@ class DraftTreeGroup(AttentionGroup):
     def workspace_bytes(self) -> dict[str, int]:
         """As ``AttentionGroup.workspace_bytes``, of both groups."""
         return {name: 2 * size for name, size in self.plain.workspace_bytes.items()}
-
-    def allocate_kv_cache(self, num_blocks: int) -> Tensor:
-        """As ``AttentionGroup.allocate_kv_cache``."""
-        return self.plain.allocate_kv_cache(num_blocks)
-
-    def _cache_blocks(self) -> tuple[str, int, int]:
-        return self.plain._cache_blocks()
 
     def layer_in_parts(self, layer: type[Any], **options: Any) -> DraftTreeAttention:
         """Return what computes one layer of this group."""

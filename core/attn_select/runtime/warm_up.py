@@ -1,4 +1,4 @@
-"""``AttentionGroup.warm_up``: steps that run before serving, so that no kernel is compiled in the middle of it."""
+"""``LayerGroup.warm_up``: steps that run before serving, so that no kernel is compiled in the middle of it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def batch_of(
 
 
 def warm_up(group: Any, progress: Progress | None) -> WarmUp:
-    """Run steps through a layer of an ``AttentionGroup``, whose ``warm_up`` says more.
+    """Run steps through a layer of a group, whose ``warm_up`` says more.
 
     Raises:
         ConfigError: the group has no layer yet.

@@ -14,8 +14,8 @@ from torch import Tensor
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.oracle_paged import token_views
 from attn_select.reference.problems import MLAProblem
-from attn_select.reference.running import Drawn, Group, Result, poison, run_problem, step_of
-from attn_select.runtime import ContextParallel
+from attn_select.reference.running import Drawn, Result, poison, run_problem, step_of
+from attn_select.runtime import ContextParallel, LayerGroup
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.kv_cache import kv_cache_shape
 
@@ -36,13 +36,13 @@ def heads_of(rank: int, config: AttentionConfig, ranks: ContextParallel) -> Tens
     return by_kv_head[:, rank].flatten()
 
 
-def shares_of(rank: int, group: Group, ranks: ContextParallel) -> Shares:
+def shares_of(rank: int, group: LayerGroup, ranks: ContextParallel) -> Shares:
     """Return a rank's share of the positions, on the CPU."""
     assert group.selection.block_size is not None
     return Shares(rank, ranks.size, ranks.interleave, group.selection.block_size, "cpu")
 
 
-def part_of_rank(drawn: Drawn, group: Group, ranks: ContextParallel) -> Drawn:
+def part_of_rank(drawn: Drawn, group: LayerGroup, ranks: ContextParallel) -> Drawn:
     """Return this rank's step: its heads, and a cache that holds its share of every block.
 
     Args:
@@ -79,7 +79,7 @@ def part_of_rank(drawn: Drawn, group: Group, ranks: ContextParallel) -> Drawn:
     return part
 
 
-def run_on_ranks(group: Group, drawn: Drawn, ranks: ContextParallel, **given: Any) -> Result:
+def run_on_ranks(group: LayerGroup, drawn: Drawn, ranks: ContextParallel, **given: Any) -> Result:
     """Run a step of ``whole_layer`` on all ranks and return the whole layer's result; every rank calls it.
 
     Args:
@@ -88,7 +88,7 @@ def run_on_ranks(group: Group, drawn: Drawn, ranks: ContextParallel, **given: An
     return joined(group, drawn, ranks, run_problem(group, part_of_rank(drawn, group, ranks), **given))
 
 
-def joined(group: Group, drawn: Drawn, ranks: ContextParallel, own: Result) -> Result:
+def joined(group: LayerGroup, drawn: Drawn, ranks: ContextParallel, own: Result) -> Result:
     """Return the whole layer's result, of each rank's own; every rank calls it.
 
     Args:

@@ -71,9 +71,12 @@ def do_alike(
 class Group(Protocol):
     """What is asked of a group of layers whose steps are checked."""
 
-    checked: bool
     block_size: int | None
     context_parallel: ContextParallel
+
+    @property
+    def checked(self) -> bool:
+        """Whether contents are compared, too."""
 
     def check_batch(self, common: CommonAttentionMetadata) -> None:
         """Compare a batch with what the group was made for."""

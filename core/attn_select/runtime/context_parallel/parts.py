@@ -13,10 +13,10 @@ from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.shares import Shares
-from attn_select.runtime.group import Capacity
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.mla_context import shifted
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES

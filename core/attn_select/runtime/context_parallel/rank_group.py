@@ -21,6 +21,7 @@ from torch import Tensor
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
+from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.context_parallel.agreement import check_step, do_alike
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
@@ -34,7 +35,8 @@ from attn_select.runtime.context_parallel.parts import (
     share_memory,
 )
 from attn_select.runtime.context_parallel.shares import Shares
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata, Capacity
+from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
@@ -55,8 +57,8 @@ class ContextParallelMetadata(AttentionMetadata):
     local_slots: Tensor | None = None
 
 
-class ContextParallelGroup(AttentionGroup):
-    """``AttentionGroup`` for layers whose cache lies on several ranks. Every rank of the group makes one.
+class ContextParallelGroup(LayerGroup):
+    """The group of layers whose cache lies on several ranks. Every rank of the group makes one.
 
     Args:
         context_parallel: the ranks.
@@ -84,53 +86,51 @@ class ContextParallelGroup(AttentionGroup):
         phases: Sequence[Phase] | None = None,
         dispatch: str | None = None,
     ) -> None:
-        self.context_parallel, self.selection, self.config = context_parallel, selection, selection.config
-        self.capacity, self.cuda_graphs = capacity or Capacity(), cuda_graphs
+        bounds = capacity or Capacity()
+        self.context_parallel = context_parallel
 
         def make() -> None:
             check_selection(selection, context_parallel, dispatch)
-            self._make_parts(device, phases)
+            self._make_parts(selection, device, bounds, cuda_graphs, phases)
 
         do_alike(
             context_parallel.collectives,
             "attention_group",
             make,
-            lambda: facts_of(selection, context_parallel, self.capacity),
+            lambda: facts_of(selection, context_parallel, bounds),
         )
-        tokens, width = self.capacity.max_num_batched_tokens, self.config.value_head_size
+        tokens, width = bounds.max_num_batched_tokens, self.config.value_head_size
         share_memory(self.merger, self.config, context_parallel, tokens, width, self.device)
 
-    def _make_parts(self, device: torch.device | str | None, phases: Sequence[Phase] | None) -> None:
-        ranks, config, selection = self.context_parallel, self.config, self.selection
-        size = selection.block_size
+    def _make_parts(
+        self,
+        selection: Selection,
+        device: torch.device | str | None,
+        bounds: Capacity,
+        cuda_graphs: bool,
+        phases: Sequence[Phase] | None,
+    ) -> None:
+        ranks, config, size = self.context_parallel, selection.config, selection.block_size
         assert size is not None  # configs without a cache have no context parallelism
-        self.block_size, per_rank = size * ranks.size, size
-        made: dict[str, Any] = {"cuda_graphs": self.cuda_graphs, "phases": phases}
+        made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
         # Queries see all of the context: what drafts see of each other is the own part's.
         shared = part_of(selection, ranks.gathered_heads(config.num_heads), draft_tree=False)
-        self.shared = AttentionGroup(shared, device, local_capacity(self.capacity, self.block_size, per_rank), **made)
-        self.device, self.checked = self.shared.device, self.shared.checked
-        self.kv_layout, self.kernel_block_size = self.shared.kv_layout, self.shared.kernel_block_size
-        self.served, self.unified, self.backends = self.shared.served, self.shared.unified, self.shared.backends
-        self.dispatch = None
-        # The outer group checks what layers are given; a share may be shorter than the queries that see it.
-        self.shared.checked = False
-        shares = Shares(ranks.rank, ranks.size, ranks.interleave, per_rank, self.device)
-        self.shares = shares
-        self._local = LocalBatches(shares, self.capacity, self.device, keeps=self.cuda_graphs)
+        self.shared = AttentionGroup(shared, device, local_capacity(bounds, size * ranks.size, size), **made)
+        super().__init__(selection, self.shared.loaded, capacity=bounds, block_size=size * ranks.size)
+        self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
+        self._local = LocalBatches(self.shares, bounds, self.device, keeps=cuda_graphs)
         self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
         self._always_own = config.batch_invariant
         # A captured step always has both parts, and a backend that writes the cache while it attends must do so.
         writes = any(served.backend.forward_includes_kv_cache_update for served in self.backends)
-        self._shared_always = self.cuda_graphs or writes
+        self._shared_always = cuda_graphs or writes
         self.own: AttentionGroup | None = None
         decodes_alone = "prefill" not in self.served and not config.num_speculative_tokens
         if config.attn_type == "encoder_decoder" or (decodes_alone and not self._always_own):
             return
-        self._own_batches = OwnBatches(per_rank, self.capacity, self.device, keeps=self.cuda_graphs)
-        bounds = Capacity(self.capacity.max_num_seqs, self.capacity.max_num_batched_tokens, self._own_batches.longest)
-        self.own = AttentionGroup(part_of(selection, config.num_heads), self.device, bounds, **made)
-        self.own.checked = False
+        self._own_batches = OwnBatches(size, bounds, self.device, keeps=cuda_graphs)
+        longest = Capacity(bounds.max_num_seqs, bounds.max_num_batched_tokens, self._own_batches.longest)
+        self.own = AttentionGroup(part_of(selection, config.num_heads), self.device, longest, **made)
         self.scratch = self.own.allocate_kv_cache(self._own_batches.num_blocks)
 
     def build(
@@ -220,13 +220,6 @@ class ContextParallelGroup(AttentionGroup):
                 found[name] = found.get(name, 0) + size
             found["scratch"] = self.scratch.nbytes
         return found
-
-    def allocate_kv_cache(self, num_blocks: int) -> Tensor:
-        """Return this rank's cache for ``num_blocks`` of the scheduler's blocks: ``1 / size`` of their positions."""
-        return self.shared.allocate_kv_cache(num_blocks)
-
-    def _cache_blocks(self) -> tuple[str, int, int]:
-        return self.shared._cache_blocks()
 
     def layer_in_parts(self, layer: type[Any], **options: Any) -> AttentionAcrossRanks:
         """Return what computes one layer of this group; every rank calls it for the same layer."""

@@ -19,6 +19,7 @@ from attn_select.decide.selection import Selection
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.context_parallel.agreement import check_step, do_alike
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
@@ -31,11 +32,17 @@ from attn_select.runtime.context_parallel.parts import (
     share_memory,
 )
 from attn_select.runtime.context_parallel.shares import Shares
-from attn_select.runtime.group import Capacity
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata, Split, prefix_sums, split_decodes_and_prefills
 from attn_select.runtime.mla_context import ContextChunk, context_chunks, context_parts
-from attn_select.runtime.mla_group import WORKSPACE_TOKENS, MLAAttentionGroup, MLAMetadata, MLAPart
+from attn_select.runtime.mla_group import (
+    WORKSPACE_TOKENS,
+    MLAAttentionGroup,
+    MLALayerGroup,
+    MLAMetadata,
+    MLAPart,
+    check_mergeable,
+)
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.ways import Served
 
@@ -58,8 +65,8 @@ class RankChunk(ContextChunk):
     order: Tensor
 
 
-class ContextParallelMLAGroup(MLAAttentionGroup):
-    """``MLAAttentionGroup`` for layers whose cache lies on several ranks. Every rank of the group makes one.
+class ContextParallelMLAGroup(MLALayerGroup):
+    """The group of MLA layers whose cache lies on several ranks. Every rank of the group makes one.
 
     Args:
         context_parallel: the ranks.
@@ -68,6 +75,7 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
 
     Attributes:
         block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
+        dense: the prefills of this rank's own heads.
         latent: the decodes of all ranks' heads; None where the group serves prefill alone.
         merged_width: of partial results when they are merged: of a latent, or of a value.
 
@@ -94,17 +102,7 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
 
         def make() -> None:
             check_selection(selection, context_parallel, dispatch)
-            wanted = [phase for phase in selection.config.phases if phases is None or phase in phases]
-            super(ContextParallelMLAGroup, self).__init__(
-                part_of(selection, selection.config.num_heads, sinks=selection.config.sinks),
-                device,
-                bounds,
-                cuda_graphs=cuda_graphs,
-                phases=[phase for phase in wanted if phase == "prefill" and not selection.config.sparse],
-                workspace_tokens=workspace_tokens,
-            )
-            latent: Phase = "decode" if "decode" in wanted else "prefill"
-            self._make_latent(selection, latent if latent == "decode" or selection.config.sparse else None)
+            self._make_parts(selection, device, bounds, cuda_graphs, phases, workspace_tokens)
 
         do_alike(
             context_parallel.collectives,
@@ -116,42 +114,58 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
             self.merger, self.config, context_parallel, self._queries.max_num_seqs, self.merged_width, self.device
         )
 
-    def _make_latent(self, selection: Selection, phase: Phase | None) -> None:
-        """Make what computes on latents, of this phase's backend, and take over what the layers ask of both parts."""
-        ranks, size, capacity = self.context_parallel, selection.block_size, self.capacity
+    def _make_parts(
+        self,
+        selection: Selection,
+        device: torch.device | str | None,
+        bounds: Capacity,
+        cuda_graphs: bool,
+        phases: Sequence[Phase] | None,
+        workspace_tokens: int,
+    ) -> None:
+        ranks, config, size = self.context_parallel, selection.config, selection.block_size
+        value, rank = config.v_head_dim, config.kv_lora_rank
         assert size is not None  # MLA layers have a cache
-        self.selection, self.config = selection, selection.config
-        self.block_size = size * ranks.size
-        self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
-        self.merger = Merger(ranks.collectives, 1, ranks.sharded)
-        value, rank = self.config.v_head_dim, self.config.kv_lora_rank
         assert value is not None
         assert rank is not None
+        wanted = [phase for phase in config.phases if phases is None or phase in phases]
+        self.dense = MLAAttentionGroup(
+            part_of(selection, config.num_heads, sinks=config.sinks),
+            device,
+            bounds,
+            cuda_graphs=cuda_graphs,
+            phases=[phase for phase in wanted if phase == "prefill" and not config.sparse],
+            workspace_tokens=workspace_tokens,
+            checked=False,
+        )
+        queries = bounds.max_num_seqs * (1 + config.num_speculative_tokens)
+        if config.sparse:
+            queries = bounds.max_num_batched_tokens
+        self._queries = Capacity(
+            min(queries, bounds.max_num_batched_tokens), bounds.max_num_batched_tokens, bounds.max_model_len
+        )
+        self.latent: MLAAttentionGroup | None = None
+        if "decode" in wanted or config.sparse:
+            # Every query is a request with one token: to the kernels there are no drafts.
+            self.latent = MLAAttentionGroup(
+                part_of(selection, ranks.gathered_heads(config.num_heads), num_speculative_tokens=0),
+                self.dense.device,
+                local_capacity(self._queries, size * ranks.size, size),
+                cuda_graphs=cuda_graphs,
+                phases=["decode" if "decode" in wanted else "prefill"],
+                workspace_tokens=1,
+                checked=False,
+            )
+        parts = [self.dense, *([] if self.latent is None else [self.latent])]
+        block_size = size * ranks.size
+        super().__init__(selection, self.dense.loaded, capacity=bounds, block_size=block_size, cache=parts[-1].cache)
+        self.served = {phase: served for part in parts for phase, served in part.served.items()}
+        self.backends = tuple(served for part in parts for served in part.backends)
+        self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
+        self.merger = Merger(ranks.collectives, 1, ranks.sharded)
         # Where every rank has all heads, each projects its own partial results, if there is less to send then.
         self.merged_width = rank if ranks.sharded else min(rank, value)
-        queries = capacity.max_num_seqs * (1 + self.config.num_speculative_tokens)
-        if self.config.sparse:
-            queries = capacity.max_num_batched_tokens
-        self._queries = Capacity(
-            min(queries, capacity.max_num_batched_tokens), capacity.max_num_batched_tokens, capacity.max_model_len
-        )
-        self._local = LocalBatches(self.shares, self._queries, self.device, keeps=self.cuda_graphs)
-        self.latent: MLAAttentionGroup | None = None
-        if phase is not None:
-            # Every query is a request with one token: to the kernels there are no drafts.
-            part = part_of(selection, ranks.gathered_heads(self.config.num_heads), num_speculative_tokens=0)
-            self.latent = MLAAttentionGroup(
-                part,
-                self.device,
-                local_capacity(self._queries, self.block_size, size),
-                cuda_graphs=self.cuda_graphs,
-                phases=[phase],
-                workspace_tokens=1,
-            )
-            self.latent.checked = False  # this group checks what layers are given
-            self.kernel_block_size = self.latent.kernel_block_size
-            self.served = {**self.served, **self.latent.served}
-            self.backends = (*self.backends, *self.latent.backends)
+        self._local = LocalBatches(self.shares, self._queries, self.device, keeps=cuda_graphs)
 
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
@@ -162,7 +176,7 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         slots = self._local.slots(common)
         if self.config.sparse:
             local = self._local.shared(self._by_query(common), slots)
-            return self._rank_metadata(common, slots, self._decoder().build(local, 0, fast_build).parts)
+            return self.metadata_of(common, slots, self._decoder().build(local, 0, fast_build).parts)
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
@@ -170,23 +184,22 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         if split.num_decodes:
             latent = self._decoder()
             decodes = self._by_query(common.requests(0, split.num_decodes))
-            parts.append(latent._latent_part(latent._way, "decode", self._local.shared(decodes, slots), 0, fast_build))
+            local = self._local.shared(decodes, slots)
+            parts.append(latent.latent_part(latent.loaded.ways.usual, "decode", local, 0, fast_build))
         if split.num_prefills:
             prefills = common.requests(split.num_decodes, common.num_reqs)
-            parts.append(self._dense_prefill(self._way, "prefill", prefills, split.num_decode_tokens, fast_build))
-        return self._rank_metadata(common, slots, parts)
+            way = self.dense.loaded.ways.usual
+            parts.append(self.dense.dense_prefill(way, prefills, split.num_decode_tokens, self._chunks))
+        return self.metadata_of(common, slots, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
         """As ``MLAAttentionGroup.build_for_cudagraph_capture``; the collectives are captured as well."""
         common = common_attn_metadata
-        self._check_capture(common)
+        self.check_capture(common, self.config.sparse)
         slots = self._local.slots(common)
         local = self._local.shared(self._by_query(common), slots)
         part = self._decoder().build_for_cudagraph_capture(local).parts[0]
-        return self._rank_metadata(common, slots, [part])
-
-    def _latent_alone(self) -> bool:
-        return self.config.sparse
+        return self.metadata_of(common, slots, [part])
 
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return those of the chosen slots that lie on this rank, in its cache, -1 behind a token's last one."""
@@ -194,17 +207,13 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
 
     def num_slots(self, kv_cache: Tensor) -> int:
         """Return how many of the scheduler's slots may be chosen from."""
-        return super().num_slots(kv_cache) * self.shares.size
+        return self.dense.num_slots(kv_cache) * self.shares.size
 
     def _decoder(self) -> MLAAttentionGroup:
         if self.latent is None:
-            self._server(self._way, "decode")  # raises
+            self.dense.loaded.server(self.dense.loaded.ways.usual, "decode")  # raises
             raise AssertionError
         return self.latent
-
-    def _rank_metadata(self, common: CommonAttentionMetadata, slots: Tensor, parts: Sequence[MLAPart]) -> MLAMetadata:
-        decodes = sum(part.rows.stop for part in parts if part.phase == "decode")
-        return MLAMetadata(self, common, common.num_actual_tokens, decodes, slots, tuple(parts))
 
     def _by_query(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the batch with a request for each query, which sees the keys up to its own."""
@@ -248,10 +257,10 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
         return visible
 
     def _chunks(self, served: Served, common: CommonAttentionMetadata, context: Tensor) -> tuple[ContextChunk, ...]:
-        parts = context_parts(common, self.config, self.workspace_tokens)
+        parts = context_parts(common, self.config, self.dense.workspace_tokens)
         if not parts:
             return ()
-        self._check_mergeable(served, context)
+        check_mergeable(served, context)
         table, size = common.block_table_tensor, self.shares.block_size
         assert table is not None
         assert self.kernel_block_size is not None
@@ -299,31 +308,33 @@ class ContextParallelMLAGroup(MLAAttentionGroup):
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """As ``MLAAttentionGroup.load_chunk``, from the caches of all ranks."""
         assert isinstance(chunk, RankChunk)
-        own = self.workspace.new_empty(chunk.most_tokens, self.workspace.shape[1])
+        workspace = self.dense.workspace
+        own = workspace.new_empty(chunk.most_tokens, workspace.shape[1])
         if chunk.local_tokens:
             where = (chunk.block_table, chunk.local_starts, chunk.local_start_loc, chunk.local_tokens)
             ops.gather_cache_mla(kv_cache, own, *where, kv_cache.shape[1], self.config, scales)
         gathered = own.new_empty(self.shares.size, *own.shape)
         self.context_parallel.collectives.all_gather(gathered, own)
-        return torch.index_select(gathered.flatten(0, 1), 0, chunk.order, out=self.workspace[: chunk.num_tokens])
+        return torch.index_select(gathered.flatten(0, 1), 0, chunk.order, out=workspace[: chunk.num_tokens])
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
         """Every query is a request to the kernels, so what captures single tokens captures uniform batches."""
-        level = self._decoder().cudagraph_support if self.latent is not None else super().cudagraph_support
+        level = (self.latent or self.dense).cudagraph_support
         return level if level == "NEVER" else "UNIFORM_BATCH"
 
     @property
     def workspace_bytes(self) -> dict[str, int]:
         """As ``AttentionGroup.workspace_bytes``, of both parts; ``ranks`` is shared by the ranks."""
-        found = dict(super().workspace_bytes)
+        found = dict(self.dense.workspace_bytes)
         for name, size in self.latent.workspace_bytes.items() if self.latent is not None else ():
             found[name] = found.get(name, 0) + size
         return {**found, **self.merger.workspace_bytes}
 
-    def _cache_blocks(self) -> tuple[str, int, int]:
-        layout, kernel_block_size, ratio = super()._cache_blocks()
-        return layout, kernel_block_size, ratio // self.context_parallel.size
+    @property
+    def reorder_batch_threshold(self) -> int | None:
+        """As ``LayerGroup.reorder_batch_threshold``."""
+        return self.decode_threshold(self.config.sparse)
 
     def layer_in_parts(self, layer: type[Any], **options: Any) -> LatentsAcrossRanks:
         """Return what decodes one layer of this group; every rank calls it for the same layer."""

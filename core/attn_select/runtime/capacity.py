@@ -1,0 +1,27 @@
+"""The bounds of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_select.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Capacity:
+    """The most that a batch may hold; persistent buffers and workspaces are sized by it.
+
+    Attributes:
+        max_num_seqs: requests.
+        max_num_batched_tokens: tokens of one step, all requests together.
+        max_model_len: tokens of one request.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 131072
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from 1", fields=[name])

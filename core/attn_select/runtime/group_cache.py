@@ -1,0 +1,76 @@
+"""``GroupCache``: the KV cache of one kind of layers, counted in the allocator's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_select.errors import ConfigError, show
+from attn_select.layer.config import AttentionConfig
+from attn_select.runtime import checks
+from attn_select.runtime import kv_cache as caches
+from attn_select.runtime.batch import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCache:
+    """How the caches of a group's layers are laid out.
+
+    Attributes:
+        config: the layers.
+        device: where they run.
+        kv_layout: name of the layout; None without a cache.
+        block_size: tokens of one of the allocator's blocks.
+        kernel_block_size: tokens per block in which the cache is laid out; divides ``block_size``.
+    """
+
+    config: AttentionConfig
+    device: torch.device
+    kv_layout: str | None
+    block_size: int | None
+    kernel_block_size: int | None
+
+    def _blocks(self) -> tuple[str, int, int]:
+        """Return the cache's layout, its tokens per block, and how many of these make one of the allocator's blocks."""
+        if self.kv_layout is None or self.block_size is None or self.kernel_block_size is None:
+            raise ConfigError(
+                f"attn_type = {self.config.attn_type!r}: its layers keep no KV cache", fields=["attn_type"]
+            )
+        return self.kv_layout, self.kernel_block_size, self.block_size // self.kernel_block_size
+
+    def allocate(self, num_blocks: int) -> Tensor:
+        """Return one layer's cache for ``num_blocks`` of the allocator's blocks, zeroed.
+
+        Raises:
+            ConfigError: the layers keep no cache, ``num_blocks`` is below 1, or they do not fit in memory.
+        """
+        layout, kernel_block_size, ratio = self._blocks()
+        if not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ConfigError(f"num_blocks = {show(num_blocks)}: accepted are integers from 1", fields=["num_blocks"])
+        return caches.allocate_kv_cache(layout, self.config, num_blocks * ratio, kernel_block_size, self.device)
+
+    def num_blocks(self, kv_cache: Tensor | None) -> int:
+        """Return how many of the allocator's blocks a layer's cache holds.
+
+        Raises:
+            ConfigError, BatchError: the layers keep no cache, or this is none of theirs.
+        """
+        layout, kernel_block_size, ratio = self._blocks()
+        return checks.check_cache(kv_cache, layout, self.config, self.device, kernel_block_size) // ratio
+
+    def zero_blocks(self, kv_cache: Tensor, block_ids: Sequence[int] | Tensor) -> None:
+        """Fill blocks of one layer's cache with zeros, as ``LayerGroup.zero_blocks`` documents it."""
+        layout, _, ratio = self._blocks()
+        held = self.num_blocks(kv_cache)
+        if isinstance(block_ids, Tensor):
+            ids = block_ids.to(torch.int64)
+        else:
+            if wrong := [block for block in block_ids if not 0 <= block < held]:
+                raise ValueError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {held - 1}")
+            ids = to_device(torch.tensor(block_ids, dtype=torch.int64), self.device)
+        if ratio > 1:
+            ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).flatten()
+        caches.zero_blocks(kv_cache, layout, self.config, ids)

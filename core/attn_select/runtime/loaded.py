@@ -1,0 +1,220 @@
+"""``LoadedBackends``: the backends of a selection, loaded, with their builders, and which of them runs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.selection import Selection
+from attn_select.decide.text import byte_text
+from attn_select.errors import ConfigError
+from attn_select.layer.config import CudaGraphLevel, Phase
+from attn_select.runtime.backend import AttentionBackend, BackendContext
+from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.dispatch import Dispatch, check_dispatch, make_dispatch
+from attn_select.runtime.group_cache import GroupCache
+from attn_select.runtime.kernel_blocks import KernelTables, kernel_block_sizes, shared_block_sizes, width_multiple
+from attn_select.runtime.metadata import BatchError
+from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
+from attn_select.runtime.ways import Served, Way, Ways
+
+
+class LoadedBackends:
+    """Loads the backends of a ``Selection`` and makes a builder of each.
+
+    Args:
+        selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``.
+
+    Attributes:
+        selection: the selection.
+        device: where the layers run.
+        capacity: bounds of a batch.
+        cuda_graphs: whether steps will be captured.
+        by_name: every backend, those that take turns with the selection's included.
+        served: the selection's backends per phase; the same object in both where one serves both.
+        unified: whether one backend serves every phase that the layers have.
+        ways: which backend computes which phase of a step.
+        dispatch: the backends that take turns; None where none do.
+        tables: makes tables in the kernels' blocks.
+        cache: of the layers.
+
+    Raises:
+        NoBackendError: a phase has no backend.
+        RuntimeMissingError, ImportError: a backend cannot be loaded.
+        ConfigError: as ``AttentionGroup`` documents it.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        device: torch.device | str | None,
+        capacity: Capacity | None,
+        *,
+        cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
+        dispatch: str | None = None,
+    ) -> None:
+        self.selection, config = selection, selection.config
+        self.capacity, self.cuda_graphs = capacity or Capacity(), cuda_graphs
+        self.device = device_of(selection, device)
+        selection.require()
+        check_tree(selection)
+        check_dispatch(dispatch, config)
+        plans = _plans(selection, phases)
+        names = {phase: name for name, own in plans.items() for phase in own}
+        specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
+        layout, block_size = selection.kv_layout, selection.block_size
+        self.dispatch: Dispatch | None = None
+        if dispatch is not None:
+            self.dispatch = make_dispatch(
+                selection, plans, lambda more: shared_block_sizes(more, block_size, layout) is not None
+            )
+            plans, specs = self.dispatch.plans, self.dispatch.specs
+        sizes = kernel_block_sizes(plans, block_size, layout)
+        self.cache = GroupCache(config, self.device, layout, block_size, max(sizes.values(), default=None))
+        self.by_name = {name: self._serve(specs[name], own, sizes.get(name)) for name, own in plans.items()}
+        self.ways = Ways(config, self.by_name, names, self.dispatch, selection.workload)
+        self.served, self.unified = self.ways.usual.served, self.ways.usual.unified
+        self.tables = KernelTables(block_size, self.capacity.max_num_seqs, self.capacity.max_model_len)
+
+    def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
+        backend: type[AttentionBackend] = spec.get_class()
+        config, capacity, chunk = self.selection.config, self.capacity, self.selection.config.attention_chunk_size
+        requests, longest = capacity.max_num_seqs, capacity.max_model_len
+        if all(plan.masks_chunks for plan in plans.values()):
+            chunk = None
+        if chunk is not None:
+            requests, longest = most_requests(requests, capacity.max_num_batched_tokens, chunk), min(longest, chunk)
+        context = BackendContext(
+            config=config,
+            plans=plans,
+            device=self.device,
+            options=self.selection.options[spec.name],
+            kv_layout=None if block_size is None else self.selection.kv_layout,
+            block_size=block_size,
+            max_num_seqs=requests,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=longest,
+            cuda_graphs=self.cuda_graphs,
+        )
+        chunks = None if chunk is None else VirtualBatches(chunk, context, width_multiple(context))
+        return Served(spec, backend, context, backend.builder_cls(context), chunks)
+
+    @property
+    def cudagraph_support(self) -> CudaGraphLevel:
+        """Which batches can be captured; mixed batches only where one backend serves both phases."""
+        first = self.served.get("decode") or next(iter(self.by_name.values()))
+        level = first.builder.cudagraph_support
+        return level if level != "ALWAYS" or self.unified else "UNIFORM_BATCH"
+
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
+        found: dict[str, int] = {}
+        for name, served in self.by_name.items():
+            by_kernel = {plan.kernel: plan.workspace_bytes for plan in served.context.plans.values()}
+            found[name] = sum(by_kernel.values())
+        return found
+
+    def prepare_dispatch(self, threshold: int | None) -> None:
+        """Get the choice by step ready, where backends take turns.
+
+        Args:
+            threshold: the group's ``reorder_batch_threshold``.
+
+        Raises:
+            ConfigError: the backends do not count the same requests as decodes.
+        """
+        if self.dispatch is not None:
+            self.ways.check_threshold(threshold)
+            most = self.capacity.max_num_seqs, self.capacity.max_num_batched_tokens, self.capacity.max_model_len
+            self.dispatch.choice.prepare(*most)
+
+    def server(self, way: Way, phase: Phase) -> Served:
+        """Return the backend of a phase.
+
+        Raises:
+            BatchError: the backends of this phase were not loaded.
+        """
+        if phase not in way.served:
+            here = " and ".join(way.served)
+            text = f"the batch has requests in {phase}, but this group was made for {here} only"
+            raise BatchError(text, hint=f"make the group without phases, or with {phase} among them")
+        return way.served[phase]
+
+
+def explained(served: Mapping[Phase, Served], dispatch: Dispatch | None) -> list[str]:
+    """Return lines that say which backends run the steps, and why others do not."""
+    candidates = {phase: [each.spec.name] for phase, each in served.items()}
+    if dispatch is not None:
+        candidates = dispatch.candidates
+    lines = []
+    for phase, names in candidates.items():
+        which = f"the fastest of {', '.join(names)}" if len(names) > 1 else names[0]
+        lines.append(f"{phase:<10} {which}")
+        if dispatch is not None:
+            lines += [f"{'':<10} without {why}" for why in dispatch.left_out[phase]]
+    return lines
+
+
+def check_tree(selection: Selection) -> None:
+    """Make sure that the selected kernels take the mask of trees of drafts, where the layers have trees.
+
+    Raises:
+        ConfigError: a kernel takes no mask.
+    """
+    if selection.config.draft_tree and any(plan.trees_in_two_parts for plan in selection.plans.values()):
+        text = "draft_tree: the selected kernel takes no mask, so trees are computed in two parts"
+        raise ConfigError(text, fields=["draft_tree"], hint="make the group with attention_group(selection)")
+
+
+def workspace_line(reserved: Mapping[str, int]) -> str:
+    """Return a line that says what memory is reserved, by whom."""
+    each = ", ".join(f"{name} {byte_text(size)}" for name, size in reserved.items())
+    return f"{'workspace':<10} {byte_text(sum(reserved.values()))} ({each})"
+
+
+def _plans(selection: Selection, phases: Sequence[Phase] | None) -> dict[str, dict[Phase, BackendPlan]]:
+    """Return per backend the plans of the phases that it was chosen for."""
+    plans: dict[str, dict[Phase, BackendPlan]] = {}
+    for phase, name in selection.selected.items():
+        if name is not None and (phases is None or phase in phases):
+            plans.setdefault(name, {})[phase] = selection.plans[phase]
+    return plans
+
+
+def device_of(selection: Selection, device: torch.device | str | None) -> torch.device:
+    """Return where the layers run, a CUDA device with its index.
+
+    Raises:
+        ConfigError: the selection is for a GPU and the layers shall run elsewhere, this machine has none that torch can
+            use, or one of another compute capability.
+    """
+    chosen = selection.device
+    found = torch.device(device if device is not None else ("cpu" if chosen.is_cpu else "cuda"))
+    if found.type != "cuda":
+        if not (chosen.is_cpu or selection.runs_anywhere):
+            raise ConfigError(
+                f"the selection was made for {chosen.name}, but device = {str(found)!r}",
+                fields=["device"],
+                hint=f"select(config, {found.type!r}) chooses for that device",
+            )
+        return found
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"the selection was made for {chosen.name}, but torch sees no CUDA device on this machine",
+            fields=["device"],
+            hint="select(config) chooses for the device of this machine",
+        )
+    index = torch.cuda.current_device() if found.index is None else found.index
+    here = torch.cuda.get_device_capability(index)
+    if chosen.compute_capability not in (None, here):
+        raise ConfigError(
+            f"the selection was made for {chosen.name} (compute capability {chosen.capability_text}), but cuda:{index} "
+            f"is a {torch.cuda.get_device_name(index)} ({here[0]}.{here[1]})",
+            fields=["device"],
+            hint="select(config) chooses for the device of this machine",
+        )
+    return torch.device("cuda", index)
