@@ -108,7 +108,7 @@ def steps_of(layers: Mapping[str, AttentionConfig], count: int, tiny: bool) -> l
     found = []
     every = 20 if tiny else 100
     for name, config in layers.items():
-        steps = trace(random.Random(f"{SEED} {name}"), 1 + config.num_speculative_tokens, tiny)
+        steps = trace(random.Random(f"{SEED} {name}"), config.max_decode_query_len, tiny)
         for number, batch in enumerate(steps, 1):
             if number % every == 0:
                 found.append(Point(name, batch, "trace"))
@@ -244,7 +244,7 @@ def report(
         if times is None:
             left_out += 1
             continue
-        decode = config.has_cache and batch.is_decode(1 + config.num_speculative_tokens)
+        decode = config.has_cache and batch.is_decode(config.max_decode_query_len)
         groups.setdefault((row["layer"], "decode" if decode else "prefill"), []).append(times)
     for (layer, phase), steps in groups.items():
         everywhere = set.intersection(*(set(each) for each in steps))

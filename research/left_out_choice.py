@@ -64,7 +64,7 @@ def left_out(
     config, times = LAYERS[name], known[name]
     batches = sorted(times, key=str)
     random.Random(f"{seed} {name}").shuffle(batches)
-    longest = 1 + config.num_speculative_tokens
+    longest = config.max_decode_query_len
     more = known["gqa"] if config.num_speculative_tokens else {}  # prefills without drafts are the same
     found: dict[BatchShape, dict[str, Prediction]] = {batch: {} for batch in batches}
     for backend in sorted({each for of_batch in times.values() for each in of_batch}):

@@ -172,14 +172,17 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
 
 
 def _contradicted(rule_set: RuleSet) -> list[Problem]:
-    """Return what newer measurements say against rules that rest on times."""
-    if not any(rule.measured for rule in rule_set.rules):
+    """Return what newer measurements say against the user's rules that rest on times."""
+    from attn_select.rules.rule import PACKAGED
+
+    users = [rule for rule in rule_set.rules if rule.layer > PACKAGED and rule.measured]
+    if not users:
         return []
     from attn_select.decide.contradicted import contradicted
     from attn_select.times.store import measurement_files, read_measurements
 
     rows = read_measurements(measurement_files()).measurements
-    return [*contradicted(rule_set.rules, (row.measurement for row in rows))]
+    return [*contradicted(users, (row.measurement for row in rows))]
 
 
 @command.command(

@@ -291,7 +291,7 @@ class _Layer:
 
     def _tree_mask(self, batch: Batch) -> Tensor:
         """Return the batch's ``tree_mask``."""
-        columns = 1 + self.config.num_speculative_tokens
+        columns = self.config.max_decode_query_len
         rows = sum(tokens for _, _, tokens in batch)
         mask, first = torch.zeros(rows, columns, dtype=torch.bool, device=self.group.device), 0
         for part in batch:
@@ -344,7 +344,7 @@ class _Layer:
                 chosen = self._chosen(request, start, index, self.chosen[first : first + tokens])
                 outputs.append(self._sparse(query[start:], key, value, chosen))
                 continue
-            short = tokens <= 1 + self.config.num_speculative_tokens
+            short = tokens <= self.config.max_decode_query_len
             masks: AttentionOptions = {"mm_prefix_ranges": self._images(request, start + tokens)}
             if self.config.draft_tree and short:
                 masks["tree_mask"] = self._tree((request, start, tokens))

@@ -225,7 +225,7 @@ class LayerBench:
         A backend that has no time on one of them is left out.
         """
         config = self.layer.selection.config
-        longest = 1 + config.num_speculative_tokens
+        longest = config.max_decode_query_len
         mine = [pair for pair in self.batches if pair[0].batch.is_decode(longest) is (phase == "decode")]
         sums: dict[str, list[float]] = {}
         for shape, found in mine:

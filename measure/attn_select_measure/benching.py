@@ -242,7 +242,7 @@ class Bench:
 
     def candidates(self, config: AttentionConfig, batch: BatchShape, backends: Sequence[str] = ()) -> list[Candidate]:
         """Return every backend that is valid for all phases of a batch, or why one that was asked for is not."""
-        longest = 1 + config.num_speculative_tokens
+        longest = config.max_decode_query_len
         kinds = {"decode" if g.query_len <= longest and config.has_cache else "prefill" for g in batch.groups}
         needed: tuple[Phase, ...] = tuple(phase for phase in config.phases if phase in kinds)
         ranked = select(config, self.device, self.rules, environment=self.environment)
@@ -309,7 +309,7 @@ class Bench:
     def _step(self, candidate: Candidate, selection: Selection, batch: BatchShape, timed: Timed) -> LayerStep:
         requests = [(g.query_len, g.seq_len) for g in batch.groups for _ in range(g.count)]
         step = LayerStep(selection, requests, candidate.phases, self.torch_device, candidate.dispatch, self.ranks)
-        longest = 1 + step.config.num_speculative_tokens
+        longest = step.config.max_decode_query_len
         decodes = {query <= longest and step.config.has_cache for query, _ in requests}
         served = dict(step.group.served)
         if candidate.dispatch is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from attn_select.rules.conditions import OF_BATCH
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.timing import TIE
 from attn_select_measure.tuning import Tuning
@@ -27,11 +28,7 @@ lost up to 6 % between the last one inside and the first one outside, whatever w
 _NEVER = 10.0
 """The logarithm of a factor that no backend wins or loses by; what has no time loses this."""
 FIELDS: Mapping[str, Callable[[BatchShape], float]] = {
-    "batch": attrgetter("num_requests"),
-    "query_len": attrgetter("max_query_len"),
-    "seq_len": attrgetter("max_seq_len"),
-    "kv_tokens": attrgetter("num_kv_tokens"),
-    "pairs": attrgetter("num_pairs"),
+    **{field: attrgetter(attribute) for field, attribute in OF_BATCH.items()},
     "effective_batch": lambda batch: round(batch.effective_requests, 1),
 }
 """What bounds a region, by the names of the rules' conditions."""

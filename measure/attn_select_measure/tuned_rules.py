@@ -17,7 +17,7 @@ _LONGEST_NAME = 80
 
 
 def rule_prefix(config: AttentionConfig, device: Device) -> str:
-    """Return what the names of a layer's tuned rules on a device begin with."""
+    """Return how tuned rules call a layer on a device."""
     fields = timed_layer(config).to_dict()
     shown = ["num_heads", *MLA_DIMS] if config.mla else ["num_heads", "num_kv_heads", "head_size"]
     sizes = "x".join(str(getattr(config, name)) for name in shown)
@@ -63,6 +63,7 @@ def rule_tables(
                 "prefer": list(region.order),
                 "because": _because(region, measured),
                 "measured": measured,
+                "tuned": f"{rule_prefix(config, device)}-{phase}",
             }
         )
     return tables
@@ -71,9 +72,8 @@ def rule_tables(
 def tuned_before(
     rules: Iterable[Mapping[str, Any]], config: AttentionConfig, device: Device, phase: Phase
 ) -> list[Mapping[str, Any]]:
-    """Return those of a file's rules that earlier tunings of this layer and phase wrote, by their names."""
-    name = f"{rule_prefix(config, device)}-{phase}"
-    return [rule for rule in rules if rule["name"] == name or rule["name"].removeprefix(f"{name}-").isdecimal()]
+    """Return those of a file's rules that earlier tunings of this layer and phase wrote, by their key ``tuned``."""
+    return [rule for rule in rules if rule.get("tuned") == f"{rule_prefix(config, device)}-{phase}"]
 
 
 def regions_of(

@@ -190,7 +190,7 @@ class Tuner:
             return
         found = {name: spans.get(name) or span for name, span in usual.items()}
         if phase == "decode":
-            longest = 1 + config.num_speculative_tokens
+            longest = config.max_decode_query_len
             found["query_len"] = (longest, longest)
         seq_len = found["seq_len"] if config.has_cache else None
         fits = self._fits(config, usual=workload is None and not any(spans.values()))
@@ -223,7 +223,7 @@ class Tuner:
     def _mixed(layer: LayerTuning, decodes: Span, workload: Workload | None) -> list[BatchShape]:
         config = layer.tuning.config
         if workload is None:
-            return layer.tuning.domain.mixed(decodes, 1 + config.num_speculative_tokens)
+            return layer.tuning.domain.mixed(decodes, config.max_decode_query_len)
         return [shape.batch for shape in workload.shapes if len(phases_of(shape.batch, config)) > 1]
 
     def _fits(self, config: AttentionConfig, usual: bool) -> Callable[[BatchShape], bool]:

@@ -140,7 +140,7 @@ def chosen(row: Mapping[str, Any], pins: Mapping[str, str], rules: str | None, w
     """Return the backend that ``select`` takes for the row's batch; two for a mixed batch of MLA, if it takes two."""
     config, batch = AttentionConfig(**row["config"]), parse_batch_shape(row["batch"])
     device = device_of(row)
-    decode = config.has_cache and batch.is_decode(1 + config.num_speculative_tokens)
+    decode = config.has_cache and batch.is_decode(config.max_decode_query_len)
     phase: Phase = "decode" if decode else "prefill"
     environment = environment_for(device, pins)
     workload = row["batch"] if with_workload else None

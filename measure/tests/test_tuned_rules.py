@@ -106,7 +106,7 @@ def test_rules_are_read_back(config: AttentionConfig) -> None:
     written = tables(config)
     found = regions_of(written, config, H100, LIBRARIES)
     assert [(region.order, region.bounds) for region in found] == [(each.order, each.bounds) for each in REGIONS]
-    mine = [{"name": "mine"}, {"name": f"{rule_prefix(config, H100)}-decode-mine"}]
+    mine = [{"name": "mine"}, {"name": f"{rule_prefix(config, H100)}-decode"}]
     assert tuned_before([*mine, *written], config, H100, "decode") == written
     assert tuned_before(written, config, H100, "prefill") == []
 

@@ -140,7 +140,7 @@ def _against_cache_dtype(capabilities: Capabilities, config: AttentionConfig, de
     allocatable, reads = asked != "nvfp4", capabilities.reads_cache
     listed = capabilities.kv_cache_dtypes.value if reads else KV_CACHE_DTYPES
     mixed = capabilities.mixed_kv_cache_dtype.value or not reads
-    if asked == "auto" or (allocatable and asked in listed and (asked == dtype or mixed or is_quantized(asked))):
+    if allocatable and asked in listed and (asked == dtype or mixed or is_quantized(asked)):
         return []
     if asked == dtype and dtype not in capabilities.dtypes.value:
         return []  # the compute dtype is a reason of its own

@@ -120,6 +120,8 @@ class AttentionConfig:
     """``kv_cache_dtype`` with ``auto`` resolved to ``dtype``."""
     value_head_size: int = field(init=False, repr=False, compare=False)
     """Width of one value head: ``v_head_size`` or ``head_size``."""
+    max_decode_query_len: int = field(init=False, repr=False, compare=False)
+    """The most queries of one request in a decode: its last token and the draft tokens."""
 
     if not TYPE_CHECKING:
 
@@ -137,6 +139,7 @@ class AttentionConfig:
             put("phases", PHASES if self.has_cache else ("prefill",))
             put("cache_dtype", self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
             put("value_head_size", self.v_head_size or self.head_size)
+            put("max_decode_query_len", 1 + self.num_speculative_tokens)
             if found := list(_contradictions(self)):
                 named = dict.fromkeys(field for fields, _ in found for field in fields)
                 raise ConfigError("; ".join(text for _, text in found), fields=named)

@@ -223,7 +223,7 @@ class LayerStep:
         config, (query_len, seq_len) = self.config, self.requests[request]
         new = slice(first, first + query_len)
         inputs = [tensor[new] for tensor in self._inputs]
-        phase: Phase = "decode" if config.has_cache and query_len <= 1 + config.num_speculative_tokens else "prefill"
+        phase: Phase = "decode" if config.has_cache and query_len <= config.max_decode_query_len else "prefill"
         served = self.group.served.get(phase)
         fp8_query = served is not None and is_quantized(dtype := served.context.plans[phase].query_dtype)
         options: dict[str, Any] = {

@@ -325,7 +325,7 @@ def _ranges(seed: int, requests: Sequence[Request]) -> tuple[tuple[tuple[int, in
 
 def _trees(draw: torch.Generator, config: AttentionConfig, requests: Sequence[Request]) -> Tensor:
     """Draw a tree of tokens for each request: every token but the first has one of those before it as its parent."""
-    columns = 1 + config.num_speculative_tokens
+    columns = config.max_decode_query_len
     drawn = torch.randint(2, (sum(query_len for query_len, _ in requests), columns), generator=draw).bool()
     start = 0
     for query_len, _ in requests:
@@ -359,7 +359,7 @@ class MLAProblem:
     @property
     def num_decode_requests(self) -> int:
         """Leading requests whose query is at most ``1 + num_speculative_tokens`` tokens long."""
-        threshold = 1 + self.step.config.num_speculative_tokens
+        threshold = self.step.config.max_decode_query_len
         is_prefill = [query_len > threshold for query_len, _ in self.step.requests]
         return (*is_prefill, True).index(True)
 
@@ -422,7 +422,7 @@ def random_mla_problem(
     """
     size = config.block_size or options.get("block_size", 16)
     drawn = requests or random_requests(seed, config, block_size=size)
-    in_order = sorted(drawn, key=lambda request: request[0] > 1 + config.num_speculative_tokens)
+    in_order = sorted(drawn, key=lambda request: request[0] > config.max_decode_query_len)
     step = random_problem(seed, config, layout, requests=in_order, **options)
     rank, nope = config.kv_lora_rank or 0, config.qk_nope_head_dim or 0
     width, value_size = nope + (config.qk_rope_head_dim or 0), config.v_head_dim or 0

@@ -28,12 +28,20 @@ _NAMES: dict[str, tuple[str, ...]] = {
 _CONFIG = config.AttentionConfig.model_fields
 _BOOLEANS = ("mla", "sparse", *(name for name, item in _CONFIG.items() if item.annotation is bool))
 _FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps", "effective_batch")
-_OF_WORKLOAD = ("batch", "seq_len", "query_len", "kv_tokens", "pairs", "effective_batch")
+OF_BATCH = {
+    "batch": "num_requests",
+    "seq_len": "max_seq_len",
+    "query_len": "max_query_len",
+    "kv_tokens": "num_kv_tokens",
+    "pairs": "num_pairs",
+    "effective_batch": "effective_requests",
+}
+"""Fields of the workload: each with the attribute of a batch shape that it compares."""
 UNSET = "none"
 """What is written for a number that a layer does not have."""
 _MAY_BE_UNSET = ("sliding_window", "attention_chunk_size", "logits_soft_cap", "v_head_size")
 _OF_CONFIG = tuple(name for name in _CONFIG if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
-_INTEGERS = (*_OF_CONFIG, *(name for name in _OF_WORKLOAD if name not in _FLOATS), "sm_count")
+_INTEGERS = (*_OF_CONFIG, *(name for name in OF_BATCH if name not in _FLOATS), "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps")
 
 FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "compute_capability", "cuda", "library")
@@ -74,7 +82,7 @@ class Condition:
     @property
     def scope(self) -> Literal["config", "workload", "device", "environment"]:
         """Where the value comes from."""
-        if self.field in _OF_WORKLOAD:
+        if self.field in OF_BATCH:
             return "workload"
         if self.field == "cuda" or self.field.startswith("library."):
             return "environment"

@@ -12,7 +12,7 @@ from typing import Any
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment, canonical_distribution
-from attn_select.rules.conditions import Condition
+from attn_select.rules.conditions import OF_BATCH, Condition
 from attn_select.rules.libraries import PREFIX
 from attn_select.rules.rule import PACKAGED, Rule
 
@@ -157,24 +157,13 @@ class Ranker:
         return ranking
 
 
-_OF_BATCH = {
-    "batch": "num_requests",
-    "seq_len": "max_seq_len",
-    "query_len": "max_query_len",
-    "kv_tokens": "num_kv_tokens",
-    "pairs": "num_pairs",
-    "effective_batch": "effective_requests",
-}
-"""Condition → attribute of a batch shape."""
-
-
 def _holds_for_layer(rule: Rule, config: AttentionConfig, batches: Sequence[object] | None) -> bool:
     for condition in rule.when:
         if condition.scope == "config":
             if not holds_for_config(condition, config):
                 return False
         elif condition.scope == "workload":
-            values = map(attrgetter(_OF_BATCH[condition.field]), batches or ())
+            values = map(attrgetter(OF_BATCH[condition.field]), batches or ())
             if not batches or not all(condition.matches(value) for value in values):
                 return False
     return True

@@ -16,7 +16,7 @@ Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
 EvidenceEffect = Literal[False, "fastest"]
 EVIDENCE_EFFECTS: tuple[EvidenceEffect, ...] = (False, "fastest")
-_KEYS = ("name", "phase", "when", *EFFECTS, "only", "because", "measured", "enabled")
+_KEYS = ("name", "phase", "when", *EFFECTS, "only", "because", "measured", "tuned", "enabled")
 PACKAGED = 0
 """The layer of the packaged rules; plugins' fragments are below it, users' files above."""
 _LONGEST_NAME = 100
@@ -120,6 +120,11 @@ def _parse(
     for key in table:
         if key not in _KEYS:
             problems.append(((key,), f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}"))
+    tuned = table.get("tuned")
+    if tuned is not None and not _is_name(tuned):
+        problems.append(
+            (("tuned",), f"tuned = {show(tuned)}: expected what `attn-select tune` wrote, a printable string")
+        )
     enabled = table.get("enabled", True)
     if not isinstance(enabled, bool):
         problems.append((("enabled",), f"enabled = {show(enabled)}: expected true or false"))

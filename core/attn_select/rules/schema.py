@@ -35,6 +35,9 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         "only": {"type": "boolean", "description": "true: what the priority does not list is never chosen by itself"},
         "because": _text("shown by `attn-select explain`"),
         "measured": _text("the date of the times behind the rule, ISO 8601; `rules check` compares newer ones"),
+        "tuned": _text(
+            "what `attn-select tune` wrote the rule for; the next tune of it replaces the rule", minLength=1
+        ),
         "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},
     }
     rule = {

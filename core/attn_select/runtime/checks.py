@@ -322,7 +322,7 @@ def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) ->
         raise BatchError(text, hint="select with draft_tree = True")
     if not common.causal:
         raise BatchError("tree_mask given with causal = False: drafts see their ancestors alone (accepted: True)")
-    columns = 1 + config.num_speculative_tokens
+    columns = config.max_decode_query_len
     if mask.dtype != torch.bool or mask.ndim != 2 or len(mask) < common.num_actual_tokens or mask.shape[1] != columns:
         raise BatchError(
             f"tree_mask is {mask.dtype} of shape {tuple(mask.shape)}: accepted is torch.bool (at least "

@@ -48,7 +48,7 @@ class StaticBatch:
         self.slot_mapping = torch.empty(capacity.max_num_batched_tokens, dtype=torch.int64, device=device)
         self.tree_mask: Tensor | None = None
         if group.config.draft_tree:
-            shape = capacity.max_num_batched_tokens, 1 + group.config.num_speculative_tokens
+            shape = capacity.max_num_batched_tokens, group.config.max_decode_query_len
             self.tree_mask = torch.zeros(shape, dtype=torch.bool, device=device)
 
     def padded_requests(self, size: int) -> int:

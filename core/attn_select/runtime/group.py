@@ -105,7 +105,7 @@ class AttentionGroup(LayerGroup):
         """As ``LayerGroup.reorder_batch_threshold``."""
         wanted = [served.builder.reorder_batch_threshold for served in self.backends]
         if len(self.backends) > 1:
-            wanted.append(1 + self.config.num_speculative_tokens)
+            wanted.append(self.config.max_decode_query_len)
         return min((threshold for threshold in wanted if threshold is not None), default=None)
 
     def build(
@@ -120,7 +120,7 @@ class AttentionGroup(LayerGroup):
             part = self._whole(way, common_attn_metadata, common_prefix_len, fast_build)
             return self._metadata(common_attn_metadata, [part])
         parts = []
-        longest = 1 + self.config.num_speculative_tokens if "decode" in way.served else 1
+        longest = self.config.max_decode_query_len if "decode" in way.served else 1
         split = split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold or longest)
         for phase, first, last in _by_phase(split):
             served = self.loaded.server(way, phase)
@@ -145,7 +145,7 @@ class AttentionGroup(LayerGroup):
     def _only_phase(self, way: Way, common: CommonAttentionMetadata) -> Phase:
         if way.unified:
             return next(iter(way.served))
-        return "decode" if common.max_query_len <= 1 + self.config.num_speculative_tokens else "prefill"
+        return "decode" if common.max_query_len <= self.config.max_decode_query_len else "prefill"
 
     def _whole(self, way: Way, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
         phase, served = next(iter(way.served.items()))

@@ -127,7 +127,7 @@ class MLALayerGroup(LayerGroup):
         decoders = [served.builder for served in self.backends if "decode" in served.context.plans]
         thresholds = [builder.reorder_batch_threshold for builder in decoders]
         wanted = min((threshold for threshold in thresholds if threshold is not None), default=None)
-        return 1 + self.config.num_speculative_tokens if wanted is None and not latents_alone else wanted
+        return self.config.max_decode_query_len if wanted is None and not latents_alone else wanted
 
     def metadata_of(self, common: CommonAttentionMetadata, slots: Tensor, parts: Sequence[MLAPart]) -> MLAMetadata:
         """Return a step's metadata, given where its latents go."""

@@ -144,7 +144,7 @@ class DraftTreeGroup(LayerGroup):
     @property
     def reorder_batch_threshold(self) -> int:
         """Decodes, whose drafts form trees, come first."""
-        return 1 + self.config.num_speculative_tokens
+        return self.config.max_decode_query_len
 
     @property
     def workspace_bytes(self) -> dict[str, int]:

@@ -84,7 +84,7 @@ def steps_of(
             found.append(Step(((query, query if own_keys else keys),) * requests, captured))
 
     if "decode" in phases:
-        for query in dict.fromkeys((1, 1 + config.num_speculative_tokens)):
+        for query in dict.fromkeys((1, config.max_decode_query_len)):
             for requests, keys in ((1, SHORT), (1, LONG), (many, USUAL), (most[0], USUAL)):
                 add(requests, query, keys)
                 if captured:

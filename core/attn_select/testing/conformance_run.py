@@ -99,7 +99,7 @@ class Batches:
     def uniform(self, seed: int, *, rows_without_keys: bool) -> list[Request]:
         """Draw decodes of equal query length: the first without context, and if asked for a last one without keys."""
         rng = random.Random(seed)
-        query_len = min(1 + self.config.num_speculative_tokens, self.longest_decode)
+        query_len = min(self.config.max_decode_query_len, self.longest_decode)
         whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
         lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
         return [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
@@ -243,7 +243,7 @@ class Rig:
         if "decode" in self.plans:
             query_len = 1
             if level != "UNIFORM_SINGLE_TOKEN_DECODE":
-                query_len = min(1 + self.config.num_speculative_tokens, self.longest_decode)
+                query_len = min(self.config.max_decode_query_len, self.longest_decode)
             replays += self._replay([(query_len, 0)] * 5, [2, 5], ((0, 2), (0, 5), (0, 1), (1, 4)), query_len)
         if len(self.plans) == 2 and {plan.cuda_graph for plan in self.plans.values()} == {"ALWAYS"}:
             requests, most = self.batches.mixed(self.seed), self.group.capacity.max_num_batched_tokens

@@ -180,7 +180,7 @@ class Evidence:
         rows = list(self._rows_of(timed_layer(config)).get(backend, ()))
         if config.num_speculative_tokens:
             plain = timed_layer(config.model_copy(update={"num_speculative_tokens": 0}))
-            longest_decode = 1 + config.num_speculative_tokens
+            longest_decode = config.max_decode_query_len
             rows += [
                 (batch, row)
                 for batch, row in self._rows_of(plain).get(backend, ())

@@ -288,7 +288,7 @@ def left_out_errors(
 
 
 def _longest_decode(config: AttentionConfig) -> int:
-    return 1 + config.num_speculative_tokens if config.has_cache else 0
+    return config.max_decode_query_len if config.has_cache else 0
 
 
 def _by_phase(longest_decode: int, batch: BatchShape) -> list[tuple[bool, Sequence[RequestGroup]]]:

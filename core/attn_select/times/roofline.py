@@ -154,7 +154,7 @@ def _mla_rates(config: AttentionConfig, width: float, ranks: int, absorb: bool) 
 
 def is_decode(config: AttentionConfig, query_len: int) -> bool:
     """Whether a request of ``query_len`` new tokens is a decode, those of speculative decoding included."""
-    return config.has_cache and query_len <= 1 + config.num_speculative_tokens
+    return config.has_cache and query_len <= config.max_decode_query_len
 
 
 def request_work(config: AttentionConfig, query_len: int, seq_len: int) -> StepWork:

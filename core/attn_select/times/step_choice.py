@@ -116,7 +116,7 @@ class StepChoice:
         models: Mapping[Phase, Models],
         apart: bool = False,
     ) -> None:
-        self.longest_decode = 1 + config.num_speculative_tokens if config.has_cache else 0
+        self.longest_decode = config.max_decode_query_len if config.has_cache else 0
         self._chosen: Names = chosen.get("prefill"), chosen.get("decode")
         self._prefill, self._decode = models.get("prefill", {}), models.get("decode", {})
         self._prefill_names, self._decode_names = [*self._prefill], [*self._decode]

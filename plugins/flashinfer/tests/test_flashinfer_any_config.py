@@ -13,7 +13,6 @@ from attn_select.machine.environment import Environment
 from attn_select.testing import check_answers
 from attn_select.testing.strategies import capabilities, configs, environments
 from attn_select_flashinfer.facts import mha_kernels, mla_kernels
-from attn_select_flashinfer.facts.mha_kernels import OBSTACLES, Case, kernel_for, plain
 from attn_select_flashinfer.plugin import attn_select_register_backends
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
@@ -51,14 +50,3 @@ def test_plan_answers_every_config(
             if config.block_size is not None:
                 assert all(config.block_size % size == 0 for size in plan.kernel_block_sizes)
             assert bool(plan.kernel_block_sizes) is spec.capabilities[phase].reads_cache
-
-
-@given(config=configs(mla=False), where=capabilities(), environment=ENVIRONMENTS)
-def test_plain_layers_meet_no_obstacle(
-    config: AttentionConfig, where: tuple[int, int] | None, environment: Environment
-) -> None:
-    for phase in config.phases:
-        kernel = kernel_for(where or (0, 0), phase)
-        if where is not None and kernel is not None and plain(config):
-            case = Case(config, phase, where, kernel, "auto", "auto", environment)
-            assert [obstacle.name for obstacle in OBSTACLES if obstacle.holds(case)] == []

@@ -138,7 +138,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
             workspace_tokens=workspace_tokens,
             checked=False,
         )
-        queries = bounds.max_num_seqs * (1 + config.num_speculative_tokens)
+        queries = bounds.max_num_seqs * config.max_decode_query_len
         if config.sparse:
             queries = bounds.max_num_batched_tokens
         self._queries = Capacity(

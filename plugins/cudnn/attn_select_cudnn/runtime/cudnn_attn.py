@@ -68,7 +68,7 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
         graphs_of(context.device)
         self._splits = len(context.plans) > 1
         if "decode" in context.plans:
-            self.reorder_batch_threshold = 1 + context.config.num_speculative_tokens
+            self.reorder_batch_threshold = context.config.max_decode_query_len
         self._query_lens: dict[int, Tensor] = {}
         self._tables: Tensor | None = None
         self._keyless = torch.zeros(context.max_num_batched_tokens, dtype=torch.bool, device=context.device)

@@ -184,7 +184,7 @@ def _loads_whole_pages(config: AttentionConfig) -> bool:
     """
     if (config.kv_lora_rank or 0) <= 256 or (config.block_size is not None and config.block_size % _TILE):
         return False
-    rows = (1 + config.num_speculative_tokens) * config.num_heads * config.decode_context_parallel_size
+    rows = config.max_decode_query_len * config.num_heads * config.decode_context_parallel_size
     return config.batch_invariant or rows > _TILE
 
 

@@ -390,26 +390,6 @@ PREFERENCES = (
 """What decides where both paths can run. The first condition that holds decides."""
 
 
-def plain(config: AttentionConfig) -> bool:
-    """Whether no obstacle but the hardware can hold. Asked first in every plan, because it is true of most layers."""
-    return (
-        config.kv_cache_dtype in _PLAIN_CACHES
-        and config.logits_soft_cap is None
-        and config.head_size <= 256
-        and (config.block_size is None or config.block_size % 16 == 0)
-        and config.num_heads <= XQA_GROUP * config.num_kv_heads
-        and not (config.num_speculative_tokens and config.sliding_window is not None)
-        and not config.non_causal
-        and not config.batch_invariant
-        and not config.per_head_quant_scales
-        and config.decode_context_parallel_size == 1
-        and config.output_quantization == "none"
-    )
-
-
-_PLAIN_CACHES = frozenset(("auto", "bfloat16", "float16", "fp8_e4m3"))
-
-
 def decide(case: Case) -> Decision:
     """Return the path of one phase.
 
@@ -417,14 +397,11 @@ def decide(case: Case) -> Decision:
     """
     if case.use_trtllm is False:
         return Decision(False, PREFERENCES[0].because, [])
-    if case.kernel is None and case.use_trtllm == "auto":
-        return Decision(False, OBSTACLES[0].because, [])
-    if case.kernel is None or not plain(case.config):
-        if case.use_trtllm is True and (refusals := _refusals(case)):
-            return Decision(False, "", refusals)
-        for condition in OBSTACLES:
-            if condition.holds(case):
-                return Decision(False, condition.because, [])
+    if case.use_trtllm is True and (refusals := _refusals(case)):
+        return Decision(False, "", refusals)
+    for condition in OBSTACLES:
+        if condition.holds(case):
+            return Decision(False, condition.because, [])
     for condition in PREFERENCES:
         if condition.holds(case):
             return Decision(condition.use, condition.because, [])

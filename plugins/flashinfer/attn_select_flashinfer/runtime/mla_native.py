@@ -97,7 +97,7 @@ class NativeDecode:
     def _check_capacity(self) -> int:
         """Return how many tokens a batch may have."""
         context, heads = self._context, self._heads
-        drafts = 1 + context.config.num_speculative_tokens
+        drafts = context.config.max_decode_query_len
         tokens = min(context.max_num_batched_tokens, context.max_num_seqs * drafts)
         requests = min(tokens, context.max_num_seqs)
         # A piece per tile, and one more per SM where keys are split. Tiles are half as high where queries are short.

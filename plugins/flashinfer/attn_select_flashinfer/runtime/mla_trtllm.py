@@ -204,7 +204,7 @@ class TrtllmDecode:
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)
         version = library.flashinfer().version
         self._ragged = kernel.name == "trtllm-gen" and bool(version) and version_matches(version, RAGGED.value)
-        self._most = min(context.max_num_batched_tokens, context.max_num_seqs * (1 + config.num_speculative_tokens))
+        self._most = min(context.max_num_batched_tokens, context.max_num_seqs * config.max_decode_query_len)
         self._lens: Tensor | None = None
         self._table: Tensor | None = None
         self.number: int | None = None

@@ -97,7 +97,7 @@ class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetad
         self._copies = any(kernel.copies_cache for kernel in kernels)
         if self._copies and "decode" in context.plans:
             # Only here do the phases differ; elsewhere any order will do.
-            self.reorder_batch_threshold = 1 + context.config.num_speculative_tokens
+            self.reorder_batch_threshold = context.config.max_decode_query_len
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -196,7 +196,7 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             return None
         held = self._persistent.get("trees")
         if held is None:
-            shape = self.context.max_num_batched_tokens, 1 + self.context.config.num_speculative_tokens
+            shape = self.context.max_num_batched_tokens, self.context.config.max_decode_query_len
             held = torch.zeros(shape, dtype=torch.bool, device=self.context.device)
             if self.context.cuda_graphs:
                 self._persistent["trees"] = held

@@ -191,7 +191,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
 
     def _decodes(self, common: CommonAttentionMetadata) -> bool:
         """Whether a batch is better off without ``varlen_attn``."""
-        return self._joins_decodes and common.max_query_len <= 1 + self.context.config.num_speculative_tokens
+        return self._joins_decodes and common.max_query_len <= self.context.config.max_decode_query_len
 
     def _band(self, causal: bool) -> BandMask:
         window = self.context.config.sliding_window

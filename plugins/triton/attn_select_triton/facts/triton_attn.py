@@ -105,7 +105,7 @@ def _v_reason(size: int) -> Reason:
 
 def tile_rows(config: AttentionConfig) -> int:
     """Return the query rows of one decode program: all heads of a group and all draft tokens, in steps of 16."""
-    rows = config.num_heads // config.num_kv_heads * (1 + config.num_speculative_tokens)
+    rows = config.num_heads // config.num_kv_heads * config.max_decode_query_len
     return min(TILE_ROWS, -(-rows // 16) * 16)
 
 

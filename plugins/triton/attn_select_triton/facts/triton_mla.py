@@ -172,7 +172,7 @@ def _plan(
 
 def tile_rows(config: AttentionConfig) -> int:
     """Return the query rows of one decode program: all heads of all draft tokens, in steps of 16."""
-    rows = config.num_heads * (1 + config.num_speculative_tokens)
+    rows = config.num_heads * config.max_decode_query_len
     return min(HEAD_TILE, -(-rows // 16) * 16)
 
 

@@ -152,7 +152,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._fixed_split = 0
         if not config.has_cache:
             return
-        self.reorder_batch_threshold = 1 + config.num_speculative_tokens
+        self.reorder_batch_threshold = config.max_decode_query_len
         self._reserve()
         if context.cuda_graphs:
             self._reserve_pieces()
@@ -214,7 +214,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
 
     @property
     def _longest_decode(self) -> int:
-        return 1 + self.context.config.num_speculative_tokens
+        return self.context.config.max_decode_query_len
 
     @property
     def _most_keys(self) -> int:

@@ -81,7 +81,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         planned = plan.kernel
         assert isinstance(planned, MLADecodeKernel)
         rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
-        longest = 1 + config.num_speculative_tokens
+        longest = config.max_decode_query_len
         self._launch = mla_launch(
             capability_of(context.device),
             config.num_heads * longest,

@@ -113,7 +113,7 @@ class Tensors:
         self.seq_lens = cut(rows, dtype=torch.int32)
         self.table = cut(rows, width, dtype=torch.int32)
         self.slots = cut(tokens, dtype=torch.int64)
-        self.trees = cut(tokens, 1 + config.num_speculative_tokens, dtype=torch.bool) if config.draft_tree else None
+        self.trees = cut(tokens, config.max_decode_query_len, dtype=torch.bool) if config.draft_tree else None
         self.scale = tensor(1, dtype=torch.float32)[0]
         self.output_scale = self.scale if quantised else None
         if config.has_cache:
