@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn_select.decide.selection import Selection
+from attn_select.engines.names import EngineDefault, EngineTable, Offer
 from attn_select.layer.config import Phase
-from attn_select_cli.engine_names import EngineDefault, EngineTable, Offer
 from attn_select_cli.explanation import Explanation, LayerExplanation
 
 FILE_NAME = "attn-select.yaml"

@@ -11,8 +11,8 @@ from attn_select_cli import complete
 from attn_select_cli.layer_options import diff_options, overrides_from
 
 if TYPE_CHECKING:
+    from attn_select.engines.names import EngineTable
     from attn_select_cli.engine_arguments import EngineArguments, Taken
-    from attn_select_cli.engine_names import EngineTable
     from attn_select_cli.explanation import Explanation
     from attn_select_cli.table import Block
 
@@ -45,9 +45,9 @@ ENGINES = ("vllm", "sglang", "trtllm", "transformers")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(engine: str, as_json: bool, **options: Any) -> int:
     """Show the command-line arguments and environment by which an engine takes the choice for a model on a GPU."""
+    from attn_select.engines.names import engine_table
     from attn_select.errors import UnknownNameError
     from attn_select_cli.engine_arguments import engine_arguments
-    from attn_select_cli.engine_names import engine_table
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines
 
@@ -81,7 +81,7 @@ def _refuse_replaced(result: EngineArguments) -> None:
                 continue
             one = f"{table.engine} takes one backend for {' and '.join(taken.phases)}"
             why = dict(taken.passed_over()).get(name, one)
-            runs = table.adapter_runs(name, taken.layer.selection)
+            runs = table.adapter_runs(name, taken.layer.selection.config, taken.layer.selection.device)
             adapter = f"; {_adapter_text(table, [name])}" if runs else ""
             raise ConfigError(
                 f"--backend {name} for {taken.layer.kind}, {phase}: {why}",
@@ -148,7 +148,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
             backend
             for taken in result.taken
             for backend, _ in taken.passed_over()
-            if table.adapter_runs(backend, taken.layer.selection)
+            if table.adapter_runs(backend, taken.layer.selection.config, taken.layer.selection.device)
         )
         if brought:
             lines.append([("  ", ""), HANG, (_adapter_text(table, brought), "remedy")])

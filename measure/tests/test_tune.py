@@ -133,7 +133,8 @@ def test_a_tune_out_of_time_goes_on_later(run: Any, rules_file: Path, timer: lis
 def test_rules_of_hands_stay_and_those_of_an_earlier_tune_go(run: Any, rules_file: Path, timer: list[str]) -> None:
     rules_file.parent.mkdir(parents=True)
     mine = 'version = 1\n\n# mine\n[[rules]]\nname = "mine"\nwhen = { sinks = true }\nprefer = ["TORCH_SDPA"]\n'
-    old = '[[rules]]\nname = "tuned-cpu-4x2x32-decode-9"\ntuned = "tuned-cpu-4x2x32-decode"\nprefer = ["FLEX_ATTENTION"]\nwhen = { batch = 3 }\n'
+    named = 'name = "tuned-cpu-4x2x32-decode-9"\ntuned = "tuned-cpu-4x2x32-decode"'
+    old = f'[[rules]]\n{named}\nprefer = ["FLEX_ATTENTION"]\nwhen = {{ batch = 3 }}\n'
     rules_file.write_text(f"{mine}\n{old}")
     assert run("tune", *LAYER, "--phase", "decode", *QUICK, "--yes").code == 0
     text = rules_file.read_text()

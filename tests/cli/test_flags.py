@@ -12,8 +12,8 @@ import pytest
 
 from attn_select import AttentionConfig, select
 from attn_select.backends.distributions import known_backends
+from attn_select.engines.names import engine_table
 from attn_select.testing.toolkit import MLA_FIELDS
-from attn_select_cli.engine_names import engine_table
 from attn_select_cli.flags import ENGINES
 
 MODELS = ("llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "deepseek-v3", "bert-base")
@@ -263,7 +263,7 @@ def test_tables_name_known_backends_with_sources(engine: str) -> None:
         assert name.backend in known_backends()
         assert name.argument in table.arguments
         assert ".py" in name.source or "kernels/" in name.source
-    raw = tomllib.loads((Path(engine_table.__code__.co_filename).parent / f"engines/{engine}.toml").read_text())
+    raw = tomllib.loads((Path(engine_table.__code__.co_filename).parent / f"{engine}.toml").read_text())
     assert {key for row in raw["names"] for key in row} <= {
         *("backend", "name", "argument", "when", "kernels", "block_sizes", "arguments", "own_kernel", "source")
     }

@@ -15,10 +15,10 @@ sys.path.append(str(Path(__file__).parent))
 import compare_vllm
 from vllm_questions import config_of, questions
 
+from attn_select.engines.names import engine_table
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import Device, lookup
-from attn_select_cli.engine_names import engine_table
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 
 from attn_select import AttentionConfig, configs_from_model, select, select_model
+from attn_select.engines.names import engine_table
 from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_cli.engine_arguments import engine_arguments
-from attn_select_cli.engine_names import engine_table
 from attn_select_cli.explanation import build_explanation
 from attn_select_cli.layer_options import options_in
 from attn_select_sglang.choice import Choice, choose
-from attn_select_sglang.names import BACKENDS, ENGINE_NAMES, engine_name
+from attn_select_sglang.names import BACKENDS, TABLE, lacks
 
 GPUS = ("a100", "a10", "l40s", "h100", "h20", "h200", "b200", "b300", "rtx5090", "rtx-pro-6000")
 MODELS = ("llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "gemma-3-27b", "deepseek-v3")
@@ -90,17 +91,18 @@ def test_sparse_mla_is_left_to_sglang() -> None:
 
 
 def test_names_both_ways() -> None:
-    for backend, names in ENGINE_NAMES.items():
-        for name in names:
-            assert BACKENDS[name, backend.endswith("MLA")] == backend
+    for (name, mla), backend in BACKENDS.items():
+        assert name in TABLE.names_of(backend)
+        assert backend.endswith("MLA") == mla
     assert BACKENDS["fa3", False] == "FLASH_ATTN"
     assert BACKENDS["fa3", True] == "FLASH_ATTN_MLA"
 
 
 def name_of(backend: str, fields: dict[str, Any], gpu: str) -> str | None:
     selection = select(AttentionConfig(**fields), gpu, backend=backend)
-    plans = selection.plans.values()
-    return engine_name(backend, selection.config, selection.device, [plan.kernel_name for plan in plans], True)
+    offers = TABLE.offers(selection, ["decode"], "attention", partial(lacks, has_flashinfer=True))
+    (name,) = [offer.name for offer in offers if offer.backend == backend]
+    return None if name is None else name.name
 
 
 def test_kernels_decide_the_name() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from attn_select.decide.selection import Selection
 from attn_select.engines.own_kernels import rests_on_our_times
 from attn_select.layer.config import AttentionConfig, Phase
-from attn_select_vllm.names import NOT_OURS, PREFILL_NAMES, EngineBackend, engine_backends
+from attn_select_vllm.names import TABLE, EngineBackend, engine_backends
 
 Refusals = list[str]
 """Why vLLM does not take a backend, or is not to take it; empty where it does."""
@@ -57,7 +57,7 @@ def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusa
         backend = candidate.backend
         for engine in engine_backends(backend, config, device):
             reasons = refusals(backend, engine)
-            if not reasons and backend in NOT_OURS and not engine.own:
+            if not reasons and TABLE.has_own_kernel(backend) and not engine.own:
                 later = [other.backend for other in order[place + 1 :]]
                 better = [name for name in later if rests_on_our_times(selection, backend, phases[-1], name)]
                 if any(not refusals(name, each) for name in better for each in engine_backends(name, config, device)):
@@ -70,4 +70,5 @@ def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusa
 
 def prefill_order(selection: Selection) -> list[str]:
     """Return vLLM's names of the backends of MLA prefill in attn-select's order."""
-    return [PREFILL_NAMES[c.backend] for c in selection.ranked(("prefill",)) if c.backend in PREFILL_NAMES]
+    names = [TABLE.names_of(candidate.backend, "mla_prefill") for candidate in selection.ranked(("prefill",))]
+    return [each[0] for each in names if each]

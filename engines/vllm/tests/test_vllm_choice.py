@@ -15,10 +15,9 @@ from attn_select import AttentionConfig, clear_cache, select
 from attn_select.errors import AttnSelectError, ConfigError
 from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
-from attn_select_cli.engine_names import engine_table
 from attn_select_vllm.choice import choose, prefill_order
 from attn_select_vllm.log_block import choice_text
-from attn_select_vllm.names import ENGINE_NAMES, OWN_KERNELS, OWN_PREFIX, engine_backends
+from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, TABLE, engine_backends
 
 GOLDEN = json.loads((Path(__file__).with_name("vllm_answers_0_33_0.json")).read_text("utf-8"))
 """Made by ``python vllm_answers.py 8.0 9.0 10.0 12.0`` with vLLM 0.33.0; that file says how."""
@@ -60,7 +59,7 @@ def test_the_first_of_our_order_that_vllm_0_33_accepts(gpu: str, layer: str) -> 
     else:
         assert choice.engine.name in accepted
         assert list(choice.refused) == asked[: asked.index(choice.engine.name)]
-        assert ENGINE_NAMES[choice.backend or ""][0] == choice.backend
+        assert TABLE.names_of(choice.backend or "")[0] == choice.backend
 
 
 @pytest.mark.parametrize(
@@ -100,16 +99,6 @@ def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     assert names("FLASHINFER", gqa, hopper) == ["FLASHINFER"]
     assert names("FLASHINFER", fp8, hopper) == ["own FLASHINFER", "FLASHINFER"]
     assert names("FLASH_ATTN", gqa, hopper) == ["FLASH_ATTN"]
-
-
-@pytest.mark.parametrize("gpu", ["cpu", "a100", "h100", "b200"])
-def test_flags_know_which_kernels_come_with_the_adapter(gpu: str) -> None:
-    table = engine_table("vllm")
-    for fields in (GQA_FIELDS, {**GQA_FIELDS, "kv_cache_dtype": "fp8"}, MLA_FIELDS):
-        selection = select(AttentionConfig(**fields), gpu)
-        for backend in {*OWN_KERNELS, *ENGINE_NAMES}:
-            own = any(each.own for each in engine_backends(backend, selection.config, selection.device))
-            assert table.adapter_runs(backend, selection) == own, backend
 
 
 def chosen_on_an_h200(accepted: set[str], **options: Any) -> str | None:

@@ -100,7 +100,7 @@ def answers(capability: tuple[int, int]) -> dict[str, Any]:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     sys.path.insert(0, __file__.rpartition("/")[0])
-    from attn_select_vllm.names import ENGINE_NAMES
+    from attn_select_vllm.names import TABLE
 
     found = {}
     with set_current_vllm_config(VllmConfig()):
@@ -110,7 +110,7 @@ def answers(capability: tuple[int, int]) -> dict[str, Any]:
             asked = AttentionSelectorConfig(**wanted)
             heads = MLA_HEADS if asked.use_mla else None
             refused = {}
-            for name in (name for names in ENGINE_NAMES.values() for name in names):
+            for name in dict.fromkeys(row.name for row in TABLE.names if row.argument == "attention"):
                 if name not in AttentionBackendEnum.__members__:
                     continue
                 try:

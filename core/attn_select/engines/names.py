@@ -1,10 +1,13 @@
-"""How an engine names attn-select's backends and which arguments it has: one TOML file per engine in ``engines/``."""
+"""How an engine names attn-select's backends and which arguments it has: one TOML file beside this one per engine.
+
+``attn-select flags`` and the adapters read the same files.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -71,6 +74,10 @@ class EngineDefault:
     architectures: tuple[str, ...]
     arguments: Mapping[str, str]
     source: str
+
+
+def _nothing(name: EngineName) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +147,38 @@ class EngineTable:
         sizes = name.block_sizes
         return not sizes or block_size in sizes or (self.splits_blocks and any(block_size % s == 0 for s in sizes))
 
-    def adapter_runs(self, backend: str, selection: Selection) -> bool:
+    def adapter_runs(self, backend: str, config: AttentionConfig, device: Device) -> bool:
         """Whether the adapter brings attn-select's kernels of a backend into the engine, for a layer."""
         conditions = self.adapter_kernels.get(backend)
-        if conditions is None:
-            return False
-        return all(holds_for(condition, selection.config, selection.device) for condition in conditions)
+        return conditions is not None and all(holds_for(condition, config, device) for condition in conditions)
 
-    def offers(self, selection: Selection, phases: Sequence[Phase], argument: str) -> list[Offer]:
+    def names_of(self, backend: str, argument: str = "attention") -> tuple[str, ...]:
+        """Return the engine's names for one of attn-select's backends, in the order in which they are tried."""
+        rows = [row.name for row in self.names if (row.backend, row.argument) == (backend, argument)]
+        return tuple(dict.fromkeys(rows))
+
+    def has_own_kernel(self, backend: str) -> bool:
+        """Whether the engine runs a kernel of its own under the name of one of attn-select's backends."""
+        return any(row.own_kernel for row in self.names if row.backend == backend)
+
+    def offers(
+        self,
+        selection: Selection,
+        phases: Sequence[Phase],
+        argument: str,
+        lacks: Callable[[EngineName], str] = _nothing,
+    ) -> list[Offer]:
         """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
 
         An engine's own kernel has the place that it has without the times of attn-select's kernel.
+
+        Args:
+            selection: of the layer.
+            phases: the phases.
+            argument: as in ``EngineName``.
+            lacks: says why the engine at hand does not have a name; empty where it has it.
         """
-        found = [self._offer(candidate, selection, phases, argument) for candidate in selection.ranked(phases)]
+        found = [self._offer(candidate, selection, phases, argument, lacks) for candidate in selection.ranked(phases)]
         offers: list[Offer] = []
         for place, offer in enumerate(found):
             before: list[int] = []
@@ -168,7 +194,14 @@ class EngineTable:
             offers.append(replace(offer, why=why, place=before[-1] + 0.5 if before else place))
         return offers
 
-    def _offer(self, candidate: Candidate, selection: Selection, phases: Sequence[Phase], argument: str) -> Offer:
+    def _offer(
+        self,
+        candidate: Candidate,
+        selection: Selection,
+        phases: Sequence[Phase],
+        argument: str,
+        lacks: Callable[[EngineName], str],
+    ) -> Offer:
         plans = [plan for phase in phases if (plan := candidate.phases[phase].plan) is not None]
         kernels = [plan.kernel_name for plan in plans]
         block_size = selection.block_size
@@ -178,6 +211,8 @@ class EngineTable:
         for name in self.names:
             if (name.backend, name.argument) == (candidate.backend, argument):
                 missing = name.missing(selection.config, selection.device, kernels)
+                if why := lacks(name):
+                    missing.append(why)
                 if not missing:
                     return Offer(candidate.backend, name, "", block_size)
                 failed.append(missing)
@@ -207,7 +242,7 @@ class Offer:
 
 def engine_table(key: str) -> EngineTable:
     """Return what is known of the engine that ``--engine`` calls so."""
-    data = tomllib.loads((Path(__file__).parent / "engines" / f"{key}.toml").read_text("utf-8"))
+    data = tomllib.loads((Path(__file__).with_name(f"{key}.toml")).read_text("utf-8"))
     return EngineTable(
         key=key,
         engine=data["engine"],
