@@ -24,11 +24,14 @@ chunk of 137 tokens beside 3 decodes of 51604 (5.5 times) took 238 us unsplit an
 decodes of 97123 (3.9 times) 1159 and 424 us; 2 chunks of 1352 beside 3 decodes of 9660 (1.7 times) 137 and 156 us."""
 LEAST_KEYS = 8192
 """Fewer keys take less than 0.1 ms on one multiprocessor, and merging their parts costs too."""
-_TILE = 128
-"""Queries times heads of one KV head that FA3 takes at a time."""
 MOST_SPLIT_REQUESTS = 992
 """FA3 splits keys in batches of up to so many requests (hopper/flash_prepare_scheduler.cu,
 PREPARE_VARLEN_MAX_BATCHES_1CTA)."""
+
+
+def tile_rows(head_size: int) -> int:
+    """Return how many queries times heads of one KV head FA3 takes at a time (hopper/tile_size.h, 16-bit types)."""
+    return 192 if head_size <= 96 else 128
 
 
 def window_of(config: AttentionConfig, causal: bool) -> tuple[int, int]:
@@ -56,7 +59,7 @@ def is_uneven(common: CommonAttentionMetadata, shape: Shape, window: tuple[int, 
     keys = common.seq_lens_cpu - (queries - 1) / 2  # that the mean query sees
     if window[0] >= 0:
         keys = keys.clamp(max=window[0] + 1)
-    tiles = (queries * (shape.num_heads // shape.num_kv_heads) / _TILE).ceil()
+    tiles = (queries * (shape.num_heads // shape.num_kv_heads) / tile_rows(shape.head_size)).ceil()
     share = float((tiles * keys).sum()) * shape.num_kv_heads / sms
     return float(keys.max()) > max(LEAST_KEYS, UNEVEN * share)
 

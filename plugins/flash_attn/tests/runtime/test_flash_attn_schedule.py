@@ -66,6 +66,15 @@ def test_keys_of_a_long_decode_beside_a_prefill_are_split(
     assert not is_uneven(common, shape, (1023, 0), 132)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("head_size", "uneven"), [(64, True), (96, True), (128, False)])
+def test_a_chunk_of_narrow_heads_has_fewer_tiles(head_size: int, uneven: bool) -> None:
+    """FA3 takes 192 rows at a time up to heads of 96, so that a chunk keeps the multiprocessors less long."""
+    queries, keys = torch.tensor([1, 2048], dtype=torch.int32), torch.tensor([140000, 16384], dtype=torch.int32)
+    common = SimpleNamespace(query_lens_cpu=queries, seq_lens_cpu=keys)
+    shape = Shape(32, 8, head_size, head_size, torch.bfloat16, 0.0, 16)
+    assert is_uneven(common, shape, (-1, -1), 132) is uneven  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("provider", SCHEDULED)
 @pytest.mark.parametrize(("longest", "splits"), [(40, 0), (9000, MAX_SPLITS)])
 def test_splits_of_a_mixed_step(
