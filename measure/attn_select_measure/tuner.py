@@ -70,7 +70,7 @@ class LayerTuning:
             they hold here: then they are among the measured ones, or gone.
         to_check: batches of these to measure first.
         num_packaged: batches whose packaged times count.
-        unlike: by what packaged times do not hold here; empty where they do, or there are none.
+        unlike: why packaged times are not used on this device; empty where they are, or where there are none.
         measured_here: batches that were measured since.
         measured: when the last of its times was measured, ISO 8601.
         libraries: versions by distribution, by backend.

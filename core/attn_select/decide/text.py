@@ -292,7 +292,7 @@ def _time_lines(selection: Outcome) -> list[Line]:
         for timing in used.behind:
             from attn_select.times.timing import VAGUER  # few have times of their own
 
-            text = f"{_provenance(timing)}: stands behind, for its margins are over {VAGUER:g} times as wide"
+            text = f"{_provenance(timing)}: comes later: its margins are more than {VAGUER:g} times as wide"
             lines.append([("        ", ""), HANG, (text, "dim")])
     return lines
 

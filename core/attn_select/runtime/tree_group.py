@@ -37,8 +37,9 @@ class DraftTreeMetadata(AttentionMetadata):
         plain: what the kernel computes alone: prefills, or the whole step where it has no tree; None if there is none.
         context: the decodes against what was cached before this step; None where nothing was.
         num_decode_tokens: the first tokens, which are those of trees.
-        own: int64 ``(num_decode_tokens, M)``, the tokens of each one's request in this step; behind its last one any.
-        visible: bool, likewise: which of them it sees.
+        own: int64 ``(num_decode_tokens, M)``, the tokens of this step that belong to the token's
+            request. Columns behind the request's last token hold any token.
+        visible: bool ``(num_decode_tokens, M)``: which of these tokens it sees.
     """
 
     plain: AttentionMetadata | None = None

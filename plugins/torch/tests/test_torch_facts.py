@@ -268,11 +268,6 @@ def test_every_fact_has_a_source(spec: BackendSpec) -> None:
                 assert not fact.source.startswith("default") or fact == field.default
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_load_brings_the_backend_of_that_name(spec: BackendSpec) -> None:
-    assert spec.get_class().impl_cls.__name__.endswith("Impl")
-
-
 def test_registers_all_backends() -> None:
     assert tuple(attn_select_register_backends()) == SPECS
 

@@ -40,12 +40,6 @@ def test_builds_come_from_declared_libraries() -> None:
     assert {"auto", *(build.distribution for build in BUILDS)} == set(get_args(ProviderName))
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
-def test_load_returns_the_backend_of_that_name(spec: BackendSpec) -> None:
-    pytest.importorskip("torch")
-    assert spec.get_class().impl_cls.__name__.endswith("Impl")
-
-
 # --- Version --------------------------------------------------------------------------------------
 
 

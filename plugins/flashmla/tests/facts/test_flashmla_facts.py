@@ -59,12 +59,6 @@ def test_builds_come_from_declared_libraries() -> None:
     assert all(build.module.split(".")[0] == build.library.module for build in BUILDS)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
-def test_load_returns_the_runtime_without_a_kernel_library(spec: BackendSpec) -> None:
-    pytest.importorskip("torch")
-    assert spec.get_class().impl_cls.__name__.endswith("Impl")
-
-
 # --- Dense -------------------------------------------------------------------------------------
 
 
