@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,3 +215,36 @@ def test_facts_kernels_and_runtime_import_one_way(plugin: str) -> None:
         for file in sorted((PLUGINS[plugin] / folder).glob("*.py")):
             found = read_imports(PLUGINS[plugin], file, top_level=False)
             assert not [n for n in found if n.startswith(tuple(f"{plugin}.{other}" for other in others))], file
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_plugins_import_what_the_page_lists(plugin: str) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text("utf-8")
+    listed = set(re.findall(r"`(attn_select[a-z_.]*)`", page[page.index("## What a plugin may import") :]))
+    for file in PLUGINS[plugin].rglob("*.py"):
+        found = read_imports(PLUGINS[plugin], file, top_level=False)
+        named = {name for name in found if name.split(".")[0] == "attn_select"}
+        modules = {name for name in named if (CORE.parent / name.replace(".", "/")).with_suffix(".py").is_file()}
+        assert modules <= listed, file
+
+
+def underscores_of_others(file: Path) -> Iterator[str]:
+    """Yield each attribute with an underscore that a file reads of an object whose class stands elsewhere in core."""
+    tree = ast.parse(file.read_text("utf-8"))
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not re.match(r"_[a-z]", node.attr) or node.attr in own:
+            continue
+        if ast.unparse(node.value) not in ("self", "cls", "super()"):
+            yield f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_underscore_of_one_object_is_read_by_another_file() -> None:
+    outside = ("os._exit", "._replace", "_get_backend")  # of the standard library and of torch
+    found = [text for file in CORE.rglob("*.py") for text in underscores_of_others(file) if not text.endswith(outside)]
+    assert not found

@@ -121,7 +121,7 @@ class BackendConformance:
             config = next(case.config for case in self._cases() if phase in case.config.phases)
             for device in (CPU, *known_gpus().values()):
                 if not capabilities.compute_capabilities.value.accepts(device.compute_capability):
-                    found = outcomes(self.spec, config, device, environment_of(), self._options())[phase]
+                    found = outcomes(self.spec, config, device, environment_of(), self.made_options())[phase]
                     assert "compute-capability" in codes(found), f"{phase} on {device.name}: {found}"
 
     def test_what_is_declared_is_accepted(self) -> None:
@@ -196,25 +196,25 @@ class BackendConformance:
         """Restore the number of threads."""
         torch.set_num_threads(cls._threads)
 
-    def _options(self) -> BackendOptions:
+    def made_options(self) -> BackendOptions:
         return self.spec.options(**self.options)
 
-    def _place(self) -> tuple[torch.device, Device, Environment]:
+    def place(self) -> tuple[torch.device, Device, Environment]:
         """Return where tensors live, and the device and libraries that the gate judges for."""
         here = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         device = self.gate_device or (CPU if here.type == "cpu" else detection.detect_device().device)
         device = lookup(device) if isinstance(device, str) else device
         return here, device, self.environment or environment_for(device)
 
-    def _here(self, config: AttentionConfig) -> Outcomes:
-        return outcomes(self.spec, config, *self._place()[1:], self._options())
+    def answers_here(self, config: AttentionConfig) -> Outcomes:
+        return outcomes(self.spec, config, *self.place()[1:], self.made_options())
 
     def _why_refused(self, phase: Phase, config: AttentionConfig, device: Device) -> str:
         """Return why a device with any library gives a configuration no plan; empty where it gives one."""
-        judged_for = self._place()[1:]
+        judged_for = self.place()[1:]
         environments = [environment_of(), *(env for own, env in [judged_for] if own == device)]
         why = ""
-        for environment, options in product(environments, (self.spec.options(), self._options())):
+        for environment, options in product(environments, (self.spec.options(), self.made_options())):
             outcome = gate.check(self.spec, config, device, environment, options, phase)
             if isinstance(outcome, BackendPlan):
                 return ""
@@ -223,15 +223,15 @@ class BackendConformance:
 
     def _judge(self, case: Case) -> tuple[Outcomes, str | None]:
         """Return the gate's answers here; if this machine refuses, those of a fit one and what is lacking here."""
-        found = self._here(case.config)
-        here, device, _ = self._place()
+        found = self.answers_here(case.config)
+        here, device, _ = self.place()
         if plans_of(found):
             return found, "no CUDA device" if here.type == "cuda" and not torch.cuda.is_available() else None
         taken = self.spec.capabilities[case.phase].compute_capabilities.value
         if not taken.accepts(device.compute_capability):
             others = [gpu for gpu in known_gpus().values() if taken.accepts(gpu.compute_capability)]
             device = others[case.index % len(others)] if others else CPU
-        elsewhere = outcomes(self.spec, case.config, device, environment_of(), self._options())
+        elsewhere = outcomes(self.spec, case.config, device, environment_of(), self.made_options())
         missing = [found[phase] for phase in plans_of(elsewhere)]
         if not missing:
             return found, None
@@ -249,14 +249,14 @@ class BackendConformance:
 
     def _with_few_keys(self, case: Case) -> Case:
         known, key = self._compiled, self.spec.compile_key(case.config)
-        if key in known or case.changed is not None or not plans_of(self._here(case.config)):
+        if key in known or case.changed is not None or not plans_of(self.answers_here(case.config)):
             return case
         if len(known) < self.max_compile_keys:
             known[key] = case.config
         elif case.index % 4:
             near = with_known_key(self.spec, self.seed, case, [*known.values()][case.index % len(known)])
             declared = case.phase in near.phases and not undeclared(self.spec, case.phase, near)
-            if declared and plans_of(self._here(near)):
+            if declared and plans_of(self.answers_here(near)):
                 return replace(case, config=near)
         return case
 
@@ -307,9 +307,9 @@ class BackendConformance:
     def _run(self, case: Case, plans: Mapping[Phase, BackendPlan]) -> None:
         """Run all phases together where they share a cache, else each by itself."""
         __tracebackhide__ = True
-        here, device, environment = self._place()
+        here, device, environment = self.place()
         selection = selection_for(
-            self.spec, plans, case.config, device, environment, self._options(), layout_choice=case.index
+            self.spec, plans, case.config, device, environment, self.made_options(), layout_choice=case.index
         )
         if selection is None:
             for phase, plan in plans.items():

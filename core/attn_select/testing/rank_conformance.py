@@ -24,7 +24,7 @@ ALONE = {
 
 def layers_of(suite: BackendConformance, size: int, fields: Mapping[str, Any]) -> Iterator[tuple[int, Selection]]:
     """Yield numbers and selections of layers over ``size`` ranks that a suite's backend runs on this machine."""
-    _, device, environment = suite._place()
+    _, device, environment = suite.place()
     for index in range(suite.num_configs):
         case = draw_case(suite.spec, suite.seed, index, suite.heads)
         if case.changed is not None or not case.config.has_cache:
@@ -35,8 +35,8 @@ def layers_of(suite: BackendConformance, size: int, fields: Mapping[str, Any]) -
             config = case.config.model_copy(update={**ALONE, **fields, "decode_context_parallel_size": size})
         except ConfigError:
             continue
-        plans = plans_of(suite._here(config))
-        given = (suite.spec, plans, config, device, environment, suite._options())
+        plans = plans_of(suite.answers_here(config))
+        given = (suite.spec, plans, config, device, environment, suite.made_options())
         if plans and (selection := selection_for(*given, layout_choice=index)) is not None:
             yield index, selection
 
@@ -62,7 +62,7 @@ def check_on_group(
     Returns:
         What went wrong, the same on all ranks: per failure the layer as an expression, the options, and the error.
     """
-    here = suite._place()[0]
+    here = suite.place()[0]
     size, wrong, ran = ContextParallel(group).size, [], 0
     terms = Terms(suite.error_bound, suite.rows_without_keys, suite.exact_alibi_lse, suite.fp8_cache_steps)
     for index, selection in layers_of(suite, size, fields or {}):
