@@ -1,8 +1,9 @@
 """Plant faults in core, one at a time, and count how many the tests notice. `make mutate` runs it.
 
 First the named faults of planted.toml, then a sample that a seed draws from all faults that faults.py finds in
-core/attn_select without reference/ and testing/. All work happens on copies. Results of an interrupted run are kept in build/mutate
-and taken up again as far as they still hold. After a change, the test that caught a fault before is tried first.
+core/attn_select without reference/ and testing/. All work happens on copies. Results of an interrupted run are kept in
+build/mutate and taken up again as far as they still hold. After a change, the test that caught a fault before is tried
+first.
 """
 
 from __future__ import annotations
@@ -411,7 +412,8 @@ def report(planted: Sequence[Fault], drawn: Sequence[Fault], verdicts: dict[str,
 def drawn_from(root: Path) -> list[Fault]:
     """All faults of core without reference/ and testing/, in order of files and lines."""
     sources = sorted(str(path.relative_to(root)) for path in root.glob(f"{SOURCES}/**/*.py"))
-    return [fault for file in sources if not {"reference", "testing"} & {*Path(file).parts} for fault in find_faults(root, file)]
+    planted = [file for file in sources if not {"reference", "testing"} & {*Path(file).parts}]
+    return [fault for file in planted for fault in find_faults(root, file)]
 
 
 def guards(root: Path) -> list[str]:
