@@ -13,7 +13,6 @@ A plugin for such a kernel writes
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -199,7 +198,6 @@ def merge(judged: Sequence[tuple[KernelBuild, Sequence[Objection]]]) -> list[Rea
     return reasons
 
 
-@functools.lru_cache(maxsize=1024)
 def _labels(builds: tuple[KernelBuild, ...], judged: tuple[KernelBuild, ...]) -> str:
     """Return ``FA3`` where these are all judged builds of that kernel, else ``FA3 of vllm and sgl-kernel``."""
     texts = []

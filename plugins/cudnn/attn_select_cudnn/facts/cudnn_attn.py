@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attn_select.backends.kernel_builds import KernelBuild
@@ -80,17 +79,12 @@ def plan(
     if phase == "decode" and size > DECODE_HEAD_SIZE and capability is not None and capability[0] != 9:
         text = f"head size {size}: cuDNN decodes up to {DECODE_HEAD_SIZE} on compute capability {capability[0]}.x"
         return [Reason("head-size", text, size, DECODE_HEAD_SIZE)]
-    return _plan(config.dtype, phase == "decode" and config.num_speculative_tokens > 0)
-
-
-@lru_cache(maxsize=64)
-def _plan(dtype: str, drafts: bool) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
+    drafts = phase == "decode" and config.num_speculative_tokens > 0
     return BackendPlan(
         kernel=_KERNEL,
         path="paged attention",
         because="cuDNN's one path",
-        query_dtype=dtype,
+        query_dtype=config.dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS,
         kernel_block_sizes=BLOCK_SIZES,

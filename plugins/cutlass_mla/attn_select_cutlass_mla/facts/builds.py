@@ -6,7 +6,6 @@ All three build NVIDIA's example 77 (Blackwell MLA), but take different argument
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from attn_select.backends.kernel_builds import KernelBuild
@@ -107,7 +106,6 @@ BUILDS = (
 )
 
 
-@cache
 def kernel_of(build: CutlassMLABuild, num_kv_splits: int) -> CutlassMLAKernel:
     """Return what a plan that runs this build carries; ``num_kv_splits`` -1 stands for the build's default."""
     splits = build.default_splits.value if num_kv_splits == -1 else num_kv_splits

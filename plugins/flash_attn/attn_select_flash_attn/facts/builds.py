@@ -6,7 +6,6 @@ All come from Dao-AILab/flash-attention, but each distribution builds it for oth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import gcd
 from typing import Any, Literal
 
@@ -224,7 +223,6 @@ def proves_invariance(build: FlashAttnBuild, capability: tuple[int, int] | None)
     return build.version != 4 or capability == HOPPER
 
 
-@cache
 def builds_for(capability: tuple[int, int] | None, batch_invariant: bool = False) -> tuple[FlashAttnBuild, ...]:
     """Return the builds that a device of this compute capability can run, preferred first.
 
@@ -308,9 +306,8 @@ def _gathers(head_size: int, v_head_size: int) -> bool:
     return all(tile % rows == 0 for tile in tiles)
 
 
-@cache
 def kernel_of(build: FlashAttnBuild, paged: bool, value_padding: int = 0, splits_keys: bool = True) -> FlashAttnKernel:
-    """Return what a plan that runs this build carries; one object for all such plans."""
+    """Return what a plan that runs this build carries."""
     return FlashAttnKernel(build.version, build.distribution, paged, value_padding, splits_keys)
 
 
@@ -327,7 +324,6 @@ def pins_of(backend: str, option: str, version: Version, provider: ProviderName)
     return (Pin(f"backends.{backend}.{option}", version, lambda build: build.version == version), *pins)
 
 
-@cache
 def why_this_build(build: FlashAttnBuild, capability: tuple[int, int] | None) -> str:
     """Return why a device runs this build, for the plan's text."""
     if build.version == 3 and capability == HOPPER:
@@ -344,7 +340,6 @@ def why_this_build(build: FlashAttnBuild, capability: tuple[int, int] | None) ->
     return f"no installed FA2 serves this layer, and {has}"
 
 
-@cache
 def notes_on_build(build: FlashAttnBuild, capability: tuple[int, int] | None) -> tuple[str, ...]:
     """Return what a plan with this build says whatever the layer."""
     found = []

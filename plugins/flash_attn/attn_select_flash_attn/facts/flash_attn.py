@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -290,24 +289,11 @@ def _plan_with(
         notes = (*notes, _BF16_SINKS)
     if build.version == 3 and config.cuda_graph != "NEVER":
         notes = (*notes, _SPLIT_BYTES)
-    return _plan(build, kernel, because, "fp8_e4m3" if fp8 else config.dtype, pages, notes)
-
-
-@lru_cache(maxsize=1024)
-def _plan(
-    build: FlashAttnBuild,
-    kernel: FlashAttnKernel,
-    because: str,
-    query_dtype: str,
-    pages: tuple[int, ...],
-    notes: tuple[str, ...],
-) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     return BackendPlan(
         kernel=kernel,
         path=build.kernel,
         because=because,
-        query_dtype=query_dtype,
+        query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS if kernel.paged else (),
         kernel_block_sizes=pages if kernel.paged else (),

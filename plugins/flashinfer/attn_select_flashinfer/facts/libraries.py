@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from attn_select.backends.spec import Capabilities, Fact, Library, Reason
 from attn_select.machine.device import Device
@@ -90,7 +89,6 @@ def release(environment: Environment) -> Release:
     return NEWEST if version is None else _numbers(version)
 
 
-@lru_cache(maxsize=64)
 def _numbers(version: str) -> Release:
     numbers: list[int] = []
     for part in version.split("."):
@@ -117,7 +115,6 @@ def upgrade(needed: Fact[Release]) -> str:
     return f"pip install 'flashinfer-python>={'.'.join(map(str, needed.value))}'"
 
 
-@lru_cache(maxsize=256)
 def pages(sizes: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
     """Return ``sizes`` (tokens), preferred first, or those that divide the allocator's block size, largest first."""
     if block_size is None:
@@ -125,12 +122,9 @@ def pages(sizes: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
     return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))
 
 
-_text = lru_cache(maxsize=16)(str)
-
-
 def wrong_device(capabilities: Capabilities, device: Device) -> list[Reason]:
     """Return the reason against a device that the capabilities do not accept."""
-    seen, accepted = device.capability_text, _text(capabilities.compute_capabilities.value)
+    seen, accepted = device.capability_text, str(capabilities.compute_capabilities.value)
     return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
 
 

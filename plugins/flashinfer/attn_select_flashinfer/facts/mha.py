@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Annotated
 
 from pydantic import Field
@@ -46,6 +45,7 @@ from attn_select_flashinfer.facts.mha_kernels import (
     Case,
     NativeKernel,
     PrefillKernel,
+    TrtllmKernel,
     UseTrtllm,
     against_turing,
     choose_native,
@@ -53,7 +53,6 @@ from attn_select_flashinfer.facts.mha_kernels import (
     fp8_query,
     kernel_for,
     nan_tail_safe,
-    trtllm_kernel,
 )
 
 CAPABILITIES = Capabilities(
@@ -194,7 +193,7 @@ def _tree_plan(
 def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:
     config, phase = case.config, case.phase
     assert case.kernel is not None
-    kernel = trtllm_kernel(case.kernel, fp8_query(config, case.kernel))
+    kernel = TrtllmKernel(case.kernel, fp8_query(config, case.kernel))
     xqa = kernel.name == "xqa"
     sizes: tuple[int, ...]
     if xqa:
@@ -223,7 +222,6 @@ def native_scratch(config: AttentionConfig, options: FlashInferOptions) -> int:
     return options.native_workspace_bytes or (2048 * MIB if config.batch_invariant else 394 * MIB)
 
 
-@lru_cache(maxsize=4096)
 def _native_plan(
     kernel: NativeKernel,
     phase: Phase,
@@ -235,7 +233,7 @@ def _native_plan(
     notes: tuple[str, ...],
     sm100: bool,
 ) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
+    """Return the plan of one phase with FlashInfer's own wrappers; ``block_size`` is the allocator's (tokens)."""
     sizes = NATIVE_PAGES if block_size is None else tuple(dict.fromkeys((block_size, *NATIVE_PAGES)))
     return BackendPlan(
         kernel=kernel,

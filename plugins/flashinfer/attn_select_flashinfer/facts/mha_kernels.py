@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, NamedTuple
 
 from attn_select.backends.spec import Fact, Reason
@@ -103,9 +102,6 @@ class NativeKernel:
         return f"native {self.backend}{' with sinks' if self.sinks else ''}"
 
 
-native_kernel = cache(NativeKernel)  # one object for all equal plans: a frozen one takes long to make
-
-
 @dataclass(frozen=True, slots=True)
 class TrtllmKernel:
     """A TRT-LLM kernel as a plan names it; ``fp8_query``: whether it takes an FP8 query."""
@@ -115,9 +111,6 @@ class TrtllmKernel:
 
     def __str__(self) -> str:
         return "TRT-LLM (XQA)" if self.name == "xqa" else f"TRT-LLM ({self.name})"
-
-
-trtllm_kernel = cache(TrtllmKernel)
 
 
 class Case(NamedTuple):
@@ -425,15 +418,15 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
     if case.phase == "decode":
         if config.per_head_quant_scales:
             # Only fa3 with an FP8 query takes a scale per head; the decode wrapper reaches it too.
-            return reasons or (native_kernel("fa3", False, True), "one FP8 scale per KV head")
-        return reasons or (native_kernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel")
+            return reasons or (NativeKernel("fa3", False, True), "one FP8 scale per KV head")
+        return reasons or (NativeKernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel")
     against_fa3 = _against_fa3(case)
     if case.prefill_kernel == "fa3" and against_fa3 is not None:
         reasons.append(_forced(case.prefill_kernel, against_fa3))
         return reasons
     if against_fa3 is None and case.prefill_kernel != "fa2":
         why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
-        return reasons or (native_kernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3"), why)
+        return reasons or (NativeKernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3"), why)
     if config.batch_invariant:
         reasons.append(
             Reason(
@@ -443,7 +436,7 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
                 "native fa3 prefill (compute capability 9.x), native fa2 decode",
             )
         )
-    return reasons or (native_kernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"')
+    return reasons or (NativeKernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"')
 
 
 def _against_fa3(case: Case) -> str | None:

@@ -42,11 +42,11 @@ from attn_select_flashinfer.facts.mla_kernels import (
     TILE,
     DecodeFacts,
     DecodeKernel,
+    MLAKernel,
     PrefillFacts,
     PrefillKernel,
     candidates,
     choose_kernel,
-    mla_kernel,
     prefill_candidates,
     ragged_kernel,
 )
@@ -197,7 +197,7 @@ def _decode_plan(
     if heads != config.num_heads:
         notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
     return BackendPlan(
-        kernel=mla_kernel(kernel.name, heads, fp8_query),
+        kernel=MLAKernel(kernel.name, heads, fp8_query),
         path=kernel.path,
         because=because,
         query_dtype="fp8_e4m3" if fp8_query else config.dtype,

@@ -59,9 +59,6 @@ class MLAKernel:
     fp8_query: bool = False
 
 
-mla_kernel = cache(MLAKernel)  # one object for all equal plans: a frozen one takes long to make
-
-
 @dataclass(frozen=True, slots=True)
 class RaggedKernel:
     """A kernel on decompressed K and V as a plan names it."""

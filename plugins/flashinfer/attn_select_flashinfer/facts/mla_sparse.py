@@ -44,7 +44,7 @@ from attn_select_flashinfer.facts.libraries import (
     upgrade,
     wrong_device,
 )
-from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, mla_kernel
+from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
@@ -175,7 +175,7 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: b
         notes = (*notes, CONVERTED)
     fp8_query = fp8 and on_10
     return BackendPlan(
-        kernel=mla_kernel("trtllm-gen" if on_10 else "sparse", heads, fp8_query),
+        kernel=MLAKernel("trtllm-gen" if on_10 else "sparse", heads, fp8_query),
         path="TRT-LLM (trtllm-gen, sparse)" if on_10 else "FlashInfer sparse (12.x)",
         because="Blackwell's own sparse MLA kernel" if on_10 else "the sparse MLA kernel for compute capability 12.x",
         query_dtype="fp8_e4m3" if fp8_query else config.dtype,

@@ -7,7 +7,6 @@ kernels in their own wheels, and no package index has upstream's, so upstream co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from attn_select.backends.kernel_builds import KernelBuild
@@ -122,9 +121,8 @@ BUILDS = (
 )
 
 
-@cache
 def kernel_of(build: FlashMLABuild, function: KernelFunction, copies_cache: bool = False) -> FlashMLAKernel:
-    """Return what a plan that runs this build carries; one object for all such plans."""
+    """Return what a plan that runs this build carries."""
     return FlashMLAKernel(build.distribution, function, copies_cache)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from attn_select.backends.compilers import compiler_reason
@@ -83,7 +82,6 @@ on 7.5, 99 KiB on 8.6, 8.9 and 12.x. The smallest tiles of Q, K and V must fit, 
 in bfloat16 and 512 in float32 ran on H100, torch 2.11.0, 2026-11-21 (BLOCK_M and BLOCK_N 16, num_stages 1)."""
 
 
-@lru_cache(maxsize=1)
 def _cpu_has_template() -> bool:
     """Whether inductor's C++ template exists for this CPU (flex_cpu.py v2.13.0 check_cpu_supported)."""
     import platform  # only the CPU asks
@@ -143,7 +141,6 @@ def _shared_need(k_size: int, v_size: int, dtype: str, stages: int) -> int:
     return TILE * (k_padded + stages * (k_padded + v_padded)) * BITS[dtype] // 8
 
 
-@lru_cache(maxsize=1024)
 def _stages(k_size: int, v_size: int, dtype: str, capability: tuple[int, int]) -> int:
     """Return how many tiles of K and V shared memory holds beside one of Q, at most 2; 0: the layer does not fit."""
     room = _shared_room(capability)
@@ -201,12 +198,6 @@ def plan(
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
         said = (*said, PADDED_V)
     stages = 1 if capability is None else _stages(config.head_size, config.value_head_size, config.dtype, capability)
-    return _plan(on_cpu, stages, config.dtype, cached, said)
-
-
-@lru_cache(maxsize=1024)
-def _plan(on_cpu: bool, stages: int, dtype: str, cached: bool, notes: tuple[str, ...]) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     # One token dimension over all blocks is a view of this layout alone. Graph replay on a GPU with another block table
     # and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads persistent tensors, and the block lists
     # are built without the host.
@@ -214,13 +205,13 @@ def _plan(on_cpu: bool, stages: int, dtype: str, cached: bool, notes: tuple[str,
         kernel=FlexKernel("C++" if on_cpu else "Triton", stages),
         path="C++" if on_cpu else "Triton",
         because=_WHY_CPU if on_cpu else _WHY_GPU,
-        query_dtype=dtype,
+        query_dtype=config.dtype,
         returns_lse=not on_cpu,
         kv_layouts=(FLASH_ATTN_NHD,) if cached else (),
         kernel_block_sizes=(TILE,) if cached else (),
         cuda_graph="NEVER" if on_cpu else "ALWAYS",
         masks_chunks=True,
-        notes=notes,
+        notes=said,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
@@ -146,23 +145,17 @@ def plan(
         said = (*said, _GATHER)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
         said = (*said, PADDED_V)
-    return _plan(function, because, config.dtype, cached, said)
-
-
-@lru_cache(maxsize=1024)
-def _plan(function: SdpaFunction, because: str, dtype: str, cached: bool, notes: tuple[str, ...]) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
         kernel=SdpaKernel(function),
         path=function,
         because=because,
-        query_dtype=dtype,
+        query_dtype=config.dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS if cached else (),
         kernel_block_sizes=ANY_BLOCK if cached else (),
         cuda_graph="NEVER",
-        notes=notes,
+        notes=said,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -136,9 +135,7 @@ def plan(
     return marked(decode, config, device.compute_capability)
 
 
-@lru_cache(maxsize=64)
 def _prefill_plan(copied: int, dtype: str, notes: tuple[str, ...]) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     return BackendPlan(
         kernel=PrefillKernel(gather_bytes=copied),
         path="prefill, pages gathered" if copied else "prefill",
@@ -153,9 +150,7 @@ def _prefill_plan(copied: int, dtype: str, notes: tuple[str, ...]) -> BackendPla
     )
 
 
-@lru_cache(maxsize=1024)
 def _decode_plan(num_heads: int, result_bytes: int, dtype: str, notes: tuple[str, ...]) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
     return BackendPlan(
         kernel=DECODE,
         path="v1/v2",

@@ -1,13 +1,8 @@
-"""What the plans of the backends run, as data: ``BackendPlan.kernel``.
-
-Plans take theirs from the functions ``planned_…``, which return one object for all equal kernels: a frozen one
-takes long to make.
-"""
+"""What the plans of the backends run, as data: ``BackendPlan.kernel``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 
@@ -39,9 +34,6 @@ class PrefillKernel:
         elif self.gather_bytes:
             parts.append("gather")
         return "-".join(parts)
-
-
-planned_prefill = cache(PrefillKernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +75,6 @@ class MLADecodeKernel:
         return f"{name}-fixed-splits" if self.fixed_splits else name
 
 
-planned_mla_decode = cache(MLADecodeKernel)
-
-
 @dataclass(frozen=True, slots=True)
 class MLASparseKernel:
     """``TRITON_MLA_SPARSE``'s kernel, in both phases.
@@ -100,9 +89,6 @@ class MLASparseKernel:
     def name(self) -> str:
         """The kernel's stable name: measured times belong to it."""
         return "gluon-mla-sparse" if self.gluon else "triton-mla-sparse"
-
-
-planned_mla_sparse = cache(MLASparseKernel)
 
 
 Version = Literal["v1", "v2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -13,7 +12,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel, planned_prefill
+from attn_select_triton.facts.planned_kernels import DecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILER_VARIABLES,
@@ -139,7 +138,6 @@ def whole_pages(config: AttentionConfig) -> bool:
     return (config.block_size or PAGES[0]) % TMA_PAGE == 0 and config.cache_dtype == config.dtype
 
 
-@lru_cache(maxsize=256)
 def _in_boxes(head_size: int, width: int) -> bool:
     """Whether TMA reads rows of K and of V in boxes whose widths are powers of two."""
     return two_powers(head_size) != (0, 0) and power_of_two(width) == width
@@ -188,7 +186,7 @@ def plan(
     said = notes(config, device)
     if not cached:
         encoder = BackendPlan(
-            kernel=planned_prefill(),
+            kernel=PrefillKernel(),
             path="prefill",
             because=_NO_CACHE,
             query_dtype=config.dtype,
@@ -214,7 +212,6 @@ def plan(
     return marked(made, config, device.compute_capability)
 
 
-@lru_cache(maxsize=4096)
 def _plan(
     prefill: tuple[bool, bool, int, bool] | None,
     fixed_splits: bool,
@@ -223,7 +220,7 @@ def _plan(
     workspace: int,
     notes: tuple[str, ...],
 ) -> BackendPlan:
-    """Return the plan, one object for all equal ones: making it takes longer than finding it."""
+    """Return the plan of a phase; ``prefill`` is None for decodes."""
     kernel: PrefillKernel | DecodeKernel
     if prefill is not None:
         kernel = PrefillKernel(*prefill)

@@ -9,7 +9,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_triton.facts.planned_kernels import planned_mla_decode, planned_prefill
+from attn_select_triton.facts.planned_kernels import MLADecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_support import (
     ANY_STRIDE,
     COMPILED,
@@ -129,7 +129,7 @@ def _plan(
     if not decode:
         warps = warp_specialised_prefill(config, device, environment)
         return BackendPlan(
-            kernel=planned_prefill(warps),
+            kernel=PrefillKernel(warps),
             path="warp-specialised prefill" if warps else "prefill",
             because=_WARPS if warps else _PREFILL,
             query_dtype=config.dtype,
@@ -157,7 +157,7 @@ def _plan(
     because = f"{because}; {_FIXED if config.batch_invariant else _SPLIT}"
     sizes = BLOCK_SIZES if size in BLOCK_SIZES else (size, *BLOCK_SIZES)
     return BackendPlan(
-        kernel=planned_mla_decode(lacks is None, config.batch_invariant, fp8_query),
+        kernel=MLADecodeKernel(lacks is None, config.batch_invariant, fp8_query),
         path="portable decode" if lacks else "Gluon decode",
         because=because,
         query_dtype="fp8_e4m3" if fp8_query else config.dtype,

@@ -9,7 +9,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_triton.facts.planned_kernels import planned_mla_sparse
+from attn_select_triton.facts.planned_kernels import MLASparseKernel
 from attn_select_triton.facts.triton_mla import LORA_RANKS, PROGRAMS_PER_SM
 from attn_select_triton.facts.triton_support import (
     COMPILED,
@@ -104,7 +104,7 @@ def plan(
     if not config.batch_invariant:
         workspace = split_workspace(device, PROGRAMS_PER_SM, rows, config.kv_lora_rank or 0)
     made = BackendPlan(
-        kernel=planned_mla_sparse(lacks is None),
+        kernel=MLASparseKernel(lacks is None),
         path="portable gather" if lacks else "Gluon gather",
         because=f"{because}; {_WHOLE if config.batch_invariant else _SPLIT}",
         query_dtype=config.dtype,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 from attn_select.backends.compilers import compiler_reason
 from attn_select.backends.spec import BackendPlan, ComputeCapabilities, Fact, HeadSizes, Library, Reason
@@ -55,7 +54,6 @@ _EMULATED_BF16 = "bfloat16 is emulated below compute capability 8.0"
 _NO_MMA = "below compute capability 8.0 Triton compiles tl.dot to scalar FMAs: no tensor cores"
 
 
-@lru_cache(maxsize=64)
 def _release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version, empty where it starts with none."""
     parts = version.split(".", 2)[:2]
