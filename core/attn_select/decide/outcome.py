@@ -27,7 +27,8 @@ class Verdict:
     """What was decided about one backend in one phase.
 
     Attributes:
-        rank: position in the effective priority list, from 1; None where no rule ranks the backend.
+        rank: position in the effective order, from 1; None for a backend of another kind of attention, or shut out by
+            an ``only`` rule.
         verdict: ``selected``, ``valid`` (would run) or ``rejected``.
         reasons: everything that speaks against it; empty unless rejected.
         plan: how it would run; None where rejected.
@@ -102,7 +103,7 @@ class Outcome:
         return {phase: spec.name if spec else None for phase, spec in self.backends.items()}
 
     def ranked(self, phases: Sequence[Phase]) -> list[Candidate]:
-        """Return the candidates that are valid for all of these phases and ranked by a rule, the best first.
+        """Return the candidates that are valid and ranked in all of these phases, the best first.
 
         One that is selected for all of them leads; then ranks decide, those of the last phase before the first's.
         """
