@@ -1,0 +1,54 @@
+"""What the plans of each backend say, for drawn layers on one GPU of each generation: ``wording/NAME.txt``.
+
+Run ``python tests/decision/wording.py`` after a change of texts, and read the difference.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from drawn_decisions import drawn_fields
+
+from attn_select import AttentionConfig, ConfigError, select
+
+FOLDER = Path(__file__).parent / "wording"
+GPUS = ("v100-16gb", "t4", "a100", "l4", "h100", "b200", "b300", "rtx5090")
+LAYERS = 1500
+NUMBER = re.compile(r"\d+")
+
+
+def wording() -> dict[str, str]:
+    """Return a text per backend: its kernels and paths with the reasons for each, then its notes."""
+    kernels: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    notes: dict[str, set[str]] = defaultdict(set)
+    draw = random.Random(42)
+    drawn = 0
+    while drawn < LAYERS:
+        try:
+            config = AttentionConfig(**drawn_fields(draw))
+        except ConfigError:
+            continue
+        drawn += 1
+        for candidate in select(config, GPUS[drawn % len(GPUS)]).candidates:
+            for verdict in candidate.phases.values():
+                if (plan := verdict.plan) is not None:
+                    kernels[candidate.backend][f"{plan.kernel_name}: {plan.path}"].add(plan.because)
+                    notes[candidate.backend].update(plan.notes)
+    return {name: _text({**dict(sorted(paths.items())), "notes": notes[name]}) for name, paths in kernels.items()}
+
+
+def _text(parts: dict[str, set[str]]) -> str:
+    """Return the titles with their texts. Of texts that differ in numbers alone, one stands."""
+    lines = []
+    for title, said in parts.items():
+        different = {NUMBER.sub("0", text): text for text in sorted(said)}
+        lines += [title, *[f"    {text}" for text in different.values()]]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    for name, text in wording().items():
+        (FOLDER / f"{name}.txt").write_text(text, "utf-8")
