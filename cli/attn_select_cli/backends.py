@@ -1,4 +1,4 @@
-"""``attn-select backends``: what is registered, what is missing and how to get it, and one backend's facts."""
+"""``attn-select backends``: the registered backends, how to get missing ones, and the facts of one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none or the mod
 
 @click.command("explain", epilog=EPILOG, short_help="Which backend serves each layer, and why each other does not.")
 @explain_options
-@click.option("--full", is_flag=True, help="Every candidate with its reasons, the rules that count, and what is near.")
+@click.option(
+    "--full", is_flag=True, help="Every candidate with its reasons, the rules that count, and the nearest misses."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: bool, **options: Any) -> int:
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""

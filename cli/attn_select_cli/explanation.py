@@ -65,7 +65,7 @@ class Explanation:
 
     @property
     def all_warnings(self) -> list[str]:
-        """All warnings, each once; those of one layer kind among several name it."""
+        """All warnings, each once. Where there are several layer kinds, a warning about one names it."""
         seen = dict.fromkeys(self.warnings)
         for layer in self.layers:
             for warning in layer.selection.warnings:

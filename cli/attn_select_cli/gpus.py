@@ -21,7 +21,7 @@ A GPU that is not listed can be asked about by its compute capability: --gpu sm9
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each row's figures come from.")
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
-    """List the GPUs known by name, those that contain every WORD if any is given."""
+    """List the GPUs known by name. With WORDs: only names that contain all of them."""
     from attn_select.machine.device import known_gpus
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table

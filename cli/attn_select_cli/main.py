@@ -81,7 +81,7 @@ Shell completion: eval "$(_ATTN_SELECT_COMPLETE=bash_source attn-select)" (or zs
     epilog=EPILOG,
 )
 @click.version_option(None, "-V", "--version", package_name="attn-select", prog_name="attn-select")
-@click.option("-v", "--verbose", is_flag=True, help="Say on stderr what is done beside the answer.")
+@click.option("-v", "--verbose", is_flag=True, help="Say on stderr what the command does on the way to its answer.")
 def cli(verbose: bool) -> None:
     """Pick the attention kernel for an LLM layer, say why, and run it."""
     if verbose:

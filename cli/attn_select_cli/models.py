@@ -22,7 +22,7 @@ its name org/name where the local Hugging Face cache has it.
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each preset's values come from.")
 def command(words: tuple[str, ...], as_json: bool, sources: bool) -> int:
-    """List the model presets, those that contain every WORD if any is given."""
+    """List the model presets. With WORDs: only presets that contain all of them."""
     from attn_select.layer import models
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table

@@ -110,8 +110,8 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
     )
     @click.option("--because", metavar="TEXT", help="The reason, which `explain` shows.")
     @click.option("--name", "rule_name", metavar="NAME", help="The rule's name; a rule of this name is replaced.")
-    @model_option("Show what changes for this model (repeatable) [default: those of `matrix`].", several=True)
-    @click.option("--for", "options", default="", metavar="OPTIONS", help="More options of explain for what is shown.")
+    @model_option("Show what changes for this model (repeatable) [default: all of `matrix`].", several=True)
+    @click.option("--for", "options", default="", metavar="OPTIONS", help="More options of explain.")
     @write_options
     def edit(
         backends: tuple[str, ...],
@@ -172,8 +172,8 @@ deny = _edit_command("deny", "Never choose backends, whatever prefers them.", "F
     epilog="\b\nExamples:\n  attn-select rules undo\n  attn-select rules undo --yes\n\n"
     "Exit code: 0 taken back, 1 not written, 2 wrong input.\n",
 )
-@model_option("Show what changes for this model (repeatable) [default: those of `matrix`].", several=True)
-@gpu_option("Show what changes on this device (repeatable) [default: those of `matrix`].", several=True)
+@model_option("Show what changes for this model (repeatable) [default: all of `matrix`].", several=True)
+@gpu_option("Show what changes on this device (repeatable) [default: all of `matrix`].", several=True)
 @write_options
 def undo(model: tuple[str, ...], gpu: tuple[str, ...], file: Path | None, yes: bool, as_json: bool) -> int:
     """Put back what a rules file had before the last change by command, and again before the one before it."""

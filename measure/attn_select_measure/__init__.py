@@ -1,1 +1,1 @@
-"""Measures attention layers, and makes rules, tables, charts and reports of what was measured."""
+"""Measures attention layers, and makes rules, tables, charts and reports of the times."""

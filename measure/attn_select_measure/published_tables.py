@@ -99,7 +99,7 @@ def installed() -> tuple[Path, str]:
 
 
 def table_files(folder: Path, framework: str | None = None) -> Iterator[tuple[str, str, Path]]:
-    """Yield ``(framework, version, file)`` of the attention tables below ``folder``, those that are read."""
+    """Yield ``(framework, version, file)`` of every attention table below ``folder`` whose format is known."""
     for path in sorted(folder.glob("*/attention/*/*/*.parquet")):
         _, _, engine, version, name = path.relative_to(folder).parts
         if name in _FILES and framework in (None, engine):

@@ -131,10 +131,10 @@ def _lost(regions: Sequence[Region], tuning: Tuning, weighted: Mapping[BatchShap
 
 
 def next_batch(tuning: Tuning) -> BatchShape | None:
-    """Return what to measure next: what the models need, what was disturbed, then in turn what shows a region and what
-    the models are unsure of.
+    """Return the batch to measure next, or None where no batch left would change a rule.
 
-    None: nothing that is left would change a rule.
+    Batches that the models need come first, then batches whose measurement was disturbed. Then batches that show where
+    a region ends take turns with batches whose times the models are unsure of.
     """
     if (batch := tuning.due() or tuning.doubtful()) is not None:
         return batch
@@ -186,9 +186,9 @@ def _regions(
 
 
 def _by_mean(backends: Sequence[str], times: Sequence[Times], weights: Sequence[float] = ()) -> list[str]:
-    """Return backends by what they lose to the best in the mean; of those that tie with the first, the earliest leads.
+    """Return backends by their mean loss to the best. Of backends that tie with the first, the earliest leads.
 
-    A backend that lacks a time somewhere comes behind those that have all.
+    A backend that lacks a time somewhere comes behind backends that have all.
     """
     means: dict[str, float] = {}
     known = [(each, weight) for each, weight in zip(times, weights or [1.0] * len(times), strict=True) if each]
@@ -320,7 +320,7 @@ def _within(bounds: Bounds, values: Mapping[str, float]) -> bool:
 
 
 def _show(region: Region, tuning: Tuning, before: Sequence[Region]) -> bool:
-    """Set the measured batch in which the region's first backend is farthest ahead of what ran there before.
+    """Set the measured batch in which the region's first backend is farthest ahead of the one that ran before.
 
     Return whether it is ahead by more than a tie, and no slower in the mean over the measured batches of the region.
     """

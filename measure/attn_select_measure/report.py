@@ -169,7 +169,7 @@ def _page(
 
 
 def _page_of_matrix(path: Path) -> Page:
-    """Return the page of what ``attn-select matrix --json`` wrote."""
+    """Return the page of a file that ``attn-select matrix --json`` wrote."""
     from attn_select_measure.report_page.matrix_file import read_matrix
     from attn_select_measure.report_page.page import Cell, Page
 

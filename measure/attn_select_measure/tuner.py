@@ -481,8 +481,8 @@ def _why_kept(regrets: Sequence[float], before: Sequence[float]) -> str | None:
     if mean <= mean_before and max(regrets) <= max(before):
         return None
     return (
-        f"for any batch the present order stays: held-out regret {mean_before:.3f} (worst {max(before):.2f}), that of "
-        f"the order by mean times {mean:.3f} (worst {max(regrets):.2f})"
+        f"for any batch the present order stays: held-out regret {mean_before:.3f} (worst {max(before):.2f}); "
+        f"the order by mean times has {mean:.3f} (worst {max(regrets):.2f})"
     )
 
 

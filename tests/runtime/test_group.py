@@ -341,7 +341,7 @@ def test_two_kernels_without_a_common_block_size(make_toy: Factory, make_group: 
     ]
     text = "block_size = 48: kernels of PREFILLER and DECODER share no block size in FLASHINFER_NHD "
     with pytest.raises(
-        ConfigError, match=text + r"\(those that divide it: PREFILLER: 16; DECODER: 24\)\n.*without block"
+        ConfigError, match=text + r"\(their sizes that divide it: PREFILLER: 16; DECODER: 24\)\n.*without block"
     ):
         make_group(config, *toys)
 

@@ -73,7 +73,7 @@ def _apart(faster: Measurement, slower: Measurement) -> bool:
 
 
 def _applies(rule: Rule, measured: Mapping[str, Measurement]) -> bool:
-    """Whether a rule speaks of what was measured: device, libraries, layer, batch and phase."""
+    """Whether a rule holds for a measurement: its device, libraries, layer, batch and phase."""
     first = next(iter(measured.values()))
     device = CPU if first.compute_capability == CPU.name else find_gpu(first.gpu)
     if device is None:

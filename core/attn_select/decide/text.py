@@ -39,7 +39,7 @@ STYLES = {
 }
 HANG = ("", "hang")
 _MARGIN = 19
-"""Column of what stands beside ``prefill``, ``decode`` and ``KV cache``."""
+"""Column of the text beside ``prefill``, ``decode`` and ``KV cache``."""
 
 
 _WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported", "phase-not-served")
@@ -292,7 +292,7 @@ def _time_lines(selection: Outcome) -> list[Line]:
         for timing in used.behind:
             from attn_select.times.timing import VAGUER  # few have times of their own
 
-            text = f"{_provenance(timing)}: comes later: its margins are more than {VAGUER:g} times as wide"
+            text = f"{_provenance(timing)}: counts after the others, its margins are more than {VAGUER:g} times as wide"
             lines.append([("        ", ""), HANG, (text, "dim")])
     return lines
 

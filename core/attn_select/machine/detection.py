@@ -193,7 +193,7 @@ class Nvml:
         return None if failed else int(attributes[0])
 
     def gpus(self) -> list[Gpu]:
-        """Return the GPUs in NVML's order, that of their PCI addresses; one that cannot be opened has no handle."""
+        """Return the GPUs in NVML's order, by PCI address. A GPU that cannot be opened has no handle."""
         count = self.number("nvmlDeviceGetCount_v2") or 0
         handles = [self.handle("nvmlDeviceGetHandleByIndex_v2", index) for index in range(count)]
         return [Gpu(None, "", "") if handle is None else self._gpu(handle) for handle in handles]

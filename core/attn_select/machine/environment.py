@@ -180,7 +180,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str | None, str | None]:
-    """Return a distribution's name and version as its metadata has them, None for what that lacks.
+    """Return a distribution's name and version from its metadata; None for either that the metadata lacks.
 
     Reads the two lines directly: importlib.metadata would load the email parser and parse the whole description.
     """

@@ -113,7 +113,7 @@ class ErrorBound(NamedTuple):
 
 
 def error_bound(config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
-    """Return the bound for a layer that runs by ``plans``: that of the least exact plan."""
+    """Return the bound for a layer that runs by ``plans``. The least exact plan decides."""
     u, dtype = UNIT_ROUNDOFF[config.dtype], config.dtype
     products = config.mla or is_quantized(config.cache_dtype)
     if any(is_quantized(plan.rounds_to or plan.query_dtype) for plan in plans.values()):

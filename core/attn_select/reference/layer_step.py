@@ -185,7 +185,7 @@ class LayerStep:
         ]
 
     def error(self) -> float:
-        """Return the relative error, in the Euclidean norm, of what the last layer's run left in ``output``.
+        """Return the relative error, in the Euclidean norm, of the last layer's result in ``output``.
 
         Compared with the float64 oracle are the first and the last token of the first, the middle and the last request,
         of fewer requests where these have many keys.

@@ -35,7 +35,7 @@ Report = Callable[[str, int | None], None]
 
 @dataclass(slots=True)
 class Options:
-    """One ``[backends.NAME]`` table of a file, with its line and that of each of its keys."""
+    """One ``[backends.NAME]`` table of a file, with its line and the line of each key."""
 
     values: dict[str, Any]
     file: str

@@ -19,7 +19,7 @@ FILE_NAME = "selector_rules.toml"
 WORKING_DIRECTORY = "working directory"
 
 Instead = Mapping[str, bytes]
-"""Contents to read in place of what files have, by the files' real paths: rules as they would be."""
+"""Contents to read in place of files, by the real path of each: rules as they would be after an edit."""
 _NOTHING_INSTEAD: Instead = MappingProxyType({})
 
 

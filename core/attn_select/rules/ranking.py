@@ -57,9 +57,9 @@ class Ranking:
 
     @property
     def placed(self) -> dict[str, Rule]:
-        """The backends that a user's rule has given their place, each with the last such rule.
+        """The backends that a user's rule placed, each with the last such rule.
 
-        A rule that was made of times places nothing, unless another rule of the user's was applied before it.
+        A rule that was made of times (``measured``) places nothing, unless another kind of user's rule came first.
         """
         if self.priority is not None and self.by_user:
             return dict.fromkeys(self.order, self.priority)
@@ -67,7 +67,7 @@ class Ranking:
         return {name: rule for rule in self.users[len(measured) :] for name in rule.backends}
 
     def with_behind(self, unverified: Collection[str]) -> Ranking:
-        """Return the ranking with backends that nothing proves behind all others, except where users' rules place them.
+        """Return the ranking with unproved backends behind all others, except where users' rules place them.
 
         The packaged rules, the plugins' rules and the backends' ranks are defaults, and defaults prefer what was
         proved. A user's priority stands as written. A user's prefer and avoid apply after the move.
@@ -189,7 +189,7 @@ _VALUES: dict[str, Callable[[AttentionConfig], Any]] = {
     "kv_cache_dtype": _kv_cache_names,
     **{field: _as_names(field) for field in ("dtype", "attn_type", "output_quantization", "cuda_graph")},
 }
-"""How the value of a field is got where it is matched by names."""
+"""How to read the fields that a rule matches by names."""
 
 
 def holds_for(condition: Condition, config: AttentionConfig, device: Device) -> bool:

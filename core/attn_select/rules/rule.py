@@ -50,8 +50,8 @@ class Rule:
         because: the author's reason, shown by explain, as one line.
         file: path of the file as a user would write it; ``<packaged>`` rules carry their real path.
         line: line of the rule's header, from 1.
-        layer: position of the file among the layers, later beats earlier: ``PACKAGED`` is that of the packaged rules,
-            plugins' fragments are below it, users' files above.
+        layer: position of the file among the layers, later beats earlier: plugins' fragments, the packaged rules
+            (``PACKAGED``), users' files.
         enabled: False removes the rule of this name from earlier layers.
         warnings: problems that do not stop the rule from working.
         plugin: the distribution of the plugin that ships the rule, or None.

@@ -32,7 +32,7 @@ def kernel_block_sizes(plans: Plans, block_size: int | None, kv_layout: str | No
         each = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in able.items())
         raise ConfigError(
             f"block_size = {block_size}: kernels of {' and '.join(able)} share no block size in {kv_layout} "
-            f"(those that divide it: {each})",
+            f"(their sizes that divide it: {each})",
             fields=["block_size"],
             hint="select without block_size, or name one backend for both phases",
         )

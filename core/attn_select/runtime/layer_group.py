@@ -30,7 +30,7 @@ class LayerGroup(ABC):
         loaded: the backends that run them; where steps run in parts, those of the part that attends to the cache.
         capacity: bounds of a batch; None: those that the backends were loaded for.
         block_size: tokens per block of the batches' tables; None: those of the cache.
-        cache: of the layers; None: that of the loaded backends.
+        cache: the KV cache of the layers; None: the one that the loaded backends share.
         checked: whether batches and tensors are read back and checked; None: as ``ATTN_SELECT_CHECK`` says. A group
             that is a part of another one is not checked: the outer group checks what layers are given.
 

@@ -106,7 +106,7 @@ class Ways:
         return self._chosen(choice(*by_phase(whole, lead, choice.longest_decode)))
 
     def to_capture(self, common: CommonAttentionMetadata, level: CudaGraphLevel) -> Way:
-        """Return the way of a captured size, which all its replays go: that of its first capture.
+        """Return the way of a captured size. Its first capture settles it, and all replays go that way.
 
         Decodes are predicted with the workload's lengths, mixed batches run as the selection says.
 

@@ -222,7 +222,7 @@ class BackendConformance:
         return why
 
     def _judge(self, case: Case) -> tuple[Outcomes, str | None]:
-        """Return the gate's answers here; if this machine refuses, those of a fit one and what is lacking here."""
+        """Return the gate's answers here; if this machine refuses, a fit machine's answers, and what this one lacks."""
         found = self.answers_here(case.config)
         here, device, _ = self.place()
         if plans_of(found):
@@ -267,7 +267,7 @@ class BackendConformance:
         return [case.index for case in own] if can_run else []
 
     def _param(self, index: int, grouped: bool) -> Any:
-        """Return the parameter of one configuration; those of one compile key belong to one process."""
+        """Return the parameter of one configuration. Configurations with one compile key run in one process."""
         if not grouped:
             return index
         group = (

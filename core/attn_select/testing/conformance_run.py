@@ -222,7 +222,7 @@ class Rig:
         return runs
 
     def _in_turn(self, first: Drawn, second: Drawn) -> list[Result]:
-        """Run both batches by two layers in turn and check the other one's; return what the first layer left."""
+        """Run both batches on two layers in turn, and check the second layer. Return what the first layer left."""
         another = [of_another_layer(first), of_another_layer(second)]
         own, other = layer_of(self.group, first), layer_of(self.group, another[0])
         results = []

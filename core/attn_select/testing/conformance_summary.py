@@ -28,7 +28,7 @@ class Counted(Protocol):
 
 
 def summary_lines(counts: Iterable[SuiteCounts]) -> list[str]:
-    """Return the lines that count what happened, those of one suite in several processes as one."""
+    """Return the lines that count outcomes. One suite in several processes is one line."""
     tallies: dict[tuple[str, int], tuple[Counter[str], Counter[str]]] = {}
     for each in counts:
         tally, not_run = tallies.setdefault((each["suite"], each["seed"]), (Counter(), Counter()))

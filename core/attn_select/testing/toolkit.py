@@ -438,7 +438,7 @@ def load_path_of(backend: type) -> str:
 
 @contextmanager
 def emulated_modules(modules: Mapping[str, Mapping[str, Any] | ModuleType]) -> Iterator[dict[str, ModuleType]]:
-    """Let ``import`` find these modules instead of what is installed, until the block ends.
+    """Let ``import`` find these modules instead of the installed ones, until the block ends.
 
     Parents of a dotted name are made where ``modules`` does not give them, and know their child as an attribute.
 

@@ -88,12 +88,12 @@ class BatchShape:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that attention reads, those of all requests."""
+        """Tokens that attention reads, summed over all requests."""
         return sum([group.count * group.seq_len for group in self.groups])
 
     @property
     def num_pairs(self) -> int:
-        """New tokens times tokens, those of all requests: what the work of attention grows with."""
+        """New tokens times tokens, summed over all requests: the work of attention grows with it."""
         return sum([group.count * group.query_len * group.seq_len for group in self.groups])
 
     @property

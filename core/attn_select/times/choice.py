@@ -34,8 +34,8 @@ class PhaseEvidence:
     Attributes:
         share: share of the workload's steps that are of the phase, from 0 to 1.
         by_times: whether times could order candidates: two or more that compare, and nothing above them that decides.
-        why: where they could not, why not, in words.
-        behind: a time of each series that stands behind a less trusted one, whose margins are narrower.
+        why: why times could not, in words; empty where they could.
+        behind: a time of each series that had to yield to a less trusted one with narrower margins.
     """
 
     share: float
@@ -127,7 +127,7 @@ class ByTimes:
         order: the candidates of every phase that can run, best first.
         chosen: the backend per phase.
         used: what was taken from evidence.
-        shown: per phase the time of each candidate that has one, and how many times the chosen one's it is.
+        shown: per phase and candidate, its time, and that time as a multiple of the chosen candidate's.
     """
 
     order: dict[Phase, list[str]]
@@ -144,7 +144,7 @@ def order_by_times(
     phases: Mapping[Phase, PhaseOrder],
     fits: Callable[[Pair], bool],
 ) -> ByTimes:
-    """Order candidates by time where times compare, and choose the fastest that no rule of the user's stands against.
+    """Order candidates by time where times compare, and choose the fastest that no user's rule forbids.
 
     Args:
         config: the layer.
@@ -247,7 +247,7 @@ class PhaseTimes:
 
     Attributes:
         timings: the same, the most trusted first.
-        behind: a time of each series that stands behind a less trusted one.
+        behind: a time of each series that had to yield to a less trusted one.
     """
 
     def __init__(self, timings: Mapping[str, Sequence[Timing]]) -> None:
@@ -272,15 +272,15 @@ class PhaseTimes:
 
     @property
     def known(self) -> bool:
-        """Whether any candidate has a time; what a roofline says is none."""
+        """Whether any candidate has a time. The bound of a roofline is no time."""
         return bool(self._series)
 
     def arranged(self, order: Sequence[str], placed: Collection[str] = (), margins: bool = True) -> list[str]:
-        """Return the candidates by time, where they compare; what the most trusted times say is done last.
+        """Return the candidates by time where times compare; the most trusted series sorts last, so its order holds.
 
         Args:
             order: the candidates that can run, best first.
-            placed: those that keep their place, and that nothing passes.
+            placed: candidates that keep their place, and that no other candidate passes.
             margins: whether times within their margins are a tie.
         """
         rules = {name: position for position, name in enumerate(order)}
@@ -291,11 +291,11 @@ class PhaseTimes:
         return found
 
     def rivals(self, name: str, order: Sequence[str], fixed: Collection[str]) -> dict[str, Timing]:
-        """Return the neighbours of a candidate that its time compares with, itself included, in their order.
+        """Return the candidate and its neighbours in the order whose times compare with its own, in their order.
 
         Args:
             order: the candidates that can run, best first.
-            fixed: candidates whose place a user's rule gives; nothing replaces them, and they replace nothing.
+            fixed: candidates that a user's rule places; nothing replaces them, and they replace nothing.
         """
         found: dict[str, Timing] = {}
         if name in fixed:
@@ -316,7 +316,7 @@ class PhaseTimes:
         return found
 
     def shown(self, winner: str | None) -> dict[str, tuple[Timing, float | None]]:
-        """Return each candidate's time, and how many times the winner's it is; None where they do not compare.
+        """Return each candidate's time, and that time as a multiple of the winner's; None where the two do not compare.
 
         A time that compares with the winner's is shown before a more trusted one that does not.
         """
@@ -331,7 +331,7 @@ class PhaseTimes:
         return found
 
     def _best(self, winner: str | None) -> Timing | None:
-        """Return the winner's time of the most trusted series that times others too, else of the most trusted."""
+        """Return the winner's time from the most trusted series that times others too, else from the most trusted."""
         own = [t for t in self.timings.get(winner or "", ()) if t.compares]
         shared = [t for t in own if len(self._of_series[t.series]) > 1]
         return next(iter((*shared, *own)), None)

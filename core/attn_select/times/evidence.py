@@ -154,7 +154,7 @@ class Evidence:
     def _groups_of(
         self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None]
     ) -> dict[Series, list[_Group]]:
-        """Return a candidate's measurements by series and versions; those of this environment's versions come first."""
+        """Return a candidate's measurements by series and versions; this environment's versions come first."""
         layer = timed_layer(config)
         key = backend, layer, *sorted(kernels.items())
         if key in self._groups:

@@ -21,7 +21,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 LEAST_US, MOST_US = 1e-3, 1e10
 """A clock cycle takes longer than the first, and nobody waits three hours for a layer: what is outside is a mistake."""
 MEASURED = "measured"
-"""The ``source`` of what ``attn-select bench`` and ``tune`` measured."""
+"""The ``source`` of times that ``attn-select bench`` and ``tune`` measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

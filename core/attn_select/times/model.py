@@ -61,11 +61,11 @@ too well for their errors to say how others will be (docs/times-model.md)."""
 _OVERLAPS = (1.0, 1.15, 1.3, 1.5, 2.0, 3.0, 5.0)
 _LEAST_MIXED = 3
 _LEAST_MIXED_PLACED = 8
-"""Batches with both phases from which on what is left over of them is interpolated."""
+"""With so many batches with both phases, or more, the errors left over of them are interpolated."""
 _MIXED_NOISE = 1.0
-"""As ``_NOISE``: errors of both phases' times are in what is left over."""
+"""As ``_NOISE``. It is larger, since a batch with both phases has the errors of both."""
 _MIXED_NEAR = 8
-"""Of the batches with both phases, those whose errors say how far off one near them may be."""
+"""How many batches with both phases lend their errors to a batch near them."""
 _SHARED = 0.9
 """Share of the shortest time that one launch for both phases may save."""
 

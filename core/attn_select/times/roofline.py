@@ -153,7 +153,7 @@ def _mla_rates(config: AttentionConfig, width: float, ranks: int, absorb: bool) 
 
 
 def is_decode(config: AttentionConfig, query_len: int) -> bool:
-    """Whether a request of ``query_len`` new tokens is a decode, those of speculative decoding included."""
+    """Whether a request of ``query_len`` new tokens is a decode; speculative decoding has several."""
     return config.has_cache and query_len <= config.max_decode_query_len
 
 

@@ -31,7 +31,7 @@ the best of the whole workload, which says little of a step that is unlike it. O
 (research/bench_dispatch.py) steps cost 1.014 times the best backend's time with this, 1.017 with 1.08."""
 
 Names = tuple[str | None, str | None]
-"""The backend of a step's prefills and that of its decodes; None where the group has none."""
+"""The backend of a step's prefills, and the backend of its decodes; None where the group has none."""
 Models = Mapping[str, TimeModel]
 Groups = tuple[RequestGroup, ...]
 Key = tuple[int, int, int, int]

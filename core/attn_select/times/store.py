@@ -105,7 +105,7 @@ def default_file(gpu: str) -> Path | None:
 
 
 def measurement_files(named: Sequence[str | os.PathLike[str]] = ()) -> list[MeasurementFile]:
-    """Return every file that is read: packaged, the user's, those of ``ATTN_SELECT_MEASUREMENTS``, then ``named``.
+    """Return every file that is read: packaged, the user's, ``ATTN_SELECT_MEASUREMENTS``, then ``named``.
 
     Raises:
         MeasurementError: a named file does not exist, or is a folder.

@@ -21,7 +21,7 @@ TIE = 0.02
 WEAKER_MARGIN = 0.05
 """What the margin of a time grows by that was measured with other library versions."""
 VAGUER = 1.25
-"""Predicted times yield to those of a less trusted series where their margins are so many times as wide."""
+"""Predicted times yield to a less trusted series where their margins are so many times as wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def strongest_first(series: Mapping[Series, int]) -> list[Series]:
 
 
 def yields(trusted: Mapping[str, Timing], other: Mapping[str, Timing]) -> bool:
-    """Whether times of one series stand behind those of a less trusted one, both by candidate.
+    """Whether the times of one series count after the times of a less trusted one; both by candidate.
 
     A few measured batches say little of others. Where the less trusted series knows more of what was asked, its
     margins are narrower. Times of batches that were measured themselves yield to none.

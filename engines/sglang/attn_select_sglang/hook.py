@@ -93,7 +93,7 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
 
 
 def log_block(choice: Choice, kinds: Sequence[LayerKind], selections: Sequence[Selection]) -> str:
-    """Return what is logged at the start: the winner, what is passed over, and why, for each kind of layers."""
+    """Return the lines to log at the start: for each kind of layers the winner, the backends passed over, and why."""
     fields = choice.declared()
     named = ", ".join(f"{name} {value}" for name, value in fields.items()) or "nothing that SGLang has"
     lines = [f"attn-select {__version__} chose for SGLang: {named}"]

@@ -13,7 +13,7 @@ from attn_select_transformers.names import DENSE
 
 
 def leave_to_transformers() -> None:
-    """Let the name stand for what transformers chooses where none is given, so that no model is ever set to it.
+    """Let the name stand for transformers' own choice without a name, so that no model is ever set to it.
 
     Where transformers chooses in another place, the name is kept and attends as ``own_attention``.
     """

@@ -1,4 +1,4 @@
-"""What is logged at the start for each kind of layers: the winner, why, what was rejected and the rules."""
+"""The lines logged at the start for each kind of layers: the winner, why, the rejected backends and the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of dense MLA's prefill, which vLLM makes apart from that of its decodes."""
+"""The choice of dense MLA's prefill, which vLLM makes apart from the choice for decodes."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ SPECS = {spec.name: spec for spec in attn_select_register_backends()}
 FLASHINFER = SPECS["FLASHINFER"]
 MIB = 1 << 20
 GPUS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
-GEN = "TRT-LLM (trtllm-gen)"
-XQA = "TRT-LLM (XQA)"
+GEN = "trtllm-gen"
+XQA = "xqa"
 
 
 GATE = Gate(FLASHINFER, gqa_layer)
@@ -72,59 +72,59 @@ def test_releases_compare_by_their_numbers(text: str) -> None:
     assert libraries.release(Environment(assume_installed=True)) == libraries.NEWEST
 
 
-# --- Which path -----------------------------------------------------------------------------------
+# --- Which kernel ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("gpus", "phase", "fields", "path", "because", "query"),
+    ("gpus", "phase", "fields", "name", "because", "query"),
     [
-        (("sm80", "sm86", "sm89", "sm110"), "prefill", {}, "native fa2", "fa3 is for compute", "bfloat16"),
-        (("sm80", "sm86", "sm89", "sm110"), "decode", {}, "native fa2", "tensor-core kernel", "bfloat16"),
-        (("sm90",), "prefill", {}, "native fa3", "fa3 is Hopper's own kernel", "bfloat16"),
+        (("sm80", "sm86", "sm89", "sm110"), "prefill", {}, "native-fa2", "fa3 is for compute", "bfloat16"),
+        (("sm80", "sm86", "sm89", "sm110"), "decode", {}, "native-fa2", "tensor-core kernel", "bfloat16"),
+        (("sm90",), "prefill", {}, "native-fa3", "fa3 is Hopper's own kernel", "bfloat16"),
         (("sm90", "sm120", "sm121"), "decode", {}, XQA, "auto: decode", "bfloat16"),
-        (("sm120", "sm121"), "prefill", {}, "native fa2", "fa3 is for compute capability 9.x", "bfloat16"),
+        (("sm120", "sm121"), "prefill", {}, "native-fa2", "fa3 is for compute capability 9.x", "bfloat16"),
         (("sm100", "sm103"), "prefill", {}, GEN, "auto: prefill", "bfloat16"),
         (("sm100", "sm103"), "decode", {}, GEN, "auto: decode", "bfloat16"),
-        (("sm90",), "prefill", {"kv_cache_dtype": "fp8"}, "native fa3", "Hopper", "fp8_e4m3"),
+        (("sm90",), "prefill", {"kv_cache_dtype": "fp8"}, "native-fa3", "Hopper", "fp8_e4m3"),
         (("sm90", "sm120"), "decode", {"kv_cache_dtype": "fp8"}, XQA, "auto: XQA decodes an FP8", "bfloat16"),
-        (("sm80", "sm89"), "decode", {"kv_cache_dtype": "fp8"}, "native fa2", "tensor-core", "bfloat16"),
+        (("sm80", "sm89"), "decode", {"kv_cache_dtype": "fp8"}, "native-fa2", "tensor-core", "bfloat16"),
         (("sm100", "sm103"), "decode", {"kv_cache_dtype": "fp8"}, GEN, "FP8 query", "fp8_e4m3"),
         (("sm100", "sm103"), "prefill", {"kv_cache_dtype": "fp8"}, GEN, "FP8 query", "fp8_e4m3"),
-        (GPUS, "prefill", {"kv_cache_dtype": "fp8_e5m2"}, "native fa2", "", "bfloat16"),
-        (GPUS, "decode", {"kv_cache_dtype": "fp8_e5m2"}, "native fa2", "", "bfloat16"),
-        (GPUS, "decode", {"logits_soft_cap": 50.0}, "native fa2", "", "bfloat16"),
-        (("sm90",), "prefill", {"logits_soft_cap": 50.0}, "native fa3", "", "bfloat16"),
-        (("sm90",), "prefill", {"logits_soft_cap": 50.0, "kv_cache_dtype": "fp8"}, "native fa2", "no soft cap", None),
-        (("sm90", "sm120", "sm100"), "decode", {"logits_soft_cap": 5.0}, "native fa2", "no logits soft cap", None),
+        (GPUS, "prefill", {"kv_cache_dtype": "fp8_e5m2"}, "native-fa2", "", "bfloat16"),
+        (GPUS, "decode", {"kv_cache_dtype": "fp8_e5m2"}, "native-fa2", "", "bfloat16"),
+        (GPUS, "decode", {"logits_soft_cap": 50.0}, "native-fa2", "", "bfloat16"),
+        (("sm90",), "prefill", {"logits_soft_cap": 50.0}, "native-fa3", "", "bfloat16"),
+        (("sm90",), "prefill", {"logits_soft_cap": 50.0, "kv_cache_dtype": "fp8"}, "native-fa2", "no soft cap", None),
+        (("sm90", "sm120", "sm100"), "decode", {"logits_soft_cap": 5.0}, "native-fa2", "no logits soft cap", None),
         (("sm90", "sm120"), "decode", {"num_heads": 64, "num_kv_heads": 2}, XQA, "auto", None),
-        (("sm90", "sm120"), "decode", {"num_heads": 48, "num_kv_heads": 1}, "native fa2", "at most 32", None),
+        (("sm90", "sm120"), "decode", {"num_heads": 48, "num_kv_heads": 1}, "native-fa2", "at most 32", None),
         (("sm100",), "decode", {"num_heads": 48, "num_kv_heads": 1}, GEN, "auto", None),
         (("sm90", "sm120"), "decode", {"num_speculative_tokens": 3}, XQA, "draft tokens", None),
-        (("sm80",), "decode", {"num_speculative_tokens": 3}, "native fa2", "", None),
-        (("sm90", "sm120"), "decode", {"decode_context_parallel_size": 2}, "native fa2", "XQA returns no log", None),
+        (("sm80",), "decode", {"num_speculative_tokens": 3}, "native-fa2", "", None),
+        (("sm90", "sm120"), "decode", {"decode_context_parallel_size": 2}, "native-fa2", "XQA returns no log", None),
         (("sm100",), "decode", {"decode_context_parallel_size": 2}, GEN, "auto", None),
-        (("sm100",), "prefill", {"decode_context_parallel_size": 2}, "native fa2", "across ranks", None),
+        (("sm100",), "prefill", {"decode_context_parallel_size": 2}, "native-fa2", "across ranks", None),
         (("sm90",), "decode", {"non_causal": True}, XQA, "auto", None),
-        (("sm100",), "decode", {"non_causal": True}, "native fa2", "causal attention only", None),
-        (("sm90",), "decode", {"block_size": 8}, "native fa2", "pages of 16, 32 and 64", None),
-        (("sm100",), "prefill", {"block_size": 24}, "native fa2", "pages of 16, 32 and 64", None),
+        (("sm100",), "decode", {"non_causal": True}, "native-fa2", "causal attention only", None),
+        (("sm90",), "decode", {"block_size": 8}, "native-fa2", "pages of 16, 32 and 64", None),
+        (("sm100",), "prefill", {"block_size": 24}, "native-fa2", "pages of 16, 32 and 64", None),
         (("sm90",), "decode", {"head_size": 256}, XQA, "auto", None),
-        (("sm90",), "decode", {"head_size": 512}, "native fa2", "head sizes up to 256", None),
-        (("sm90",), "prefill", {"head_size": 512}, "native fa2", "fa3 takes head sizes up to 256", None),
+        (("sm90",), "decode", {"head_size": 512}, "native-fa2", "head sizes up to 256", None),
+        (("sm90",), "prefill", {"head_size": 512}, "native-fa2", "fa3 takes head sizes up to 256", None),
         (("sm100",), "decode", {"head_size": 512}, GEN, "auto", None),
-        (("sm90",), "prefill", {"head_size": 256}, "native fa3", "fa3 is Hopper's own kernel", "bfloat16"),
-        (("sm90",), "prefill", {"head_size": 256, "kv_cache_dtype": "fp8"}, "native fa3", "Hopper", "fp8_e4m3"),
+        (("sm90",), "prefill", {"head_size": 256}, "native-fa3", "fa3 is Hopper's own kernel", "bfloat16"),
+        (("sm90",), "prefill", {"head_size": 256, "kv_cache_dtype": "fp8"}, "native-fa3", "Hopper", "fp8_e4m3"),
     ],
 )
 def test_path(
-    gpus: tuple[str, ...], phase: str, fields: dict[str, Any], path: str, because: str, query: str | None
+    gpus: tuple[str, ...], phase: str, fields: dict[str, Any], name: str, because: str, query: str | None
 ) -> None:
     for gpu in gpus:
         plan = plan_of(gpu, phase, **fields)
-        assert plan.path == path, gpu
+        assert plan.kernel_name == name, gpu
         assert because in plan.because
         assert query in (None, plan.query_dtype)
-        assert plan.returns_lse is (path != XQA)
+        assert plan.returns_lse is (name != XQA)
 
 
 @pytest.mark.parametrize("version", ["0.6.14", "0.6.15"])
@@ -132,7 +132,7 @@ def test_path(
 def test_fp8_window_leaves_fa3_until_it_is_repaired(version: str, window: int | None) -> None:
     plan = plan_of("sm90", "prefill", version=version, kv_cache_dtype="fp8", sliding_window=window)
     hangs = version == "0.6.14" and window is not None
-    assert plan.path == ("native fa2" if hangs else "native fa3")
+    assert plan.kernel_name == ("native-fa2" if hangs else "native-fa3")
     assert ("hangs" in plan.because) is hangs
     assert plan.query_dtype == ("bfloat16" if hangs else "fp8_e4m3")
 
@@ -146,9 +146,9 @@ def test_fp8_window_leaves_fa3_until_it_is_repaired(version: str, window: int | 
 )
 def test_xqa_drafts_need_the_release_that_repairs_them(fields: dict[str, Any], fragment: str) -> None:
     before, after = plan_of("sm90", version="0.6.15", **fields), plan_of("sm90", version="0.6.16", **fields)
-    assert (before.path, after.path) == ("native fa2", XQA)
+    assert (before.kernel_name, after.kernel_name) == ("native-fa2", XQA)
     assert fragment in before.because
-    assert plan_of("sm90", version="0.6.15", **{**fields, "num_speculative_tokens": 0}).path == XQA
+    assert plan_of("sm90", version="0.6.15", **{**fields, "num_speculative_tokens": 0}).kernel_name == XQA
 
 
 # --- Plans ----------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_xqa_drafts_need_the_release_that_repairs_them(fields: dict[str, Any], f
 )
 def test_xqa_rounds_the_query_of_an_fp8_cache_itself(gpu: str, kv_cache_dtype: str, rounds_to: str | None) -> None:
     plan = plan_of(gpu, kv_cache_dtype=kv_cache_dtype)
-    assert plan.path == (GEN if gpu == "sm100" else XQA)
+    assert plan.kernel_name == (GEN if gpu == "sm100" else XQA)
     assert plan.rounds_to == rounds_to
 
 
@@ -199,7 +199,7 @@ def test_small_pages_with_wide_heads_on_sm100(phase: str, size: int) -> None:
     """Such pages gave wrong values in 0.4.1 (flashinfer-ai/flashinfer #1993)."""
     for gpu in ("sm100", "sm103"):
         plan = plan_of(gpu, phase, head_size=256, block_size=size)
-        assert plan.path.startswith("TRT-LLM (trtllm-gen)")
+        assert plan.kernel_name == GEN
         assert plan.kernel_block_sizes == (16,)
         assert plan_of(gpu, phase, head_size=256, block_size=size, logits_soft_cap=50.0).kernel_block_sizes[0] == size
 

@@ -16,7 +16,7 @@ from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 MIB = 1 << 20
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SMALL = {**DEEPSEEK, "kv_lora_rank": 256}
-GEN, XQA, FA3, FA2 = "TRT-LLM (trtllm-gen)", "TRT-LLM (XQA)", "native fa3", "native fa2"
+GEN, XQA, FA3, FA2 = "trtllm-gen", "xqa", "fa3", "fa2"
 GPUS = ("sm80", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
 
 
@@ -29,7 +29,7 @@ reasons_of = GATE.reasons_of
 
 
 @pytest.mark.parametrize(
-    ("gpus", "path", "because", "lse", "level", "width", "sizes"),
+    ("gpus", "name", "because", "lse", "level", "width", "sizes"),
     [
         (("sm80", "sm89", "sm110"), FA2, "every compute", True, "UNIFORM_BATCH", 1, (64, 32, 16, 1)),
         (("sm90",), FA3, "Hopper", True, "UNIFORM_BATCH", 1, (64, 32, 16, 1)),
@@ -38,11 +38,11 @@ reasons_of = GATE.reasons_of
     ],
 )
 def test_decode_kernel_follows_the_device(
-    gpus: tuple[str, ...], path: str, because: str, lse: bool, level: str, width: int, sizes: tuple[int, ...]
+    gpus: tuple[str, ...], name: str, because: str, lse: bool, level: str, width: int, sizes: tuple[int, ...]
 ) -> None:
     for gpu in gpus:
         plan = plan_of(gpu)
-        assert (plan.path, plan.returns_lse, plan.cuda_graph) == (path, lse, level)
+        assert (plan.kernel_name, plan.returns_lse, plan.cuda_graph) == (name, lse, level)
         assert because in plan.because
         assert (plan.block_table_width_multiple, plan.kernel_block_sizes) == (width, sizes)
         assert (plan.kv_layouts, plan.query_dtype) == ((MLA,), "bfloat16")
@@ -71,44 +71,44 @@ def test_each_entry_has_releases_of_its_own(version: str) -> None:
     native = version not in ("0.7.0", "0.7.0.post1", "0.7.1")
     for gpu, kernel in (("sm80", FA2), ("sm90", FA3)):
         if native:
-            assert plan_of(gpu, version=version).path == kernel
+            assert plan_of(gpu, version=version).kernel_name == kernel
         else:
             refused = reasons_of(gpu, version=version)
             assert list(refused) == ["library-version"]
             assert refused["library-version"].observed == version
             assert refused["library-version"].remedy == "pip install 'flashinfer-python>=0.7.2,<=0.7.2.post1'"
-        assert plan_of(gpu, "prefill", version=version).path.startswith(kernel)
+        assert plan_of(gpu, "prefill", version=version).kernel_name == kernel
     for gpu, kernel in (("sm100", GEN), ("sm103", GEN)):
-        assert plan_of(gpu, version=version).path == kernel
-        assert plan_of(gpu, "prefill", version=version).path.startswith(GEN[:-1])
-    assert plan_of("sm120", version=version, num_heads=128).path == XQA
-    assert plan_of("sm110", "prefill", version=version).path == "CUTLASS (ragged)"
+        assert plan_of(gpu, version=version).kernel_name == kernel
+        assert plan_of(gpu, "prefill", version=version).kernel_name == kernel
+    assert plan_of("sm120", version=version, num_heads=128).kernel_name == XQA
+    assert plan_of("sm110", "prefill", version=version).kernel_name == "cutlass"
 
 
 def test_small_pages_leave_trtllm_gen() -> None:
     plan = plan_of("sm100", block_size=16)
-    assert (plan.path, plan.kernel_block_sizes) == (FA2, (16, 1))
+    assert (plan.kernel_name, plan.kernel_block_sizes) == (FA2, (16, 1))
     assert plan.because.startswith("block size 16")
     assert any("slow there" in note for note in plan.notes)
     # fa2 reads no FP8 cache, so there a page of 16 tokens is refused.
     refused = reasons_of("sm100", block_size=16, kv_cache_dtype="fp8")
     assert set(refused) == {"block-size", "kv-cache-dtype"}
     assert refused["block-size"].remedy == "--block-size 32"
-    assert plan_of("sm100", block_size=32, kv_cache_dtype="fp8").path == GEN
+    assert plan_of("sm100", block_size=32, kv_cache_dtype="fp8").kernel_name == GEN
 
 
 @pytest.mark.parametrize(
-    ("gpu", "path", "query"),
+    ("gpu", "name", "query"),
     [("sm90", FA3, "bfloat16"), ("sm100", GEN, "fp8_e4m3"), ("sm120", XQA, "fp8_e4m3"), ("sm80", None, None)],
 )
-def test_fp8_cache(gpu: str, path: str | None, query: str | None) -> None:
-    if path is None:
+def test_fp8_cache(gpu: str, name: str | None, query: str | None) -> None:
+    if name is None:
         reasons = reasons_of(gpu, kv_cache_dtype="fp8")
         assert list(reasons) == ["kv-cache-dtype"]
         assert reasons["kv-cache-dtype"].remedy == "--kv-cache-dtype auto"
         return
     plan = plan_of(gpu, kv_cache_dtype="fp8")
-    assert (plan.path, plan.query_dtype) == (path, query)
+    assert (plan.kernel_name, plan.query_dtype) == (name, query)
     if query == "fp8_e4m3":
         assert any("converted" in note for note in plan_of(gpu, kv_cache_dtype="fp8", dtype="float16").notes)
     else:
@@ -119,13 +119,13 @@ def test_fp8_cache(gpu: str, path: str | None, query: str | None) -> None:
 @pytest.mark.parametrize("gpu", GPUS)
 def test_float16(gpu: str) -> None:
     plan = plan_of(gpu, dtype="float16")
-    assert (plan.path, plan.query_dtype) == (FA3 if gpu == "sm90" else FA2, "float16")
+    assert (plan.kernel_name, plan.query_dtype) == (FA3 if gpu == "sm90" else FA2, "float16")
 
 
-@pytest.mark.parametrize(("gpu", "path"), [("sm80", FA2), ("sm90", FA2), ("sm100", GEN), ("sm120", FA2)])
-def test_small_mla(gpu: str, path: str) -> None:
+@pytest.mark.parametrize(("gpu", "name"), [("sm80", FA2), ("sm90", FA2), ("sm100", GEN), ("sm120", FA2)])
+def test_small_mla(gpu: str, name: str) -> None:
     plan = plan_of(gpu, **SMALL)
-    assert plan.path == path
+    assert plan.kernel_name == name
     if gpu in ("sm90", "sm120"):
         assert "256 + 64" in plan.because
         refused = reasons_of(gpu, kv_cache_dtype="fp8", **SMALL)
@@ -145,7 +145,7 @@ def test_latent_width_alone_is_not_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "heads", "path", "padded"),
+    ("gpu", "heads", "name", "padded"),
     [
         ("sm100", 128, GEN, None),
         ("sm100", 16, GEN, None),
@@ -157,16 +157,16 @@ def test_latent_width_alone_is_not_enough() -> None:
         ("sm120", 16, FA2, None),
     ],
 )
-def test_heads(gpu: str, heads: int, path: str, padded: int | None) -> None:
+def test_heads(gpu: str, heads: int, name: str, padded: int | None) -> None:
     plan = plan_of(gpu, num_heads=heads)
-    assert plan.path == path
+    assert plan.kernel_name == name
     notes = [note for note in plan.notes if "padded" in note]
     assert notes == ([] if padded is None else [f"query heads are padded from {heads} to {padded}"])
 
 
 def test_heads_on_12_with_fp8_are_padded_to_128() -> None:
     plan = plan_of("sm120", num_heads=16, kv_cache_dtype="fp8")
-    assert plan.path == XQA
+    assert plan.kernel_name == XQA
     assert "query heads are padded from 16 to 128" in plan.notes
     assert "num-heads" in reasons_of("sm120", num_heads=160, kv_cache_dtype="fp8")
 
@@ -179,15 +179,15 @@ def test_heads_on_12_with_fp8_are_padded_to_128() -> None:
     ],
 )
 def test_xqa_limits(fields: dict[str, Any], code: str) -> None:
-    assert plan_of("sm120", **fields).path == FA2
+    assert plan_of("sm120", **fields).kernel_name == FA2
     assert code in reasons_of("sm120", kv_cache_dtype="fp8", **fields)
-    assert plan_of("sm100", kv_cache_dtype="fp8", **fields).path == GEN
-    assert plan_of("sm90", kv_cache_dtype="fp8", **fields).path == FA3
+    assert plan_of("sm100", kv_cache_dtype="fp8", **fields).kernel_name == GEN
+    assert plan_of("sm90", kv_cache_dtype="fp8", **fields).kernel_name == FA3
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_sinks(phase: Any) -> None:
-    assert "trtllm-gen" in plan_of("sm100", phase, sinks=True).path
+    assert plan_of("sm100", phase, sinks=True).kernel_name == GEN
     for gpu in ("sm80", "sm90", "sm110", "sm120"):
         assert list(reasons_of(gpu, phase, sinks=True)) == ["sinks"]
 
@@ -206,21 +206,21 @@ def test_context_parallel_decode_on_10_doubles_the_workspace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "path", "because"),
+    ("gpu", "name", "because"),
     [
-        ("sm80", "native fa2 (ragged)", "every compute capability"),
-        ("sm90", "native fa3 (ragged)", "Hopper"),
-        ("sm100", "TRT-LLM (trtllm-gen, ragged)", "Blackwell"),
-        ("sm103", "TRT-LLM (trtllm-gen, ragged)", "Blackwell"),
-        ("sm110", "CUTLASS (ragged)", "Blackwell"),
-        ("sm120", "native fa2 (ragged)", "every compute capability"),
+        ("sm80", FA2, "every compute capability"),
+        ("sm90", FA3, "Hopper"),
+        ("sm100", GEN, "Blackwell"),
+        ("sm103", GEN, "Blackwell"),
+        ("sm110", "cutlass", "Blackwell"),
+        ("sm120", FA2, "every compute capability"),
     ],
 )
-def test_prefill_kernel_follows_the_device(gpu: str, path: str, because: str) -> None:
+def test_prefill_kernel_follows_the_device(gpu: str, name: str, because: str) -> None:
     # The cache does not bind prefill, which runs on decompressed K and V.
     for fields in ({}, {"kv_cache_dtype": "fp8"}, {"block_size": 7}):
         plan = plan_of(gpu, "prefill", **fields)
-        assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == (path, (), ())
+        assert (plan.kernel_name, plan.kv_layouts, plan.kernel_block_sizes) == (name, (), ())
         assert because in plan.because
         assert plan.query_dtype == "bfloat16"
         assert plan.returns_lse
@@ -231,17 +231,17 @@ def test_prefill_in_float16(gpu: str) -> None:
     plan = plan_of(gpu, "prefill", dtype="float16")
     assert plan.query_dtype == "float16"
     if gpu in ("sm100", "sm103"):  # trtllm-gen has no float16 there
-        assert plan.path == "CUTLASS (ragged)"
+        assert plan.kernel_name == "cutlass"
         assert "float16" in plan.because
 
 
 def test_prefill_head_dims() -> None:
     wide = {**DEEPSEEK, "qk_nope_head_dim": 192, "v_head_dim": 256}
     plan = plan_of("sm100", "prefill", **wide)
-    assert plan.path == "TRT-LLM (trtllm-gen, ragged)"
-    assert plan_of("sm100", "prefill", options={"prefill_kernel": "trtllm-gen"}, **wide).path == plan.path
-    assert plan_of("sm100", "prefill", dtype="float16", **wide).path == "native fa2 (ragged)"
-    assert plan_of("sm90", "prefill", **wide).path == "native fa3 (ragged)"
+    assert plan.kernel_name == "trtllm-gen"
+    assert plan_of("sm100", "prefill", options={"prefill_kernel": "trtllm-gen"}, **wide).kernel_name == plan.kernel_name
+    assert plan_of("sm100", "prefill", dtype="float16", **wide).kernel_name == "fa2"
+    assert plan_of("sm90", "prefill", **wide).kernel_name == "fa3"
     for gpu in GPUS:
         refused = reasons_of(gpu, "prefill", **{**DEEPSEEK, "v_head_dim": 96})
         assert list(refused) == ["mla-dims"]
@@ -297,15 +297,15 @@ def test_layers_without_mla() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "phase", "key", "kernel", "path"),
+    ("gpu", "phase", "key", "kernel", "name"),
     [
         ("sm90", "decode", "decode_kernel", "fa2", FA2),
         ("sm90", "decode", "decode_kernel", "fa3", FA3),
         ("sm100", "decode", "decode_kernel", "fa2", FA2),
         ("sm120", "decode", "decode_kernel", "fa2", FA2),
-        ("sm100", "prefill", "prefill_kernel", "trtllm-gen", "TRT-LLM (trtllm-gen, ragged)"),
-        ("sm100", "prefill", "prefill_kernel", "fa2", "native fa2 (ragged)"),
-        ("sm90", "prefill", "prefill_kernel", "fa2", "native fa2 (ragged)"),
+        ("sm100", "prefill", "prefill_kernel", "trtllm-gen", GEN),
+        ("sm100", "prefill", "prefill_kernel", "fa2", FA2),
+        ("sm90", "prefill", "prefill_kernel", "fa2", FA2),
         ("sm90", "decode", "decode_kernel", "trtllm-gen", None),
         ("sm90", "decode", "decode_kernel", "xqa", None),
         ("sm80", "decode", "decode_kernel", "fa3", None),
@@ -313,10 +313,10 @@ def test_layers_without_mla() -> None:
         ("sm120", "prefill", "prefill_kernel", "trtllm-gen", None),
     ],
 )
-def test_forced_kernel(gpu: str, phase: str, key: str, kernel: str, path: str | None) -> None:
-    if path is not None:
+def test_forced_kernel(gpu: str, phase: str, key: str, kernel: str, name: str | None) -> None:
+    if name is not None:
         plan = plan_of(gpu, phase, options={key: kernel})
-        assert (plan.path, plan.because) == (path, f'{key} = "{kernel}"')
+        assert (plan.kernel_name, plan.because) == (name, f'{key} = "{kernel}"')
         return
     refused = reasons_of(gpu, phase, options={key: kernel})
     assert list(refused) == ["forced-path"]
@@ -326,7 +326,7 @@ def test_forced_kernel(gpu: str, phase: str, key: str, kernel: str, path: str | 
 
 def test_a_forced_kernel_still_has_its_limits() -> None:
     assert list(reasons_of("sm90", options={"decode_kernel": "fa3"}, **SMALL)) == ["mla-dims"]
-    assert plan_of("sm90", options={"decode_kernel": "fa2"}, **SMALL).path == FA2
+    assert plan_of("sm90", options={"decode_kernel": "fa2"}, **SMALL).kernel_name == FA2
 
 
 @pytest.mark.parametrize("values", [{"decode_kernel": "cutlass"}, {"prefill_kernel": "xqa"}, {"workspace_bytes": 1}])

@@ -28,7 +28,7 @@ reasons_of = GATE.reasons_of
 @pytest.mark.parametrize(("cache", "query"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("fp8", "fp8_e4m3")])
 def test_on_10(gpu: str, phase: str, cache: str, query: str) -> None:
     plan = plan_of(gpu, phase, kv_cache_dtype=cache)
-    assert (plan.path, plan.kv_layouts) == ("TRT-LLM (trtllm-gen, sparse)", (MLA,))
+    assert (plan.kernel_name, plan.kv_layouts) == ("trtllm-gen", (MLA,))
     assert (plan.query_dtype, plan.kernel_block_sizes) == (query, (64, 32))
     assert (plan.returns_lse, plan.cuda_graph) == (True, "UNIFORM_BATCH")
     assert any("at most 8192 query tokens" in note for note in plan.notes)
@@ -38,7 +38,7 @@ def test_on_10(gpu: str, phase: str, cache: str, query: str) -> None:
 @pytest.mark.parametrize("gpu", ["sm120", "sm121"])
 def test_on_12(gpu: str, phase: str) -> None:
     plan = plan_of(gpu, phase, **ON_12)
-    assert (plan.path, plan.kv_layouts) == ("FlashInfer sparse (12.x)", (FP8_DS_MLA,))
+    assert (plan.kernel_name, plan.kv_layouts) == ("sparse", (FP8_DS_MLA,))
     assert (plan.query_dtype, plan.kernel_block_sizes) == ("bfloat16", (64,))
     assert not any("8192" in note for note in plan.notes)
 

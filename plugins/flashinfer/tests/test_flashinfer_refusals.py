@@ -23,7 +23,7 @@ plan_of = GATE.plan_of
 reasons_of = GATE.reasons_of
 
 
-# --- What no path takes ---------------------------------------------------------------------------
+# --- What no kernel takes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -41,7 +41,7 @@ def test_turing_is_unproven(phase: str) -> None:
     turing = Device("t4", (7, 5))
     for cache in ("auto", "fp8_e4m3", "fp8_e5m2"):
         plan = plan_of(turing, phase, dtype="float16", kv_cache_dtype=cache)
-        assert plan.path == "native fa2"
+        assert plan.kernel_name == "native-fa2"
         assert any("7.5" in mark for mark in plan.unverified)
     assert set(reasons_of(turing, phase)) == {"dtype"}
     assert set(reasons_of(turing, phase, dtype="float16", head_size=512)) == {"head-size"}
@@ -95,8 +95,8 @@ def test_mla_and_sparse_layers_are_other_backends() -> None:
 def test_sinks(gpu: str, phase: Any) -> None:
     plan = plan_of(gpu, phase, sinks=True, head_size=64, sliding_window=128)
     trtllm = gpu in ("sm100", "sm103") or (phase == "decode" and gpu in ("sm90", "sm120", "sm121"))
-    assert plan.path.startswith("TRT-LLM") is trtllm
-    assert plan.path.endswith(" with sinks") is not trtllm
+    assert (plan.kernel_name in ("trtllm-gen", "xqa")) is trtllm
+    assert trtllm or plan.kernel.sinks
     reasons = reasons_of(gpu, phase, sinks=True, logits_soft_cap=30.0)
     assert list(reasons) == ["sinks"]
     assert "soft cap" in reasons["sinks"].message
@@ -104,36 +104,36 @@ def test_sinks(gpu: str, phase: Any) -> None:
 
 def test_sinks_with_fp8_leave_fa3() -> None:
     plan = plan_of("sm90", "prefill", sinks=True, kv_cache_dtype="fp8")
-    assert (plan.path, plan.query_dtype) == ("native fa2 with sinks", "bfloat16")
+    assert (plan.kernel_name, plan.query_dtype) == ("native-fa2", "bfloat16")
     assert "no attention sinks with FP8" in plan.because
-    assert plan_of("sm90", "prefill", sinks=True).path == "native fa3 with sinks"
+    assert plan_of("sm90", "prefill", sinks=True).kernel_name == "native-fa3"
 
 
 def test_sinks_over_context_parallel_ranks() -> None:
     refused = reasons_of("sm90", sinks=True, decode_context_parallel_size=2)
     assert (list(refused), refused["sinks"].remedy) == (["sinks"], "--dcp 1")
-    assert plan_of("sm100", sinks=True, decode_context_parallel_size=2).path == "TRT-LLM (trtllm-gen)"
+    assert plan_of("sm100", sinks=True, decode_context_parallel_size=2).kernel_name == "trtllm-gen"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "phase", "path"),
+    ("gpu", "phase", "name"),
     [
-        ("sm80", "decode", "native fa2"),
-        ("sm90", "decode", "native fa2"),
-        ("sm100", "decode", "native fa2"),
-        ("sm120", "decode", "native fa2"),
-        ("sm90", "prefill", "native fa3"),
+        ("sm80", "decode", "native-fa2"),
+        ("sm90", "decode", "native-fa2"),
+        ("sm100", "decode", "native-fa2"),
+        ("sm120", "decode", "native-fa2"),
+        ("sm90", "prefill", "native-fa3"),
         ("sm80", "prefill", None),
         ("sm100", "prefill", None),
         ("sm120", "prefill", None),
     ],
 )
-def test_batch_invariance(gpu: str, phase: str, path: str | None) -> None:
-    if path is None:
+def test_batch_invariance(gpu: str, phase: str, name: str | None) -> None:
+    if name is None:
         assert list(reasons_of(gpu, phase, batch_invariant=True)) == ["batch-invariant"]
         return
     plan = plan_of(gpu, phase, batch_invariant=True)
-    assert plan.path == path
+    assert plan.kernel_name == name
     assert ("splits no KV (disable_split_kv)" in plan.notes) is (phase == "decode")
 
 
@@ -148,7 +148,7 @@ def test_batch_invariant_prefill_is_lost_with_fa3() -> None:
 def test_per_head_scales(phase: Any) -> None:
     fields: dict[str, Any] = {"kv_cache_dtype": "fp8", "per_head_quant_scales": True}
     plan = plan_of("sm90", phase, **fields)
-    assert (plan.path, plan.query_dtype) == ("native fa3", "fp8_e4m3")
+    assert (plan.kernel_name, plan.query_dtype) == ("native-fa3", "fp8_e4m3")
     for gpu in ("sm80", "sm89", "sm100", "sm120"):
         reasons = reasons_of(gpu, phase, **fields)
         assert list(reasons) == ["per-head-quant-scales"]
@@ -165,12 +165,12 @@ def test_per_head_scales_need_fa3_in_prefill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "phase", "output", "cache", "path"),
+    ("gpu", "phase", "output", "cache", "name"),
     [
-        ("sm100", "decode", "fp8", "fp8", "TRT-LLM (trtllm-gen)"),
-        ("sm100", "prefill", "fp4", "fp8", "TRT-LLM (trtllm-gen)"),
-        ("sm90", "decode", "fp8", "fp8", "TRT-LLM (XQA)"),
-        ("sm120", "decode", "fp8", "fp8", "TRT-LLM (XQA)"),
+        ("sm100", "decode", "fp8", "fp8", "trtllm-gen"),
+        ("sm100", "prefill", "fp4", "fp8", "trtllm-gen"),
+        ("sm90", "decode", "fp8", "fp8", "xqa"),
+        ("sm120", "decode", "fp8", "fp8", "xqa"),
         ("sm100", "decode", "fp8", "auto", None),
         ("sm100", "decode", "fp8", "fp8_e5m2", None),
         ("sm90", "decode", "fp4", "fp8", None),
@@ -178,10 +178,10 @@ def test_per_head_scales_need_fa3_in_prefill() -> None:
         ("sm80", "decode", "fp8", "fp8", None),
     ],
 )
-def test_output_quantization(gpu: str, phase: str, output: str, cache: str, path: str | None) -> None:
+def test_output_quantization(gpu: str, phase: str, output: str, cache: str, name: str | None) -> None:
     fields: dict[str, Any] = {"output_quantization": output, "kv_cache_dtype": cache}
-    if path is not None:
-        assert plan_of(gpu, phase, **fields).path == path
+    if name is not None:
+        assert plan_of(gpu, phase, **fields).kernel_name == name
         return
     reason = reasons_of(gpu, phase, **fields)["output-quantization"]
     helps = gpu == "sm100"
@@ -222,26 +222,26 @@ def test_no_gpu_takes_an_nvfp4_cache(phase: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "phase", "path"),
+    ("gpu", "phase", "name"),
     [
-        ("sm90", "decode", "native fa2"),
-        ("sm100", "prefill", "native fa2"),
-        ("sm100", "decode", "native fa2"),
-        ("sm80", "decode", "native fa2"),
+        ("sm90", "decode", "native-fa2"),
+        ("sm100", "prefill", "native-fa2"),
+        ("sm100", "decode", "native-fa2"),
+        ("sm80", "decode", "native-fa2"),
     ],
 )
-def test_trtllm_off(gpu: str, phase: str, path: str) -> None:
+def test_trtllm_off(gpu: str, phase: str, name: str) -> None:
     plan = plan_of(gpu, phase, options={"use_trtllm": False})
-    assert plan.path == path
+    assert plan.kernel_name == name
     assert plan.because.startswith("use_trtllm = false")
     # With an FP8 cache too: native kernels read it with a 16-bit query.
-    assert plan_of(gpu, phase, options={"use_trtllm": False}, kv_cache_dtype="fp8").path == path
+    assert plan_of(gpu, phase, options={"use_trtllm": False}, kv_cache_dtype="fp8").kernel_name == name
 
 
 @pytest.mark.parametrize(("gpu", "phase"), [("sm90", "decode"), ("sm100", "prefill"), ("sm100", "decode")])
 def test_trtllm_on(gpu: str, phase: str) -> None:
     plan = plan_of(gpu, phase, options={"use_trtllm": True})
-    assert plan.path.startswith("TRT-LLM")
+    assert plan.kernel_name in ("trtllm-gen", "xqa")
     assert plan.because == "use_trtllm = true"
 
 
@@ -274,11 +274,11 @@ def test_trtllm_on_where_it_cannot_run(gpu: str, phase: Any, fields: dict[str, A
 def test_prefill_kernel() -> None:
     fa2, fa3 = {"prefill_kernel": "fa2"}, {"prefill_kernel": "fa3"}
     plan = plan_of("sm90", "prefill", options=fa2, kv_cache_dtype="fp8")
-    assert (plan.path, plan.query_dtype) == ("native fa2", "bfloat16")
+    assert (plan.kernel_name, plan.query_dtype) == ("native-fa2", "bfloat16")
     assert 'prefill_kernel = "fa2"' in plan.because
     plan = plan_of("sm90", "prefill", options=fa3)
-    assert (plan.path, 'prefill_kernel = "fa3"' in plan.because) == ("native fa3", True)
-    assert plan_of("sm90", "decode", options={**fa3, "use_trtllm": False}).path == "native fa2"
+    assert (plan.kernel_name, 'prefill_kernel = "fa3"' in plan.because) == ("native-fa3", True)
+    assert plan_of("sm90", "decode", options={**fa3, "use_trtllm": False}).kernel_name == "native-fa2"
     refused: list[tuple[str, dict[str, Any]]] = [
         ("sm80", {}),
         ("sm90", {"kv_cache_dtype": "fp8_e5m2"}),

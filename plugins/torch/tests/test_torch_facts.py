@@ -48,13 +48,13 @@ def codes(outcome: Any) -> set[str]:
 
 def test_sdpa_says_which_path_and_why() -> None:
     plain = ask(TORCH_SDPA, None)
-    assert (plain.path, plain.returns_lse, plain.cuda_graph) == ("scaled_dot_product_attention", True, "NEVER")
+    assert (plain.kernel_name, plain.returns_lse, plain.cuda_graph) == ("torch-sdpa", True, "NEVER")
     assert PAGED_ATTENTION not in plain.kv_layouts
     capped = ask(TORCH_SDPA, None, logits_soft_cap=50.0)
-    assert capped.path == "matmul and softmax"
+    assert capped.kernel_name == "torch-matmul"
     assert "soft cap" in capped.because
-    assert ask(TORCH_SDPA, (9, 0), dtype="float32", decode_context_parallel_size=2).path == "matmul and softmax"
-    assert ask(TORCH_SDPA, None, decode_context_parallel_size=2).path == "scaled_dot_product_attention"
+    assert ask(TORCH_SDPA, (9, 0), dtype="float32", decode_context_parallel_size=2).kernel_name == "torch-matmul"
+    assert ask(TORCH_SDPA, None, decode_context_parallel_size=2).kernel_name == "torch-sdpa"
     assert "mask" in ask(TORCH_SDPA, None, sliding_window=128).because
     assert ask(TORCH_SDPA, None, "prefill", attn_type="encoder_only").kv_layouts == ()
 
@@ -194,8 +194,8 @@ def test_flex_has_no_bfloat16_before_ampere() -> None:
 
 def test_flex_differs_by_device() -> None:
     on_cpu, on_gpu = ask(FLEX_ATTENTION, None), ask(FLEX_ATTENTION, (9, 0))
-    assert (on_cpu.path, on_cpu.returns_lse, on_cpu.cuda_graph) == ("C++", False, "NEVER")
-    assert (on_gpu.path, on_gpu.returns_lse, on_gpu.cuda_graph) == ("Triton", True, "ALWAYS")
+    assert (on_cpu.kernel_name, on_cpu.returns_lse, on_cpu.cuda_graph) == ("flex-cpp", False, "NEVER")
+    assert (on_gpu.kernel_name, on_gpu.returns_lse, on_gpu.cuda_graph) == ("flex-triton", True, "ALWAYS")
     assert on_cpu.kv_layouts == on_gpu.kv_layouts == (FLASH_ATTN_NHD,)
 
 

@@ -11,7 +11,7 @@ from attn_select.layer.models.data_files import load
 
 @dataclass(slots=True)
 class Preset:
-    """One preset: its name, what it is, and where its values were looked up."""
+    """One preset: its name, its model, and the source of its values."""
 
     name: str
     description: str

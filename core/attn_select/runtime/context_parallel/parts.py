@@ -44,7 +44,7 @@ def check_selection(selection: Selection, context_parallel: ContextParallel, dis
 
 
 def part_of(selection: Selection, num_heads: int, **changes: Any) -> Selection:
-    """Return the selection of what one rank's kernels compute: plain layers of so many query heads.
+    """Return the selection for one rank's kernels: plain layers of ``num_heads`` query heads.
 
     Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so. An
     output is quantised after that.

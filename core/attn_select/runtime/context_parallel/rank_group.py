@@ -63,7 +63,7 @@ class ContextParallelGroup(LayerGroup):
     Args:
         context_parallel: the ranks.
         selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``. The
-            capacity is that of whole requests.
+            capacity counts whole requests.
 
     Attributes:
         block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.

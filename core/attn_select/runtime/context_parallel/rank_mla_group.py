@@ -71,7 +71,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
     Args:
         context_parallel: the ranks.
         selection, device, capacity, cuda_graphs, phases, dispatch, workspace_tokens: as for ``MLAAttentionGroup``; no
-            ``dispatch``. The capacity is that of whole requests.
+            ``dispatch``. The capacity counts whole requests.
 
     Attributes:
         block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
@@ -270,7 +270,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         return tuple(self._of_ranks(chunk, *part) for chunk, part in zip(chunks, parts, strict=True))
 
     def _of_ranks(self, chunk: ContextChunk, starts: Tensor, lengths: Tensor) -> RankChunk:
-        """Return a chunk with what this rank sends of it, and the order of what comes."""
+        """Return a chunk with the rows that this rank sends, and the order of the rows that arrive."""
         shares = self.shares
         used = lengths.nonzero()
         who = slice(int(used[0]), int(used[-1]) + 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def limits(asked: Any, vllm_config: Any) -> list[str]:
-    """Return why attn-select's kernels do not run layers that a selector asks about; empty where they do.
+    """Return why attn-select's kernels do not run the layers that a selector asks about; empty if they do.
 
     Args:
         asked: vLLM's ``AttentionSelectorConfig``.

@@ -47,11 +47,11 @@ CAPABILITIES = Capabilities(
     head_sizes=Fact(
         HeadSizes(multiple_of=8, minimum=8, maximum=256), f"{SURFACE} (multiples of 8); {MATRIX}; {RAN} (16 to 256)"
     ),
-    block_sizes=Fact((1,), f"{RAN} (1 to 256; cuDNN refuses what is no power of two: 24, 48)"),
+    block_sizes=Fact((1,), f"{RAN} (1 to 256; cuDNN refuses sizes that are no power of two: 24, 48)"),
     sliding_window=Fact(True, f"{SURFACE} (bounds with bottom-right alignment from cuDNN 9.6 on)"),
     alibi=Fact(False, f"{SURFACE} (none with bottom-right alignment, which cached keys need)"),
     sinks=Fact(False, f"{SURFACE} (none where the queries are single tokens)"),
-    nan_tail_safe=Fact(False, f"{RAN}: outputs of queries of several tokens were NaN, those of single ones were right"),
+    nan_tail_safe=Fact(False, f"{RAN}: queries of several tokens gave NaN, queries of one token were right"),
 )
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)

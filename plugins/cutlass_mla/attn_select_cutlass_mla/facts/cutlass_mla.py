@@ -100,7 +100,7 @@ class CutlassMLAOptions(BackendOptions):
 
 _DEVICES = ((10, 0), (10, 3))
 _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16"
-_SCALES = "FP8 scales become part of the softmax scale, and that of the latent multiplies the output"
+_SCALES = "FP8 scales become part of the softmax scale, and the latent's scale multiplies the output"
 _GROWS = "the workspace grows to the kernel's own size before CUDA graphs are captured"
 
 

@@ -66,7 +66,7 @@ def test_builds_are_the_alternatives_in_order() -> None:
 @pytest.mark.parametrize("gpu", ["sm100", "sm103"])
 def test_plan(gpu: str) -> None:
     plan = plan_of(gpu, block_size=128)
-    assert (plan.path, plan.provider) == ("CUTLASS MLA", "vllm (vllm._custom_ops)")
+    assert (plan.kernel_name, plan.provider) == ("cutlass-mla", "vllm (vllm._custom_ops)")
     assert plan.because == "vllm is the first installed package whose build serves the layer"
     assert (plan.kv_layouts, plan.kernel_block_sizes, plan.block_table_width_multiple) == ((MLA,), (128,), 1)
     assert (plan.query_dtype, plan.returns_lse) == ("bfloat16", True)

@@ -77,7 +77,7 @@ def test_below_ampere_is_rejected(device: tuple[int, int] | None, text: str) -> 
 
 def test_alibi_forces_fa2() -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(alibi=True), (9, 0))
-    assert (plan.path, plan.because, plan.cuda_graph) == ("FA2", "ALiBi slopes need FA2", "UNIFORM_BATCH")
+    assert (plan.kernel_name, plan.cuda_graph) == ("fa2", "UNIFORM_BATCH")
     assert any("PTX" in note for note in plan.notes)
     reasons = reasons_of(FLASH_ATTN, gqa_layer(alibi=True), (9, 0), options={"version": 3})
     assert reasons["alibi"].remedy == 'backends.FLASH_ATTN.version = "auto"'
@@ -124,8 +124,8 @@ def test_fp8_needs_fa3_or_fa4() -> None:
 
 
 def test_fp8_head_sizes_are_multiples_of_16() -> None:
-    assert plan_of(FLASH_ATTN, gqa_layer(head_size=72), (9, 0)).path == "FA3"
-    assert plan_of(FLASH_ATTN, gqa_layer(head_size=80, kv_cache_dtype="fp8"), (9, 0)).path == "FA3"
+    assert plan_of(FLASH_ATTN, gqa_layer(head_size=72), (9, 0)).kernel_name == "fa3"
+    assert plan_of(FLASH_ATTN, gqa_layer(head_size=80, kv_cache_dtype="fp8"), (9, 0)).kernel_name == "fa3"
     reason = reasons_of(FLASH_ATTN, gqa_layer(head_size=72, kv_cache_dtype="fp8"), (9, 0))["head-size"]
     assert (reason.observed, reason.remedy) == (72, "--kv-cache-dtype auto")
 
@@ -139,7 +139,7 @@ def test_fp8_output_of_a_float16_layer_is_converted() -> None:
 @pytest.mark.parametrize(("heads", "provider"), [(64, "vllm"), (128, "sglang-kernel")])
 def test_sinks_choose_a_build_that_has_them(heads: int, provider: str) -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(num_heads=heads, sinks=True), (9, 0))
-    assert plan.path == "FA3"
+    assert plan.kernel_name == "fa3"
     assert plan.provider is not None
     assert plan.provider.startswith(f"{provider} ")
 
@@ -152,13 +152,14 @@ def test_sinks_need_fa3_or_fa4(capability: tuple[int, int], codes: set[str]) -> 
 @pytest.mark.parametrize("capability", [(10, 0), (11, 0)])
 def test_sinks_on_blackwell_are_fa4s(capability: tuple[int, int]) -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(num_heads=128, sinks=True), capability)
-    assert plan.path == "FA4"
+    assert plan.kernel_name == "fa4"
     assert not any("bfloat16" in note for note in plan.notes)
 
 
 def test_sinks_limit_of_vllm() -> None:
     environment = installed(vllm="0.26.0")
-    assert plan_of(FLASH_ATTN, gqa_layer(num_heads=64, sinks=True), (9, 0), environment=environment).path == "FA3"
+    plan = plan_of(FLASH_ATTN, gqa_layer(num_heads=64, sinks=True), (9, 0), environment=environment)
+    assert plan.kernel_name == "fa3"
     reason = reasons_of(FLASH_ATTN, gqa_layer(num_heads=128, sinks=True), (9, 0), environment=environment)["sinks"]
     assert "128 query heads" in reason.message
     assert "at most 64" in reason.message
@@ -198,7 +199,7 @@ def test_v_head_size_off_hopper_and_with_sinks() -> None:
     assert plan_of(FLASH_ATTN, both, (9, 0)).provider == "sglang-kernel (sgl_kernel.flash_attn)"
     assert set(reasons_of(FLASH_ATTN, both, (9, 0), environment=installed(vllm="0.26.0"))) == {"sinks"}
     plan = plan_of(FLASH_ATTN, both, (9, 0), environment=installed(vllm="0.33.0"))
-    assert (plan.path, plan.because) == ("FA4", "no installed FA3 serves this layer")
+    assert (plan.kernel_name, plan.because) == ("fa4", "no installed FA3 serves this layer")
 
 
 @pytest.mark.parametrize(
@@ -249,14 +250,14 @@ def test_head_size_512_on_hopper_is_vllms_fa4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "path"), [({}, "FA2"), ({"kv_cache_dtype": "fp8"}, "FA4"), ({"sinks": True}, "FA4")]
+    ("fields", "kernel"), [({}, "fa2"), ({"kv_cache_dtype": "fp8"}, "fa4"), ({"sinks": True}, "fa4")]
 )
-def test_what_nobody_proved_batch_invariant_comes_last_and_is_marked(fields: dict[str, Any], path: str) -> None:
+def test_what_nobody_proved_batch_invariant_comes_last_and_is_marked(fields: dict[str, Any], kernel: str) -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(batch_invariant=True, **fields), (10, 0))
-    assert (plan.path, bool(plan.unverified)) == (path, path == "FA4")
-    assert plan_of(FLASH_ATTN, gqa_layer(**fields), (10, 0)).path == "FA4"
+    assert (plan.kernel_name, bool(plan.unverified)) == (kernel, kernel == "fa4")
+    assert plan_of(FLASH_ATTN, gqa_layer(**fields), (10, 0)).kernel_name == "fa4"
     mla = plan_of(SPECS["FLASH_ATTN_MLA"], mla_layer(batch_invariant=True), (10, 0), phase="prefill")
-    assert (mla.path, mla.unverified) == ("FA2 varlen", ())
+    assert (mla.kernel_name, mla.unverified) == ("fa2-varlen", ())
     pinned = {"prefill_version": 4}
     mla = plan_of(SPECS["FLASH_ATTN_MLA"], mla_layer(batch_invariant=True), (10, 0), phase="prefill", options=pinned)
     assert mla.unverified
@@ -265,7 +266,7 @@ def test_what_nobody_proved_batch_invariant_comes_last_and_is_marked(fields: dic
 def test_vllms_fa4_leaves_heads_of_256_on_blackwell_to_fa2() -> None:
     environment = installed(vllm="0.33.0")
     plan = plan_of(FLASH_ATTN, gqa_layer(head_size=256), (10, 0), environment=environment)
-    assert (plan.path, plan.because) == ("FA2", "no installed FA4 serves this layer")
+    assert (plan.kernel_name, plan.because) == ("fa2", "no installed FA4 serves this layer")
 
 
 @pytest.mark.parametrize(("device", "splits"), [((9, 0), False), ((10, 0), True)])
@@ -304,7 +305,7 @@ def test_fa2_pages_depend_on_the_build() -> None:
 
 def test_token_pools_on_ampere_take_the_fa3_that_is_built_for_it() -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(block_size=1), (8, 0))
-    assert (plan.path, plan.provider) == ("FA3", "sglang-kernel (sgl_kernel.flash_attn)")
+    assert (plan.kernel_name, plan.provider) == ("fa3", "sglang-kernel (sgl_kernel.flash_attn)")
     assert "sglang-kernel" in plan.because
     assert set(reasons_of(FLASH_ATTN, gqa_layer(block_size=1), (8, 0), environment=installed(vllm="0.33.0"))) == {
         "block-size"

@@ -16,7 +16,7 @@ from attn_select_flash_attn.facts.flash_attn_mla import FLASH_ATTN_MLA
 
 def test_mla_decode_on_hopper() -> None:
     plan = plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0))
-    assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == ("FA3 with q_v", (MLA,), (64, 32, 16, 1))
+    assert (plan.kernel_name, plan.kv_layouts, plan.kernel_block_sizes) == ("fa3", (MLA,), (64, 32, 16, 1))
     assert (plan.cuda_graph, plan.returns_lse, plan.query_dtype) == ("UNIFORM_BATCH", True, "bfloat16")
 
 
@@ -66,15 +66,17 @@ def test_mla_decode_needs_fa3() -> None:
     reason = reasons_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), environment=environment)["library-missing"]
     assert "FA3" in reason.message
     assert reason.remedy == "pip install vllm"
-    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), environment=environment, phase="prefill").path == "FA2 varlen"
+    plan = plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), environment=environment, phase="prefill")
+    assert plan.kernel_name == "fa2-varlen"
 
 
 @pytest.mark.parametrize(
-    ("capability", "path", "padded"), [((8, 0), "FA2", True), ((9, 0), "FA3", False), ((12, 0), "FA2", True)]
+    ("capability", "kernel", "padded"),
+    [((8, 0), "fa2-varlen", True), ((9, 0), "fa3-varlen", False), ((12, 0), "fa2-varlen", True)],
 )
-def test_mla_prefill(capability: tuple[int, int], path: str, padded: bool) -> None:
+def test_mla_prefill(capability: tuple[int, int], kernel: str, padded: bool) -> None:
     plan = plan_of(FLASH_ATTN_MLA, mla_layer(), capability, phase="prefill")
-    assert plan.path == f"{path} varlen"
+    assert plan.kernel_name == kernel
     assert (plan.kv_layouts, plan.kernel_block_sizes) == ((), ())
     assert any("from 128 to 192" in note for note in plan.notes) is padded
 
@@ -107,8 +109,8 @@ def test_mla_prefill_does_not_read_the_cache() -> None:
 
 def test_mla_prefill_version_pin() -> None:
     pin = {"prefill_version": 2}
-    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), phase="prefill", options=pin).path == "FA2 varlen"
-    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), options=pin).path == "FA3 with q_v"
+    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), phase="prefill", options=pin).kernel_name == "fa2-varlen"
+    assert plan_of(FLASH_ATTN_MLA, mla_layer(), (9, 0), options=pin).kernel_name == "fa3"
     reason = reasons_of(FLASH_ATTN_MLA, mla_layer(), (12, 0), phase="prefill", options={"prefill_version": 3})[
         "pinned-kernel"
     ]

@@ -105,7 +105,7 @@ def test_old_releases_do_not_count() -> None:
 
 def test_pinned_version() -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(), (9, 0), options={"version": 2})
-    assert (plan.path, plan.because) == ("FA2", "backends.FLASH_ATTN.version = 2")
+    assert (plan.kernel_name, plan.because) == ("fa2", "backends.FLASH_ATTN.version = 2")
     reason = reasons_of(FLASH_ATTN, gqa_layer(), (10, 0), options={"version": 3})["pinned-kernel"]
     assert "10.0" in reason.message
     assert reason.observed == "backends.FLASH_ATTN.version = 3"
@@ -118,7 +118,7 @@ def test_pinned_version() -> None:
 
 def test_pinned_provider() -> None:
     plan = plan_of(FLASH_ATTN, gqa_layer(), (9, 0), options={"provider": "flash-attn"})
-    assert (plan.path, plan.kernel_block_sizes) == ("FA2", (256,))
+    assert (plan.kernel_name, plan.kernel_block_sizes) == ("fa2", (256,))
     reason = reasons_of(
         FLASH_ATTN, gqa_layer(), (9, 0), environment=installed(vllm="0.33.0"), options={"provider": "flash-attn"}
     )["library-missing"]
@@ -199,7 +199,7 @@ def test_fa2_has_no_windows_in_cross_attention() -> None:
     refused = reasons_of(FLASH_ATTN, config, (12, 0))
     assert list(refused) == ["sliding-window", "paged-kv"]
     assert refused["sliding-window"].message == "sliding window 64 (FA2: none in cross-attention)"
-    assert plan_of(FLASH_ATTN, config, (9, 0)).path == "FA3"
+    assert plan_of(FLASH_ATTN, config, (9, 0)).kernel_name == "fa3"
     assert list(reasons_of(FLASH_ATTN, config, (9, 0), options={"version": 2})) == ["sliding-window"]
-    assert plan_of(FLASH_ATTN, gqa_layer(attn_type="encoder_decoder"), (12, 0)).path == "FA2"
-    assert plan_of(FLASH_ATTN, gqa_layer(sliding_window=64), (12, 0)).path == "FA2"
+    assert plan_of(FLASH_ATTN, gqa_layer(attn_type="encoder_decoder"), (12, 0)).kernel_name == "fa2"
+    assert plan_of(FLASH_ATTN, gqa_layer(sliding_window=64), (12, 0)).kernel_name == "fa2"

@@ -36,8 +36,8 @@ RAGGED = Fact(
 MOST_REQUESTS = Fact(8192, f"{MLA_CORE} _TRTLLM_GEN_MLA_MAX_BATCH: the counters end there")
 STATISTICS = Fact((8, 256), "csrc/trtllm_fmha_kernel_launcher.cu v0.6.14: bytes per query and head, queries at a time")
 RESERVED = (8 + 1 + 24) * MIB
-"""Of a workspace: its counters, what is kept free behind the statistics, and room for partial results (a CTA of 64 rows
-per SM)."""
+"""Bytes of a workspace for counters, for the gap behind the statistics, and for partial results (a CTA of 64 rows per
+SM)."""
 E4M3 = torch.float8_e4m3fn
 Scale = float | Tensor
 

@@ -64,7 +64,7 @@ def test_builds_come_from_declared_libraries() -> None:
 
 def test_dense_decode_on_hopper() -> None:
     plan = plan_of(layer())
-    assert (plan.path, plan.query_dtype, plan.returns_lse) == ("dense", "bfloat16", True)
+    assert (plan.kernel_name, plan.query_dtype, plan.returns_lse) == ("dense", "bfloat16", True)
     assert (plan.kv_layouts, plan.kernel_block_sizes, plan.cuda_graph) == ((MLA,), (64,), "UNIFORM_BATCH")
 
 
@@ -81,7 +81,7 @@ def test_dense_is_hopper_only(capability: tuple[int, int]) -> None:
 
 def test_dense_fp8_quantises_the_query() -> None:
     plan = plan_of(layer(kv_cache_dtype="fp8", per_head_quant_scales=True))
-    assert (plan.path, plan.query_dtype, plan.kv_layouts) == ("dense FP8", "fp8_e4m3", (MLA,))
+    assert (plan.kernel_name, plan.query_dtype, plan.kv_layouts) == ("dense-fp8", "fp8_e4m3", (MLA,))
     assert any("float16" in note for note in plan_of(layer(kv_cache_dtype="fp8", dtype="float16")).notes)
 
 
@@ -133,7 +133,7 @@ def test_dense_serves_no_sparse_and_no_plain_layers() -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_sparse_bf16(capability: tuple[int, int], phase: str) -> None:
     plan = plan_of(sparse(), capability, phase=phase)
-    assert (plan.path, plan.query_dtype, plan.kv_layouts) == ("sparse bf16", "bfloat16", (MLA,))
+    assert (plan.kernel_name, plan.query_dtype, plan.kv_layouts) == ("sparse-prefill", "bfloat16", (MLA,))
     assert plan.kernel_block_sizes == (64, 1)
     assert not plan.notes
 
@@ -209,7 +209,7 @@ def test_sparse_rejects(fields: dict[str, Any], code: str) -> None:
 
 
 def test_a_layer_without_a_rope_part() -> None:
-    assert plan_of(sparse(qk_rope_head_dim=0)).path == "sparse bf16"
+    assert plan_of(sparse(qk_rope_head_dim=0)).kernel_name == "sparse-prefill"
     assert "head-size" in reasons_of(sparse(qk_rope_head_dim=0), (10, 0))
     assert "head-size" in reasons_of(layer(qk_rope_head_dim=0))
 

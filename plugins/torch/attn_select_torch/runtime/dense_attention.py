@@ -1,4 +1,4 @@
-"""Attention on dense tensors by matmul and softmax: for what fused kernels lack (soft cap, sinks, the log-sum-exp).
+"""Attention on dense tensors by matmul and softmax, with features that fused kernels lack (soft cap, sinks, LSE).
 
 Also who sees whom: the mask from positions, and on the host the keys that a range of rows can see at all. The formula
 is that of ``attn_select.reference.oracle``: scale, soft cap, ALiBi, mask, sink; LSE is the natural logarithm, sinks

@@ -1,4 +1,4 @@
-"""What ``FLEX_ATTENTION`` works out once per step: padded rows, what each row sees, and lists of cache blocks per tile.
+"""The metadata of a ``FLEX_ATTENTION`` step: padded rows, the keys each row sees, and cache blocks per tile.
 
 Queries are laid out in tiles of 16 rows, none of which holds rows of two requests, so that a tile reads its own
 request's blocks alone and in their own order. What a row sees is one range of positions, with image ranges two:

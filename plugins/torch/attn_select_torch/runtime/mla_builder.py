@@ -161,7 +161,7 @@ class TorchMLAMetadataBuilder(AttentionMetadataBuilder[tuple[Gather, ...]]):
 
 
 def _grouped(decodes: Sequence[_Decode], *, alone: bool) -> list[list[_Decode]]:
-    """Put decodes of one query length and similar numbers of keys together; those without any key by themselves."""
+    """Put decodes of one query length and similar numbers of keys together, and decodes without keys apart."""
     groups: list[list[_Decode]] = []
     room = 0
     for decode in sorted(decodes, key=lambda d: (d.query_len, d.num_keys), reverse=True):

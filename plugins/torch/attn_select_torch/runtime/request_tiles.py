@@ -193,7 +193,7 @@ def equal_queries(
 
 
 def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | Group]:
-    """Yield the requests, those that are computed together as groups; most are computed alone."""
+    """Yield groups of requests that are computed together. Most groups hold one request."""
     alike: dict[int, list[Request]] = {}
     for request in requests:
         single = len(request.tiles) == 1 and request.tiles[0].first_key is not None

@@ -59,7 +59,7 @@ class MLADecodeKernel:
     Attributes:
         gluon: ``kernels.mla_decode_hopper``, written in Gluon for Hopper; else ``kernels.mla_decode``.
         fixed_splits: as ``DecodeKernel`` has it.
-        fp8_query: with ``gluon``, that of ``kernels.mla_decode_hopper_fp8``, which rounds the query to e4m3.
+        fp8_query: with ``gluon``, ``kernels.mla_decode_hopper_fp8`` runs, which rounds the query to e4m3.
     """
 
     gluon: bool = False

@@ -111,7 +111,7 @@ _E5M2_BELOW_8_9 = "an fp8_e5m2 cache below compute capability 8.9 was compiled a
 def marked(
     plan: BackendPlan | list[Reason], config: AttentionConfig, capability: tuple[int, int] | None
 ) -> BackendPlan | list[Reason]:
-    """Return a plan with a mark for what was compiled for older devices and ran on none."""
+    """Return a plan, marked where its kernel was compiled for older devices and ran on none."""
     if isinstance(plan, list) or capability is None or capability >= E4M3_FROM:
         return plan
     marks = [_BF16_BELOW_8_0] if config.dtype == "bfloat16" and capability < (8, 0) else []

@@ -304,7 +304,7 @@ def attend_scores(
 
 @gluon.jit
 def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
-    """Return one tile's weights ``(rows, keys)``, the factors ``(rows,)`` of what was summed before, and the least."""
+    """Return one tile's weights ``(rows, keys)``, the factors ``(rows,)`` of earlier sums, and the least."""
     weights_smem, factors, given, taken = exchange
     EVERY: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     slot = tile % SLOTS

@@ -109,7 +109,7 @@ def soften(
     tile, scores, row_max, sums, limits, scores_like,
     MASKED: gl.constexpr, FLAGS: gl.constexpr, SHAPE: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """Return a tile's weights, the factor of what was summed before, the new maxima and the new sums."""
+    """Return a tile's weights, the factor of earlier sums, the new maxima and the new sums."""
     WINDOW: gl.constexpr = FLAGS[0]
     SOFT_CAP: gl.constexpr = FLAGS[1]
     APART: gl.constexpr = FLAGS[3]

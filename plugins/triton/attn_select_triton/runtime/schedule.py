@@ -1,6 +1,7 @@
-"""How a step is cut: keys of decodes into splits, ``TRITON_ATTN``'s prefills into launches that gather their pages.
+"""How a step is cut: the keys of decodes into pieces, and ``TRITON_ATTN``'s prefills into launches.
 
-All of it is worked out on the host from host copies of the lengths.
+The host works it out from its copies of the lengths. A piece (also: split) is a run of one request's keys that one
+program reads. More pieces fill the GPU, but each one has a cost of its own, and their partial results are merged.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, Way, prefill_cost
 
 Lens = NDArray[np.int64]
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
-"""Batch-invariant splits: so many at most, of so many keys at least."""
+"""Batch-invariant splits: the most that a request has, and the fewest keys that one has."""
 ORDER = 2.0**21
-"""More than a request has pieces."""
+"""A factor for ``in_order``, larger than the number of a request's pieces."""
 TILE_ROWS = 64
 """Rows of a tile, in the costs of ways."""
 
@@ -31,12 +32,12 @@ TILE_ROWS = 64
 def split_keys(
     lens: Lens, *, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int
 ) -> tuple[int, int]:  # fmt: skip
-    """Return how many pieces a decode's longest request is cut into, and how many keys each piece should have.
+    """Return into how many pieces the longest request of a decode is cut, and how many keys each piece should have.
 
     Args:
-        lens: int64 ``(B,)``, the keys that each request's rows see, 1 at least.
-        units: programs of one request, unsplit: KV heads x row tiles.
-        room: partial results of a request that the workspace holds.
+        lens: int64 ``(B,)``, the keys that the rows of each request see, at least 1.
+        units: programs of one request without a cut: KV heads x row tiles.
+        room: how many partial results of one request the workspace holds.
         launch, key_bytes: as ``num_splits_for`` has them.
     """
     by, requests, longest = tuning.decode_splits(), len(lens), int(lens.max())
@@ -51,10 +52,12 @@ def split_keys(
 def uneven_tokens(
     lens: Lens, even: int, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int
 ) -> int:  # fmt: skip
-    """Return how many keys each piece of requests of many lengths should have: of some sizes the one of least time.
+    """Return how many keys each piece should have where the lengths of requests differ.
+
+    A few sizes are tried. The one with the least predicted time wins.
 
     Args:
-        even: a size that is tried as well.
+        even: the size for equal lengths, which is tried too.
     """
     by, share = tuning.decode_splits(), int(lens.sum()) * units / gpu.sms
     tried = [even, int(lens.max()), *[math.ceil(share / parts) for parts in by.uneven_parts]]
@@ -69,11 +72,13 @@ def uneven_tokens(
 def decode_times(
     lens: Lens, sizes: Lens, by: DecodeSplits, *, units: int, gpu: Gpu, launch: Launch, key_bytes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what a decode takes in pieces of these sizes, in us, by the costs of ``DecodeSplits.of_equal``; and how
-    many pieces they are.
+    """Return, for each size, the predicted time of a decode in us, and its number of pieces.
 
-    All pieces take no less than their bytes, and what ``last_of_waves`` says with a share of that, since others read
-    beside them.
+    The costs are those of ``DecodeSplits.of_equal``. Two bounds hold, and the larger one counts: reading all bytes
+    takes a time, and so do the last pieces (``last_of_waves``), which share the memory with others.
+
+    Args:
+        sizes: int64 ``(ways,)``, keys of a piece.
     """
     places = by.places(gpu, launch) / units
     keys = lens.astype(np.float64)  # quotients are rounded up as those of integers, in half the time
@@ -94,11 +99,14 @@ def decode_times(
 
 
 def in_order(own: NDArray[np.float64], pieces: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return for each of some ways to cut the sizes of pieces, the largest first, and how many pieces come up to there.
+    """Sort the requests of each way to cut by the size of their pieces, the largest first.
 
     Args:
-        own: whole numbers ``(ways, B)``, of each request the size of a piece, below 2**31; pieces how many it has, from
-            1 to 2**20.
+        own: whole numbers ``(ways, B)`` below 2**31, the size of a piece of each request.
+        pieces: ``(ways, B)``, the number of pieces of each request, from 1 to 2**20.
+
+    Returns:
+        The sorted sizes, and the running sum of pieces in that order, both ``(ways, B)``.
     """
     # Sorted in one array, which takes a third of the time of an order and two arrays in it.
     both = own * -ORDER
@@ -110,14 +118,15 @@ def in_order(own: NDArray[np.float64], pieces: NDArray[np.float64]) -> tuple[NDA
 
 
 def last_of_waves(placed: NDArray[np.float64], busy: NDArray[np.float64], places: float) -> NDArray[np.float64]:
-    """Return what pieces that start in the order of their times take at least, for each of some ways to cut.
+    """Return, for each way to cut, the least time until the last piece ends; the longest pieces start first.
 
-    Where there are more pieces than places, a place has two of those at the border of the first wave, or three of
-    those at the border of the second.
+    With more pieces than places, some place runs two pieces as long as the last one of the first wave, or three as
+    long as the last one of the second.
 
     Args:
-        placed: ``(ways, B)``, pieces up to and with a request's, as ``in_order`` has them; busy what one of them takes.
-        places: pieces that run at a time.
+        placed: ``(ways, B)``, the running sum of pieces that ``in_order`` returns.
+        busy: ``(ways, B)``, the time of one piece of each request, in the same order.
+        places: how many pieces run at a time.
     """
     waves = np.ceil(placed / places)
     waves *= busy
@@ -126,13 +135,13 @@ def last_of_waves(placed: NDArray[np.float64], busy: NDArray[np.float64], places
 
 
 def most_pieces(units: int, gpu: Gpu) -> int:
-    """Return how many pieces more than requests ``split_keys`` may cut a batch into, whatever its lengths are."""
+    """Return by how much the pieces that ``split_keys`` makes of any batch may outnumber its requests."""
     by = tuning.decode_splits()
     return -(-max(by.most, *by.uneven_parts) * gpu.sms // units)
 
 
 def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
-    """Whether a step's prefills of so many query tokens run beside its decodes, which read so many bytes."""
+    """Whether a step's prefills, of ``tokens`` query tokens, run beside its decodes, which read ``decode_bytes``."""
     rows = tuning.two_streams().items()
     low, high = next((between for least, between in rows if decode_bytes >= least), (1, 0))
     return low <= tokens <= high
@@ -143,8 +152,8 @@ def latent_splits(lens: Lens, units: int, most: int, sms: int) -> tuple[int, int
 
     Args:
         lens: int64 ``(B,)``, keys of each request.
-        units: programs of one request, unsplit: its row tiles.
-        most: splits that there is room for.
+        units: programs of one request without a cut: its row tiles.
+        most: how many splits of one request the workspace holds.
         sms: multiprocessors. One program fills one.
     """
     requests, longest, by = len(lens), int(lens.max()), tuning.latent_splits()
@@ -164,7 +173,7 @@ def latent_splits(lens: Lens, units: int, most: int, sms: int) -> tuple[int, int
 
 
 def latent_pieces(units: int, sms: int) -> int:
-    """Return how many pieces more than requests ``latent_splits`` may cut a batch into."""
+    """Return by how much the pieces that ``latent_splits`` makes of a batch may outnumber its requests."""
     return -(-tuning.latent_splits().most * sms // units)
 
 
@@ -173,8 +182,8 @@ def fixed_split(max_keys: int, least: int = LEAST_FIXED_SPLIT, tile: int = 1) ->
 
     Args:
         max_keys: the most keys that a request can have.
-        least: keys of a split, at least.
-        tile: a split has a multiple of so many keys.
+        least: the fewest keys of a split.
+        tile: the number of keys of a split is a multiple of this.
     """
     return max(least, -(-max_keys // (MOST_FIXED_SPLITS * tile)) * tile)
 
@@ -186,8 +195,8 @@ class Chunk:
     Attributes:
         first, last: requests ``first .. last - 1``.
         tokens: query tokens of these requests.
-        starts: workspace row of each request's token 0, negative where a window begins behind it; None: not gathered.
-        most_rows: the most rows that one of them takes.
+        starts: workspace row of each request's token 0, negative where the window begins after it; None: not gathered.
+        most_rows: rows of the request that takes the most.
     """
 
     first: int
@@ -234,12 +243,12 @@ def prefill_way(
     window: int,
     room: int = 0,
 ) -> Way:
-    """Return the cheapest of the ways that a prefill may be run.
+    """Return the cheapest way to run a prefill.
 
     Args:
         heads: of the query, and of K and V.
         window: keys that a row sees to its left, itself included; 0: all.
-        room: partial results of a query token that the workspace holds.
+        room: how many partial results of one query token the workspace holds.
     """
     work = prefill_work(query_lens, seq_lens, heads=heads, causal=causal, window=window)
     splits = warp_splits(query_lens, seq_lens, heads=heads, gpu=gpu, room=room) if "warps_split" in ways else 1
@@ -255,9 +264,10 @@ def prefill_way(
 def warp_splits(
     query_lens: Sequence[int], seq_lens: Sequence[int], *, heads: tuple[int, int], gpu: Gpu, room: int
 ) -> int:
-    """Return how many programs of the warp-specialised prefill share the keys of 128 rows: one fills an SM.
+    """Return how many programs of the warp-specialised prefill share the keys of 128 rows.
 
-    More than fill the SMs gain nothing: a second wave takes as long as the first. Arguments as ``prefill_way``'s.
+    One program fills an SM, and a second wave takes as long as the first, so that programs beyond the number of SMs
+    gain nothing. Arguments as ``prefill_way`` has them.
     """
     group = heads[0] // heads[1]
     programs = heads[1] * sum(-(-query_len * group // (2 * TILE_ROWS)) for query_len in query_lens)
@@ -282,10 +292,10 @@ def prefill_work(
 
 
 def image_ranges(common: CommonAttentionMetadata, first: int, last: int) -> list[list[int]] | None:
-    """Return per request of ``first .. last - 1`` the ends of the image ranges that this step's rows stand in.
+    """Return, per request of ``first .. last - 1``, both ends of the image ranges that rows of this step lie in.
 
-    Rows are filled up with ``1, 0`` to a power of two, since their number is a constant of the kernel. None: no row
-    stands in any.
+    Each list is filled up with ``1, 0`` to a power of two, since its length is a constant of the kernel. None: no row
+    lies in an image range.
     """
     if common.mm_prefix_ranges is None:
         return None

@@ -1,4 +1,4 @@
-"""A second stream of a device, for what may run beside the current one. It may be captured in a CUDA graph."""
+"""A second stream of a device, for work beside the current one. A CUDA graph may capture it."""
 
 # mypy: disable-error-code="no-untyped-call"
 
