@@ -1,6 +1,7 @@
-"""What the plans of each backend say, for drawn layers on one GPU of each generation: ``wording/NAME.txt``.
+"""What the plans of each backend say, for drawn layers on one GPU of each generation.
 
-Run ``python tests/decision/wording.py`` after a change of texts, and read the difference.
+The words stand in ``tests/wording/BACKEND.txt`` of each plugin. Run ``python tests/decision/wording.py`` after a change
+of texts, and read the difference.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from drawn_decisions import drawn_fields
 
 from attn_select import AttentionConfig, ConfigError, select
+from attn_select.rules.plugins import load_plugins
 
-FOLDER = Path(__file__).parent / "wording"
+ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("v100-16gb", "t4", "a100", "l4", "h100", "b200", "b300", "rtx5090")
 LAYERS = 1500
 NUMBER = re.compile(r"\d+")
@@ -40,6 +42,13 @@ def wording() -> dict[str, str]:
     return {name: _text({**dict(sorted(paths.items())), "notes": notes[name]}) for name, paths in kernels.items()}
 
 
+def kept_in(name: str) -> Path:
+    """Return the file with the words of a backend, in the folder of its plugin."""
+    package = load_plugins().specs[name].plan.__module__.split(".")[0]
+    (folder,) = ROOT.glob(f"plugins/*/{package}")
+    return folder.parent / "tests" / "wording" / f"{name}.txt"
+
+
 def _text(parts: dict[str, set[str]]) -> str:
     """Return the titles with their texts. Of texts that differ in numbers alone, one stands."""
     lines = []
@@ -51,4 +60,5 @@ def _text(parts: dict[str, set[str]]) -> str:
 
 if __name__ == "__main__":
     for name, text in wording().items():
-        (FOLDER / f"{name}.txt").write_text(text, "utf-8")
+        kept_in(name).parent.mkdir(exist_ok=True)
+        kept_in(name).write_text(text, "utf-8")
