@@ -47,7 +47,7 @@ GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 @pytest.mark.parametrize(("layer", "mla"), [(GQA, False), (AttentionConfig(**DENSE_MLA), True)], ids=["gqa", "mla"])
 def test_backends_of_another_kind_of_layers_have_no_rank(layer: AttentionConfig, mla: bool) -> None:
     """A priority lists some backends of the layer's kind, and the others of this kind follow it, nothing else."""
-    ranks = {c.backend: c.phases["decode"].rank for c in select(layer, "h100").candidates}
+    ranks = {c.backend: c.phases["prefill"].rank for c in select(layer, "h100").candidates}
     ranked = sorted(rank for rank in ranks.values() if rank is not None)
     assert ranked == list(range(1, len(ranked) + 1))
     of_kind = {name for name in ranks if ("MLA" in name) is mla and "SPARSE" not in name}

@@ -27,8 +27,8 @@ class Verdict:
     """What was decided about one backend in one phase.
 
     Attributes:
-        rank: position in the effective order, from 1; None for a backend of another kind of attention, or shut out by
-            an ``only`` rule.
+        rank: position in the effective order, from 1; None where a backend is of another kind of attention and no
+            priority lists it, or where an ``only`` rule shuts it out.
         verdict: ``selected``, ``valid`` (would run) or ``rejected``.
         reasons: everything that speaks against it; empty unless rejected.
         plan: how it would run; None where rejected.
