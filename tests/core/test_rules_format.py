@@ -202,7 +202,7 @@ def test_a_duplicate_of_a_rule_that_is_broken_is_an_error_too(rules_file: WriteR
         ("version = 1\n[backends.A]\nx = [inf]\n", 3, ["backends.A.x = [inf]"]),
         ("version = 1\n[backends.A]\nx = nan\n", 3, ["backends.A.x = nan"]),
         ("version = 1\n[backends.A]\nx = 0xfffffffffffffffff\n", 3, ["backends.A.x = "]),
-        ("version = 1\n[backends.A]\nx = [[[[[[[[[[1]]]]]]]]]]\n", 3, ["backends.A.x = [[", "8 deep"]),
+        ("version = 1\n[backends.A]\nx = [[[[[[[[1]]]]]]]]\n", 3, ["backends.A.x = [[", "8 deep"]),
         ("version = 1\nrule = 1\n", 2, ["unknown key 'rule'", "rules"]),
         ("version = 1\n[[rule]]\n", 2, ["unknown key 'rule'", "rules"]),
         ("version = 1\n[backend.FLASHINFER]\n", 2, ["unknown key 'backend'", "backends"]),
