@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.backends.spec import (
@@ -21,9 +20,6 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-
-if TYPE_CHECKING:
-    pass
 
 TORCH = Library("torch", "torch", "pip install torch numpy")
 FRONTEND = Library("nvidia-cudnn-frontend", "cudnn", "pip install nvidia-cudnn-frontend", ">=1.32,<2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -31,9 +31,6 @@ from attn_select_cutlass_mla.facts.builds import (
     ProviderName,
     kernel_of,
 )
-
-if TYPE_CHECKING:
-    pass
 
 MIB = 1 << 20
 HEADS = 128

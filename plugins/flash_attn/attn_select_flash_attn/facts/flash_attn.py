@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -47,9 +46,6 @@ from attn_select_flash_attn.facts.builds import (
     proves_invariance,
     why_this_build,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/flash_attn.py 0.33.0"
 _BOTH = f"{UPSTREAM_FA2}; {UPSTREAM_FA3}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins
@@ -40,9 +38,6 @@ from attn_select_flash_attn.facts.builds import (
     proves_invariance,
     why_this_build,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla.py 0.33.0"
 _VLLM_PREFILL = "vllm-project/vllm v1/attention/backends/mla/prefill/flash_attn.py 0.33.0"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from attn_select.backends.kernel_builds import PROVIDER_OPTION, choose, pin_provider
@@ -33,9 +31,6 @@ from attn_select_flash_attn.facts.builds import (
     notes_on_build,
 )
 from attn_select_flash_attn.facts.flash_attn_mla import decode_objections
-
-if TYPE_CHECKING:
-    pass
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla_sparse.py 0.33.0"
 _RAN = "ran on H200, FA3 of vLLM 0.26.0, 2026-11-22"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
@@ -23,9 +21,6 @@ from attn_select_flashmla.facts.builds import (
     ProviderName,
     kernel_of,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _DENSE = f"{UPSTREAM}/dense_decode.h"
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashmla.py 0.33.0"

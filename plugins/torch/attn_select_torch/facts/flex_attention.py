@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from attn_select.backends.compilers import compiler_reason
 from attn_select.backends.spec import (
@@ -24,9 +24,6 @@ from attn_select.layer.layouts import FLASH_ATTN_NHD
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU
-
-if TYPE_CHECKING:
-    pass
 
 TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.9")
 """2.9 has ``AuxRequest``, by which the log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has none)."""

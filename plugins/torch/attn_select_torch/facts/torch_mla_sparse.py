@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
@@ -20,9 +20,6 @@ from attn_select_torch.facts.torch_library import (
     TORCH,
     notes,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _BY_TOKEN = f"{OWN}: one call per token, whose shapes depend on top-k alone"
 _CHOSEN = f"{OWN}: the chosen tokens are all that a query sees"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
@@ -24,9 +24,6 @@ from attn_select_torch.facts.torch_library import (
     notes,
     takes_varlen,
 )
-
-if TYPE_CHECKING:
-    pass
 
 CAPABILITIES = Capabilities(
     compute_capabilities=EVERY_DEVICE,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
@@ -27,9 +25,6 @@ from attn_select_triton.facts.triton_support import (
     notes,
 )
 from attn_select_triton.limits import TMA_FROM, power_of_two
-
-if TYPE_CHECKING:
-    pass
 
 
 class PagedAttentionOptions(TritonAttnOptions):

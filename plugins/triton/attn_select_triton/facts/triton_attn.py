@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -31,9 +30,6 @@ from attn_select_triton.facts.triton_support import (
     split_workspace,
 )
 from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, TILE_ROWS, TMA_FROM, power_of_two, two_powers
-
-if TYPE_CHECKING:
-    pass
 
 
 class TritonAttnOptions(BackendOptions):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
@@ -26,9 +24,6 @@ from attn_select_triton.facts.triton_support import (
     split_workspace,
 )
 from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, gluon_lacks
-
-if TYPE_CHECKING:
-    pass
 
 LORA_RANKS = HeadSizes(multiple_of=16, minimum=16, maximum=512)
 """Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
@@ -25,9 +23,6 @@ from attn_select_triton.facts.triton_support import (
     split_workspace,
 )
 from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_RANKS, GLUON_ROPE, GLUON_TRITON
-
-if TYPE_CHECKING:
-    pass
 
 ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 """Accepted ``qk_rope_head_dim`` besides 0."""
