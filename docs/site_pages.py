@@ -9,18 +9,28 @@ from typing import Any
 
 import mkdocs_gen_files
 
-from attn_select.backends.registry import load_plugins
 from attn_select.machine.environment import Environment
+from attn_select.rules.plugins import load_plugins
 from attn_select.rules.schema import rules_schema
 from attn_select_cli.backends import backend_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
-    "Selection": ("selector", "config", "selection", "outcome", "device", "environment", "models", "errors"),
+    "Selection": (
+        "decide.selector",
+        "layer.config",
+        "decide.selection",
+        "decide.outcome",
+        "machine.device",
+        "machine.environment",
+        "layer.models",
+        "errors",
+    ),
     "Workloads and times": ("times.batch_shape", "times.workload", "times.measurement", "times.store"),
-    "Plugins": ("spec", "layouts", "hookspecs", "providers"),
+    "Plugins": ("backends.spec", "layer.layouts", "backends.hookspecs", "backends.kernel_builds"),
     "Runtime": (
         "runtime.group",
+        "runtime.layer_group",
         "runtime.mla_group",
         "runtime.attention",
         "runtime.mla_attention",

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from attn_select import select
 from attn_select.layer.config import Phase
 from attn_select.machine.device import Device, lookup
-from attn_select.times import tables
 from attn_select.times.measurement import Measurement
 from attn_select.times.timed_layer import TimedLayer, layer_from_dict
+from attn_select_measure import published_tables as tables
 
 Kernel = tuple[str, str]
 ACROSS = "across engines"

@@ -19,11 +19,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from attn_select.machine.device import Device, lookup
-from attn_select.times import tables
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.model import fit, left_out_errors
 from attn_select.times.points import farthest_first
 from attn_select.times.timed_layer import TimedLayer, layer_from_dict
+from attn_select_measure import published_tables as tables
 
 Times = dict[BatchShape, float]
 SIZES = (24, 48)

@@ -6,7 +6,9 @@ Seen in fresh interpreters, then read from the sources, where a branch that no t
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -248,3 +250,19 @@ def test_no_underscore_of_one_object_is_read_by_another_file() -> None:
     outside = ("os._exit", "._replace", "_get_backend")  # of the standard library and of torch
     found = [text for file in CORE.rglob("*.py") for text in underscores_of_others(file) if not text.endswith(outside)]
     assert not found
+
+
+SCRIPTS = ("docs/*.py", "research/*.py", "tests/bench/*.py", "measure/bench/*.py", "plugins/*/bench/*.py")
+
+
+@pytest.mark.parametrize("folder", SCRIPTS)
+def test_scripts_that_no_test_runs_import_names_that_exist(folder: str) -> None:
+    missing = []
+    for file in sorted(ROOT.glob(folder)):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attn_select"):
+                module = importlib.import_module(str(node.module))
+                modules = {each.name for each in pkgutil.iter_modules(getattr(module, "__path__", []))}
+                names = [each.name for each in node.names if not hasattr(module, each.name)]
+                missing += [f"{file}:{node.lineno} {node.module}.{name}" for name in names if name not in modules]
+    assert not missing
