@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import mmap
+import platform
 import subprocess
 import sys
 
@@ -50,6 +53,26 @@ def test_gather_rank_heads(tokens: int, heads: int, kv_heads: int, width: int, d
         assert torch.equal(found.queries(rank, tokens), wanted.queries(rank, tokens))
     assert found.queries(HERE, tokens).data_ptr() == gathered.data_ptr()
     assert come(found, 0) == min(PROGRAMS, -(-rows.nbytes // 8 // rank_memory.WORDS))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="MAP_32BIT is of x86-64")
+def test_addresses_that_fit_into_32_bits_are_addresses_too(device: torch.device) -> None:
+    """Triton types a whole number by its size, and a host's memory may lie low."""
+    if device.type != "cpu":
+        pytest.skip("a GPU's memory lies above")
+    layout = RankLayout(SIZE, 2, SIZE * 2, 16, 16, torch.float16)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40  # MAP_32BIT
+    low = [torch.frombuffer(mmap.mmap(-1, layout.num_bytes, flags=flags), dtype=torch.uint8) for _ in range(SIZE)]
+    assert max(buffer.data_ptr() for buffer in low) < 2**31
+    found, wanted = (memory_of(layout, torch.device("cpu")) for _ in range(2))
+    for buffer, own in zip(low, found.buffers, strict=True):
+        buffer.copy_(own)
+    found = dataclasses.replace(found, buffers=low, addresses=tuple(buffer.data_ptr() for buffer in low))
+    rows = torch.randn(2, 2, 16).half()
+    rank_memory.gather_rank_heads(rows, found, 1)
+    torch_ops.gather_rank_heads(rows, wanted, 1)
+    for rank in range(SIZE):
+        assert torch.equal(found.queries(rank, 2), wanted.queries(rank, 2))
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -34,9 +34,9 @@ def meet(
     tl.store(met_ptr + place, count)
     for other in tl.static_range(RANKS):
         if other != RANK:
-            there = addresses[other].to(tl.pointer_type(tl.int32)) + place * RANKS + RANK
+            there = addresses[other].to(tl.int64).to(tl.pointer_type(tl.int32)) + place * RANKS + RANK
             tl.atomic_xchg(there, count, sem="release", scope="sys")
-    here = addresses[RANK].to(tl.pointer_type(tl.int32)) + place * RANKS
+    here = addresses[RANK].to(tl.int64).to(tl.pointer_type(tl.int32)) + place * RANKS
     for other in tl.static_range(RANKS):
         if other != RANK:
             seen = tl.atomic_add(here + other, 0, sem="acquire", scope="sys")
@@ -74,7 +74,7 @@ def gather_rank_heads_kernel(
         values = tl.load(rows_ptr + word, mask=inside)
         target = start + (word // GROUP * RANKS + RANK) * GROUP + word % GROUP
         for other in tl.static_range(RANKS):
-            tl.store(addresses[other].to(tl.pointer_type(tl.int64)) + target, values, mask=inside)
+            tl.store(addresses[other].to(tl.int64).to(tl.pointer_type(tl.int64)) + target, values, mask=inside)
         first += tl.num_programs(0) * WORDS
     meet(addresses, met_ptr, timeout, 0, RANK, RANKS, PROGRAMS)
 
@@ -122,7 +122,7 @@ def merge_rank_memory_kernel(
         source = token * (KV_HEADS * SPLIT * GROUP) + held
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         for other in tl.static_range(RANKS):
-            lses = addresses[other].to(tl.pointer_type(tl.float32)) + lse_start
+            lses = addresses[other].to(tl.int64).to(tl.pointer_type(tl.float32)) + lse_start
             largest = tl.maximum(largest, tl.load(lses + source, mask=some, other=float("-inf")))
         if SINKS:
             sink = tl.load(sinks_ptr + held, mask=some, other=float("-inf"))
@@ -131,10 +131,10 @@ def merge_rank_memory_kernel(
         total = tl.zeros([ROWS], tl.float32)
         merged = tl.zeros([ROWS, BLOCK_DV], tl.float32)
         for other in tl.static_range(RANKS):
-            lses = addresses[other].to(tl.pointer_type(tl.float32)) + lse_start
+            lses = addresses[other].to(tl.int64).to(tl.pointer_type(tl.float32)) + lse_start
             weight = tl.exp2((tl.load(lses + source, mask=some, other=float("-inf")) - base) * LOG2E)
             total += weight
-            parts = addresses[other].to(tl.pointer_type(out_ptr.dtype.element_ty)) + start
+            parts = addresses[other].to(tl.int64).to(tl.pointer_type(out_ptr.dtype.element_ty)) + start
             values = tl.load(parts + source[:, None] * DV + width[None, :], mask=mask, other=0.0)  # before the weight
             merged += tl.where((weight > 0)[:, None], values.to(tl.float32), 0.0) * weight[:, None]
         if SINKS:
