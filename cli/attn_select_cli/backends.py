@@ -160,7 +160,7 @@ def _overview_lines(names: list[str], registry: Registry, environment: Environme
 
 
 def _place(spec: BackendSpec, registry: Registry) -> str:
-    """Return where a backend stands among those for the same kind of layers, in words."""
+    """Return in words where a backend stands among the backends for the same kind of layers."""
     from attn_select.backends.distributions import known_backends
     from attn_select.backends.rank import by_rank
 

@@ -72,7 +72,7 @@ def rule_tables(
 def tuned_before(
     rules: Iterable[Mapping[str, Any]], config: AttentionConfig, device: Device, phase: Phase
 ) -> list[Mapping[str, Any]]:
-    """Return those of a file's rules that earlier tunings of this layer and phase wrote, by their key ``tuned``."""
+    """Return the rules of a file that an earlier tune of this layer and phase wrote, by the key ``tuned``."""
     return [rule for rule in rules if rule.get("tuned") == f"{rule_prefix(config, device)}-{phase}"]
 
 

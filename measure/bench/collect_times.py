@@ -115,8 +115,10 @@ def points(layers: Mapping[str, AttentionConfig], tiny: bool) -> list[Point]:
 def close(
     layers: Mapping[str, AttentionConfig], count: int, seed: str, device: Device, environment: Environment
 ) -> list[Point]:
-    """Return up to ``count`` more batches for each layer, of 8 times as many drawn ones those of each kind where the
-    choice may cost most by the margins of the times known so far, and none near another."""
+    """Return up to ``count`` more batches for each layer, none near another.
+
+    Eight times as many are drawn. Of each kind, the batches stay in which the choice may cost most, by the margins of
+    the times known so far."""
     found: dict[str, list[Point]] = {}
     for name, config in layers.items():
         rng, own = random.Random(f"{seed} {name}"), found.setdefault(name, [])

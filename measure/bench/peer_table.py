@@ -54,7 +54,7 @@ def table() -> list[Row]:
 
 
 def sides(found: TimedBatch) -> tuple[Timed | None, Timed | None]:
-    """Return our backend and the fastest other one, of those with a time."""
+    """Return our backend and the fastest other one. Both have a time; None where there is none."""
     timed = [each for each in found.timed if each.failure is None]
     ours = next((each for each in timed if each.backend in OURS), None)
     return ours, next((each for each in timed if each.backend not in OURS), None)

@@ -87,7 +87,7 @@ def environment_of(arguments: argparse.Namespace) -> Environment:
 def measured(
     bench: Bench, config: AttentionConfig, batch: BatchShape, only: Sequence[str] = (), compare: bool = True
 ) -> TimedBatch:
-    """Measure all backends but the slow ones, or those that are named; ``compare`` checks their results too."""
+    """Measure the named backends, or all but the slow ones; ``compare`` checks their results too."""
     candidates = [each for each in bench.candidates(config, batch) if not only or each.name in only]
     if bench.on_gpu:
         candidates = [each for each in candidates if each.name not in SLOW]
