@@ -140,7 +140,7 @@ def not_denied(
     explicit: Mapping[Phase, str],
     specs: Mapping[str, BackendSpec],
 ) -> Answers:
-    """Reject what a rule denies, unless it is asked for by name."""
+    """Reject the backends that a rule denies, unless they are asked for by name."""
 
     def judged(name: str, phase: Phase, answer: BackendPlan | list[Reason]) -> BackendPlan | list[Reason]:
         rule = rankings[phase].denied.get(name)
@@ -172,7 +172,7 @@ def proved_first(ranking: Ranking, plans: Mapping[str, BackendPlan]) -> Ranking:
 
 
 def in_order(ranking: Ranking, plans: Mapping[str, BackendPlan], explicit: str | None) -> list[str]:
-    """Return the backends that may be chosen, best first: that which is asked for by name, else all that can run."""
+    """Return the backends that may be chosen, best first: the one that is asked for by name, else all that can run."""
     return [name for name in ([explicit] if explicit is not None else ranking.order) if name in plans]
 
 

@@ -27,9 +27,9 @@ class LayerGroup(ABC):
 
     Args:
         selection: of the layers.
-        loaded: the backends that run them; where steps run in parts, those of the part that attends to the cache.
-        capacity: bounds of a batch; None: those that the backends were loaded for.
-        block_size: tokens per block of the batches' tables; None: those of the cache.
+        loaded: the backends that run the layers; where steps run in parts, those of the part that reads the cache.
+        capacity: bounds of a batch; None: the bounds that the backends were loaded for.
+        block_size: tokens per block of the batches' tables; None: the cache has the same.
         cache: the KV cache of the layers; None: the one that the loaded backends share.
         checked: whether batches and tensors are read back and checked; None: as ``ATTN_SELECT_CHECK`` says. A group
             that is a part of another one is not checked: the outer group checks what layers are given.
@@ -43,7 +43,7 @@ class LayerGroup(ABC):
             blocks gets a view (``kv_cache.in_blocks_of``).
         served: the selection's backends per phase; the same object in both where one serves both.
         unified: whether one backend serves every phase that the layers have.
-        backends: every backend once, those that take turns with the selection's included.
+        backends: every backend once, also a backend that takes turns with the selection's.
         cache: how the layers' caches are laid out.
     """
 
