@@ -95,8 +95,8 @@ def check_output(group: Any, common: Any) -> None:
             query_dtype=plan.query_dtype if plan.query_dtype == "fp8_e4m3" else None, q_scale=SCALES["q"],
         )  # fmt: skip
         error = float((output[rows].double() - expected[rows]).norm() / expected[rows].norm())
-        exact = plan.query_dtype == "bfloat16" and plan.path != "TRT-LLM (XQA)"
-        assert error < (4 * 2.0**-8 if exact else E4M3_ROUNDOFF), (plan.path, error)
+        exact = plan.query_dtype == "bfloat16" and plan.kernel_name != "xqa"
+        assert error < (4 * 2.0**-8 if exact else E4M3_ROUNDOFF), (plan.kernel_name, error)
 
 
 @pytest.mark.parametrize("case", PATHS)

@@ -52,10 +52,8 @@ def test_sdpa_says_which_path_and_why() -> None:
     assert PAGED_ATTENTION not in plain.kv_layouts
     capped = ask(TORCH_SDPA, None, logits_soft_cap=50.0)
     assert capped.kernel_name == "torch-matmul"
-    assert "soft cap" in capped.because
     assert ask(TORCH_SDPA, (9, 0), dtype="float32", decode_context_parallel_size=2).kernel_name == "torch-matmul"
     assert ask(TORCH_SDPA, None, decode_context_parallel_size=2).kernel_name == "torch-sdpa"
-    assert "mask" in ask(TORCH_SDPA, None, sliding_window=128).because
     assert ask(TORCH_SDPA, None, "prefill", attn_type="encoder_only").kv_layouts == ()
 
 
@@ -70,28 +68,28 @@ def test_what_keeps_no_cache_is_never_captured(spec: BackendSpec, where: tuple[i
 
 
 @pytest.mark.parametrize(
-    ("asked", "capability", "path"),
+    ("asked", "capability", "kernel"),
     [
-        ({}, (8, 0), "varlen_attn"),
-        ({"sinks": True}, (9, 0), "cuDNN and varlen_attn"),
-        ({"head_size": 128}, (9, 0), "cuDNN and varlen_attn"),
-        ({"head_size": 128}, (10, 0), "varlen_attn"),
-        ({"non_causal": True}, (9, 0), "varlen_attn"),
-        ({"sliding_window": 128, "sinks": True, "kv_cache_dtype": "fp8"}, (9, 0), "varlen_attn"),
-        ({"attn_type": "encoder_only"}, (10, 0), "varlen_attn"),
-        ({"head_size": 256}, (9, 0), "varlen_attn"),
-        ({"head_size": 264}, (9, 0), "scaled_dot_product_attention"),
-        ({"head_size": 100}, (9, 0), "scaled_dot_product_attention"),
-        ({"v_head_size": 64}, (9, 0), "scaled_dot_product_attention"),
-        ({"dtype": "float32"}, (9, 0), "scaled_dot_product_attention"),
-        ({"alibi": True}, (9, 0), "scaled_dot_product_attention"),
-        ({"mm_prefix": True}, (9, 0), "scaled_dot_product_attention"),
-        ({}, (7, 5), "scaled_dot_product_attention"),
-        ({}, None, "scaled_dot_product_attention"),
+        ({}, (8, 0), "torch-varlen"),
+        ({"sinks": True}, (9, 0), "torch-cudnn"),
+        ({"head_size": 128}, (9, 0), "torch-cudnn"),
+        ({"head_size": 128}, (10, 0), "torch-varlen"),
+        ({"non_causal": True}, (9, 0), "torch-varlen"),
+        ({"sliding_window": 128, "sinks": True, "kv_cache_dtype": "fp8"}, (9, 0), "torch-varlen"),
+        ({"attn_type": "encoder_only"}, (10, 0), "torch-varlen"),
+        ({"head_size": 256}, (9, 0), "torch-varlen"),
+        ({"head_size": 264}, (9, 0), "torch-sdpa"),
+        ({"head_size": 100}, (9, 0), "torch-sdpa"),
+        ({"v_head_size": 64}, (9, 0), "torch-sdpa"),
+        ({"dtype": "float32"}, (9, 0), "torch-sdpa"),
+        ({"alibi": True}, (9, 0), "torch-sdpa"),
+        ({"mm_prefix": True}, (9, 0), "torch-sdpa"),
+        ({}, (7, 5), "torch-sdpa"),
+        ({}, None, "torch-sdpa"),
     ],
 )
-def test_sdpa_packs_batches_for_flash_attention(asked: dict[str, Any], capability: Any, path: str) -> None:
-    assert ask(TORCH_SDPA, capability, "prefill", **asked).path == path
+def test_sdpa_packs_batches_for_flash_attention(asked: dict[str, Any], capability: Any, kernel: str) -> None:
+    assert ask(TORCH_SDPA, capability, "prefill", **asked).kernel_name == kernel
 
 
 def test_sdpa_computes_float16_in_float32_on_a_cpu() -> None:

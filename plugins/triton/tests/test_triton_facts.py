@@ -258,28 +258,26 @@ def test_triton_mla_plan() -> None:
     assert plan.workspace_bytes == 4 * 132 * 64 * (512 + 2) * 4
     assert ask(TRITON_MLA, H100, num_heads=16).workspace_bytes == plan.workspace_bytes // 4
     fixed = ask(TRITON_MLA, H100, batch_invariant=True)
-    assert "fixed number of tokens" in fixed.because
     assert fixed.kernel == MLADecodeKernel(gluon=True, fixed_splits=True)
     assert fixed.workspace_bytes == 0
     assert any("longest request" in note for note in fixed.notes)
 
 
 @pytest.mark.parametrize(
-    ("where", "asked", "gluon", "because"),
+    ("where", "asked", "gluon"),
     [
-        (H100, {}, True, "512 + 64 in blocks of 64"),
-        (H100, {"block_size": 128}, True, "blocks of 128"),
-        (H100, {"block_size": 16}, False, "blocks of multiples of 64 tokens, not 16"),
-        (H100, {"kv_cache_dtype": "fp8"}, True, "scores as products in FP8"),
-        (H100, {"kv_cache_dtype": "fp8_e5m2"}, False, "no fp8_e5m2 cache for a bfloat16 query"),
-        (H100, {"qk_rope_head_dim": 128}, False, "not 512 + 128"),
-        ((10, 0), {}, False, "is for compute capability 9.0"),
+        (H100, {}, True),
+        (H100, {"block_size": 128}, True),
+        (H100, {"block_size": 16}, False),
+        (H100, {"kv_cache_dtype": "fp8"}, True),
+        (H100, {"kv_cache_dtype": "fp8_e5m2"}, False),
+        (H100, {"qk_rope_head_dim": 128}, False),
+        ((10, 0), {}, False),
     ],
 )
-def test_triton_mla_says_which_kernel(where: Any, asked: dict[str, Any], gluon: bool, because: str) -> None:
+def test_triton_mla_kernel(where: Any, asked: dict[str, Any], gluon: bool) -> None:
     plan = ask(TRITON_MLA, where, **asked)
     assert plan.kernel == MLADecodeKernel(gluon=gluon, fp8_query=plan.query_dtype == "fp8_e4m3")
-    assert because in plan.because
 
 
 def test_triton_mla_takes_blocks_as_they_are() -> None:
@@ -320,19 +318,9 @@ def test_paged_attention_rules(asked: dict[str, Any], expected: set[str]) -> Non
         assert codes(ask(PAGED_ATTENTION, (9, 0), phase, **asked)) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "rule"),
-    [
-        (32, "more than 16 sequences"),
-        (100, "more than 5 sequences"),
-        (512, "more than 1 sequences"),
-        (513, "any batch"),
-    ],
-)
-def test_paged_attention_says_v1_or_v2(num_heads: int, rule: str) -> None:
-    plan = ask(PAGED_ATTENTION, (9, 0), num_heads=num_heads, num_kv_heads=1)
+def test_paged_attention_plan() -> None:
+    plan = ask(PAGED_ATTENTION, (9, 0), num_heads=32, num_kv_heads=1)
     assert plan.kernel == DECODE
-    assert rule in plan.because
     assert (plan.kv_layouts, plan.returns_lse) == ((PAGED_ATTENTION_LAYOUT,), False)
 
 

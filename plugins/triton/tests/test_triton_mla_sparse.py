@@ -115,7 +115,6 @@ def test_which_kernel_runs(fields: dict[str, Any], where: str, pins: dict[str, s
     config = AttentionConfig(**{"num_heads": 16, "sparse_top_k": 2048, **DEEPSEEK, **fields})
     plan = plan_of(TRITON_MLA_SPARSE, config, where, pins=pins)
     assert plan.kernel == MLASparseKernel(gluon)
-    assert ("warp-specialised" in plan.because) == gluon
 
 
 @pytest.mark.parametrize("dims", [{"kv_lora_rank": 520}, {"kv_lora_rank": 40}, {"qk_rope_head_dim": 8}], ids=str)

@@ -145,20 +145,20 @@ def test_sparse_elsewhere(capability: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_ds_mla"])
 @pytest.mark.parametrize(
-    ("heads", "phase", "path"),
+    ("heads", "phase", "kernel"),
     [
-        (128, "decode", "sparse FP8"),
-        (16, "decode", "sparse FP8"),
-        (128, "prefill", "sparse bf16 over dequantised KV"),
-        (16, "prefill", "sparse FP8"),
+        (128, "decode", "sparse-decode"),
+        (16, "decode", "sparse-decode"),
+        (128, "prefill", "sparse-prefill"),
+        (16, "prefill", "sparse-decode"),
     ],
 )
-def test_sparse_fp8(dtype: str, heads: int, phase: str, path: str) -> None:
+def test_sparse_fp8(dtype: str, heads: int, phase: str, kernel: str) -> None:
     plan = plan_of(sparse(num_heads=heads, kv_cache_dtype=dtype), phase=phase)
-    assert (plan.path, plan.kv_layouts, plan.kernel_block_sizes) == (path, (FP8_DS_MLA,), (64,))
+    assert (plan.kernel_name, plan.kv_layouts, plan.kernel_block_sizes) == (kernel, (FP8_DS_MLA,), (64,))
     assert plan.query_dtype == "bfloat16"
     assert any("fp8_ds_mla" in note for note in plan.notes) is (dtype == "fp8")
-    assert any("dequantises" in note for note in plan.notes) is ("dequantised" in path)
+    assert any("dequantises" in note for note in plan.notes) is (kernel == "sparse-prefill")
 
 
 def test_sparse_fp8_wants_pages_of_64() -> None:
