@@ -12,12 +12,154 @@ pages of 16 tokens need no copy into contiguous memory.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 PART = gl.constexpr(64)
 """Columns of one part of a tile: 128 bytes, the width of TMA's swizzle."""
+ROWS = gl.constexpr(64)
+"""Query rows of a compute group."""
+
+
+class Options(NamedTuple):
+    """What the prefill is compiled for.
+
+    Attributes:
+        heads: of the query; group of them share a KV head.
+        causal, window, soft_cap, sinks: which of ``launch.Terms`` there are. A window is causal.
+        lse: whether the log-sum-exp is written.
+        split: whether programs share the keys of an item.
+        paged: K and V lie in blocks of ``block_size`` tokens, found through a block table.
+        parts, v_parts: parts of ``PART`` columns of K and of V.
+        keys, stages: of a tile, and tiles of K and of V in shared memory.
+        box: tokens that TMA loads at once.
+        turns: groups multiply in turns (``attend_tile``).
+        apart: every thread keeps the sums of its own keys until the item ends.
+        groups: compute groups.
+        ahead: scores are begun early (``attend_tile_ahead``): without a window and without turns.
+    """
+
+    heads: int
+    group: int
+    causal: bool
+    window: bool
+    soft_cap: bool
+    sinks: bool
+    lse: bool
+    split: bool
+    paged: bool
+    block_size: int
+    parts: int
+    v_parts: int
+    keys: int
+    stages: int
+    box: int
+    turns: bool
+    apart: bool
+    groups: int
+    ahead: bool
+
+
+@gluon.constexpr_function
+def constants(options):
+    """Return options as the functions of a kernel take them: each one a constant."""
+    return Options(*[gl.constexpr(option) for option in options])
+
+
+class Item(NamedTuple):
+    """Some rows of one request and KV head, and the keys that they see.
+
+    Attributes:
+        first: of the rows of its request, tokens x heads of a group.
+        query_start, query_len: of its request; the length is negative behind the last item.
+        seq_len: keys of its request.
+        start, full_start, full, tiles: rows see the tiles ``start .. tiles - 1``, and all rows all keys of
+            ``full_start .. full - 1``.
+        split: which share of the keys.
+    """
+
+    first: Any
+    kv_head: Any
+    query_start: Any
+    query_len: Any
+    seq_len: Any
+    start: Any
+    full_start: Any
+    full: Any
+    tiles: Any
+    split: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles of K and V in shared memory, and the barriers of each stage.
+
+    Attributes:
+        k, v: ``(stages * parts, keys, PART)``.
+        k_ready, v_ready: a tile was loaded.
+        k_empty, v_empty: all groups are through with one.
+    """
+
+    k: Any
+    v: Any
+    k_ready: Any
+    k_empty: Any
+    v_ready: Any
+    v_empty: Any
+
+
+class Mail(NamedTuple):
+    """How items are told: int32 memory of two, and barriers of those that are there and of those that were read."""
+
+    memory: Any
+    there: Any
+    read: Any
+
+
+class Batch(NamedTuple):
+    """The requests.
+
+    Attributes:
+        query_start_loc_ptr, seq_lens_ptr, num_requests: as ``prefill_attention`` has them.
+        row_tiles: that all requests may own, as ``find_request`` counts them.
+        section: KV heads whose keys L2 holds.
+        num_splits, split_tiles: shares of an item's keys at most, and tiles that one of them should have at least.
+        window: as ``launch.Terms`` has it.
+    """
+
+    query_start_loc_ptr: Any
+    seq_lens_ptr: Any
+    num_requests: Any
+    row_tiles: Any
+    section: Any
+    num_splits: Any
+    split_tiles: Any
+    window: Any
+
+
+class Source(NamedTuple):
+    """K or V in global memory.
+
+    Attributes:
+        descriptor: over rows of one token each.
+        page_rows: rows from a page to the next.
+        head_rows, head_columns: from a head to the next.
+    """
+
+    descriptor: Any
+    page_rows: Any
+    head_rows: Any
+    head_columns: Any
+
+
+class Places(NamedTuple):
+    """Where a request's keys lie: by the block table, or from the request's first key on."""
+
+    table_ptr: Any
+    stride_table: Any
+    key_start_loc_ptr: Any
 
 
 @gluon.jit
@@ -48,35 +190,32 @@ def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexp
 
 
 @gluon.jit
-def item_at(
-    item, lengths, counts, window,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr,
-    KEYS: gl.constexpr,
-):  # fmt: skip
-    """Return an item's request, and what ``publish`` tells of it.
+def item_at(index, batch, OPTIONS: gl.constexpr):
+    """Return the item with this number, and its request.
 
     Row tiles come last first, and each for ``section`` KV heads before the next: long rows start before short ones, and
-    L2 holds what a section reads. With ``SPLIT`` an item has one of at most ``num_splits`` even shares of the keys, of
+    L2 holds what a section reads. With splits an item has one of at most ``num_splits`` even shares of the keys, of
     ``split_tiles`` tiles at least.
     """
-    query_start_loc_ptr, seq_lens_ptr = lengths
-    num_requests, row_tiles, section, num_splits, split_tiles = counts
+    GROUP: gl.constexpr = OPTIONS.group
+    KEYS: gl.constexpr = OPTIONS.keys
+    BLOCK_M: gl.constexpr = OPTIONS.groups * ROWS
     split = 0
-    if SPLIT:
-        split = item % num_splits
-        item = item // num_splits
-    place = item % (row_tiles * section)
-    tile = row_tiles - 1 - place // section
-    kv_head = item // (row_tiles * section) * section + place % section
-    request = find_request(query_start_loc_ptr, tile, num_requests, GROUP, BLOCK_M)
-    query_start = gl.load(query_start_loc_ptr + request)
-    query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
-    tokens_before = query_start - gl.load(query_start_loc_ptr)
+    if OPTIONS.split:
+        split = index % batch.num_splits
+        index = index // batch.num_splits
+    place = index % (batch.row_tiles * batch.section)
+    tile = batch.row_tiles - 1 - place // batch.section
+    kv_head = index // (batch.row_tiles * batch.section) * batch.section + place % batch.section
+    request = find_request(batch.query_start_loc_ptr, tile, batch.num_requests, GROUP, BLOCK_M)
+    query_start = gl.load(batch.query_start_loc_ptr + request)
+    query_len = gl.load(batch.query_start_loc_ptr + request + 1) - query_start
+    tokens_before = query_start - gl.load(batch.query_start_loc_ptr)
     first = (tile - tokens_before * GROUP // BLOCK_M - request) * BLOCK_M
-    seq_len = gl.load(seq_lens_ptr + request)
+    seq_len = gl.load(batch.seq_lens_ptr + request)
     high = seq_len
     full_high = seq_len
-    if CAUSAL:
+    if OPTIONS.causal:
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
         high = gl.minimum(gl.maximum(seq_len + last_token + 1 - query_len, 0), seq_len)
         full_high = gl.minimum(gl.maximum(seq_len + first // GROUP + 1 - query_len, 0), high)
@@ -84,49 +223,38 @@ def item_at(
     full = gl.minimum(full_high // KEYS, tiles)
     start = 0
     full_start = 0
-    if WINDOW:
+    if OPTIONS.window:
         context = seq_len - query_len
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
-        start = gl.minimum(gl.maximum(context + first // GROUP - window + 1, 0) // KEYS, tiles)
-        full_start = (gl.maximum(context + last_token - window + 1, 0) + KEYS - 1) // KEYS
-    if SPLIT:
-        splits = gl.maximum(gl.minimum((tiles - start + split_tiles - 1) // split_tiles, num_splits), 1)
+        start = gl.minimum(gl.maximum(context + first // GROUP - batch.window + 1, 0) // KEYS, tiles)
+        full_start = (gl.maximum(context + last_token - batch.window + 1, 0) + KEYS - 1) // KEYS
+    if OPTIONS.split:
+        splits = gl.maximum(
+            gl.minimum((tiles - start + batch.split_tiles - 1) // batch.split_tiles, batch.num_splits), 1
+        )
         share = (tiles - start + splits - 1) // splits
         start = gl.minimum(start + split * share, tiles)
         tiles = gl.minimum(start + share, tiles)
         full = gl.minimum(full, tiles)
-    return request, first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split
+    return request, Item(first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split)
 
 
 @gluon.jit
-def publish(
-    mail, turn, first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split
-):  # fmt: skip
+def publish(mail, turn, item):
     """Tell the groups the next item, once they are through with the one before the last.
 
     Args:
-        mail: int32 memory of two items, and barriers of those that are there and of those that were read.
         turn: items before this one.
-        first: of the rows of its request, tokens x heads of a group; seq_len keys, of which rows see the tiles
-            ``start .. tiles - 1``, and all rows all keys of ``full_start .. full - 1``.
-        query_len: of its request; negative behind the last item.
     """
-    memory, there, read = mail
     slot = turn % 2
-    mbarrier.wait(read.index(slot), (turn // 2 & 1) ^ 1)
+    mbarrier.wait(mail.read.index(slot), (turn // 2 & 1) ^ 1)
     i = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    numbers = gl.where(i == 0, first, kv_head)
-    numbers = gl.where(i == 2, query_start, numbers)
-    numbers = gl.where(i == 3, query_len, numbers)
-    numbers = gl.where(i == 4, seq_len, numbers)
-    numbers = gl.where(i == 5, start, numbers)
-    numbers = gl.where(i == 6, full_start, numbers)
-    numbers = gl.where(i == 7, full, numbers)
-    numbers = gl.where(i == 8, tiles, numbers)
-    numbers = gl.where(i == 9, split, numbers)
-    memory.index(slot).store(numbers)
+    numbers = gl.where(i == 0, item.first, item.kv_head)
+    for place in gl.static_range(2, 10):
+        numbers = gl.where(i == place, item[place], numbers)
+    mail.memory.index(slot).store(numbers)
     gl.thread_barrier()
-    mbarrier.arrive(there.index(slot), count=1)
+    mbarrier.arrive(mail.there.index(slot), count=1)
 
 
 @gluon.jit
@@ -137,96 +265,80 @@ def number_of(numbers, place: gl.constexpr):
 
 @gluon.jit
 def take(mail, turn):
-    """Return what ``publish`` told of an item."""
-    memory, there, _ = mail
+    """Return the item that ``publish`` told."""
     slot = turn % 2
-    mbarrier.wait(there.index(slot), turn // 2 & 1)
-    numbers = memory.index(slot).load(gl.BlockedLayout([16], [32], [4], [0]))
-    first = number_of(numbers, 0)
-    kv_head = number_of(numbers, 1)
-    query_start = number_of(numbers, 2)
-    query_len = number_of(numbers, 3)
-    seq_len = number_of(numbers, 4)
-    start = number_of(numbers, 5)
-    full_start = number_of(numbers, 6)
-    full = number_of(numbers, 7)
-    tiles = number_of(numbers, 8)
-    split = number_of(numbers, 9)
-    return first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split
+    mbarrier.wait(mail.there.index(slot), turn // 2 & 1)
+    numbers = mail.memory.index(slot).load(gl.BlockedLayout([16], [32], [4], [0]))
+    return Item(
+        number_of(numbers, 0), number_of(numbers, 1), number_of(numbers, 2), number_of(numbers, 3),
+        number_of(numbers, 4), number_of(numbers, 5), number_of(numbers, 6), number_of(numbers, 7),
+        number_of(numbers, 8), number_of(numbers, 9),
+    )  # fmt: skip
 
 
 @gluon.jit
-def load_items(loads, LOADS: gl.constexpr):
+def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl.constexpr):
     """Take items as long as there are any, tell the groups, and load every tile once they are through with its buffer.
 
     Boxes behind the end read page 0. The program that ends last clears the counter.
+
+    Args:
+        k, v: a ``Source`` each; tiles a ``Tiles``, mail a ``Mail``, batch a ``Batch``, places a ``Places``.
+        counter_ptr: of items that were taken, and of programs that ended.
     """
-    descriptors, smem, barriers, mail, counter_ptr, items, lengths, counts, window, table, places = loads
-    GROUP: gl.constexpr = LOADS[0]
-    CAUSAL: gl.constexpr = LOADS[1]
-    WINDOW: gl.constexpr = LOADS[2]
-    SPLIT: gl.constexpr = LOADS[3]
-    PAGED: gl.constexpr = LOADS[4]
-    BLOCK_SIZE: gl.constexpr = LOADS[5]
-    BOX: gl.constexpr = LOADS[6]
-    BLOCK_M: gl.constexpr = LOADS[7]
-    SHAPE: gl.constexpr = LOADS[8]
-    PARTS: gl.constexpr = SHAPE[0]
-    V_PARTS: gl.constexpr = SHAPE[1]
-    KEYS: gl.constexpr = SHAPE[2]
-    STAGES: gl.constexpr = SHAPE[3]
+    PARTS: gl.constexpr = OPTIONS.parts
+    V_PARTS: gl.constexpr = OPTIONS.v_parts
+    KEYS: gl.constexpr = OPTIONS.keys
+    STAGES: gl.constexpr = OPTIONS.stages
+    BOX: gl.constexpr = OPTIONS.box
+    BLOCK_SIZE: gl.constexpr = OPTIONS.block_size
     BOXES: gl.constexpr = KEYS // BOX
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k_descriptor, v_descriptor = descriptors
-    k_smem, v_smem = smem
-    k_ready, k_empty, v_ready, v_empty, _ = barriers
-    table_ptr, stride_table, key_start_loc_ptr = table
-    k_pages, k_head_rows, k_head_columns, v_pages, v_head_rows, v_head_columns = places
-    k_boxes = k_smem._reinterpret(k_descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
-    v_boxes = v_smem._reinterpret(v_descriptor.dtype, [STAGES * V_PARTS * BOXES, BOX, PART], LAYOUT)
+    k_boxes = tiles.k._reinterpret(k.descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
+    v_boxes = tiles.v._reinterpret(v.descriptor.dtype, [STAGES * V_PARTS * BOXES, BOX, PART], LAYOUT)
     turn = 0
     loaded = 0
-    item = gl.program_id(0)
-    while item < items:
-        request, first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split = item_at(
-            item, lengths, counts, window, GROUP, CAUSAL, WINDOW, SPLIT, BLOCK_M, KEYS
-        )  # fmt: skip
-        if first < query_len * GROUP:
-            publish(
-                mail, turn, first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split
-            )  # fmt: skip
-            k_row = kv_head * k_head_rows
-            v_row = kv_head * v_head_rows
-            pages_ptr = table_ptr
-            if PAGED:
-                pages_ptr += request.to(gl.int64) * stride_table
+    index = gl.program_id(0)
+    while index < items:
+        request, item = item_at(index, batch, OPTIONS)
+        if item.first < item.query_len * OPTIONS.group:
+            publish(mail, turn, item)
+            k_row = item.kv_head * k.head_rows
+            v_row = item.kv_head * v.head_rows
+            pages_ptr = places.table_ptr
+            if OPTIONS.paged:
+                pages_ptr += request.to(gl.int64) * places.stride_table
             else:
-                key_start = gl.load(key_start_loc_ptr + request)
+                key_start = gl.load(places.key_start_loc_ptr + request)
                 k_row += key_start
                 v_row += key_start
-            for tile in range(start, tiles):
-                count = loaded + tile - start
+            for tile in range(item.start, item.tiles):
+                count = loaded + tile - item.start
                 buffer = count % STAGES
                 free = (count // STAGES & 1) ^ 1
                 k_rows = ()
                 v_rows = ()
                 for i in gl.static_range(BOXES):
                     token = tile * KEYS + i * BOX
-                    if PAGED:
-                        page = gl.load(pages_ptr + token // BLOCK_SIZE, mask=token < seq_len, other=0)
-                        k_rows = k_rows + (k_row + page * k_pages + token % BLOCK_SIZE,)
-                        v_rows = v_rows + (v_row + page * v_pages + token % BLOCK_SIZE,)
+                    if OPTIONS.paged:
+                        page = gl.load(pages_ptr + token // BLOCK_SIZE, mask=token < item.seq_len, other=0)
+                        k_rows = k_rows + (k_row + page * k.page_rows + token % BLOCK_SIZE,)
+                        v_rows = v_rows + (v_row + page * v.page_rows + token % BLOCK_SIZE,)
                     else:
                         k_rows = k_rows + (k_row + token,)
                         v_rows = v_rows + (v_row + token,)
-                mbarrier.wait(k_empty.index(buffer), free)
-                load_tile(k_descriptor, k_boxes, k_ready, buffer, k_rows, kv_head * k_head_columns, PARTS, BOXES)
-                mbarrier.wait(v_empty.index(buffer), free)
-                load_tile(v_descriptor, v_boxes, v_ready, buffer, v_rows, kv_head * v_head_columns, V_PARTS, BOXES)
+                mbarrier.wait(tiles.k_empty.index(buffer), free)
+                load_tile(
+                    k.descriptor, k_boxes, tiles.k_ready, buffer, k_rows, item.kv_head * k.head_columns, PARTS, BOXES
+                )
+                mbarrier.wait(tiles.v_empty.index(buffer), free)
+                load_tile(
+                    v.descriptor, v_boxes, tiles.v_ready, buffer, v_rows, item.kv_head * v.head_columns, V_PARTS, BOXES
+                )
             turn += 1
-            loaded += tiles - start
-        item = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-    publish(mail, turn, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0)
+            loaded += item.tiles - item.start
+        index = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+    publish(mail, turn, Item(0, 0, 0, -1, 0, 0, 0, 0, 0, 0))
     ended = gl.atomic_add(counter_ptr + 1, 1)
     if ended == gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)
