@@ -31,17 +31,25 @@ from attn_select_triton.kernels.pieces import list_pieces, read_piece, share_of
 from attn_select_triton.kernels.primitives import (
     LOG2E,
     Operand,
-    Query,
-    Running,
     Scores,
     TermFlags,
     TileShape,
-    as_output,
     attend_visible,
     key_bounds,
     natural_lse,
     normalised,
     split_bounds,
+)
+from attn_select_triton.kernels.query_rows import (
+    CacheStrides,
+    Rows,
+    RowShape,
+    RowStrides,
+    as_constants,
+    begin,
+    load_query,
+    rows_of,
+    write_rows,
 )
 from attn_select_triton.kernels.relaunch import Relaunch
 
@@ -53,21 +61,43 @@ E4M3_SHIFT = 256.0
 
 
 @triton.jit
-def write_rows(
-    out_ptr, out_scale_ptr, lse_ptr, result, lse, query_start, token, head, query_len, stride_ot, stride_oh,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Write the results ``(rows, PADDED)`` and natural LSEs of a request's tokens and heads ``(rows,)``."""
+def write_partial(part_ptr, part_lse_ptr, result, lse, rows, part, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Write partial results ``(rows, PADDED)`` and their natural LSEs, each at its place ``part``."""
     width = tl.arange(0, PADDED)
-    inside = token < query_len
-    mask = inside[:, None]
+    mask = rows.inside[:, None]
     if SIZE != PADDED:
         mask = mask & (width < SIZE)[None, :]
-    rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
-    stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows[:, None] + width[None, :], stored, mask=mask)
-    if LSE:
-        tl.store(lse_ptr + (query_start + token).to(tl.int64) * HEADS + head, lse, mask=inside)
+    tl.store(part_lse_ptr + part, lse, mask=rows.inside)
+    tl.store(part_ptr + part[:, None] * SIZE + width[None, :], result, mask=mask)
+
+
+@triton.jit
+def is_last(arrived_ptr, splits):
+    """Say that this program's partial result is there, and return whether all of its request's are."""
+    tl.debug_barrier()  # what all threads wrote is there before one says so
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == splits - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last
+
+
+@triton.jit
+def merge_rows(
+    out_ptr, out_scale_ptr, lse_ptr, part_ptr, part_lse_ptr, first, kv_head, piece, slot_rows, strides,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of all rows of a program, and write them."""
+    end = tl.minimum(first + SHAPE.block_m, piece.query_len * SHAPE.group)
+    for begins in range(first, end, MERGED_ROWS):
+        flat = begins + tl.arange(0, MERGED_ROWS)
+        token = flat // SHAPE.group
+        head = kv_head * SHAPE.group + flat % SHAPE.group
+        rows = Rows(token, head, token < piece.query_len, token, piece.query_start)
+        part = piece.slot.to(tl.int64) * slot_rows + token * SHAPE.heads + head
+        result, lse = merged_parts(
+            part_ptr, part_lse_ptr, part, slot_rows, piece.splits, rows.inside, SIZE, MERGED_ROWS, PADDED
+        )
+        write_rows(out_ptr, out_scale_ptr, lse_ptr, result, lse, rows, strides, SIZE, PADDED, SHAPE)
 
 
 @triton.jit(
@@ -98,44 +128,17 @@ def decode_kernel(
     v_scale,
     cap_log2,
     window,
-    stride_qt,
-    stride_qh,
-    stride_ot,
-    stride_oh,
     stride_table,
     stride_tree,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_vd,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    RANGES: tl.constexpr,
-    TREE: tl.constexpr,
-    LSE: tl.constexpr,
+    row_strides,
+    k_strides,
+    v_strides,
+    TERM_FLAGS: tl.constexpr,
+    TILE_SHAPE: tl.constexpr,
+    ROW_SHAPE: tl.constexpr,
     SPLIT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PACK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """One program: up to ``BLOCK_M`` rows (all heads of a KV head's group x all tokens), against one piece of the keys.
+    """One program: up to ``block_m`` rows (all heads of a KV head's group x all tokens), against one piece of the keys.
 
     Of a request in one piece the result is written at once; of several, the program that is done last merges all.
     Memory traffic: each key and value that is seen, once; with several pieces a float32 partial row and its LSE each,
@@ -146,116 +149,75 @@ def decode_kernel(
         arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that
             are done: 0 before and behind.
         pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
+        row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
+        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``.
     """
+    TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
+    TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
+    SHAPE: tl.constexpr = as_constants(RowShape, ROW_SHAPE)
+    BLOCK_N: tl.constexpr = TILES.block_n
     kv_head = tl.program_id(0) // row_tiles
-    first = tl.program_id(0) % row_tiles * BLOCK_M
+    first = tl.program_id(0) % row_tiles * SHAPE.block_m
     if SPLIT:
         piece = read_piece(pieces_ptr, tl.program_id(1))
         if piece.request < 0:
             return
     else:
         piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(1), 0, 1)
-    request, split, splits, slot, query_start, query_len, seq_len = piece
-    if first >= query_len * GROUP:
+    if first >= piece.query_len * SHAPE.group:
         return
-    context = seq_len - query_len
 
-    flat = first + tl.arange(0, BLOCK_M)
-    token = flat // GROUP
-    head = kv_head * GROUP + flat % GROUP
-    in_rows = token < query_len
-    rows = context + token
-    if RANGES > 0:
-        ranges_ptr += request * 2 * RANGES
-    last_row = context + tl.minimum(first + BLOCK_M - 1, query_len * GROUP - 1) // GROUP
-    first_row = context + first // GROUP
-    if TREE > 0:  # of the step's own keys none is seen by every row for sure
+    context = piece.seq_len - piece.query_len
+    rows = rows_of(first, kv_head, piece.query_start, piece.query_len, context, SHAPE)
+    if TERMS.ranges > 0:
+        ranges_ptr += piece.request * 2 * TERMS.ranges
+    last_row = context + tl.minimum(first + SHAPE.block_m - 1, piece.query_len * SHAPE.group - 1) // SHAPE.group
+    first_row = context + first // SHAPE.group
+    if TERMS.tree > 0:  # of the step's own keys none is seen by every row for sure
         first_row = context - 1
-        tree_ptr += query_start.to(tl.int64) * stride_tree
+        tree_ptr += piece.query_start.to(tl.int64) * stride_tree
     low, full_low, full_high, high = key_bounds(
-        first_row, last_row, seq_len, window, ranges_ptr, CAUSAL, WINDOW, RANGES, BLOCK_N
+        first_row, last_row, piece.seq_len, window, ranges_ptr, TERMS.causal, TERMS.window, TERMS.ranges, BLOCK_N
     )
     split_low = low
     split_high = high
     if SPLIT:
-        split_low, split_high = split_bounds(split, splits, low, high, BLOCK_N)
+        split_low, split_high = split_bounds(piece.split, piece.splits, low, high, BLOCK_N)
+    query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, SHAPE)
+    running = begin(sinks_ptr, rows, piece.split, TILES, SHAPE)
 
-    size = tl.arange(0, BLOCK_D)
-    q_rows = (query_start + token).to(tl.int64) * stride_qt + head * stride_qh
-    q_mask = in_rows[:, None]
-    if D != BLOCK_D:
-        q_mask = q_mask & (size < D)[None, :]
-    q = tl.load(q_ptr + q_rows[:, None] + size[None, :], mask=q_mask, other=0.0).to(COMPUTE)
-    slopes = rows
-    if ALIBI:
-        slopes = tl.load(slopes_ptr + head).to(tl.float32) * LOG2E
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:  # noqa: SIM102
-        if split == 0:
-            row_max = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-            row_sum += 1.0
-    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-
-    table_ptr += request.to(tl.int64) * stride_table
-    k_ptr += kv_head * stride_kh
-    v_ptr += kv_head * stride_vh
-    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, TREE)
-    TILES: tl.constexpr = TileShape(
-        True, False, False, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV, 0, PACK, PAIRS, PRECISION, BLOCK_N
-    )
+    table_ptr += piece.request.to(tl.int64) * stride_table
+    k_ptr += kv_head * k_strides.head
+    v_ptr += kv_head * v_strides.head
     origin = split_low // BLOCK_N * BLOCK_N
     full_low = tl.maximum(full_low, origin)
     full_high = tl.maximum(tl.minimum(full_high, split_high // BLOCK_N * BLOCK_N), full_low)
     accumulator, odd, row_max, row_sum = attend_visible(
-        Query(q, q, rows, slopes),
-        Running(accumulator, accumulator, row_max, row_sum),
-        origin, full_low, full_high, split_high, low,
-        Operand(k_ptr, stride_kb, stride_kt, stride_kd, 0, 0),
-        Operand(v_ptr, stride_vb, stride_vt, stride_vd, 0, 0),
-        k_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr, tree_ptr, stride_tree, context),
-        TERMS, TILES,
+        query, running, origin, full_low, full_high, split_high, low,
+        Operand(k_ptr, k_strides.block, k_strides.token, k_strides.column, 0, 0),
+        Operand(v_ptr, v_strides.block, v_strides.token, v_strides.column, 0, 0),
+        k_ptr, table_ptr,
+        Scores(score_scale, cap_log2, window, piece.seq_len, ranges_ptr, tree_ptr, stride_tree, context), TERMS, TILES,
     )  # fmt: skip
 
-    SIZE: tl.constexpr = 2 * DV if PAIRS > 0 else DV
-    PADDED: tl.constexpr = 2 * BLOCK_DV if PAIRS > 0 else BLOCK_DV
-    if PAIRS > 0:
+    SIZE: tl.constexpr = 2 * TILES.dv if TILES.pairs > 0 else TILES.dv
+    PADDED: tl.constexpr = 2 * TILES.block_dv if TILES.pairs > 0 else TILES.block_dv
+    if TILES.pairs > 0:
         accumulator = tl.interleave(accumulator, odd)
-    width = tl.arange(0, PADDED)
-    o_mask = in_rows[:, None]
-    if SIZE != PADDED:
-        o_mask = o_mask & (width < SIZE)[None, :]
     result = normalised(accumulator, row_sum) * v_scale
     lse = natural_lse(row_max, row_sum)
     if SPLIT:  # noqa: SIM102
-        if splits > 1:
-            parts = slot.to(tl.int64) * slot_rows + token * HEADS + head
-            places = parts + split * slot_rows
-            tl.store(part_lse_ptr + places, lse, mask=in_rows)
-            tl.store(part_ptr + places[:, None] * SIZE + width[None, :], result, mask=o_mask)
-            tl.debug_barrier()  # what all threads wrote is there before one says so
-            arrived_ptr += slot * tl.num_programs(0) + tl.program_id(0)
-            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") != splits - 1:
-                return
-            tl.store(arrived_ptr, 0)
-            for begin in range(first, tl.minimum(first + BLOCK_M, query_len * GROUP), MERGED_ROWS):
-                own = begin + tl.arange(0, MERGED_ROWS)
-                own_token = own // GROUP
-                own_head = kv_head * GROUP + own % GROUP
-                first_part = slot.to(tl.int64) * slot_rows + own_token * HEADS + own_head
-                merged_result, merged_lse = merged_parts(
-                    part_ptr, part_lse_ptr, first_part, slot_rows, splits, own_token < query_len, SIZE, MERGED_ROWS,
-                    PADDED,
-                )  # fmt: skip
-                write_rows(
-                    out_ptr, out_scale_ptr, lse_ptr, merged_result, merged_lse, query_start, own_token, own_head,
-                    query_len, stride_ot, stride_oh, HEADS, SIZE, PADDED, LSE,
+        if piece.splits > 1:
+            part = piece.slot.to(tl.int64) * slot_rows + rows.token * SHAPE.heads + rows.head
+            write_partial(part_ptr, part_lse_ptr, result, lse, rows, part + piece.split * slot_rows, SIZE, PADDED)
+            arrived_ptr += piece.slot * tl.num_programs(0) + tl.program_id(0)
+            if is_last(arrived_ptr, piece.splits):
+                merge_rows(
+                    out_ptr, out_scale_ptr, lse_ptr, part_ptr, part_lse_ptr, first, kv_head, piece, slot_rows,
+                    row_strides, SIZE, PADDED, SHAPE,
                 )  # fmt: skip
             return
-    write_rows(
-        out_ptr, out_scale_ptr, lse_ptr, result, lse, query_start, token, head, query_len, stride_ot, stride_oh, HEADS,
-        SIZE, PADDED, LSE,
-    )  # fmt: skip
+    write_rows(out_ptr, out_scale_ptr, lse_ptr, result, lse, rows, row_strides, SIZE, PADDED, SHAPE)
 
 
 def decode_workspace(tokens: int, heads: int, value_size: int, slots: int) -> int:
@@ -352,7 +314,7 @@ class Decode:
         self._tree = None if tree_mask is None else tree_mask.view(torch.uint8)
         self._columns, self._stride_tree = (0, 0) if tree_mask is None else (tree_mask.shape[1], tree_mask.stride(0))
         self._sizes = (max_query_len * shape.heads, row_tiles)
-        self._tile = (PRECISION, compute, launch.block_m, launch.block_n)
+        self._compute = compute
         self._stride_table = block_table.stride(0)
         self._kind = (shape, launch, slots > 0)
         # Of the layer before, which is most often like the next one.
@@ -383,47 +345,52 @@ class Decode:
                 v_scale *= E4M3_SHIFT if pairs == 1 else 1.0
             else:
                 pairs = 0
-        query_token, query_head, _ = query.stride()
-        output_token, output_head, _ = output.stride()
-        strides = (
-            query_token, query_head, output_token, output_head, self._stride_table, self._stride_tree, *k_strides,
-            *v_strides,
-        )  # fmt: skip
-        flags = (
-            terms.causal, terms.window > 0, terms.soft_cap > 0, slopes is not None, sinks is not None,
-            0 if ranges is None else ranges.shape[1], self._columns, output_lse is not None,
+        strides = (*query.stride()[:2], *output.stride()[:2], *k_strides, *v_strides)
+        flags = TermFlags(
+            terms.causal, terms.window > 0, terms.soft_cap > 0, slopes is not None,
+            0 if ranges is None else ranges.shape[1], self._columns,
         )  # fmt: skip
         aligned = query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, output.data_ptr() % 16
-        layer = (*aligned, None if sinks is None else sinks.dtype, output.dtype)
+        layer = (*aligned, None if sinks is None else sinks.dtype, output.dtype, output_lse is not None)
         seen = (strides, flags, layer, block_size, pack, pairs)
         if seen != self._seen or self._found is None:
-            self._found, self._seen = self._lookup(strides, flags, (block_size, pack, pairs), layer), seen
+            self._found, self._seen = self._lookup(*seen), seen
         constants, decode = self._found
         decode(
             self._grid, query, key, value, output, output_scale, output_lse, *self._tensors,
-            slopes, sinks, ranges, self._tree, *self._sizes,
-            scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window, *strides, *constants,
+            slopes, sinks, ranges, self._tree, *self._sizes, scale * k_scale * LOG2E.value, v_scale,
+            terms.soft_cap * LOG2E.value, terms.window, self._stride_table, self._stride_tree, *constants,
         )  # fmt: skip
 
     def _lookup(
         self,
         strides: tuple[int, ...],
-        flags: tuple[Any, ...],
-        cache: tuple[int, int, int],
+        flags: TermFlags,
         layer: tuple[Any, ...],
+        block_size: int,
+        pack: int,
+        pairs: int,
     ) -> tuple[tuple[Any, ...], Relaunch]:
-        """Return the kernel's constants, and the launches of what is compiled for all this."""
-        shape, launch, (block_size, pack, pairs) = self.shape, self.launch, cache
+        """Return the kernel's last arguments, and the launches of what is compiled for all this."""
+        shape, launch = self.shape, self.launch
+        *_, sinks, _, lse = layer
         size = shape.value_size // 2 if pairs else shape.value_size
-        constants = (
-            shape.heads, shape.heads // shape.kv_heads, *flags, self.pieces is not None, block_size, shape.head_size,
-            power_of_two(shape.head_size), size, power_of_two(size), pack, pairs, *self._tile,
+        arguments = (
+            RowStrides(*strides[:4]), CacheStrides(*strides[4:8]), CacheStrides(*strides[8:]), flags,
+            TileShape(
+                paged=True, described=False, clean=False, block_size=block_size, d=shape.head_size,
+                block_d=power_of_two(shape.head_size), dv=size, block_dv=power_of_two(size), rest=0, pack=pack,
+                pairs=pairs, precision=PRECISION, block_n=launch.block_n,
+            ),
+            RowShape(
+                shape.heads, shape.heads // shape.kv_heads, sinks is not None, lse, self._compute, launch.block_m
+            ),
+            self.pieces is not None,
         )  # fmt: skip
-        # The strides of the table and of the tree are not specialised on; the table's differs from step to step.
-        kind = (self._kind, strides[:4], strides[6:], constants, layer)
+        kind = (self._kind, arguments, layer)
         if kind not in _launches:
             _launches[kind] = Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
-        return constants, _launches[kind]
+        return arguments, _launches[kind]
 
 
 def decode_attention(

@@ -30,17 +30,24 @@ from attn_select_triton.kernels.launch import (
 from attn_select_triton.kernels.primitives import (
     LOG2E,
     Operand,
-    Query,
-    Running,
     Scores,
     TermFlags,
     TileShape,
-    as_output,
     attend_visible,
     find_request,
     key_bounds,
     natural_lse,
     normalised,
+)
+from attn_select_triton.kernels.query_rows import (
+    CacheStrides,
+    RowShape,
+    RowStrides,
+    as_constants,
+    begin,
+    load_query,
+    rows_of,
+    write_rows,
 )
 from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
 from attn_select_triton.tuning import keys_class
@@ -67,139 +74,84 @@ def prefill_kernel(
     v_scale,
     cap_log2,
     window,
-    stride_qt,
-    stride_qh,
-    stride_ot,
-    stride_oh,
     stride_table,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_vd,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    RANGES: tl.constexpr,
-    LSE: tl.constexpr,
-    PAGED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    CLEAN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    REST: tl.constexpr,
-    PACK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    row_strides,
+    k_strides,
+    v_strides,
+    TERM_FLAGS: tl.constexpr,
+    TILE_SHAPE: tl.constexpr,
+    ROW_SHAPE: tl.constexpr,
 ):
-    """One program: ``BLOCK_M`` rows of one request and KV head, against all keys that they see.
+    """One program: ``block_m`` rows of one request and KV head, against all keys that they see.
 
     Rows are tokens x heads of the group, token by token, so a tile is full whatever the group. Requests' tiles come
     last first: causal rows with the most keys start earliest. Memory traffic: Q and output once, each K and V tile
     once per row tile, which L2 serves, since neighbouring programs share the KV head.
+
+    Args:
+        row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
+        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``.
     """
+    TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
+    TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
+    SHAPE: tl.constexpr = as_constants(RowShape, ROW_SHAPE)
+    BLOCK_N: tl.constexpr = TILES.block_n
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    request = find_request(query_start_loc_ptr, tile, num_requests, GROUP, BLOCK_M)
+    request = find_request(query_start_loc_ptr, tile, num_requests, SHAPE.group, SHAPE.block_m)
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     tokens_before = query_start - tl.load(query_start_loc_ptr)
-    first = (tile - tokens_before * GROUP // BLOCK_M - request) * BLOCK_M
-    if first >= query_len * GROUP:
+    first = (tile - tokens_before * SHAPE.group // SHAPE.block_m - request) * SHAPE.block_m
+    if first >= query_len * SHAPE.group:
         return
     seq_len = tl.load(seq_lens_ptr + request)
     context = seq_len - query_len
+    rows = rows_of(first, kv_head, query_start, query_len, context, SHAPE)
+    query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, SHAPE)
+    running = begin(sinks_ptr, rows, 0, TILES, SHAPE)
 
-    flat = first + tl.arange(0, BLOCK_M)
-    token = flat // GROUP
-    head = kv_head * GROUP + flat % GROUP
-    in_rows = token < query_len
-    rows = context + token
-    size = tl.arange(0, BLOCK_D)
-    q_rows = (query_start + token).to(tl.int64) * stride_qt + head * stride_qh
-    q_mask = in_rows[:, None]
-    if D < BLOCK_D:
-        q_mask = q_mask & (size < D)[None, :]
-    q = tl.load(q_ptr + q_rows[:, None] + size[None, :], mask=q_mask, other=0.0).to(COMPUTE)
-    q_rest = q
-    if REST > 0:
-        behind = BLOCK_D + tl.arange(0, REST)
-        q_rest = tl.load(q_ptr + q_rows[:, None] + behind[None, :], mask=in_rows[:, None], other=0.0).to(COMPUTE)
-
-    slopes = rows
-    if ALIBI:
-        slopes = tl.load(slopes_ptr + head).to(tl.float32) * LOG2E
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
-        row_max = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        row_sum += 1.0
-    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-
-    if RANGES > 0:
-        ranges_ptr += request * 2 * RANGES
-    last_row = context + tl.minimum(first + BLOCK_M - 1, query_len * GROUP - 1) // GROUP
+    if TERMS.ranges > 0:
+        ranges_ptr += request * 2 * TERMS.ranges
+    last_row = context + tl.minimum(first + SHAPE.block_m - 1, query_len * SHAPE.group - 1) // SHAPE.group
     low, full_low, full_high, high = key_bounds(
-        context + first // GROUP, last_row, seq_len, window, ranges_ptr, CAUSAL, WINDOW, RANGES, BLOCK_N
-    )
+        context + first // SHAPE.group, last_row, seq_len, window, ranges_ptr, TERMS.causal, TERMS.window,
+        TERMS.ranges, BLOCK_N,
+    )  # fmt: skip
     origin = low // BLOCK_N * BLOCK_N
     key_start = 0
-    if PAGED:
+    if TILES.paged:
         table_ptr += request.to(tl.int64) * stride_table
     else:
         key_start = tl.load(key_start_loc_ptr + request)
-    if DESCRIBED:
+    if TILES.described:
         # k_ptr and v_ptr are descriptors; the strides count rows and columns of their memory.
-        k_row = key_start + kv_head * stride_kt
-        v_row = key_start + kv_head * stride_vt
-        k_column = kv_head * stride_kh
-        v_column = kv_head * stride_vh
+        k_row = key_start + kv_head * k_strides.token
+        v_row = key_start + kv_head * v_strides.token
+        k_column = kv_head * k_strides.head
+        v_column = kv_head * v_strides.head
     else:
         k_row = 0
         v_row = 0
         k_column = 0
         v_column = 0
-        k_ptr += kv_head * stride_kh
-        v_ptr += kv_head * stride_vh
-        if not PAGED:
+        k_ptr += kv_head * k_strides.head
+        v_ptr += kv_head * v_strides.head
+        if not TILES.paged:
             first_key = tl.load(key_start_loc_ptr + request).to(tl.int64)
-            k_ptr += first_key * stride_kt
-            v_ptr += first_key * stride_vt
-    TERMS: tl.constexpr = TermFlags(CAUSAL, WINDOW, SOFT_CAP, ALIBI, RANGES, 0)
-    TILES: tl.constexpr = TileShape(
-        PAGED, DESCRIBED, CLEAN, BLOCK_SIZE, D, BLOCK_D, DV, BLOCK_DV, REST, PACK, 0, PRECISION, BLOCK_N
-    )
+            k_ptr += first_key * k_strides.token
+            v_ptr += first_key * v_strides.token
     accumulator, _, row_max, row_sum = attend_visible(
-        Query(q, q_rest, rows, slopes),
-        Running(accumulator, accumulator, row_max, row_sum),
-        origin, full_low, full_high, high, low,
-        Operand(k_ptr, stride_kb, stride_kt, stride_kd, k_row, k_column),
-        Operand(v_ptr, stride_vb, stride_vt, stride_vd, v_row, v_column),
+        query, running, origin, full_low, full_high, high, low,
+        Operand(k_ptr, k_strides.block, k_strides.token, k_strides.column, k_row, k_column),
+        Operand(v_ptr, v_strides.block, v_strides.token, v_strides.column, v_row, v_column),
         rest_ptr, table_ptr, Scores(score_scale, cap_log2, window, seq_len, ranges_ptr, 0, 0, 0), TERMS, TILES,
     )  # fmt: skip
-
-    width = tl.arange(0, BLOCK_DV)
-    o_rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
-    o_mask = in_rows[:, None]
-    if DV != BLOCK_DV:
-        o_mask = o_mask & (width < DV)[None, :]
     result = normalised(accumulator, row_sum) * v_scale
-    stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + o_rows[:, None] + width[None, :], stored, mask=o_mask)
-    if LSE:
-        tl.store(lse_ptr + (query_start + token) * HEADS + head, natural_lse(row_max, row_sum), mask=in_rows)
+    write_rows(
+        out_ptr, out_scale_ptr, lse_ptr, result, natural_lse(row_max, row_sum), rows, row_strides, TILES.dv,
+        TILES.block_dv, SHAPE,
+    )  # fmt: skip
 
 
 class _Kind:
@@ -207,11 +159,11 @@ class _Kind:
 
     Attributes:
         block_m: query rows of a program.
-        strides, constants: of the kernel's arguments.
+        arguments: the kernel's last.
         launch: the kernel.
     """
 
-    __slots__ = ("_described", "block_m", "constants", "launch", "strides")
+    __slots__ = ("_described", "arguments", "block_m", "launch")
 
     def __init__(
         self,
@@ -220,7 +172,9 @@ class _Kind:
         value: Tensor,
         output: Tensor,
         max_seq_len: int,
-        flags: tuple[Any, ...],
+        flags: TermFlags,
+        sinks: bool,
+        lse: bool,
         paged: bool,
         clean: bool,
         launch: Launch | None,
@@ -252,10 +206,16 @@ class _Kind:
             block_d, rest = power_of_two(head_size), 0
             block_size, pack, k_strides, v_strides = cache_strides(key, value, paged)
         self.block_m = chosen.block_m
-        self.strides = (*query.stride()[:2], *output.stride()[:2], *k_strides, *v_strides)
-        self.constants = (
-            heads, heads // kv_heads, *flags, paged, described, clean, block_size, head_size, block_d, value_size,
-            block_dv, rest, pack, PRECISION, compute_dtype(query.dtype, cache_dtype), chosen.block_m, chosen.block_n,
+        compute = compute_dtype(query.dtype, cache_dtype)
+        self.arguments = (
+            RowStrides(*query.stride()[:2], *output.stride()[:2]), CacheStrides(*k_strides), CacheStrides(*v_strides),
+            flags,
+            TileShape(
+                paged=paged, described=described, clean=clean, block_size=block_size, d=head_size, block_d=block_d,
+                dv=value_size, block_dv=block_dv, rest=rest, pack=pack, pairs=0, precision=PRECISION,
+                block_n=chosen.block_n,
+            ),
+            RowShape(heads, heads // kv_heads, sinks, lse, compute, chosen.block_m),
         )  # fmt: skip
         self.launch = Relaunch(prefill_kernel, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
 
@@ -319,22 +279,22 @@ def prefill_attention(
     tokens, heads, _ = query.shape
     kv_heads, requests, paged, sinks = value.shape[-2], len(seq_lens), block_table is not None, terms.sinks
     num_ranges = 0 if terms.ranges is None else terms.ranges.shape[1]
-    flags = (
-        terms.causal, terms.window > 0, terms.soft_cap > 0, terms.slopes is not None, sinks is not None, num_ranges,
-        output_lse is not None,
-    )  # fmt: skip
+    flags = TermFlags(terms.causal, terms.window > 0, terms.soft_cap > 0, terms.slopes is not None, num_ranges, 0)
+    lse = output_lse is not None
     same = (
-        flags, paged, clean, launch, keys_class("prefill", max_seq_len), query.shape[1:], key.shape[1:],
+        flags, lse, paged, clean, launch, keys_class("prefill", max_seq_len), query.shape[1:], key.shape[1:],
         value.shape[1:], query.stride(), key.stride(), value.stride(), output.stride(), key.numel() > 0,
         *specialised(query, key, value, output), *dtypes(terms.slopes, sinks, output_scale),
     )  # fmt: skip
     kind = _kinds.get(same)
     if kind is None:
-        kind = _kinds[same] = _Kind(query, key, value, output, max_seq_len, flags, paged, clean, launch)
+        kind = _kinds[same] = _Kind(
+            query, key, value, output, max_seq_len, flags, sinks is not None, lse, paged, clean, launch
+        )  # fmt: skip
     tokens = tokens if num_tokens is None else num_tokens
     kind.launch(
         (tokens * (heads // kv_heads) // kind.block_m + requests, kv_heads, 1), query, *kind.sources(key, value),
         output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes, sinks,
         terms.ranges, requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
-        *kind.strides[:4], 0 if block_table is None else block_table.stride(0), *kind.strides[4:], *kind.constants,
+        0 if block_table is None else block_table.stride(0), *kind.arguments,
     )  # fmt: skip
