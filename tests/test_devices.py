@@ -23,6 +23,14 @@ REAL_CAPABILITIES = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+def test_a_row_is_read_whole(row: dict[str, Any]) -> None:
+    found = lookup(row["name"])
+    for name in ("full_name", "sm_count", "memory_gib", "bandwidth_gbps", "bf16_tflops", "fp8_tflops", "source"):
+        assert getattr(found, name) == row[name]
+    assert found.compute_capability == tuple(row["compute_capability"])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_row(row: dict[str, Any]) -> None:
     assert list(row) == [
         *("name", "aliases", "full_name", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps"),

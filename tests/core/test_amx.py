@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -108,6 +108,21 @@ def test_a_process_that_prints_nothing_else(listed: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "traps\n"
     assert len(done.stderr.splitlines()) == 1
+
+
+@linux
+def test_the_child_writes_no_core_file(listed: Path, tmp_path: Path) -> None:
+    limit = tmp_path / "limit"
+    product = (
+        "import pathlib, resource; "
+        f"pathlib.Path({str(limit)!r}).write_text(str(resource.getrlimit(resource.RLIMIT_CORE)))"
+    )
+    assert said_and_state(listed, product)[1] == "works"
+    assert limit.read_text() == "(0, 0)"
+
+
+def test_every_answer_has_words() -> None:
+    assert set(amx.DESCRIPTIONS) == set(get_args(amx.AmxState))
 
 
 def test_doctor_shows_a_line() -> None:

@@ -114,6 +114,11 @@ def test_frozen_hashable_and_equal_by_value() -> None:
         assert hash(twin) == hash(config)
 
 
+def test_what_is_printed_makes_an_equal_config() -> None:
+    config = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert eval(repr(config)) == config
+
+
 def test_a_copy_with_other_values_is_checked() -> None:
     config = AttentionConfig(**MLA)
     assert config.model_copy() == config

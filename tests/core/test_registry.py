@@ -341,6 +341,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "NEW\n"}, "name"),
     ({"summary": None}, "summary = None"),
     ({"rank": ("behind", "OTHER")}, "rank = ('behind', 'OTHER')"),
+    ({"rank": ("before", "")}, "rank = ('before', '')"),
     ({"capabilities": {}}, "capabilities = {}"),
     ({"capabilities": []}, "capabilities = []"),
     ({"capabilities": {"prefill": None}}, "capabilities['prefill'] = None"),

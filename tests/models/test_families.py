@@ -197,6 +197,16 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
             ],
         ),
         (
+            {
+                "model_type": "step3p5",
+                "num_hidden_layers": 1,
+                "layer_types": ["sliding_attention"],
+                "sliding_window": 512,
+                "attention_other_setting": {"num_attention_groups": 4},
+            },
+            [("sliding_attention", 1, heads(64, 4, 128, sliding_window=512))],
+        ),
+        (
             {"model_type": "laguna", "num_hidden_layers": 3, "num_attention_heads_per_layer": [48, 64, 48]},
             [("full_attention", 2, heads(48, 8, 128)), ("full_attention", 1, heads(64, 8, 128))],
         ),

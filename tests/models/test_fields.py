@@ -63,6 +63,13 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
         ({"model_type": "gpt_neo", "attention_types": 7}, "attention_types = 7"),
         ({"model_type": "gpt_neo", "attention_types": [[["global"], 2]]}, "attention_types names 2 layers for"),
         ({"model_type": "recurrent_gemma", "block_types": ["x"]}, "block_types = ['x']"),
+        (
+            {
+                "model_type": "minimax_m3_vl",
+                "text_config": {"num_hidden_layers": 2, "sparse_attention_config": {"sparse_attention_freq": [1]}},
+            },
+            "sparse_attention_config.sparse_attention_freq = [1]: expected 0 or 1 for each of 2 layers",
+        ),
         ({"model_type": "llama4_text", "no_rope_layers": [1]}, "no_rope_layers has 1 entries"),
         ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [1]}, "hybrid_layer_pattern has 1 entries"),
         ({"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": 4}}, "full_attn_layers = 4"),

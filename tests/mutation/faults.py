@@ -41,9 +41,13 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 LONG = 120
 CONTEXT = 30
 NEGATED_BY_A_COMPARISON = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
+IN_ANY_ORDER = {"max", "min"}
+"""Functions to which the order of arguments says nothing."""
 TYPING_CALLS = {"cast", "NewType", "TypeVar", "overload"}
 NO_BEHAVIOUR = {
     "defer_build",  # of a pydantic model: saves time at import
+    "frozen",  # of a dataclass: a promise to the reader, which mypy holds
+    "maxsize",  # of a cache: one entry more or less changes no answer
     "non_blocking",  # of a copy: the device's order is the same; tests/runtime/test_gpu_build.py sees a wait on a GPU
     "slots",  # of a dataclass: saves memory
     "strict",  # of zip: states what holds already
@@ -310,7 +314,8 @@ def _without_a_condition(node: ast.ListComp | ast.SetComp | ast.GeneratorExp | a
 
 def _changed_calls(node: ast.Call) -> Iterator[ast.expr]:
     args = node.args
-    for i in range(len(args) - 1):
+    in_any_order = isinstance(node.func, ast.Name) and node.func.id in IN_ANY_ORDER
+    for i in range(0 if in_any_order else len(args) - 1):
         one, two = args[i : i + 2]
         if not isinstance(one, ast.Starred) and not isinstance(two, ast.Starred) and ast.dump(one) != ast.dump(two):
             yield ast.Call(node.func, [*args[:i], two, one, *args[i + 2 :]], node.keywords)

@@ -36,6 +36,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 STATE = ROOT / "build" / "mutate"
 SOURCES = "core/attn_select"
+GUARDS = ("tests/*/test_*.py", "measure/tests/test_*.py", "plugins/torch/tests/test_*.py")
+"""Tests of core and of what runs on it everywhere: measuring, and torch's backends."""
 NO_GUARDS = ("browser", "docs", "packaging")
 """Folders of tests that drive a browser, run the documents' commands or install wheels."""
 GUARDS_ALONE = ("tests/test_detection.py", "tests/test_devices.py", "tests/test_kernel_names.py")
@@ -54,7 +56,10 @@ class Zygote:
     def __init__(self, copy: Path, files: Sequence[str]) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
-        paths = [copy / "core", copy / "cli", *sorted(copy.glob("plugins/*")), copy / "tests" / "mutation"]
+        paths = [
+            *(copy / name for name in ("core", "cli", "measure", "tests/mutation")),
+            *sorted(copy.glob("plugins/*")),
+        ]
         variables = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -293,7 +298,7 @@ def copy_tree(to: Path) -> None:
         if source.is_symlink() or source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
-    for folder in ("core", "cli", "plugins"):
+    for folder in ("core", "cli", "measure", "plugins"):
         compileall.compile_dir(to / folder, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
@@ -418,7 +423,8 @@ def drawn_from(root: Path) -> list[Fault]:
 
 def guards(root: Path) -> list[str]:
     """The test files that may notice a fault."""
-    files = [path.relative_to(root) for path in sorted(root.glob("tests/*/test_*.py"))]
+    found = [path for where in GUARDS for path in sorted(root.glob(where))]
+    files = [path.relative_to(root) for path in found]
     return [*GUARDS_ALONE, *(str(file) for file in files if file.parent.name not in NO_GUARDS)]
 
 

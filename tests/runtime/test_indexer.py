@@ -192,6 +192,8 @@ def test_wrong_arguments_are_named() -> None:
     key = step.keys[0]
     with pytest.raises(BatchError, match=r"weights of shape \(1, 4\): accepted is \(at least 2 tokens, 4\)"):
         step.indexer(step.query, key, step.weights[:1], step.cache, step.metadata)
+    with pytest.raises(BatchError, match=r"weights of shape \(2, 3\): accepted is \(at least 2 tokens, 4\)"):
+        step.indexer(step.query, key, step.weights[:, :3], step.cache, step.metadata)
     with pytest.raises(BatchError, match=r"index_cache is torch.uint8 of shape \(60, 16, 35\)"):
         step.indexer(step.query, key, step.weights, step.cache[..., 1:], step.metadata)
     other = Step(((2, 2),), "fp8_e4m3", "cpu")

@@ -346,6 +346,9 @@ def test_a_phase_with_too_few_batches_has_no_prediction() -> None:
     assert enough.predict(DECODES[0]) is not None
     assert enough.predict(PREFILLS[0]) is None
     assert enough.predict(parse_batch_shape("2q512s8k_32q1s2k")) is None
+    mixed = measured(time_us, [parse_batch_shape(f"q{512 * n}_32q1s2k") for n in (1, 2, 3)], 0.0, 1)
+    prefills = measured(time_us, PREFILLS[:LEAST_POINTS], 0.0, 1)
+    assert fit([*prefills, *mixed], timed_layer(GQA), H100).predict(PREFILLS[0]) is not None
 
 
 def test_a_batch_that_was_measured_often_counts_once() -> None:

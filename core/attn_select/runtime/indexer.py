@@ -135,8 +135,7 @@ class SparseIndexer:
             "topk_indices": (topk_indices, (self.top_k,), torch.int32),
         }
         for name, (tensor, shape, dtype) in given.items():
-            if tensor.shape[1:] != shape or tensor.dtype != dtype or tensor.shape[0] < tokens:
-                checks.check_rows(name, tensor, shape, dtype, tokens)
+            checks.check_rows(name, tensor, shape, dtype, tokens)
         self._check_cache(index_cache)
         ops.indexer_k_quant_and_cache(key[:tokens], index_cache, metadata.common.slot_mapping)
         if tokens:
