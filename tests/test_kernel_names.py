@@ -39,6 +39,7 @@ DEVICES = ("cpu", "a100", "l40s", "h100", "b200", "rtx-pro-6000")
 NAMES = {
     "CUDNN_ATTN": {"cudnn"},
     "CUTLASS_MLA": {"cutlass-mla"},
+    "FLASHINFER_MLA_CUTE_DSL": {"cute-dsl"},
     "FLASHINFER": {"native-fa2", "native-fa3", "trtllm-gen", "xqa"},
     "FLASHINFER_MLA": {"fa2", "fa3", "trtllm-gen", "xqa"},
     "FLASHINFER_MLA_SPARSE": {"sparse", "trtllm-gen"},

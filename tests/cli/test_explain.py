@@ -232,6 +232,7 @@ def test_without_full_it_is_the_plan_and_one_line_for_each_rejected_backend(run:
     assert [line[19:] for line in lines] == [
         "FLASH_ATTN_MLA for decode: KV-cache dtype fp8_e4m3 (supported: auto, bfloat16); try --kv-cache-dtype auto",
         "FLASHMLA for prefill: serves decode only",
+        "FLASHINFER_MLA_CUTE_DSL: compute capability 9.0 (supported: 10.0, 10.3)",
         "CUTLASS_MLA: compute capability 9.0 (supported: 10.0, 10.3)",
         f"5 others serve sparse MLA only: {sparse}",
         f"7 others serve no MLA layers: {no_mla}",

@@ -285,7 +285,7 @@ def _time_lines(selection: Outcome) -> list[Line]:
             margin = f" ± {timing.margin * 100:.1f} %" if timing.compares else ""
             behind = "" if verdict.behind is None else f"× {verdict.behind:.2f}"
             figures = f"{f'{least}{us_text(timing.time_us)}':>17}{margin:<10} {behind:<7} "
-            name = (f"  {rank:>4}  {candidate.backend:<22}", "selected" if verdict.verdict == "selected" else "")
+            name = (f"  {rank:>4}  {candidate.backend:<21} ", "selected" if verdict.verdict == "selected" else "")
             lines.append([name, (figures, ""), HANG, (_provenance(timing), "dim")])
             if timing.weaker:
                 lines.append([(" " * 66, ""), HANG, ("weaker: ", "warning"), (timing.weaker, "")])
@@ -421,7 +421,7 @@ def _order(candidate: Candidate, phase: Phase) -> int:
 def _verdict_lines(candidate: Candidate, phase: Phase, device: Device) -> list[Line]:
     verdict = candidate.phases[phase]
     rank = "-" if verdict.rank is None else str(verdict.rank)
-    head: Line = [(f"  {rank:>4}  {candidate.backend:<22}", ""), (f"{verdict.verdict:<9} ", verdict.verdict)]
+    head: Line = [(f"  {rank:>4}  {candidate.backend:<21} ", ""), (f"{verdict.verdict:<9} ", verdict.verdict)]
     if verdict.plan is not None:
         note = "" if verdict.rank is not None else f" (no rule ranks it; --backend {candidate.backend} chooses it)"
         marks: list[Line] = [

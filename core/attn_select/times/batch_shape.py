@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from attn_select.errors import ConfigError, show
 
 _MOST = 2**31 - 1
-_GROUP = re.compile(r"(\d{1,10})?q(\d{1,10})(k?)(?:s(\d{1,10})(k?))?", re.ASCII)
-_SYNTAX = "expected groups such as 64q1s4k (requests, q and new tokens, s and all tokens; k is 1024) joined by _"
+_GROUP = re.compile(r"(\d{1,10})?q(\d{1,10})([km]?)(?:s(\d{1,10})([km]?))?", re.ASCII)
+_SYNTAX = (
+    "expected groups such as 64q1s4k (requests, q and new tokens, s and all tokens; k is 1024, m 1024 k) joined by _"
+)
 _LONGEST = 10_000
 """Characters of a batch."""
 
@@ -119,7 +121,8 @@ class BatchShape:
 def parse_batch_shape(text: str) -> BatchShape:
     """Read a batch such as ``64q1s4k`` or ``2q512s8k_32q1s2k``.
 
-    A group is ``[COUNT]qQUERY_LEN[sSEQ_LEN]``: count 1 and the query length are the defaults; ``k`` is 1024.
+    A group is ``[COUNT]qQUERY_LEN[sSEQ_LEN]``: count 1 and the query length are the defaults; ``k`` is 1024, ``m``
+    1024 k.
 
     Raises:
         ConfigError: what is not written so, or lengths that cannot be.
@@ -145,8 +148,8 @@ def parse_batch_shape(text: str) -> BatchShape:
     return BatchShape(tuple(groups))
 
 
-def _number(digits: str, k: str) -> int:
-    return int(digits) * (1024 if k else 1)
+def _number(digits: str, unit: str) -> int:
+    return int(digits) * {"": 1, "k": 1024, "m": 1024**2}[unit]
 
 
 def _tokens(number: int) -> str:

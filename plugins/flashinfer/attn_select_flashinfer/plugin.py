@@ -1,4 +1,4 @@
-"""The entry point: registers the three backends, imports neither torch nor FlashInfer."""
+"""The entry point: registers the four backends, imports neither torch nor FlashInfer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from attn_select.backends.hookspecs import hookimpl
 from attn_select.backends.spec import BackendSpec
 from attn_select_flashinfer.facts.mha import FLASHINFER
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 
 @hookimpl
 def attn_select_register_backends() -> list[BackendSpec]:
-    """Return the specs of ``FLASHINFER``, ``FLASHINFER_MLA`` and ``FLASHINFER_MLA_SPARSE``."""
-    return [FLASHINFER, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE]
+    """Return the specs of ``FLASHINFER`` and of the three backends of MLA layers."""
+    return [FLASHINFER, FLASHINFER_MLA, FLASHINFER_MLA_CUTE_DSL, FLASHINFER_MLA_SPARSE]

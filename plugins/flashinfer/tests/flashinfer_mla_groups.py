@@ -14,6 +14,7 @@ from attn_select.reference.running import Result, check_result, common_of, layer
 from attn_select.runtime import Capacity, MLAAttention, MLAAttentionGroup
 from attn_select.testing import MLAProblem, mla_layer, selection_of
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 __all__ = ["CAPACITY", "common_of", "group_for", "layer_of", "mla_config", "problem_for", "run"]
@@ -36,6 +37,7 @@ def group_for(
     workspace_tokens: int = 64,
     change: Callable[[BackendPlan], BackendPlan] | None = None,
     stated: Any = None,
+    cute_dsl: bool = False,
     **options: Any,
 ) -> MLAAttentionGroup:
     """Return a group of the one backend that serves these layers on a GPU.
@@ -43,8 +45,10 @@ def group_for(
     Args:
         change: makes another plan of each.
         stated: the environment, as ``selection_of`` takes it; left out: the release that the facts are for.
+        cute_dsl: the other backend that decodes them on compute capability 10.x.
     """
-    spec = FLASHINFER_MLA_SPARSE if config.sparse else FLASHINFER_MLA
+    dense = FLASHINFER_MLA_CUTE_DSL if cute_dsl else FLASHINFER_MLA
+    spec = FLASHINFER_MLA_SPARSE if config.sparse else dense
     selection = selection_of(spec, config, gpu, phases=phases, options=options, **(stated or RELEASE))
     given: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "workspace_tokens": workspace_tokens}
     return MLAAttentionGroup(with_plans(selection, change), device, capacity, **given)

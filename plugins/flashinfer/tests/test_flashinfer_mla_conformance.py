@@ -9,6 +9,7 @@ import pytest
 
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
+from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 pytest.importorskip("torch")
@@ -59,6 +60,13 @@ class TestCutlassOnB200(Emulated):
     capability = (10, 0)
     num_configs = 10
     options: ClassVar[dict[str, Any]] = {"prefill_kernel": "cutlass"}
+
+
+class TestCuteDslOnB200(Emulated):
+    spec = FLASHINFER_MLA_CUTE_DSL
+    gate_device = "b200"
+    capability = (10, 0)
+    num_configs = 100
 
 
 class TestOn5090(Emulated):

@@ -1,4 +1,4 @@
-"""What the facts of the three backends share: the libraries, the releases that matter, sources and sizes."""
+"""What the facts of FlashInfer's backends share: the libraries, the releases that matter, sources and sizes."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ from attn_select_flashinfer.facts.mla_kernels import (
     KERNELS,
     PREFILL_KERNELS,
     TILE,
+    TRTLLM_GEN,
     DecodeFacts,
     DecodeKernel,
     MLAKernel,
@@ -132,6 +133,11 @@ class FlashInferMLAOptions(BackendOptions):
         description="trtllm-gen reads FP8 scales from the device at each call, so that they may change between replays "
         "of a CUDA graph; else they are numbers",
     )
+    skip_softmax_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="approximate: trtllm-gen leaves out tiles of keys whose weights lie below this over the number of "
+        "keys (arXiv 2512.12087); left out: none",
+    )
 
 
 def plan(
@@ -147,7 +153,13 @@ def plan(
         return ragged if isinstance(ragged, list) else _prefill_plan(config, *ragged)
     wanted_decode, offered_decode = options.decode_kernel, candidates(capability)
     chosen = choose_kernel("decode_kernel", wanted_decode, offered_decode, KERNELS, config, device, environment)
-    return chosen if isinstance(chosen, list) else _decode_plan(config, *chosen, options, capability[0] >= 10)
+    if isinstance(chosen, list):
+        return chosen
+    if options.skip_softmax_threshold is not None and chosen[0] is not TRTLLM_GEN:
+        message = f"skip_softmax_threshold is trtllm-gen's, and {chosen[0].path} runs these layers"
+        remedy = "leave backends.FLASHINFER_MLA.skip_softmax_threshold out"
+        return [Reason("forced-path", message, options.skip_softmax_threshold, None, remedy)]
+    return _decode_plan(config, *chosen, options, capability[0] >= 10)
 
 
 def _prefill_plan(config: AttentionConfig, kernel: PrefillFacts, because: str) -> BackendPlan:
@@ -171,6 +183,7 @@ _SLOW_FP8 = (
     "with an FP8 cache fa3 takes 2.3 times as long as with bfloat16 (H100, 64 requests of 4096 tokens, 128 heads)"
 )
 _BY_TOKEN = f"draft tokens run as requests of their own where their heads do not fill tiles of {TILE.value} rows"
+_APPROXIMATE = "results are approximate: skip_softmax_threshold leaves out tiles of keys with small weights"
 _LSE_256 = "the workspace is 256 MiB because trtllm-gen keeps softmax statistics in it for the log-sum-exp"
 
 
@@ -185,6 +198,8 @@ def _decode_plan(
     if kernel.lse_scratch and config.decode_context_parallel_size > 1:
         workspace, level = 2 * workspace, "UNIFORM_SINGLE_TOKEN_DECODE"
         notes = notes if options.workspace_bytes else (*notes, _LSE_256)
+    if options.skip_softmax_threshold is not None:
+        notes = (*notes, _APPROXIMATE)
     if blackwell and kernel is FA2:
         notes = (*notes, _NOT_BLACKWELLS)
     if config.dtype == "float16" and fp8_query:

@@ -49,14 +49,17 @@ class MLAKernel:
     """A kernel on the latent cache as a plan names it.
 
     Attributes:
-        name: ``fa2``, ``fa3``, ``trtllm-gen``, ``xqa``, or ``sparse`` (the sparse kernel of compute capability 12.x).
+        name: ``fa2``, ``fa3``, ``trtllm-gen``, ``xqa``, ``cute-dsl``, or ``sparse`` (the sparse kernel of compute
+            capability 12.x).
         heads: the query heads that it works on, at least the layer's.
         fp8_query: whether it takes an FP8 query.
+        implementation: which of ``cute-dsl``'s.
     """
 
-    name: Literal["fa2", "fa3", "trtllm-gen", "xqa", "sparse"]
+    name: Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
     heads: int
     fp8_query: bool = False
+    implementation: Literal["monolithic", "modular"] = "monolithic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +141,16 @@ def dims_reason(config: AttentionConfig, kernel: DecodeFacts) -> Reason:
     return Reason("mla-dims", message, seen, accepted)
 
 
-def _writes_bfloat16(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
+def writes_bfloat16(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
+    """Add the reason against a layer whose dtype is neither what the kernel writes nor converted from it."""
     # With an FP8 cache the query is quantised from either 16-bit dtype, and only the output is converted.
     if config.dtype != "bfloat16" and config.kv_cache_dtype != "fp8_e4m3":
         message = f"{path} computes and writes bfloat16, not {config.dtype}"
         reasons.append(Reason("dtype", message, config.dtype, ["bfloat16"], "--dtype bfloat16"))
 
 
-def _too_many_heads(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
+def too_many_heads(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
+    """Add the reason against more query heads than one tile holds."""
     if config.num_heads > MAX_HEADS:
         message = f"{path} takes up to {MAX_HEADS} query heads, not {config.num_heads}"
         reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {MAX_HEADS}"))
@@ -153,15 +158,15 @@ def _too_many_heads(config: AttentionConfig, path: str, reasons: list[Reason]) -
 
 def _against_trtllm_gen(config: AttentionConfig) -> list[Reason]:
     reasons: list[Reason] = []
-    _writes_bfloat16(config, "trtllm-gen MLA", reasons)
-    _too_many_heads(config, "trtllm-gen MLA", reasons)
+    writes_bfloat16(config, "trtllm-gen MLA", reasons)
+    too_many_heads(config, "trtllm-gen MLA", reasons)
     return reasons
 
 
 def _against_xqa(config: AttentionConfig) -> list[Reason]:
     reasons: list[Reason] = []
-    _writes_bfloat16(config, "XQA MLA", reasons)
-    _too_many_heads(config, "XQA MLA", reasons)
+    writes_bfloat16(config, "XQA MLA", reasons)
+    too_many_heads(config, "XQA MLA", reasons)
     if config.num_heads < MAX_HEADS and config.kv_cache_dtype != "fp8_e4m3":
         # With an FP8 cache no other kernel is left, so the query is padded; otherwise fa2 does no work for padding.
         message = f"XQA MLA works on {MAX_HEADS} query heads, not {config.num_heads}"

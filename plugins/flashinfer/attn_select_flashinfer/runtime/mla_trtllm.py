@@ -1,4 +1,4 @@
-"""Decode of ``FLASHINFER_MLA`` by ``trtllm_batch_decode_with_kv_cache_mla``: trtllm-gen on 10.x, XQA on 12.x.
+"""Decode of MLA layers by ``trtllm_batch_decode_with_kv_cache_mla``: trtllm-gen and CuTe DSL on 10.x, XQA on 12.x.
 
 The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are passed as
 ``(B, q_len, H, R + Pr)`` and are causal. Queries of several lengths are passed one behind the other with their bounds,
@@ -33,6 +33,11 @@ RAGGED = Fact(
     ">=0.6.18",
     "flashinfer-ai/flashinfer #3849: before, csrc/fmhaReduction.cu takes the longest query's length for all",
 )
+CUTE_DSL_RAGGED = Fact(
+    ">=0.7.2",
+    "flashinfer-ai/flashinfer flashinfer/cute_dsl/attention/mla_dispatch.py 0.7.2.post1 MONOLITHIC_ONLY_KWARGS; 0.6.14 "
+    "refuses cum_seq_lens_q",
+)
 MOST_REQUESTS = Fact(8192, f"{MLA_CORE} _TRTLLM_GEN_MLA_MAX_BATCH: the counters end there")
 STATISTICS = Fact((8, 256), "csrc/trtllm_fmha_kernel_launcher.cu v0.6.14: bytes per query and head, queries at a time")
 RESERVED = (8 + 1 + 24) * MIB
@@ -49,7 +54,7 @@ class Work:
     Attributes:
         query: ``(T, H', R + Pr)``, H' padded heads.
         out: bfloat16 ``(T, H', R)``, contiguous; the layer's own output where that is one.
-        lse: float32 ``(T, H')``, in base 2, likewise; None where it is not wanted.
+        lse: float32 ``(T, H')``, in the kernel's base (cute-dsl: e, others: 2), likewise; None where it is not wanted.
         bmm1_scale, bmm2_scale: factors of scores and output.
     """
 
@@ -92,6 +97,7 @@ class Heads:
         self._heads, self.padded, self._rank = config.num_heads, kernel.heads, cast(int, config.kv_lora_rank)
         self._fp8 = kernel.fp8_query
         self._scale, self._cache_scales, self._device_scales = float(scale), cache_scales, device_scales
+        self._lse_factor = 1.0 if kernel.name == "cute-dsl" else LN2
         self._known: tuple[Scales, tuple[float, float]] | None = None
         self._own_sinks = None if sinks is None else sinks.float()
         self.sinks: Tensor | None = None
@@ -122,7 +128,7 @@ class Heads:
             output.copy_(work.out[:, : self._heads])
         if output_lse is not None:
             assert work.lse is not None
-            torch.mul(work.lse[:, : self._heads], LN2, out=output_lse)
+            torch.mul(work.lse[:, : self._heads], self._lse_factor, out=output_lse)
         if blank is not None:
             blank_rows(output, output_lse, blank, self._own_sinks)
 
@@ -203,7 +209,10 @@ class TrtllmDecode:
         size, on = context.plans["decode"].workspace_bytes, context.device
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)
         version = library.flashinfer().version
-        self._ragged = kernel.name == "trtllm-gen" and bool(version) and version_matches(version, RAGGED.value)
+        self._masks_drafts = (kernel.name, kernel.implementation) != ("cute-dsl", "modular")
+        ragged = {"trtllm-gen": RAGGED.value, "cute-dsl": CUTE_DSL_RAGGED.value}.get(kernel.name)
+        known = ragged is not None and version is not None and version_matches(version, ragged)
+        self._ragged = known and self._masks_drafts
         self._most = min(context.max_num_batched_tokens, context.max_num_seqs * config.max_decode_query_len)
         self._lens: Tensor | None = None
         self._table: Tensor | None = None
@@ -216,7 +225,8 @@ class TrtllmDecode:
         """Return the decodes of a batch. Does not synchronise."""
         longest, table, lens = common.max_query_len, common.block_table_tensor, common.seq_lens
         assert table is not None
-        uniform, causal = common.num_reqs * longest == common.num_actual_tokens, self._causal and common.causal
+        uniform = common.num_reqs * longest == common.num_actual_tokens
+        causal = self._causal and common.causal and self._masks_drafts
         keyless = int(common.seq_lens_cpu.min()) == 0
         if longest > 1 and not (uniform and causal):
             if not (causal and self._ragged and not keyless and int(common.query_lens_cpu.min()) > 0):
@@ -285,7 +295,9 @@ class TrtllmLayer:
     def __init__(self, context: BackendContext, kernel: MLAKernel, scale: float, sinks: Tensor | None) -> None:
         config = context.config
         self._entry, self._xqa = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla, kernel.name == "xqa"
-        device_scales = not self._xqa and cast(FlashInferMLAOptions, context.options).device_scales
+        options = context.options
+        own = options if isinstance(options, FlashInferMLAOptions) else FlashInferMLAOptions()
+        device_scales = own.device_scales and not self._xqa
         self._heads = Heads(config, kernel, scale, sinks, cache_scales=self._xqa, device_scales=device_scales)
         self._rank = cast(int, config.kv_lora_rank)
         self._fixed: dict[str, Any] = {
@@ -294,6 +306,10 @@ class TrtllmLayer:
             "qk_rope_head_dim": config.qk_rope_head_dim,
             "backend": kernel.name,
         }
+        if own.skip_softmax_threshold is not None:
+            self._fixed["skip_softmax_threshold_scale_factor"] = own.skip_softmax_threshold
+        if kernel.name == "cute-dsl":
+            self._fixed["cute_dsl_impl"] = kernel.implementation
         if sinks is not None:
             self._fixed["sinks"] = self._heads.sinks
 

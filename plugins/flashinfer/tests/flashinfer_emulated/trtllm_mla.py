@@ -1,7 +1,8 @@
-"""FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` without a GPU: trtllm-gen, XQA, sparse on 12.x.
+"""FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` without a GPU: trtllm-gen, CuTe DSL, XQA, sparse on 12.x.
 
-Rules by source: mla/_core.py, mla/_sparse_mla_sm120.py, csrc/trtllm_fmha_kernel_launcher.cu, csrc/fmhaReduction.cu and
-csrc/xqa/mla_sm120.cu, all 0.6.14. Tensors reach the kernels as bare pointers, see ``trtllm``.
+Rules by source: mla/_core.py, mla/_sparse_mla_sm120.py, cute_dsl/attention (mla_dispatch.py, monolithic,
+wrappers/batch_mla.py), csrc/trtllm_fmha_kernel_launcher.cu, csrc/fmhaReduction.cu and csrc/xqa/mla_sm120.cu, all
+0.6.14. Tensors reach the kernels as bare pointers, see ``trtllm``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ HEAD_TILES = (8, 16, 32, 64, 128)
 MAX_BATCH = 8192
 ragged_is_right = False
 """Whether trtllm-gen's reduction takes each request's query length (since 0.6.18) instead of the longest."""
+cute_dsl_ragged = False
+"""Whether CuTe DSL's monolithic kernel takes ``cum_seq_lens_q`` (0.7.2)."""
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
@@ -52,7 +55,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     max_q_len: Any = None,
 ) -> Any:
     fi.called("trtllm_batch_decode_with_kv_cache_mla", locals())
-    need(skip_softmax_threshold_scale_factor is None and uses_shared_paged_kv_idx, "not emulated")
+    need(uses_shared_paged_kv_idx, "not emulated")
+    skips = skip_softmax_threshold_scale_factor is not None  # nothing is left out here: the exact result is within it
+    need(not skips or (backend == "trtllm-gen" and not sparse_mla_top_k), "skip_softmax is not supported", ValueError)
     need(max_q_len is None or cum_seq_lens_q is not None, "max_q_len goes with cum_seq_lens_q", ValueError)
     for scale in (bmm1_scale, bmm2_scale):
         tensor = torch.is_tensor(scale)
@@ -67,7 +72,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         fi.launch(partial(_sparse_12, fi.moment(query), kv_cache, block_tables, *found, call))
         return found if return_lse else found[0]
     need(query.dtype == kv_cache.dtype, f"query {query.dtype}, cache {kv_cache.dtype}", ValueError)
-    need(query.dtype in (torch.bfloat16, fi.E4M3), f"no kernel of {query.dtype}", ValueError)
+    dtypes = (torch.bfloat16, fi.E4M3, *([torch.float16] if backend == "cute-dsl" else []))
+    need(query.dtype in dtypes, f"no kernel of {query.dtype}", ValueError)
     need(kv_cache.ndim == 3 and kv_cache.is_contiguous(), f"kv_cache {tuple(kv_cache.shape)}")
     need(query.shape[-1] == kv_cache.shape[-1] == sum(dims), f"Expected head dim {sum(dims)}", ValueError)
     need(query.stride(-1) == 1, f"query has strides {query.stride()}")
@@ -76,6 +82,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
         need(cum_seq_lens_q is None and query.size(1) == 1, "XQA MLA only supports q_len_per_request == 1", ValueError)
         need(not return_lse and lse is None, "XQA MLA does not support return_lse/lse output", NotImplementedError)
         return _xqa_mla(query, kv_cache, workspace_buffer, block_tables, seq_lens, out, dims, call)
+    if backend == "cute-dsl":
+        need(sparse_mla_top_k == 0, "cute-dsl does not support sparse_mla_top_k", ValueError)
+        modular = sinks is not None if cute_dsl_impl == "auto" else cute_dsl_impl == "modular"
+        return _cute_dsl_mla(
+            query, kv_cache, workspace_buffer, (block_tables, seq_lens), out, lse, return_lse, dims,
+            (cum_seq_lens_q, max_q_len), modular, call,
+        )  # fmt: skip
     need(backend == "trtllm-gen", f"Backend {backend} not supported", ValueError)
     need(fi.world.capability in ((10, 0), (10, 3)), "trtllm-gen is for compute capability 10.0 and 10.3", RuntimeError)
     need(dims in (DEEPSEEK, SMALL), f"Unsupported MLA dimensions {dims}", ValueError)
@@ -180,6 +193,73 @@ def _gen_mla(
         flat_out[rows] = (found * factor + behind).bfloat16()
         if lse is not None:
             lse[rows] = (its_lse * fi.LOG2E).float()
+
+
+def _cute_dsl_mla(
+    query: Tensor,
+    cache: Tensor,
+    workspace: Tensor,
+    lists: tuple[Tensor, Tensor],
+    out: Any,
+    lse: Any,
+    return_lse: bool,
+    dims: Any,
+    ragged: tuple[Any, Any],
+    modular: bool,
+    call: dict[str, Any],
+) -> Any:
+    need(fi.world.capability in ((10, 0), (10, 3)), "cute-dsl requires SM100/SM103", ValueError)
+    need(dims == DEEPSEEK and cache.shape[1] in (2, 4, 8, 16, 32, 64, 128), f"no kernel of {dims}, {cache.shape[1]}")
+    need(0 < query.shape[-2] <= 128, f"{query.shape[-2]} heads", ValueError)
+    need(modular or call["sinks"] is None, "sinks is only supported by the modular implementation", ValueError)
+    need(not modular or not (return_lse or lse is not None), "no lse on the modular path", NotImplementedError)
+    table, lens = lists
+    bounds, longest = ragged
+    if bounds is not None:
+        need(cute_dsl_ragged and not modular, "cute-dsl MLA does not support cum_seq_lens_q", ValueError)
+        need(query.ndim == 3 and longest is not None and longest > 0, f"query {tuple(query.shape)}", ValueError)
+        fi.check_list(bounds, len(lens) + 1, "cum_seq_lens_q")
+    else:
+        need(query.ndim == 4, f"Expected query.ndim == 4, got {query.ndim}", ValueError)
+        bounds, longest = torch.arange(len(query) + 1) * query.shape[1], query.shape[1]
+    _check_mla_table(table, lens, len(bounds) - 1, cache.shape[1], 0, query.shape[1])
+    splits = -(-148 // max(1, len(bounds) - 1))
+    wanted = (len(bounds) - 1) * 128 * -(-longest * query.shape[-2] // 128) * splits * 513 * 4 if splits > 2 else 0
+    need(workspace.numel() * workspace.element_size() >= wanted, f"workspace_buffer too small: {wanted}", ValueError)
+    shape = (*query.shape[:-1], 512)
+    out = torch.empty(shape, dtype=torch.bfloat16) if out is None else out
+    fi.check_tensor(out, shape, torch.bfloat16, "out")
+    need(out.is_contiguous(), f"out must be contiguous, got strides {out.stride()}", ValueError)
+    flat_lse = None
+    if return_lse:
+        flat = (query[..., 0, 0].numel(), query.shape[-2])
+        lse = torch.empty(flat) if lse is None else lse
+        need(tuple(lse.shape) in (flat, query.shape[:-1]), f"lse must have shape {flat}", ValueError)
+        need(lse.dtype == torch.float32 and lse.is_contiguous(), f"lse is {lse.dtype}, {lse.stride()}", ValueError)
+        flat_lse = lse.view(flat)
+    query = fi.moment(query)
+
+    def attend() -> None:
+        scale, factor = (float(each) for each in call["scales"])
+        rows, flat_out = query.reshape(-1, *query.shape[-2:]), out.view(-1, *out.shape[-2:])
+        starts, page = bounds.tolist(), cache.shape[1]
+        for request in range(len(starts) - 1):
+            mine, length = slice(*starts[request : request + 2]), int(lens[request])
+            need(mine.stop - mine.start <= longest, f"request {request}: more than {longest} queries")
+            need(0 < length <= call["most"], f"request {request}: {length} keys, max_seq_len {call['most']}")
+            pages = table[request, : -(-length // page)].tolist()
+            keys = fi.gather(cache, pages, length, "NHD").double()[:, None]
+            # The modular kernel has no mask among the tokens of one request.
+            found, its_lse = attention_reference(
+                rows[mine].double(), keys, keys[..., :512], scale=scale, causal=not modular, sinks=call["sinks"]
+            )
+            behind = fi.nan_behind(cache, pages, length, "NHD")
+            flat_out[mine] = (found * factor + behind).bfloat16()
+            if flat_lse is not None:
+                flat_lse[mine] = its_lse.float()
+
+    fi.launch(attend)
+    return (out, lse) if return_lse else out
 
 
 def _slots(cache: Tensor, slots: Tensor) -> Tensor:

@@ -1,0 +1,142 @@
+"""FLASHINFER_MLA_CUTE_DSL: what it accepts, and its decodes on emulated kernels of compute capability 10.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flashinfer_gate import Gate
+
+from attn_select import AttentionConfig, select
+from attn_select.testing import mla_layer
+from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
+from attn_select_flashinfer.facts.mla_kernels import MLAKernel
+
+pytest.importorskip("torch")
+
+import flashinfer_mla_groups as layers
+import torch
+from flashinfer_emulated import trtllm_mla
+
+Emulate = Callable[..., Any]
+ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
+GATE = Gate(FLASHINFER_MLA_CUTE_DSL, mla_layer)
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def on_b200(emulate: Emulate, *, version: str = "0.6.14", **fields: Any) -> tuple[Any, Any]:
+    """Return the emulated device and a group of decodes."""
+    world = emulate((10, 0), release=version)
+    options = {name: fields.pop(name) for name in ("cuda_graphs", "implementation") if name in fields}
+    config = layers.mla_config(**fields)
+    return world, layers.group_for("b200", config, phases=["decode"], cute_dsl=True, **options)
+
+
+# --- Plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", ["sm100", "sm103"])
+@pytest.mark.parametrize("heads", [1, 20, 128])
+def test_plan(gpu: str, heads: int) -> None:
+    plan = GATE.plan_of(gpu, num_heads=heads)
+    assert plan.kernel == MLAKernel("cute-dsl", heads)
+    assert (plan.query_dtype, plan.returns_lse, plan.cuda_graph) == ("bfloat16", True, "UNIFORM_BATCH")
+    assert (plan.kernel_block_sizes, plan.block_table_width_multiple) == ((64, 32, 128, 16), 8)
+    assert plan.unverified
+    sinks = GATE.plan_of(gpu, num_heads=heads, sinks=True, kv_cache_dtype="fp8")
+    assert sinks.kernel == MLAKernel("cute-dsl", heads, True, "modular")
+    assert (sinks.query_dtype, sinks.returns_lse) == ("fp8_e4m3", False)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "fields", "codes"),
+    [
+        *((gpu, {}, {}, {"compute-capability"}) for gpu in ("sm80", "sm90", "sm110", "sm120")),
+        ("sm100", {}, {"num_heads": 129}, {"num-heads"}),
+        ("sm100", {}, {"dtype": "float16"}, {"dtype"}),
+        ("sm100", {}, {"kv_lora_rank": 256}, {"mla-dims", "head-size"}),
+        ("sm100", {}, {"block_size": 1}, {"block-size"}),
+        ("sm100", {}, {"sinks": True, "decode_context_parallel_size": 2}, {"decode-context-parallel"}),
+        ("sm100", {"implementation": "modular"}, {"decode_context_parallel_size": 2}, {"decode-context-parallel"}),
+        ("sm100", {"implementation": "monolithic"}, {"sinks": True}, {"forced-path"}),
+        ("sm100", {}, {"batch_invariant": True}, {"batch-invariant"}),
+    ],
+)
+def test_refusals(gpu: str, options: dict[str, Any], fields: dict[str, Any], codes: set[str]) -> None:
+    assert set(GATE.reasons_of(gpu, options=options, **fields)) & codes
+
+
+def test_trtllm_gen_comes_first_and_either_can_be_asked_for() -> None:
+    config = AttentionConfig(num_heads=128, num_speculative_tokens=7, **DEEPSEEK)
+    for workload in (None, "8q8s1m"):
+        found = select(config, "b200", workload=workload)
+        assert found.selected["decode"] == "FLASHINFER_MLA"
+        verdicts = {each.backend: each.phases["decode"] for each in found.candidates if "decode" in each.phases}
+        gen, cute = (verdicts[name] for name in ("FLASHINFER_MLA", "FLASHINFER_MLA_CUTE_DSL"))
+        assert gen.rank is not None
+        assert cute.rank is not None
+        assert gen.rank < cute.rank
+        assert cute.plan is not None
+    for name in ("FLASHINFER_MLA", "FLASHINFER_MLA_CUTE_DSL"):
+        assert select(config, "b200", backend={"decode": name}).selected["decode"] == name
+    assert select(config, "h100", backend={"decode": "FLASHINFER_MLA_CUTE_DSL"}).selected["decode"] is None
+
+
+# --- Runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_token_each(emulate: Emulate) -> None:
+    world, group = on_b200(emulate, num_heads=20)
+    layers.run(group, layers.problem_for(group, [(1, 70), (1, 1), (1, 200)]))
+    (call,) = world.named(ENTRY)
+    assert (call["backend"], call["cute_dsl_impl"]) == ("cute-dsl", "monolithic")
+    assert call["query"].shape == (3, 1, 20, 576)
+    assert call["block_tables"].shape[1] % 2 == 0
+    assert isinstance(call["bmm1_scale"], float)
+    assert call["sinks"] is None
+    assert not world.syncs
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8", "dtype": "float16"}])
+@pytest.mark.parametrize("block_size", [16, 64, 128, 384])
+def test_drafts_and_dtypes(fields: dict[str, Any], block_size: int, emulate: Emulate) -> None:
+    world, group = on_b200(emulate, num_heads=16, num_speculative_tokens=3, block_size=block_size, **fields)
+    layers.run(group, layers.problem_for(group, [(4, 70), (4, 4), (4, 129)]))
+    (call,) = world.named(ENTRY)
+    assert call["query"].shape[:2] == (3, 4)
+
+
+def test_requests_without_keys(emulate: Emulate) -> None:
+    for sinks in (False, True):
+        _, group = on_b200(emulate, num_heads=8, num_speculative_tokens=1, sinks=sinks)
+        ran = layers.run(group, layers.problem_for(group, [(2, 70), (2, 0), (2, 9)]))
+        assert (ran.output[2:4] == 0).all()
+
+
+def test_with_sinks_drafts_are_rows(emulate: Emulate) -> None:
+    world, group = on_b200(emulate, num_speculative_tokens=2, sinks=True)
+    layers.run(group, layers.problem_for(group, [(3, 70), (3, 9)]))
+    (call,) = world.named(ENTRY)
+    assert (call["cute_dsl_impl"], call["return_lse"]) == ("modular", False)
+    assert call["seq_lens"].tolist() == [68, 69, 70, 7, 8, 9]
+    torch.testing.assert_close(call["sinks"].shape, torch.Size([4]))
+
+
+def test_unequal_queries_before_0_7_2_are_rows(emulate: Emulate) -> None:
+    world, group = on_b200(emulate, num_speculative_tokens=3)
+    layers.run(group, layers.problem_for(group, [(1, 129), (4, 4), (3, 130)]), wants_lse=False)
+    (call,) = world.named(ENTRY)
+    assert call["cum_seq_lens_q"] is None
+    assert call["query"].shape[:2] == (8, 1)
+
+
+def test_unequal_queries_since_0_7_2(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trtllm_mla, "cute_dsl_ragged", True)
+    world, group = on_b200(emulate, version="0.7.2.post1", num_speculative_tokens=3)
+    layers.run(group, layers.problem_for(group, [(1, 129), (4, 4), (3, 130)]), wants_lse=False)
+    (call,) = world.named(ENTRY)
+    assert (call["cum_seq_lens_q"].tolist(), call["max_q_len"]) == ([0, 1, 5, 8], 4)
+    world, group = on_b200(emulate, version="0.7.2.post1", num_speculative_tokens=3, implementation="modular")
+    layers.run(group, layers.problem_for(group, [(1, 129), (4, 4), (3, 130)]), wants_lse=False)
+    assert world.named(ENTRY)[-1]["cum_seq_lens_q"] is None
