@@ -6,8 +6,6 @@ time, and the compute groups are those of the dense kernel for at most 32 rows.
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
 
-# ruff: noqa: RUF005  Triton's language has no stars
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -19,6 +17,11 @@ from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
     STAGES,
+    Barriers,
+    Pointers,
+    Scales,
+    Shared,
+    Strides,
     attend_half_turned,
     attend_tile_turned,
     key_range,
@@ -34,16 +37,14 @@ def gather_tiles(
     R: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Load the query once and then the latents at the slots of every tile; keys at ``high`` and behind are 0."""
-    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
-    q_ready, left_ready, right_ready, left_empty, right_empty = barriers
     LANES: gl.constexpr = R // 16
     HALF: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [LOADERS, 1], [1, 0])
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // P, P // 8], [LOADERS, 1], [1, 0])
     if tiles > 0:
-        mbarrier.expect(q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_rope, [row, 0], q_ready, q_pe)
-        tma.async_copy_global_to_shared(q_half, [row, 0], q_ready, q_left)
-        tma.async_copy_global_to_shared(q_half, [row, R // 2], q_ready, q_right)
+        mbarrier.expect(barriers.q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
+        tma.async_copy_global_to_shared(q_half, [row, 0], barriers.q_ready, smem.q_left)
+        tma.async_copy_global_to_shared(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
     half_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, HALF))
     rope_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, ROPE))
     half_columns = gl.arange(0, R // 2, layout=gl.SliceLayout(0, HALF))[None, :]
@@ -62,14 +63,14 @@ def gather_tiles(
         rope_keys += KEYS
         half_slots = gl.load(slots + half_keys, mask=half_keys < high, other=0)
         rope_slots = gl.load(slots + rope_keys, mask=rope_keys < high, other=0)
-        mbarrier.wait(left_empty.index(buffer), free)
-        async_copy.async_copy_global_to_shared(k_pe.index(buffer), rope_rows + rope_columns, mask=rope_there)
-        async_copy.async_copy_global_to_shared(k_left.index(buffer), half_rows + half_columns, mask=half_there)
-        async_copy.mbarrier_arrive(left_ready.index(buffer), increment_count=False)
-        mbarrier.wait(right_empty.index(buffer), free)
+        mbarrier.wait(barriers.left_empty.index(buffer), free)
+        async_copy.async_copy_global_to_shared(smem.k_pe.index(buffer), rope_rows + rope_columns, mask=rope_there)
+        async_copy.async_copy_global_to_shared(smem.k_left.index(buffer), half_rows + half_columns, mask=half_there)
+        async_copy.mbarrier_arrive(barriers.left_ready.index(buffer), increment_count=False)
+        mbarrier.wait(barriers.right_empty.index(buffer), free)
         right = half_rows + (R // 2 + half_columns)
-        async_copy.async_copy_global_to_shared(k_right.index(buffer), right, mask=half_there)
-        async_copy.mbarrier_arrive(right_ready.index(buffer), increment_count=False)
+        async_copy.async_copy_global_to_shared(smem.k_right.index(buffer), right, mask=half_there)
+        async_copy.mbarrier_arrive(barriers.right_ready.index(buffer), increment_count=False)
 
 
 @gluon.jit
@@ -78,9 +79,8 @@ def attend_gathered_tile(
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """As ``attend_tile_turned``, of a tile that threads wrote: ``wgmma`` reads it behind a fence."""
-    _, left_ready, right_ready, _, _ = barriers
-    mbarrier.wait(left_ready.index(tile % STAGES), tile // STAGES & 1)
-    mbarrier.wait(right_ready.index(tile % STAGES), tile // STAGES & 1)
+    mbarrier.wait(barriers.left_ready.index(tile % STAGES), tile // STAGES & 1)
+    mbarrier.wait(barriers.right_ready.index(tile % STAGES), tile // STAGES & 1)
     fence_async_shared()
     return attend_tile_turned(
         tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
@@ -126,7 +126,7 @@ def mla_decode_gathered_kernel(
         cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
         table_ptr: int32 slots, of each request those that it reads.
     """
-    first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, slots = key_range(
+    position, slots = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
         CAUSAL, ROWS,
     )  # fmt: skip
@@ -153,21 +153,21 @@ def mla_decode_gathered_kernel(
         mbarrier.init(right_empty.index(stage), count=2)
     fence_async_shared()
 
-    smem = (q_left, q_right, q_pe, k_left, k_right, k_pe)
-    barriers = (q_ready, left_ready, right_ready, left_empty, right_empty)
-    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
-    pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
-    strides = (stride_ot, stride_oh)
-    row = query_start * HEADS + first
-    scales = (score_scale, value_scale)
+    left = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, left_p)
+    right = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, right_p)
+    barriers = Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
+    pointers = Pointers(out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    strides = Strides(stride_ot, stride_oh)
+    row = position.query_start * HEADS + position.first
+    scales = Scales(score_scale, value_scale)
     gl.warp_specialize(
         [
-            (attend_half_turned, (pointers, smem + (left_p,), barriers, position, num_splits, scales, strides,
+            (attend_half_turned, (pointers, left, barriers, position, num_splits, scales, strides,
              HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_gathered_tile), 16)),
-            (attend_half_turned, (pointers, smem + (right_p,), barriers, position, num_splits, scales, strides,
+            (attend_half_turned, (pointers, right, barriers, position, num_splits, scales, strides,
              HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_gathered_tile), 16)),
-            (gather_tiles, (q_half, q_rope, cache_ptr, smem, barriers, slots, row, low, high, tiles, STRIDE_TOKEN,
-             R, P)),
+            (gather_tiles, (q_half, q_rope, cache_ptr, left, barriers, slots, row, position.low, position.high,
+             position.tiles, STRIDE_TOKEN, R, P)),
         ],
         [4, LOADERS],
         [200, 96],

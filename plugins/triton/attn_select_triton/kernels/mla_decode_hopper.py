@@ -13,6 +13,8 @@ keys and columns of the output, and the few query rows are its other dimension, 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,16 +37,96 @@ SLACK = gl.constexpr(8.0)
 """As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits."""
 
 
+class Position(NamedTuple):
+    """What a program works on.
+
+    Attributes:
+        first: of the rows of its request, tokens x heads.
+        split, splits: which of how many shares of the request's keys.
+        query_start, query_len, seq_len: the request's.
+        low, high: its keys.
+        tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the
+            request's last row have none.
+    """
+
+    first: Any
+    split: Any
+    query_start: Any
+    query_len: Any
+    seq_len: Any
+    low: Any
+    high: Any
+    tiles: Any
+    full: Any
+    splits: Any
+
+
+class Shared(NamedTuple):
+    """The query, and ``STAGES`` tiles of keys, in shared memory: two halves of the latent's columns, and the rope part.
+
+    Attributes:
+        weights: of one group's own tile; None where one group hands them on through an ``Exchange``.
+    """
+
+    q_left: Any
+    q_right: Any
+    q_pe: Any
+    k_left: Any
+    k_right: Any
+    k_pe: Any
+    weights: Any
+
+
+class Barriers(NamedTuple):
+    """The query is there; of each stage a half was loaded, and all groups are through with it."""
+
+    q_ready: Any
+    left_ready: Any
+    right_ready: Any
+    left_empty: Any
+    right_empty: Any
+
+
+class Exchange(NamedTuple):
+    """How one group hands weights to others: slots of them and of factors of earlier sums, that are given or taken."""
+
+    weights: Any
+    factors: Any
+    given: Any
+    taken: Any
+
+
+class Pointers(NamedTuple):
+    """Where results go, and partial ones of a split."""
+
+    out_ptr: Any
+    lse_ptr: Any
+    part_ptr: Any
+    part_lse_ptr: Any
+
+
+class Scales(NamedTuple):
+    """Of scores, with log2(e), and of values."""
+
+    score_scale: Any
+    value_scale: Any
+
+
+class Strides(NamedTuple):
+    """Elements of the output from a token and from a head to the next."""
+
+    stride_ot: Any
+    stride_oh: Any
+
+
 @gluon.jit
 def key_range(
     table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return what a program works on: first row, split, query start and length, sequence length, and its keys.
+    """Return the ``Position`` of a program, and its request's row of the block table.
 
-    Keys are ``low`` and the number of tiles from there on, of which ``full`` are seen whole by every row, and ``high``.
-    Programs behind the request's last row have no tiles. Behind them stands how many splits the request has; without
-    ``pieces_ptr`` (of ``pieces.list_pieces``) there is a program for each of ``num_splits``.
+    Without ``pieces_ptr`` (of ``pieces.list_pieces``) there is a program for each of ``num_splits``.
     """
     first = gl.program_id(0) * ROWS
     if pieces_ptr is not None:
@@ -78,7 +160,8 @@ def key_range(
     if pieces_ptr is None:
         splits = num_splits
     table = table_ptr + request * stride_table
-    return first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, table
+    position = Position(first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
+    return position, table
 
 
 @gluon.jit
@@ -87,27 +170,25 @@ def load_tiles(
     R: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Load the query once and then every tile of keys, each half as soon as all groups are through with it."""
-    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
-    q_ready, left_ready, right_ready, left_empty, right_empty = barriers
     if tiles > 0:
-        mbarrier.expect(q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_rope, [row, 0], q_ready, q_pe)
-        tma.async_copy_global_to_shared(q_half, [row, 0], q_ready, q_left)
-        tma.async_copy_global_to_shared(q_half, [row, R // 2], q_ready, q_right)
+        mbarrier.expect(barriers.q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
+        tma.async_copy_global_to_shared(q_half, [row, 0], barriers.q_ready, smem.q_left)
+        tma.async_copy_global_to_shared(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
     for tile in range(tiles):
         buffer = tile % STAGES
         free = (tile // STAGES & 1) ^ 1
         start = low + tile * KEYS
         key = gl.load(table + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
-        mbarrier.wait(left_empty.index(buffer), free)
-        bar = left_ready.index(buffer)
+        mbarrier.wait(barriers.left_empty.index(buffer), free)
+        bar = barriers.left_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(kv_rope, [key, R], bar, k_pe.index(buffer))
-        tma.async_copy_global_to_shared(kv_half, [key, 0], bar, k_left.index(buffer))
-        mbarrier.wait(right_empty.index(buffer), free)
-        bar = right_ready.index(buffer)
+        tma.async_copy_global_to_shared(kv_rope, [key, R], bar, smem.k_pe.index(buffer))
+        tma.async_copy_global_to_shared(kv_half, [key, 0], bar, smem.k_left.index(buffer))
+        mbarrier.wait(barriers.right_empty.index(buffer), free)
+        bar = barriers.right_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes)
-        tma.async_copy_global_to_shared(kv_half, [key, R // 2], bar, k_right.index(buffer))
+        tma.async_copy_global_to_shared(kv_half, [key, R // 2], bar, smem.k_right.index(buffer))
 
 
 @gluon.jit
@@ -130,10 +211,9 @@ def hand_back(empty, buffer):
 @gluon.jit
 def seen_keys(flat, position, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
     """Return int32, how many keys of the request each of the rows ``flat`` sees."""
-    _, _, _, query_len, seq_len, _, _, _, _, _ = position
-    limits = flat * 0 + seq_len
+    limits = flat * 0 + position.seq_len
     if CAUSAL:
-        limits = limits + flat // HEADS + 1 - query_len
+        limits = limits + flat // HEADS + 1 - position.query_len
     return limits
 
 
@@ -165,17 +245,15 @@ def natural_lse(row_max, row_sum):
 @gluon.jit
 def write_lse(pointers, flat, lse, position, num_splits, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
     """Write the log-sum-exp of the rows ``flat``, of a split to the workspace; the last tells of those that are not."""
-    _, lse_ptr, _, part_lse_ptr = pointers
-    _, split, query_start, query_len, _, _, _, _, _, splits = position
-    row = query_start.to(gl.int64) * HEADS + flat
-    inside = flat < query_len * HEADS
+    row = position.query_start.to(gl.int64) * HEADS + flat
+    inside = flat < position.query_len * HEADS
     if SPLIT:
-        gl.store(part_lse_ptr + row * num_splits + split, lse, mask=inside)
-        for other in range(gl.where(split == splits - 1, splits, num_splits), num_splits):
+        gl.store(pointers.part_lse_ptr + row * num_splits + position.split, lse, mask=inside)
+        for other in range(gl.where(position.split == position.splits - 1, position.splits, num_splits), num_splits):
             none = gl.full(lse.shape, float("-inf"), gl.float32, lse.type.layout)
-            gl.store(part_lse_ptr + row * num_splits + other, none, mask=inside)
+            gl.store(pointers.part_lse_ptr + row * num_splits + other, none, mask=inside)
     elif LSE:
-        gl.store(lse_ptr + row, lse, mask=inside)
+        gl.store(pointers.lse_ptr + row, lse, mask=inside)
 
 
 @gluon.jit
@@ -184,22 +262,23 @@ def write_columns(
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
     """Write the output's columns from ``COLUMN`` on, along ``AXIS`` of ``total``; of a split, to the workspace."""
-    out_ptr, _, part_ptr, _ = pointers
-    first, split, query_start, query_len, _, _, _, _, _, _ = position
-    stride_ot, stride_oh = strides
     LAYOUT: gl.constexpr = total.type.layout
     COLUMNS: gl.constexpr = total.shape[AXIS]
     ROWS: gl.constexpr = total.shape[1 - AXIS]
     columns = gl.expand_dims(COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS)
-    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, LAYOUT))
-    row = (query_start + flat // HEADS).to(gl.int64)
-    mask = gl.expand_dims(flat < query_len * HEADS, AXIS)
+    flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, LAYOUT))
+    row = (position.query_start + flat // HEADS).to(gl.int64)
+    mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
     if SPLIT:
-        parts = (row * HEADS + flat % HEADS) * num_splits + split
-        gl.store(part_ptr + gl.expand_dims(parts * R, AXIS) + columns, total, mask=mask)
+        parts = (row * HEADS + flat % HEADS) * num_splits + position.split
+        gl.store(pointers.part_ptr + gl.expand_dims(parts * R, AXIS) + columns, total, mask=mask)
     else:
-        rows = row * stride_ot + flat % HEADS * stride_oh
-        gl.store(out_ptr + gl.expand_dims(rows, AXIS) + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+        rows = row * strides.stride_ot + flat % HEADS * strides.stride_oh
+        gl.store(
+            pointers.out_ptr + gl.expand_dims(rows, AXIS) + columns,
+            total.to(pointers.out_ptr.dtype.element_ty),
+            mask=mask,
+        )
 
 
 @gluon.jit
@@ -214,16 +293,15 @@ def write_quarters(
     Args:
         staging: shared memory of ``ROWS * R`` bytes that nothing else uses any more.
     """
-    out_ptr, _, _, _ = pointers
-    if SPLIT or out_ptr.dtype.element_ty.primitive_bitwidth != 16:
+    if SPLIT or pointers.out_ptr.dtype.element_ty.primitive_bitwidth != 16:
         write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 1)
         write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN + R // 4, 1)
     else:
         T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        quarters = staging._reinterpret(out_ptr.dtype.element_ty, [2, first.shape[0], R // 4], wide)
-        quarters.index(0).store((first * norm).to(out_ptr.dtype.element_ty))
-        quarters.index(1).store((second * norm).to(out_ptr.dtype.element_ty))
+        quarters = staging._reinterpret(pointers.out_ptr.dtype.element_ty, [2, first.shape[0], R // 4], wide)
+        quarters.index(0).store((first * norm).to(pointers.out_ptr.dtype.element_ty))
+        quarters.index(1).store((second * norm).to(pointers.out_ptr.dtype.element_ty))
         gl.thread_barrier()
         for quarter in gl.static_range(2):
             total = quarters.index(quarter).load(T)
@@ -236,7 +314,6 @@ def score_tile(
     MASKED: gl.constexpr, PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile's weights and leave them to the other groups."""
-    weights_smem, factors, given, taken = exchange
     scores = PRODUCTS(tile, smem, barriers, S)
     scores *= score_scale
     if MASKED:
@@ -246,13 +323,13 @@ def score_tile(
     weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, AXIS, SLACK)
     sums = sums * rescale + gl.sum(weights, 1) if AXIS == 1 else sums * rescale[None, :] + weights
     slot = tile % SLOTS
-    mbarrier.wait(taken.index(slot), (tile // SLOTS & 1) ^ 1)
-    place = weights_smem.index(slot) if AXIS == 1 else weights_smem.index(slot).permute((1, 0))
-    place.store(weights.to(weights_smem.dtype))
-    factors.index(slot).store(rescale)
+    mbarrier.wait(exchange.taken.index(slot), (tile // SLOTS & 1) ^ 1)
+    place = exchange.weights.index(slot) if AXIS == 1 else exchange.weights.index(slot).permute((1, 0))
+    place.store(weights.to(exchange.weights.dtype))
+    exchange.factors.index(slot).store(rescale)
     if AXIS == 0:
         fence_async_shared()  # wgmma reads the weights where they are
-    hand_back(given, slot)
+    hand_back(exchange.given, slot)
     return new_max, sums
 
 
@@ -272,47 +349,69 @@ def attend_scores(
         AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS if AXIS == 1 else ROWS, DEPTH])
-    _, factors, given, taken = exchange
-    first, _, _, _, _, low, _, tiles, full, _ = position
-    score_scale, value_scale = scales
-    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, S))
+    flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, S))
     limits = seen_keys(flat, position, HEADS, CAUSAL)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(AXIS, S))
     if AXIS == 1:
         sums = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     else:
         sums = gl.zeros([KEYS, ROWS], gl.float32, S)  # a thread's of its own keys
-    if tiles > 0:
-        mbarrier.wait(barriers[0], 0)
-    for tile in range(full):
+    if position.tiles > 0:
+        mbarrier.wait(barriers.q_ready, 0)
+    for tile in range(position.full):
         row_max, sums = score_tile(
-            tile, row_max, sums, limits, low, score_scale, smem, barriers, exchange, False, PRODUCTS, SLOTS, S, AXIS
+            tile,
+            row_max,
+            sums,
+            limits,
+            position.low,
+            scales.score_scale,
+            smem,
+            barriers,
+            exchange,
+            False,
+            PRODUCTS,
+            SLOTS,
+            S,
+            AXIS,
         )
-    for tile in range(full, tiles):
+    for tile in range(position.full, position.tiles):
         row_max, sums = score_tile(
-            tile, row_max, sums, limits, low, score_scale, smem, barriers, exchange, True, PRODUCTS, SLOTS, S, AXIS
+            tile,
+            row_max,
+            sums,
+            limits,
+            position.low,
+            scales.score_scale,
+            smem,
+            barriers,
+            exchange,
+            True,
+            PRODUCTS,
+            SLOTS,
+            S,
+            AXIS,
         )
     row_sum = sums
     if AXIS == 0:
         row_sum = gl.sum(sums, 0)
-    slot = tiles % SLOTS
-    mbarrier.wait(taken.index(slot), (tiles // SLOTS & 1) ^ 1)
-    factors.index(slot).store(gl.where(row_sum > 0, value_scale / row_sum, 0.0))
-    hand_back(given, slot)
+    slot = position.tiles % SLOTS
+    mbarrier.wait(exchange.taken.index(slot), (position.tiles // SLOTS & 1) ^ 1)
+    exchange.factors.index(slot).store(gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0))
+    hand_back(exchange.given, slot)
     write_lse(pointers, flat, natural_lse(row_max, row_sum), position, num_splits, HEADS, LSE, SPLIT)
 
 
 @gluon.jit
 def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
     """Return one tile's weights ``(rows, keys)``, the factors ``(rows,)`` of earlier sums, and the least."""
-    weights_smem, factors, given, taken = exchange
     EVERY: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     slot = tile % SLOTS
-    mbarrier.wait(given.index(slot), tile // SLOTS & 1)
-    weights = weights_smem.index(slot).load(gl.DotOperandLayout(0, ACC, 2))
-    factor = factors.index(slot).load(gl.SliceLayout(1, ACC))
-    least = gl.min(factors.index(slot).load(EVERY), 0)  # every warp reads all: none waits for another
-    hand_back(taken, slot)
+    mbarrier.wait(exchange.given.index(slot), tile // SLOTS & 1)
+    weights = exchange.weights.index(slot).load(gl.DotOperandLayout(0, ACC, 2))
+    factor = exchange.factors.index(slot).load(gl.SliceLayout(1, ACC))
+    least = gl.min(exchange.factors.index(slot).load(EVERY), 0)  # every warp reads all: none waits for another
+    hand_back(exchange.taken, slot)
     return weights, factor, least
 
 
@@ -331,15 +430,15 @@ def attend_values(
         TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
-    _, factors, given, _ = exchange
-    _, _, _, _, _, low, high, tiles, _, _ = position
     first = gl.zeros([ROWS, R // 4], gl.float32, ACC)
     second = gl.zeros([ROWS, R // 4], gl.float32, ACC)
-    for tile in range(tiles):
-        first, second = TILE(tile, first, second, low, high, smem, barriers, exchange, R, RIGHT, SLOTS, ACC)
-    slot = tiles % SLOTS
-    mbarrier.wait(given.index(slot), tiles // SLOTS & 1)
-    norm = factors.index(slot).load(gl.SliceLayout(1, ACC))[:, None]
+    for tile in range(position.tiles):
+        first, second = TILE(
+            tile, first, second, position.low, position.high, smem, barriers, exchange, R, RIGHT, SLOTS, ACC
+        )
+    slot = position.tiles % SLOTS
+    mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
+    norm = exchange.factors.index(slot).load(gl.SliceLayout(1, ACC))[:, None]
     COLUMN: gl.constexpr = R // 2 if RIGHT else 0
     write_quarters(pointers, first, second, norm, staging, position, num_splits, strides, HEADS, R, SPLIT, COLUMN)
 
@@ -358,40 +457,36 @@ def multiply_values(first, second, weights, factor, least, first_values, second_
 @gluon.jit
 def products(tile, smem, barriers, S: gl.constexpr):
     """Return the query's products with one tile of keys, and hand its halves back."""
-    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
-    _, left_ready, right_ready, left_empty, right_empty = barriers
     buffer = tile % STAGES
     phase = tile // STAGES & 1
-    ROWS: gl.constexpr = q_pe.shape[0]
+    ROWS: gl.constexpr = smem.q_pe.shape[0]
     scores = gl.zeros([ROWS, KEYS], gl.float32, S)
-    mbarrier.wait(left_ready.index(buffer), phase)
-    mbarrier.wait(right_ready.index(buffer), phase)
-    scores = warpgroup_mma(q_pe, k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(q_left, k_left.index(buffer).permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma(q_right, k_right.index(buffer).permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(barriers.left_ready.index(buffer), phase)
+    mbarrier.wait(barriers.right_ready.index(buffer), phase)
+    scores = warpgroup_mma(smem.q_pe, smem.k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(smem.q_left, smem.k_left.index(buffer).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(smem.q_right, smem.k_right.index(buffer).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
-    hand_back(left_empty, buffer)
-    mbarrier.arrive(right_empty.index(buffer), count=1)
+    hand_back(barriers.left_empty, buffer)
+    mbarrier.arrive(barriers.right_empty.index(buffer), count=1)
     return scores
 
 
 @gluon.jit
 def products_turned(tile, smem, barriers, S: gl.constexpr):
     """Return the same transposed, ``(KEYS, ROWS)``."""
-    q_left, q_right, q_pe, k_left, k_right, k_pe = smem
-    _, left_ready, right_ready, left_empty, right_empty = barriers
     buffer = tile % STAGES
     phase = tile // STAGES & 1
-    ROWS: gl.constexpr = q_pe.shape[0]
+    ROWS: gl.constexpr = smem.q_pe.shape[0]
     scores = gl.zeros([KEYS, ROWS], gl.float32, S)
-    mbarrier.wait(left_ready.index(buffer), phase)
-    scores = warpgroup_mma(k_pe.index(buffer), q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(k_left.index(buffer), q_left.permute((1, 0)), scores, is_async=True)
-    mbarrier.wait(right_ready.index(buffer), phase)
-    scores = warpgroup_mma(k_right.index(buffer), q_right.permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(barriers.left_ready.index(buffer), phase)
+    scores = warpgroup_mma(smem.k_pe.index(buffer), smem.q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(smem.k_left.index(buffer), smem.q_left.permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(barriers.right_ready.index(buffer), phase)
+    scores = warpgroup_mma(smem.k_right.index(buffer), smem.q_right.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
-    hand_back(left_empty, buffer)
-    mbarrier.arrive(right_empty.index(buffer), count=1)
+    hand_back(barriers.left_empty, buffer)
+    mbarrier.arrive(barriers.right_empty.index(buffer), count=1)
     return scores
 
 
@@ -402,9 +497,11 @@ def add_values(
 ):  # fmt: skip
     """Add one half of a tile's values to the sums of its quarters, and hand it back."""
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    _, _, _, k_left, k_right, _ = smem
-    _, left_ready, right_ready, left_empty, right_empty = barriers
-    ready, empty, halves = (right_ready, right_empty, k_right) if RIGHT else (left_ready, left_empty, k_left)
+    ready, empty, halves = (
+        (barriers.right_ready, barriers.right_empty, smem.k_right)
+        if RIGHT
+        else (barriers.left_ready, barriers.left_empty, smem.k_left)
+    )
     buffer = tile % STAGES
     weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
@@ -431,39 +528,35 @@ def attend_all_values(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     EVERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    _, _, _, k_left, k_right, _ = smem
-    _, left_ready, right_ready, left_empty, right_empty = barriers
-    weights_smem, factors, given, taken = exchange
-    _, _, _, _, _, low, high, tiles, _, _ = position
     first = gl.zeros([R // 2, ROWS], gl.float32, ACC)
     second = gl.zeros([R // 2, ROWS], gl.float32, ACC)
-    for tile in range(tiles):
+    for tile in range(position.tiles):
         buffer = tile % STAGES
         slot = tile % SLOTS
-        left = k_left.index(buffer)
-        right = k_right.index(buffer)
-        mbarrier.wait(given.index(slot), tile // SLOTS & 1)
-        factor = factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
-        least = gl.min(factors.index(slot).load(EVERY), 0)  # as in take_weights
-        mbarrier.wait(left_ready.index(buffer), tile // STAGES & 1)
-        mbarrier.wait(right_ready.index(buffer), tile // STAGES & 1)
-        if low + (tile + 1) * KEYS > high:
-            clear_behind(left, low + tile * KEYS, high, T)
-            clear_behind(right, low + tile * KEYS, high, T)
+        left = smem.k_left.index(buffer)
+        right = smem.k_right.index(buffer)
+        mbarrier.wait(exchange.given.index(slot), tile // SLOTS & 1)
+        factor = exchange.factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
+        least = gl.min(exchange.factors.index(slot).load(EVERY), 0)  # as in take_weights
+        mbarrier.wait(barriers.left_ready.index(buffer), tile // STAGES & 1)
+        mbarrier.wait(barriers.right_ready.index(buffer), tile // STAGES & 1)
+        if position.low + (tile + 1) * KEYS > position.high:
+            clear_behind(left, position.low + tile * KEYS, position.high, T)
+            clear_behind(right, position.low + tile * KEYS, position.high, T)
         if least < 1.0:
             first = first * factor
             second = second * factor
-        weights = weights_smem.index(slot).permute((1, 0))
+        weights = exchange.weights.index(slot).permute((1, 0))
         first = warpgroup_mma(left.permute((1, 0)), weights, first, is_async=True)
         second = warpgroup_mma(right.permute((1, 0)), weights, second, is_async=True)
         first = warpgroup_mma_wait(1, [first])
-        hand_back(left_empty, buffer)
+        hand_back(barriers.left_empty, buffer)
         second = warpgroup_mma_wait(0, [second])
-        hand_back(right_empty, buffer)
-        mbarrier.arrive(taken.index(slot), count=1)
-    slot = tiles % SLOTS
-    mbarrier.wait(given.index(slot), tiles // SLOTS & 1)
-    norm = factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
+        hand_back(barriers.right_empty, buffer)
+        mbarrier.arrive(exchange.taken.index(slot), count=1)
+    slot = position.tiles % SLOTS
+    mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
+    norm = exchange.factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
     write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, 0, 0)
     write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, R // 2, 0)
 
@@ -474,22 +567,20 @@ def attend_tile_turned(
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """Attend to one tile, with all products transposed; the weights pass through shared memory, ``(ROWS, KEYS)``."""
-    q_left, q_right, q_pe, k_left, k_right, k_pe, p_smem = smem
-    _, left_ready, right_ready, left_empty, right_empty = barriers
     buffer = tile % STAGES
-    mbarrier.wait(left_ready.index(buffer), tile // STAGES & 1)
-    mbarrier.wait(right_ready.index(buffer), tile // STAGES & 1)
-    left = k_left.index(buffer)
-    right = k_right.index(buffer)
+    mbarrier.wait(barriers.left_ready.index(buffer), tile // STAGES & 1)
+    mbarrier.wait(barriers.right_ready.index(buffer), tile // STAGES & 1)
+    left = smem.k_left.index(buffer)
+    right = smem.k_right.index(buffer)
     values = right if RIGHT else left
     if MASKED:
         clear_behind(values, low + tile * KEYS, high, T)
     scores = gl.zeros([KEYS, ROWS], gl.float32, S)
-    scores = warpgroup_mma(k_pe.index(buffer), q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(left, q_left.permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma(right, q_right.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(smem.k_pe.index(buffer), smem.q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(left, smem.q_left.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(right, smem.q_right.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
-    hand_back(left_empty if RIGHT else right_empty, buffer)
+    hand_back(barriers.left_empty if RIGHT else barriers.right_empty, buffer)
     scores *= score_scale
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
@@ -497,12 +588,12 @@ def attend_tile_turned(
     weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
-    p_smem.permute((1, 0)).store(weights.to(values.dtype))
+    smem.weights.permute((1, 0)).store(weights.to(values.dtype))
     fence_async_shared()
     gl.thread_barrier()
-    accumulator = warpgroup_mma(values.permute((1, 0)), p_smem.permute((1, 0)), accumulator, is_async=True)
+    accumulator = warpgroup_mma(values.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(0, [accumulator])
-    hand_back(right_empty if RIGHT else left_empty, buffer)
+    hand_back(barriers.right_empty if RIGHT else barriers.left_empty, buffer)
     return accumulator, new_max, sums
 
 
@@ -523,28 +614,26 @@ def attend_half_turned(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    first, _, _, _, _, low, high, tiles, full, _ = position
-    score_scale, value_scale = scales
-    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
+    flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
     limits = seen_keys(flat, position, HEADS, CAUSAL)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, S))
     sums = gl.zeros([KEYS, ROWS], gl.float32, S)
     accumulator = gl.zeros([R // 2, ROWS], gl.float32, ACC)
-    if tiles > 0:
-        mbarrier.wait(barriers[0], 0)
-    for tile in range(full):
+    if position.tiles > 0:
+        mbarrier.wait(barriers.q_ready, 0)
+    for tile in range(position.full):
         accumulator, row_max, sums = TILE(
-            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+            tile, accumulator, row_max, sums, limits, position.low, position.high, scales.score_scale, smem, barriers,
             ROWS, RIGHT, False, S, ACC, T,
         )  # fmt: skip
-    for tile in range(full, tiles):
+    for tile in range(position.full, position.tiles):
         accumulator, row_max, sums = TILE(
-            tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
+            tile, accumulator, row_max, sums, limits, position.low, position.high, scales.score_scale, smem, barriers,
             ROWS, RIGHT, True, S, ACC, T,
         )  # fmt: skip
 
     row_sum = gl.sum(sums, 0)
-    norm = gl.where(row_sum > 0, value_scale / row_sum, 0.0)
+    norm = gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0)
     total = accumulator * gl.convert_layout(norm, gl.SliceLayout(0, ACC))[None, :]
     COLUMN: gl.constexpr = R // 2 if RIGHT else 0
     write_columns(pointers, total, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 0)
@@ -564,7 +653,7 @@ def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, TAKERS: gl.con
     for slot in gl.static_range(SLOTS):
         mbarrier.init(given.index(slot), count=1)
         mbarrier.init(taken.index(slot), count=TAKERS)
-    return weights, factors, given, taken
+    return Exchange(weights, factors, given, taken)
 
 
 @gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
@@ -606,7 +695,7 @@ def mla_decode_hopper_kernel(
             ``(ROWS, P)``.
         kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     """
-    first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, table = key_range(
+    position, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
         CAUSAL, ROWS,
     )  # fmt: skip
@@ -629,14 +718,27 @@ def mla_decode_hopper_kernel(
         mbarrier.init(right_empty.index(stage), count=2)
     fence_async_shared()
 
-    smem = (q_left, q_right, q_pe, k_left, k_right, k_pe)
-    barriers = (q_ready, left_ready, right_ready, left_empty, right_empty)
-    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
-    pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
-    strides = (stride_ot, stride_oh)
-    row = query_start * HEADS + first
-    scales = (score_scale, value_scale)
-    loader = (q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows, R, BLOCK_SIZE)
+    smem = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, None)
+    barriers = Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
+    pointers = Pointers(out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    strides = Strides(stride_ot, stride_oh)
+    row = position.query_start * HEADS + position.first
+    scales = Scales(score_scale, value_scale)
+    loader = (
+        q_half,
+        q_rope,
+        kv_half,
+        kv_rope,
+        smem,
+        barriers,
+        table,
+        row,
+        position.low,
+        position.tiles,
+        page_rows,
+        R,
+        BLOCK_SIZE,
+    )
     if ROWS == 64:
         exchange = make_exchange(kv_half.dtype, 1, ROWS, 2)
         fence_async_shared()

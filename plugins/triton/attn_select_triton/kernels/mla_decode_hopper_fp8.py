@@ -12,6 +12,8 @@ are multiplied.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,6 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
+    Pointers,
+    Scales,
+    Strides,
     attend_half_turned,
     attend_scores,
     attend_values,
@@ -46,6 +51,30 @@ ROPE = gl.constexpr(64)
 E4M3_MAX = gl.constexpr(448.0)
 
 
+class Shared(NamedTuple):
+    """The query and ``STAGES`` tiles of keys in e4m3, and both halves of a tile's latents widened to float16.
+
+    Attributes:
+        weights: as ``mla_decode_hopper.Shared`` has them.
+    """
+
+    q: Any
+    q_pe: Any
+    k: Any
+    k_pe: Any
+    left_values: Any
+    right_values: Any
+    weights: Any
+
+
+class Barriers(NamedTuple):
+    """The query is there; of each stage a tile was loaded, and all groups are through with it."""
+
+    q_ready: Any
+    ready: Any
+    empty: Any
+
+
 @gluon.jit
 def rounded(numbers, scale):
     """Return numbers over their scale as e4m3, saturated."""
@@ -65,23 +94,22 @@ def round_query(
         RIGHT: the right half of the latents' columns, or the left one and the rope part.
     """
     q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, scale = query
-    first, _, query_start, query_len, _, _, _, _, _, _ = position
     T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HALF: gl.constexpr = R // PART // 2
     BEGIN: gl.constexpr = HALF if RIGHT else 0
-    flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
-    rows = q_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
-    inside = (flat < query_len * HEADS)[:, None]
+    flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
+    rows = q_ptr + (position.query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
+    inside = (flat < position.query_len * HEADS)[:, None]
     loaded = ()
     for part in gl.static_range(HALF):
         columns = (BEGIN + part) * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, T))
         loaded = loaded + (gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
     if not RIGHT:
-        flat = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
-        rows = qr_ptr + (query_start + flat // HEADS).to(gl.int64) * stride_rt + flat % HEADS * stride_rh
+        flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
+        rows = qr_ptr + (position.query_start + flat // HEADS).to(gl.int64) * stride_rt + flat % HEADS * stride_rh
         columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
-        rope = gl.load(rows[:, None] + columns[None, :], mask=(flat < query_len * HEADS)[:, None], other=0.0)
+        rope = gl.load(rows[:, None] + columns[None, :], mask=(flat < position.query_len * HEADS)[:, None], other=0.0)
         q_pe.store(rounded(rope, scale))
     for part in gl.static_range(HALF):
         q_smem.index(BEGIN + part).store(rounded(loaded[part], scale))
@@ -127,19 +155,17 @@ def widen(k_smem, values, buffer, first, high, R: gl.constexpr, RIGHT: gl.conste
 @gluon.jit
 def products(tile, smem, barriers, S: gl.constexpr):
     """Return the query's products with one tile of keys, as ``mla_decode_hopper.products``."""
-    q_smem, q_pe, k_smem, k_pe, _, _ = smem
-    _, ready, empty = barriers
-    PARTS: gl.constexpr = q_smem.shape[0]
+    PARTS: gl.constexpr = smem.q.shape[0]
     buffer = tile % STAGES
-    mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
-    ROWS: gl.constexpr = q_pe.shape[0]
+    mbarrier.wait(barriers.ready.index(buffer), tile // STAGES & 1)
+    ROWS: gl.constexpr = smem.q_pe.shape[0]
     scores = gl.zeros([ROWS, KEYS], gl.float32, S)
-    scores = warpgroup_mma(q_pe, k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(smem.q_pe, smem.k_pe.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
     for part in gl.static_range(PARTS):
-        keys_part = k_smem.index(buffer * PARTS + part).permute((1, 0))
-        scores = warpgroup_mma(q_smem.index(part), keys_part, scores, is_async=True)
+        keys_part = smem.k.index(buffer * PARTS + part).permute((1, 0))
+        scores = warpgroup_mma(smem.q.index(part), keys_part, scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
-    hand_back(empty, buffer)
+    hand_back(barriers.empty, buffer)
     return scores
 
 
@@ -149,14 +175,12 @@ def add_values(
     R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Add one half of a tile's values to the sums of its quarters, as ``mla_decode_hopper.add_values``."""
-    _, _, k_smem, _, left_values, right_values = smem
-    _, ready, empty = barriers
-    values = right_values if RIGHT else left_values
+    values = smem.right_values if RIGHT else smem.left_values
     buffer = tile % STAGES
     start = low + tile * KEYS
-    mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
-    widen(k_smem, values, buffer, start, high, R, RIGHT, False)
-    hand_back(empty, buffer)
+    mbarrier.wait(barriers.ready.index(buffer), tile // STAGES & 1)
+    widen(smem.k, values, buffer, start, high, R, RIGHT, False)
+    hand_back(barriers.empty, buffer)
     if start + KEYS > high:
         T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         for part in gl.static_range(R // PART // 2):
@@ -174,20 +198,19 @@ def attend_tile_turned(
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """Attend to one tile, with all products transposed; the weights pass through shared memory, ``(ROWS, KEYS)``."""
-    q_smem, q_pe, k_smem, k_pe, values, p_smem = smem
-    _, ready, empty = barriers
+    values = smem.right_values if RIGHT else smem.left_values
     R: gl.constexpr = 2 * accumulator.shape[0]
     PARTS: gl.constexpr = R // PART
     buffer = tile % STAGES
-    mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    mbarrier.wait(barriers.ready.index(buffer), tile // STAGES & 1)
     scores = gl.zeros([KEYS, ROWS], gl.float32, S)
-    scores = warpgroup_mma(k_pe.index(buffer), q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(smem.k_pe.index(buffer), smem.q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
     for part in gl.static_range(PARTS):
-        keys_part = k_smem.index(buffer * PARTS + part)
-        scores = warpgroup_mma(keys_part, q_smem.index(part).permute((1, 0)), scores, is_async=True)
-    widen(k_smem, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)
+        keys_part = smem.k.index(buffer * PARTS + part)
+        scores = warpgroup_mma(keys_part, smem.q.index(part).permute((1, 0)), scores, is_async=True)
+    widen(smem.k, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)
     scores = warpgroup_mma_wait(0, [scores])
-    hand_back(empty, buffer)
+    hand_back(barriers.empty, buffer)
     scores *= score_scale
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
@@ -195,11 +218,11 @@ def attend_tile_turned(
     weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
-    p_smem.permute((1, 0)).store(weights.to(gl.float16))
+    smem.weights.permute((1, 0)).store(weights.to(gl.float16))
     fence_async_shared()
     gl.thread_barrier()
     half = values._reinterpret(gl.float16, [KEYS, R // 2], values.type.layout)
-    accumulator = warpgroup_mma(half.permute((1, 0)), p_smem.permute((1, 0)), accumulator, is_async=True)
+    accumulator = warpgroup_mma(half.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(0, [accumulator])
     gl.thread_barrier()  # as in add_values
     return accumulator, new_max, sums
@@ -211,9 +234,10 @@ def round_and_attend_values(
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """One half's group: rounds its half of the query beside the first loads, then attends."""
-    round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, RIGHT)
+    round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, RIGHT)
+    staging = smem.right_values if RIGHT else smem.left_values
     attend_values(
-        pointers, smem, barriers, exchange, smem[5] if RIGHT else smem[4], position, num_splits, strides,
+        pointers, smem, barriers, exchange, staging, position, num_splits, strides,
         HEADS, R, SPLIT, ROWS, RIGHT, gl.constexpr(add_values), SLOTS,
     )  # fmt: skip
 
@@ -226,8 +250,8 @@ def round_and_attend_turned(
 ):  # fmt: skip
     """The same with few rows, of which one group rounds both halves."""
     if not RIGHT:
-        round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, False)
-        round_query(query, smem[0], smem[1], barriers[0], position, HEADS, R, ROWS, True)
+        round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, False)
+        round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, True)
     attend_half_turned(
         pointers, smem, barriers, position, num_splits, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, RIGHT,
         gl.constexpr(attend_tile_turned), 32,
@@ -277,7 +301,7 @@ def mla_decode_hopper_fp8_kernel(
             ``(64, 64)``.
         score_scale: scale * log2(e), times the query's scale and the cache's.
     """
-    first, split, query_start, query_len, seq_len, low, high, tiles, full, splits, table = key_range(
+    position, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
         CAUSAL, ROWS,
     )  # fmt: skip
@@ -298,42 +322,42 @@ def mla_decode_hopper_fp8_kernel(
         mbarrier.init(empty.index(stage), count=3 if ROWS == 64 else 2)
     fence_async_shared()
 
-    smem = (q_smem, q_pe, k_smem, k_pe)
-    barriers = (q_ready, ready, empty)
-    position = (first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
+    barriers = Barriers(q_ready, ready, empty)
     query = (q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, q_scale)
-    pointers = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
-    strides = (stride_ot, stride_oh)
-    scales = (score_scale, value_scale)
+    pointers = Pointers(out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    strides = Strides(stride_ot, stride_oh)
+    scales = Scales(score_scale, value_scale)
     if ROWS == 64:
-        both = smem + (left_values, right_values)
+        smem = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, None)
         exchange = make_exchange(gl.float16, SLOTS, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_scores, (pointers, both, barriers, exchange, position, num_splits, scales,
+                (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
                  HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 32, 1)),
-                (round_and_attend_values, (query, pointers, both, barriers, exchange, position, num_splits, strides,
+                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, num_splits, strides,
                  HEADS, R, SPLIT, ROWS, False)),
-                (round_and_attend_values, (query, pointers, both, barriers, exchange, position, num_splits, strides,
+                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, num_splits, strides,
                  HEADS, R, SPLIT, ROWS, True)),
-                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
-                 BLOCK_SIZE)),
+                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles,
+                 page_rows, R, BLOCK_SIZE)),
             ],
             [4, 4, 1],
             [192, 192, 24],
         )  # fmt: skip
     else:
-        left = smem + (left_values, gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide))
-        right = smem + (right_values, gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide))
+        left_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
+        right_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
+        left = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, left_p)
+        right = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, right_p)
         gl.warp_specialize(
             [
                 (round_and_attend_turned, (query, pointers, left, barriers, position, num_splits, scales, strides,
                  HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
                 (round_and_attend_turned, (query, pointers, right, barriers, position, num_splits, scales, strides,
                  HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
-                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, R,
-                 BLOCK_SIZE)),
+                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles,
+                 page_rows, R, BLOCK_SIZE)),
             ],
             [4, 1],
             [240, 24],
