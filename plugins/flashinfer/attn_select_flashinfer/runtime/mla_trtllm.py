@@ -2,7 +2,7 @@
 
 The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are passed as
 ``(B, q_len, H, R + Pr)`` and are causal. Queries of several lengths are passed one behind the other with their bounds,
-where that is right (``RAGGED``) and no LSE is asked for. Otherwise, and without causality, each query becomes a row of
+where that is right (``RAGGED``, ``CUTE_DSL_RAGGED``) and no LSE is asked for. Otherwise, and without causality, each query becomes a row of
 its own, whose length is the number of keys that it sees. Before 0.6.18 each query runs in a CTA of its own anyway, so
 that rows cost no more than their block table.
 """
@@ -211,7 +211,7 @@ class TrtllmDecode:
         version = library.flashinfer().version
         self._masks_drafts = (kernel.name, kernel.implementation) != ("cute-dsl", "modular")
         ragged = {"trtllm-gen": RAGGED.value, "cute-dsl": CUTE_DSL_RAGGED.value}.get(kernel.name)
-        known = ragged is not None and version is not None and version_matches(version, ragged)
+        known = bool(version) and ragged is not None and version_matches(version, ragged)
         self._ragged = known and self._masks_drafts
         self._most = min(context.max_num_batched_tokens, context.max_num_seqs * config.max_decode_query_len)
         self._lens: Tensor | None = None
