@@ -2,9 +2,9 @@
 
 The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are passed as
 ``(B, q_len, H, R + Pr)`` and are causal. Queries of several lengths are passed one behind the other with their bounds,
-where that is right (``RAGGED``, ``CUTE_DSL_RAGGED``) and no LSE is asked for. Otherwise, and without causality, each query becomes a row of
-its own, whose length is the number of keys that it sees. Before 0.6.18 each query runs in a CTA of its own anyway, so
-that rows cost no more than their block table.
+where that is right (``RAGGED``, ``CUTE_DSL_RAGGED``) and no LSE is asked for. Otherwise, and without causality, each
+query becomes a row of its own, whose length is the number of keys that it sees. Before 0.6.18 trtllm-gen runs each
+query in a CTA of its own anyway, so that rows cost no more than their block table.
 """
 
 from __future__ import annotations
