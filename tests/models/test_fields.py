@@ -48,7 +48,7 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
         ({"layer_types": ["linear_attention"] * 32}, "no attention layer that an attention config can describe"),
         (
             {"layer_types": ["minimax_m3_sparse"] * 32},
-            "no backend has a kernel for its attention layers (32 minimax_m3_sparse)",
+            "no backend has a kernel for its attention layers (32 minimax_m3_sparse, which attend to blocks of keys",
         ),
         ({"kv_lora_rank": 512}, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim missing beside kv_lora_rank = 512"),
         ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 32 layers"),

@@ -27,14 +27,15 @@ _SPELLINGS = {
 }
 ATTENTION = (FULL, SLIDING, CHUNKED, INDEXED, HYBRID, CROSS)
 NOT_ATTENTION = (LINEAR, "conv", "moe", "mlp")
-UNSUPPORTED = (
-    "window_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-    "minimax_m3_sparse",
-    "reference_sliding_attention",
-)
-"""Kinds of attention that are known and that an ``AttentionConfig`` cannot describe."""
+UNSUPPORTED = {
+    "window_attention": "windows of an image",
+    "compressed_sparse_attention": "keys of 4 tokens each, which an indexer chooses, beside a window",
+    "heavily_compressed_attention": "keys of 128 tokens each, beside a window",
+    "minimax_m3_sparse": "blocks of keys, which an indexer chooses for each query",
+    "reference_sliding_attention": "a window, and all tokens of images and of the prompt",
+}
+"""Kinds of attention that are known and that an ``AttentionConfig`` cannot describe, each with what it attends to
+(transformers 5.23, the modules of models that have it)."""
 NO_MODEL = "add it, or describe one layer with --num-heads and --head-size and no --model"
 
 

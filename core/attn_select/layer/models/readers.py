@@ -76,7 +76,7 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
 def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[str], total: int) -> None:
     other = Counter({kind: count for kind, count in left_out.items() if kind in types.NOT_ATTENTION})
     lacking = left_out - other
-    named = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+    named = ", ".join(f"{count} {kind}{_attends_to(kind)}" for kind, count in left_out.items())
     if not reading.layers and lacking:
         raise ModelError(f"{fields.where}: no backend has a kernel for its attention layers ({named})")
     if not reading.layers:
@@ -85,9 +85,14 @@ def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[st
         named = ", ".join(f"{count} {kind}" for kind, count in other.items())
         reading.notes.append(f"{other.total()} of {total} layers are left out, not being plain attention: {named}")
     if lacking:
-        named = ", ".join(f"{count} {kind}" for kind, count in lacking.items())
+        named = ", ".join(f"{count} {kind}{_attends_to(kind)}" for kind, count in lacking.items())
         text = f"{lacking.total()} of {total} layers are left out, since no backend has a kernel for them: {named}"
         reading.notes.append(text)
+
+
+def _attends_to(kind: str) -> str:
+    what = types.UNSUPPORTED.get(kind)
+    return f", which attend to {what}" if what else ""
 
 
 def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
