@@ -228,7 +228,8 @@ def test_another_number_of_ranks_than_selected() -> None:
         return str(error.value)
 
     text = "decode_context_parallel_size = 4, but the process group has 2 ranks"
-    assert all(text in found for found in run_ranks(2, run))
+    hint = "select with decode_context_parallel_size = 2, or start 4 ranks"
+    assert all(text in found and hint in found for found in run_ranks(2, run))
 
 
 def _errors_of(make: Any) -> list[Exception]:
