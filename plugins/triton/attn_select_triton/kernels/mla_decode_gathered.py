@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from attn_select_triton.kernels.hopper_barriers import barriers_of
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
@@ -141,10 +142,10 @@ def mla_decode_gathered_kernel(
     left_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
     right_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    left_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    left_ready = barriers_of(STAGES)
+    right_ready = barriers_of(STAGES)
+    left_empty = barriers_of(STAGES)
+    right_empty = barriers_of(STAGES)
     mbarrier.init(q_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(left_ready.index(stage), count=32 * LOADERS)  # every thread that copies arrives

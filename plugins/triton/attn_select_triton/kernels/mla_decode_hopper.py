@@ -25,11 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_select_triton.kernels.hopper_barriers import barriers_of, hand_back
 from attn_select_triton.kernels.launch import SLICED
-from attn_select_triton.kernels.pieces import FIELDS as _FIELDS
+from attn_select_triton.kernels.pieces import FIELDS
+from attn_select_triton.kernels.primitives import LN2
 
-FIELDS = gl.constexpr(_FIELDS.value)
-LN2 = gl.constexpr(0.6931471805599453)
 KEYS = gl.constexpr(64)
 """Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
 STAGES = gl.constexpr(2)
@@ -199,13 +199,6 @@ def clear_behind(values, first, high, T: gl.constexpr):
     values.store(gl.where((rows < high)[:, None], loaded, gl.zeros_like(loaded)))
     fence_async_shared()
     gl.thread_barrier()
-
-
-@gluon.jit
-def hand_back(empty, buffer):
-    """Tell the loader that this compute group is through with half a tile."""
-    gl.thread_barrier()
-    mbarrier.arrive(empty.index(buffer), count=1)
 
 
 @gluon.jit
@@ -648,8 +641,8 @@ def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, TAKERS: gl.con
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     weights = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, KEYS], wide)
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], flat)
-    given = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    given = barriers_of(SLOTS)
+    taken = barriers_of(SLOTS)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(given.index(slot), count=1)
         mbarrier.init(taken.index(slot), count=TAKERS)
@@ -706,10 +699,10 @@ def mla_decode_hopper_kernel(
     k_right = gl.allocate_shared_memory(kv_half.dtype, [STAGES, KEYS, kv_half.block_type.shape[1]], kv_half.layout)
     k_pe = gl.allocate_shared_memory(kv_rope.dtype, [STAGES, KEYS, kv_rope.block_type.shape[1]], kv_rope.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    left_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    left_ready = barriers_of(STAGES)
+    right_ready = barriers_of(STAGES)
+    left_empty = barriers_of(STAGES)
+    right_empty = barriers_of(STAGES)
     mbarrier.init(q_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(left_ready.index(stage), count=1)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_select_triton.kernels.hopper_barriers import barriers_of, hand_back
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
@@ -34,13 +35,13 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     attend_scores,
     attend_values,
     clear_behind,
-    hand_back,
     key_range,
     make_exchange,
     multiply_values,
     softmax_tile,
     take_weights,
 )
+from attn_select_triton.kernels.primitives import E4M3_MAX
 
 STAGES = gl.constexpr(3)
 """Three tiles of 576 bytes a key, the query and a widened tile fill 208 of the 227 KiB of shared memory."""
@@ -48,7 +49,6 @@ SLOTS = gl.constexpr(2)
 PART = gl.constexpr(128)
 """Columns of the latent that one box of TMA and one product take: the width of the swizzle."""
 ROPE = gl.constexpr(64)
-E4M3_MAX = gl.constexpr(448.0)
 
 
 class Shared(NamedTuple):
@@ -314,8 +314,8 @@ def mla_decode_hopper_fp8_kernel(
     left_values = gl.allocate_shared_memory(gl.float16, [PARTS // 2, KEYS, PART], wide)
     right_values = gl.allocate_shared_memory(gl.float16, [PARTS // 2, KEYS, PART], wide)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = barriers_of(STAGES)
+    empty = barriers_of(STAGES)
     mbarrier.init(q_ready, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)

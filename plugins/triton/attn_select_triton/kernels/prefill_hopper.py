@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.kernels.descriptors import Descriptors
+from attn_select_triton.kernels.hopper_barriers import barriers_of
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe, sm_count
 from attn_select_triton.kernels.merge import merge_rows
 from attn_select_triton.kernels.prefill_hopper_items import (
@@ -49,14 +50,11 @@ from attn_select_triton.kernels.prefill_hopper_tiles import (
     last_values,
     score_layout,
 )
-from attn_select_triton.kernels.primitives import E4M3_MAX as E4M3_LIMIT
-from attn_select_triton.kernels.primitives import LOG2E
+from attn_select_triton.kernels.primitives import E4M3_MAX, LN2, LOG2E
 from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
 from attn_select_triton.limits import GLUON_CAPABILITY
 from attn_select_triton.tuning import find_tile, section_of, tile_of
 
-LN2 = gl.constexpr(0.6931471805599453)
-E4M3_MAX = gl.constexpr(E4M3_LIMIT.value)
 LEAST_BOX = 16
 """Tokens of the smallest box that was run."""
 
@@ -300,12 +298,6 @@ def attend_items(
         more = following.query_len >= 0
 
 
-@gluon.jit
-def barriers(COUNT: gl.constexpr):
-    """Return memory of so many barriers."""
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-
-
 @gluon.jit(
     do_not_specialize=["items", "num_splits", "split_tiles", "num_requests", "section", "window", "stride_table"],
     do_not_specialize_on_alignment=SLICED,
@@ -370,21 +362,21 @@ def prefill_hopper_kernel(
     tiles = Tiles(
         gl.allocate_shared_memory(k_descriptor.dtype, [STAGES * PARTS, OPTIONS.keys, PART], LAYOUT),
         gl.allocate_shared_memory(v_descriptor.dtype, [STAGES * V_PARTS, OPTIONS.keys, PART], LAYOUT),
-        barriers(STAGES),
-        barriers(STAGES),
-        barriers(STAGES),
-        barriers(STAGES),
+        barriers_of(STAGES),
+        barriers_of(STAGES),
+        barriers_of(STAGES),
+        barriers_of(STAGES),
     )
     for stage in gl.static_range(STAGES):
         mbarrier.init(tiles.k_ready.index(stage), count=1)
         mbarrier.init(tiles.k_empty.index(stage), count=GROUPS)
         mbarrier.init(tiles.v_ready.index(stage), count=1)
         mbarrier.init(tiles.v_empty.index(stage), count=GROUPS)
-    turns = barriers(GROUPS)
+    turns = barriers_of(GROUPS)
     for group in gl.static_range(GROUPS):
         mbarrier.init(turns.index(group), count=1)
     memory = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail = Mail(memory, barriers(2), barriers(2))
+    mail = Mail(memory, barriers_of(2), barriers_of(2))
     for slot in gl.static_range(2):
         mbarrier.init(mail.there.index(slot), count=1)
         mbarrier.init(mail.read.index(slot), count=GROUPS)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_select_triton.kernels.hopper_barriers import hand_back
 from attn_select_triton.kernels.prefill_hopper_items import PART, ROWS
 
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
@@ -62,13 +63,6 @@ class Running(NamedTuple):
 def score_layout(keys):
     """Return the layout of scores ``(ROWS, keys)``."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
-
-
-@gluon.jit
-def hand_back(empty, buffer):
-    """Tell the loader that this compute group is through with a tile of K or of V."""
-    gl.thread_barrier()
-    mbarrier.arrive(empty.index(buffer), count=1)
 
 
 @gluon.jit
