@@ -136,6 +136,7 @@ def decode_kernel(
     TERM_FLAGS: tl.constexpr,
     TILE_SHAPE: tl.constexpr,
     ROW_SHAPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """One program: up to ``block_m`` rows (all heads of a KV head's group x all tokens), against one piece of the keys.
@@ -150,7 +151,8 @@ def decode_kernel(
             are done: 0 before and behind.
         pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
         row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
-        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``.
+        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the
+            dtype of the products.
     """
     TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
     TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
@@ -183,7 +185,7 @@ def decode_kernel(
     split_high = high
     if SPLIT:
         split_low, split_high = split_bounds(piece.split, piece.splits, low, high, BLOCK_N)
-    query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, SHAPE)
+    query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, COMPUTE)
     running = begin(sinks_ptr, rows, piece.split, TILES, SHAPE)
 
     table_ptr += piece.request.to(tl.int64) * stride_table
@@ -382,9 +384,8 @@ class Decode:
                 block_d=power_of_two(shape.head_size), dv=size, block_dv=power_of_two(size), rest=0, pack=pack,
                 pairs=pairs, precision=PRECISION, block_n=launch.block_n,
             ),
-            RowShape(
-                shape.heads, shape.heads // shape.kv_heads, sinks is not None, lse, self._compute, launch.block_m
-            ),
+            RowShape(shape.heads, shape.heads // shape.kv_heads, sinks is not None, lse, launch.block_m),
+            self._compute,
             self.pieces is not None,
         )  # fmt: skip
         kind = (self._kind, arguments, layer)

@@ -81,6 +81,7 @@ def prefill_kernel(
     TERM_FLAGS: tl.constexpr,
     TILE_SHAPE: tl.constexpr,
     ROW_SHAPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):
     """One program: ``block_m`` rows of one request and KV head, against all keys that they see.
 
@@ -90,7 +91,8 @@ def prefill_kernel(
 
     Args:
         row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
-        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``.
+        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the
+            dtype of the products.
     """
     TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
     TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
@@ -108,7 +110,7 @@ def prefill_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     context = seq_len - query_len
     rows = rows_of(first, kv_head, query_start, query_len, context, SHAPE)
-    query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, SHAPE)
+    query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, COMPUTE)
     running = begin(sinks_ptr, rows, 0, TILES, SHAPE)
 
     if TERMS.ranges > 0:
@@ -206,7 +208,6 @@ class _Kind:
             block_d, rest = power_of_two(head_size), 0
             block_size, pack, k_strides, v_strides = cache_strides(key, value, paged)
         self.block_m = chosen.block_m
-        compute = compute_dtype(query.dtype, cache_dtype)
         self.arguments = (
             RowStrides(*query.stride()[:2], *output.stride()[:2]), CacheStrides(*k_strides), CacheStrides(*v_strides),
             flags,
@@ -215,7 +216,8 @@ class _Kind:
                 dv=value_size, block_dv=block_dv, rest=rest, pack=pack, pairs=0, precision=PRECISION,
                 block_n=chosen.block_n,
             ),
-            RowShape(heads, heads // kv_heads, sinks, lse, compute, chosen.block_m),
+            RowShape(heads, heads // kv_heads, sinks, lse, chosen.block_m),
+            compute_dtype(query.dtype, cache_dtype),
         )  # fmt: skip
         self.launch = Relaunch(prefill_kernel, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
 

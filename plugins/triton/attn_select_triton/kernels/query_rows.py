@@ -16,13 +16,12 @@ from attn_select_triton.kernels.primitives import LOG2E, Query, Running, as_outp
 
 
 class RowShape(NamedTuple):
-    """What rows are; all of it is compiled in.
+    """What rows are; all of it is compiled in. Plain numbers, since hooks of Triton's compiler write constants as JSON.
 
     Attributes:
         heads: of the query; ``group`` of them share a KV head.
         sinks: a logit for each head counts in the denominator.
         lse: the log-sum-exp is written.
-        compute: dtype of the products.
         block_m: rows of a program.
     """
 
@@ -30,7 +29,6 @@ class RowShape(NamedTuple):
     group: int
     sinks: bool
     lse: bool
-    compute: tl.dtype
     block_m: int
 
 
@@ -88,20 +86,20 @@ def rows_of(first, kv_head, query_start, query_len, context, SHAPE: tl.constexpr
 
 
 @triton.jit
-def load_query(q_ptr, slopes_ptr, rows, strides, ALIBI: tl.constexpr, TILES: tl.constexpr, SHAPE: tl.constexpr):
-    """Return the ``Query`` of these rows."""
+def load_query(q_ptr, slopes_ptr, rows, strides, ALIBI: tl.constexpr, TILES: tl.constexpr, COMPUTE: tl.constexpr):
+    """Return the ``Query`` of these rows, in the dtype of the products."""
     size = tl.arange(0, TILES.block_d)
     token = (rows.query_start + rows.token).to(tl.int64)
     q_rows = token * strides.query_token + rows.head * strides.query_head
     mask = rows.inside[:, None]
     if TILES.d < TILES.block_d:
         mask = mask & (size < TILES.d)[None, :]
-    tile = tl.load(q_ptr + q_rows[:, None] + size[None, :], mask=mask, other=0.0).to(SHAPE.compute)
+    tile = tl.load(q_ptr + q_rows[:, None] + size[None, :], mask=mask, other=0.0).to(COMPUTE)
     rest = tile
     if TILES.rest > 0:
         behind = TILES.block_d + tl.arange(0, TILES.rest)
         rest = tl.load(q_ptr + q_rows[:, None] + behind[None, :], mask=rows.inside[:, None], other=0.0)
-        rest = rest.to(SHAPE.compute)
+        rest = rest.to(COMPUTE)
     slopes = rows.position
     if ALIBI:
         slopes = tl.load(slopes_ptr + rows.head).to(tl.float32) * LOG2E
