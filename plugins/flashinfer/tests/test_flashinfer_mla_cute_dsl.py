@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from flashinfer_gate import Gate
 
-from attn_select import AttentionConfig, select
+from attn_select import AttentionConfig, ConfigError, select
+from attn_select.backends.spec import BackendPlan
 from attn_select.testing import mla_layer
 from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
 from attn_select_flashinfer.facts.mla_kernels import MLAKernel
@@ -18,6 +20,8 @@ pytest.importorskip("torch")
 import flashinfer_mla_groups as layers
 import torch
 from flashinfer_emulated import trtllm_mla
+
+from attn_select_flashinfer.runtime.mla_trtllm import heads_of
 
 Emulate = Callable[..., Any]
 ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
@@ -105,6 +109,31 @@ def test_drafts_and_dtypes(fields: dict[str, Any], block_size: int, emulate: Emu
     layers.run(group, layers.problem_for(group, [(4, 70), (4, 4), (4, 129)]))
     (call,) = world.named(ENTRY)
     assert call["query"].shape[:2] == (3, 4)
+
+
+@pytest.mark.parametrize(("cute_dsl", "heads", "worked"), [(True, 20, 20), (False, 20, 32), (False, 16, 16)])
+def test_ranks_that_gather_queries_have_more_heads_than_the_plan(
+    cute_dsl: bool, heads: int, worked: int, emulate: Emulate
+) -> None:
+    def planned_for_a_rank(plan: BackendPlan) -> BackendPlan:
+        assert isinstance(plan.kernel, MLAKernel)
+        return replace(plan, kernel=replace(plan.kernel, heads=8))
+
+    world = emulate((10, 0))
+    for fields in ({}, {"kv_cache_dtype": "fp8"}):
+        config = layers.mla_config(num_heads=heads, **fields)
+        group = layers.group_for("b200", config, phases=["decode"], cute_dsl=cute_dsl, change=planned_for_a_rank)
+        layers.run(group, layers.problem_for(group, [(1, 70), (1, 9)]))
+        assert world.named(ENTRY)[-1]["query"].shape[2] == worked
+
+
+def test_more_gathered_heads_than_the_kernel_takes_are_refused(emulate: Emulate) -> None:
+    emulate((10, 0))
+    kernel = MLAKernel("trtllm-gen", 128)
+    with pytest.raises(
+        ConfigError, match="num_heads = 256, gathered from all ranks: FlashInfer's trtllm-gen takes 128"
+    ):
+        heads_of(kernel, layers.mla_config(num_heads=256))
 
 
 def test_requests_without_keys(emulate: Emulate) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_select.backends.spec import Fact
+from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.environment import version_matches
 from attn_select.runtime import ops
@@ -23,9 +24,9 @@ from attn_select.runtime.backend import AttentionLayer, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
-from attn_select_flashinfer.facts.libraries import MIB, MLA_CORE
+from attn_select_flashinfer.facts.libraries import MIB, MLA_CORE, padded_heads
 from attn_select_flashinfer.facts.mla import FlashInferMLAOptions
-from attn_select_flashinfer.facts.mla_kernels import MLAKernel
+from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.scores import LN2, blank_rows
 
@@ -45,6 +46,20 @@ RESERVED = (8 + 1 + 24) * MIB
 SM)."""
 E4M3 = torch.float8_e4m3fn
 Scale = float | Tensor
+
+
+def heads_of(kernel: MLAKernel, config: AttentionConfig) -> int:
+    """Return the heads that a kernel works on: the plan's, or more where ranks gather the queries of their heads.
+
+    Raises:
+        ConfigError: they are more than the kernel takes.
+    """
+    if config.num_heads <= kernel.heads:
+        return kernel.heads
+    if config.num_heads > MAX_HEADS:
+        text = f"num_heads = {config.num_heads}, gathered from all ranks: FlashInfer's {kernel.name} takes {MAX_HEADS}"
+        raise ConfigError(text, fields=["num_heads"], hint='ContextParallel(…, queries="replicated") gathers none')
+    return config.num_heads if kernel.name == "cute-dsl" else padded_heads(config.num_heads)
 
 
 @dataclass(slots=True)
@@ -94,7 +109,11 @@ class Heads:
         cache_scales: bool = False,
         device_scales: bool = False,
     ) -> None:
-        self._heads, self.padded, self._rank = config.num_heads, kernel.heads, cast(int, config.kv_lora_rank)
+        self._heads, self.padded, self._rank = (
+            config.num_heads,
+            heads_of(kernel, config),
+            cast(int, config.kv_lora_rank),
+        )
         self._fp8 = kernel.fp8_query
         self._scale, self._cache_scales, self._device_scales = float(scale), cache_scales, device_scales
         self._lse_factor = 1.0 if kernel.name == "cute-dsl" else LN2
