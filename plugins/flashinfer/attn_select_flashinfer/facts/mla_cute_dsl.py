@@ -8,7 +8,7 @@ takes attention sinks, and none of these.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -43,6 +43,7 @@ _FOLDER = "flashinfer-ai/flashinfer flashinfer/cute_dsl/attention 0.6.14 and 0.7
 _MONOLITHIC = f"{_FOLDER} monolithic/mla_decode_fp16.py and mla_decode_fp8.py can_implement"
 _DISPATCH = f"{_FOLDER} mla_dispatch.py"
 PAGES = Fact((64, 32, 128, 16), f"{_MONOLITHIC}: divisors of 128 from 2 up")
+WORKSPACE = Fact(128 * MIB, f"{_FOLDER} monolithic/mla_decode.py: covers all; it needs 18 MiB at most on 148 SMs")
 CUTLASS_DSL = Library("nvidia-cutlass-dsl", "cutlass", "pip install --upgrade flashinfer-python", ">=4.5.0")
 """What 0.6.14 requires (METADATA); 0.7.2.post1 wants 4.6.2 or newer and brings it."""
 
@@ -69,9 +70,6 @@ class FlashInferMLACuteDslOptions(BackendOptions):
 
     implementation: Literal["auto", "monolithic", "modular"] = Field(
         "auto", description="which of the two runs; auto is modular for layers with attention sinks, else monolithic"
-    )
-    workspace_bytes: Annotated[int, Field(ge=40 * MIB, le=1 << 40, strict=True)] | None = Field(
-        None, description="decode scratch; left out: 128 MiB"
     )
 
 
@@ -116,7 +114,7 @@ def plan(
         kv_layouts=(MLA,),
         kernel_block_sizes=sizes,
         cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if modular else "UNIFORM_BATCH",
-        workspace_bytes=options.workspace_bytes or 128 * MIB,
+        workspace_bytes=WORKSPACE.value,
         nan_tail_safe=CAPABILITIES.nan_tail_safe.value,
         block_table_width_multiple=128 // min(sizes),
         notes=tuple(notes),
