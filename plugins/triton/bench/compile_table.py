@@ -16,35 +16,22 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
-from triton import knobs
-from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "aot"))
 
-from fake_gpu import pretend
+from fake_gpu import compiling, pretend
 from shape_classes import Tensors, shape_classes
-
-from attn_select_triton.kernels import relaunch
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """One kernel of one shape class.
-
-    Attributes:
-        kernel: the function's name; ``launch`` and ``layer`` what it was compiled for.
-        seconds: of the whole compilation; ``assembler`` of it in ptxas.
-        size: bytes of the binary.
-        opcodes: of its PTX, each with how often it stands there.
-    """
+class Kernel:
+    """One kernel of one shape class: ``launch`` and ``layer`` say which; all else as ``fake_gpu.Compiled`` has it."""
 
     kernel: str
     launch: str
@@ -55,52 +42,24 @@ class Compiled:
     opcodes: dict[str, int]
 
 
-def compiled(target: int, wanted: str) -> Iterator[Compiled]:
+def compiled(target: int, wanted: str) -> Iterator[Kernel]:
     """Compile all shape classes whose launch matches ``wanted``, one kernel after the other."""
-    times: list[Any] = []
-    seen: set[int] = set()
-    made: list[tuple[str, Any]] = []
-
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        if id(kernel) not in seen:
-            seen.add(id(kernel))
-            made.append((self.fn.__name__, kernel))
-        return kernel
-
-    run, JITFunction.run = JITFunction.run, compile_only
-    knobs.compilation.always_compile = True
-    knobs.compilation.listener = lambda **told: times.append(told["times"])  # type: ignore[assignment]
-    relaunch.launcher_of = lambda kernel: relaunch.Launcher(kernel, None)
-    relaunch.relaunch = lambda *arguments: None
-    for shape in shape_classes(target):
-        if not shape.accepted(target):
-            continue
-        layer = ", ".join(f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items())
-        for launch in shape.launches:
-            if not re.search(wanted, launch.__name__):
+    with compiling() as found:
+        for shape in shape_classes(target):
+            if not shape.accepted(target):
                 continue
-            times.clear()
-            made.clear()
-            launch(Tensors(shape, target))
-            for (name, kernel), taken in zip(made, times, strict=True):
-                stages = dict(taken.lowering_stages)
-                yield Compiled(
-                    name,
-                    launch.__name__,
-                    f"{layer}, block size {shape.block_size}, {shape.query_len} query tokens",
-                    taken.total / 1e6,
-                    stages["cubin"] / 1e6,
-                    len(kernel.asm["cubin"]),
-                    opcodes(kernel.asm["ptx"]),
-                )
-
-
-def opcodes(ptx: str) -> dict[str, int]:
-    """Return the opcodes of a kernel and how often each stands there; names of registers and labels are left out."""
-    code = ptx.partition(".section\t.debug")[0]
-    lines = re.findall(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)[\s;]", code, re.MULTILINE)
-    return dict(Counter(lines))
+            layer = ", ".join(
+                f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items()
+            )
+            layer += f", block size {shape.block_size}, {shape.query_len} query tokens"
+            for launch in shape.launches:
+                if re.search(wanted, launch.__name__):
+                    launch(Tensors(shape, target))
+                for one in found:
+                    yield Kernel(
+                        one.kernel, launch.__name__, layer, one.seconds, one.assembler, one.size, one.opcodes
+                    )  # fmt: skip
+                found.clear()
 
 
 def main() -> None:
@@ -120,12 +79,12 @@ def main() -> None:
     if asked.save:
         asked.save.write_text(json.dumps([asdict(each) for each in found]))
     if asked.against:
-        compare(found, [Compiled(**each) for each in json.loads(asked.against.read_text())])
+        compare(found, [Kernel(**each) for each in json.loads(asked.against.read_text())])
         return
     print(f"triton {triton.__version__}, compute capability {asked.target / 10}, one kernel after the other\n")
     print("| kernel | shape classes | compile, s | ptxas, s | size, KiB | instructions | slowest |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    kernels: dict[str, list[Compiled]] = {}
+    kernels: dict[str, list[Kernel]] = {}
     for each in sorted(found, key=lambda each: -each.seconds):
         kernels.setdefault(each.kernel, []).append(each)
     for name, each_of in kernels.items():
@@ -144,9 +103,9 @@ def spread(numbers: list[float], digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def compare(found: list[Compiled], before: list[Compiled]) -> None:
+def compare(found: list[Kernel], before: list[Kernel]) -> None:
     """Print the kernels whose instructions differ."""
-    known: dict[tuple[str, str, str], list[Compiled]] = {}
+    known: dict[tuple[str, str, str], list[Kernel]] = {}
     for each in before:
         known.setdefault((each.kernel, each.launch, each.layer), []).append(each)
     same = 0
@@ -167,7 +126,7 @@ def compare(found: list[Compiled], before: list[Compiled]) -> None:
     print(f"{same} of {len(found)} kernels have the same instructions")
 
 
-def _of(kernel: Compiled, name: str) -> int:
+def _of(kernel: Kernel, name: str) -> int:
     return kernel.opcodes.get(name, 0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,9 @@ class Compiled:
         spilled: bytes that a thread spills to local memory and loads from there, as ptxas counts its instructions.
         products: matrix products in the source, float32 ones, which run on FMA units, left out.
         instructions: tensor-core instructions in the PTX, by name.
+        opcodes: of the PTX, each with how often it stands there.
+        seconds: of the whole compilation; ``assembler`` of it in ptxas.
+        size: bytes of the binary.
     """
 
     kernel: str
@@ -107,6 +111,10 @@ class Compiled:
     spilled: int
     products: int
     instructions: dict[str, int]
+    opcodes: dict[str, int]
+    seconds: float
+    assembler: float
+    size: int
 
 
 def _constants(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -121,12 +129,22 @@ def _products(assembly: dict[str, str]) -> int:
     return sum(1 for line in lines if not re.search(r": tensor<[0-9x]+xf32", line))
 
 
+def _opcodes(ptx: str) -> dict[str, int]:
+    """Return the opcodes of a kernel and how often each stands there; names of registers and labels are left out."""
+    code = ptx.partition(".section\t.debug")[0]
+    return dict(Counter(re.findall(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)[\s;]", code, re.MULTILINE)))
+
+
 @contextlib.contextmanager
 def compiling() -> Iterator[list[Compiled]]:
     """Compile what is launched, run nothing; give the list that the kernels go into, each once."""
     found: list[Compiled] = []
     seen: set[int] = set()
+    times: list[Any] = []
     run, knobs.nvidia.dump_ptxas_log, knobs.compilation.always_compile = JITFunction.run, True, True
+
+    def note(**told: Any) -> None:
+        times.append(told["times"])
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         log = io.StringIO()
@@ -147,18 +165,23 @@ def compiling() -> Iterator[list[Compiled]]:
                     int(stores) + int(loads),
                     _products(kernel.asm),
                     {name: kernel.asm["ptx"].count(name) for name in INSTRUCTIONS if name in kernel.asm["ptx"]},
+                    _opcodes(kernel.asm["ptx"]),
+                    times[-1].total / 1e6,
+                    dict(times[-1].lowering_stages)["cubin"] / 1e6,
+                    len(kernel.asm["cubin"]),
                 )
             )
         return kernel
 
     again, launcher_of = relaunch.relaunch, relaunch.launcher_of
-    JITFunction.run = compile_only
+    JITFunction.run, knobs.compilation.listener = compile_only, note
     relaunch.relaunch = lambda *arguments: None
     relaunch.launcher_of = lambda compiled: relaunch.Launcher(compiled, None)
     try:
         yield found
     finally:
         JITFunction.run, relaunch.relaunch, relaunch.launcher_of = run, again, launcher_of
+        knobs.compilation.listener = None
 
 
 @contextlib.contextmanager
